@@ -1,0 +1,1 @@
+"""The Hydra apps; hydra and omegaconf are imported here alone."""

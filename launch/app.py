@@ -1,0 +1,111 @@
+"""What every app starts with: Hydra around a task, and errors as a user wants to read them.
+
+A user error is one line on stderr and exit code 2, Ctrl-C is exit code 130; anything else is a bug and keeps its
+traceback. HYDRA_FULL_ERROR=1 keeps every traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
+
+from launch.schema import Config, register, settings, unknown_key
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+USER_ERROR, INTERRUPTED = 2, 130
+OURS = ("lp", "launch", "__main__")
+FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printing and exiting with 1
+
+
+def run(task: Callable[[Config], None]) -> None:
+    """Compose the config from sys.argv and run the task, once or for every job of a sweep.
+
+    Raises:
+        SystemExit: 2 after a user error, 130 after Ctrl-C.
+    """
+    register()
+    app = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    if os.environ.get(FULL_ERROR) == "1":
+        app(_job(task))()
+        return
+    os.environ[FULL_ERROR] = "1"
+    try:
+        with reported():
+            # Around the job too: what leaves a job makes Hydra print a line of its own.
+            app(reported()(_job(task)))()
+    finally:
+        del os.environ[FULL_ERROR]
+
+
+def _job(task: Callable[[Config], None]) -> Callable[[DictConfig], None]:
+    def job(cfg: DictConfig) -> None:
+        try:
+            task(settings(cfg))
+        finally:
+            with contextlib.suppress(OSError):  # Hydra made the run folder; a run that wrote nothing leaves none
+                os.rmdir(HydraConfig.get().runtime.output_dir)
+
+    return job
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Turn a user error into one line and an exit code.
+
+    Raises:
+        SystemExit: 2 after a user error, 130 after Ctrl-C.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if not _is_users(error):
+            raise
+        print(f"{_rank()}error: {explain(error)}", file=sys.stderr)
+        raise SystemExit(USER_ERROR) from None
+
+
+def explain(error: Exception) -> str:
+    """One line that names the key and the remedy."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(error, OverrideParseException):
+        return (
+            f"cannot read the override {error.override!r}; quote a value that has special characters twice, "
+            "as in prompt='\"def f(x):\"', or put a prompt into a file: prompt_file=..."
+        )
+    if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
+        return unknown_key(str(cause.full_key), cause.object_type)
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{cause.full_key} is missing; give {cause.full_key}=..."
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return f"{cause.full_key}: {_first_line(cause)}; --cfg job shows every key with its value"
+    return " ".join(str(error).split("Config search path")[0].split())
+
+
+def _is_users(error: Exception) -> bool:
+    """A ValueError is for the user where our own code raised it; from a library's depths it is a bug of ours."""
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        return True
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    return str(innermost.f_globals["__name__"]).split(".")[0] in OURS
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n")[0]
+
+
+def _rank() -> str:
+    """Ranks but the first say who they are: a model may be missing on one node alone."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"[rank {rank}] "

@@ -1,0 +1,158 @@
+"""Types of the configs in conf/, so that Hydra refuses unknown keys and wrong types.
+
+Hydra merges YAML into a schema, which a frozen dataclass does not allow: the schemas of the decoders are unfrozen
+mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_init__` checks the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from enum import Enum, StrEnum
+from typing import Any, TypeVar, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from lp.config import LookaheadConfig, PromptLookupConfig
+
+T = TypeVar("T")
+
+
+class Output(StrEnum):
+    """How an app reports; the names are what the user types."""
+
+    table = "table"
+    json = "json"
+
+
+@dataclass
+class ModelSchema:
+    """What lp.models.loader.load takes; `name` is "demo", a folder, or a name on the hub."""
+
+    name: str = MISSING
+    dtype: str = "float32"
+    device: str = "auto"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass
+class AttentionSchema:
+    """The lookahead step's attention backend."""
+
+    name: str = MISSING
+
+
+@dataclass
+class SamplingSchema:
+    """How a token is chosen."""
+
+    name: str = MISSING
+
+
+@dataclass
+class ParallelSchema:
+    """How ranks talk to each other."""
+
+    backend: str = "auto"
+
+
+@dataclass
+class TaskSchema:
+    """Where prompts come from; without a path, from the package."""
+
+    name: str = MISSING
+    path: str | None = None
+
+
+@dataclass
+class AutoregressiveSchema:
+    """Plain decoding has nothing to set."""
+
+    name: str = "autoregressive"
+
+
+@dataclass
+class Config:
+    """Everything an app is given. The comments are in conf/config.yaml."""
+
+    model: ModelSchema = field(default_factory=ModelSchema)
+    decoder: Any = None
+    attention: AttentionSchema = field(default_factory=AttentionSchema)
+    sampling: SamplingSchema = field(default_factory=SamplingSchema)
+    parallel: ParallelSchema = field(default_factory=ParallelSchema)
+    task: TaskSchema = field(default_factory=TaskSchema)
+    W: int = 15
+    N: int = 5
+    G: int = 15
+    prompt: str | None = None
+    prompt_file: str | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    seed: int = 0
+    show_prompt: bool = True
+    stream: bool = True
+    output: Output = Output.table
+    compare: bool = True
+    repeats: int = 1
+
+
+def mirror(config: type, name: str) -> type:
+    """An unfrozen dataclass with the fields of `config` and a `name`, which tells the decoders apart.
+
+    An enum becomes a str: OmegaConf takes enums by member name, users know them by value.
+    """
+    hints = get_type_hints(config)
+    members: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
+    for item in fields(config):
+        assert item.default is not NO_DEFAULT, f"{config.__name__}.{item.name} needs a default to be mirrored"
+        is_enum = isinstance(hints[item.name], type) and issubclass(hints[item.name], Enum)
+        default = str(item.default) if is_enum else item.default
+        members.append((item.name, str if is_enum else hints[item.name], field(default=default)))
+    return make_dataclass(f"{config.__name__}Schema", members)
+
+
+def frozen(config: type[T], schema: Any) -> T:
+    """Build the config that `schema` mirrors.
+
+    Raises:
+        ValueError: a value out of range, from the config itself.
+    """
+    return config(**{item.name: getattr(schema, item.name) for item in fields(config)})  # type: ignore[arg-type]
+
+
+def settings(cfg: DictConfig) -> Config:
+    """The config of a job as dataclasses, interpolations resolved.
+
+    Raises:
+        ValueError: a key that the schema does not know; Hydra's `+key=value` lets it in.
+        OmegaConfBaseException: a missing or unreadable value.
+    """
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, Config)
+    _refuse_extras(config, "")
+    return config
+
+
+def unknown_key(key: str, schema: Any) -> str:
+    """Says that the last part of `key` is no field of `schema`, and which ones are."""
+    return f"unknown config key {key!r}; known here: {', '.join(item.name for item in fields(schema))}"
+
+
+def _refuse_extras(node: Any, prefix: str) -> None:
+    for key, value in vars(node).items():
+        if key not in {item.name for item in fields(node)}:
+            raise ValueError(unknown_key(prefix + key, node))
+        if is_dataclass(value):
+            _refuse_extras(value, f"{prefix}{key}.")
+
+
+def register() -> None:
+    """Put the schemas where the defaults lists of conf/ find them: group `schema`."""
+    schemas = {"app": Config, "model": ModelSchema, "attention": AttentionSchema, "sampling": SamplingSchema}
+    schemas |= {"parallel": ParallelSchema, "task": TaskSchema, "autoregressive": AutoregressiveSchema}
+    schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")
+    schemas["prompt_lookup"] = mirror(PromptLookupConfig, "prompt_lookup")
+    for name, schema in schemas.items():
+        ConfigStore.instance().store(group="schema", name=name, node=schema)

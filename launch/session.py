@@ -1,0 +1,142 @@
+"""From a config to what a run needs: prompts, the model, and the decoders to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lp
+from launch.schema import Config, frozen
+from lp.bench.prompts import Prompt, load_builtin, load_jsonl, read_text
+from lp.config import check_int
+from lp.decoding.base import Decoder
+from lp.models.loader import Loaded, load
+
+PLAIN = "autoregressive"  # the oracle the others are held against
+METHODS = ("lookahead", PLAIN, "prompt_lookup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A loaded model with its decoders.
+
+    Args:
+        config: as the user gave it.
+        context: this rank's place.
+        loaded: model and tokenizer.
+        decoders: by method; the first is the one that the user chose.
+        prompts: what to continue.
+    """
+
+    config: Config
+    context: lp.ParallelContext
+    loaded: Loaded
+    decoders: Mapping[str, Decoder]
+    prompts: list[Prompt]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's tokens."""
+        return list(self.loaded.tokenizer(prompt.text)["input_ids"])
+
+
+def open_session(config: Config) -> Session:
+    """Check everything that can be checked without the model, then load it.
+
+    Raises:
+        ValueError: a user error, with its remedy.
+    """
+    check(config)
+    prompts, builders = read_prompts(config), decoder_builders(config)
+    torch.manual_seed(config.seed)
+    context = lp.ParallelContext.from_env(backend=config.parallel.backend, device=known_device(config.model.device))
+    model = config.model
+    loaded = load(model.name, model.dtype, context.device, model.attn_implementation, model.trust_remote_code)
+    decoders = {name: build(loaded.model, context) for name, build in builders.items()}
+    return Session(config=config, context=context, loaded=loaded, decoders=decoders, prompts=prompts)
+
+
+def check(config: Config) -> None:
+    """Refuse counts below one and a prompt given twice.
+
+    Raises:
+        ValueError: the key, the limit and the remedy.
+    """
+    check_int("max_new_tokens", config.max_new_tokens, 1, float("inf"), "ask for at least one token")
+    check_int("repeats", config.repeats, 1, float("inf"), "measure at least once")
+    if config.limit is not None:
+        check_int("limit", config.limit, 1, float("inf"), "take at least one prompt, or limit=null for all")
+    if config.prompt is not None and config.prompt_file is not None:
+        raise ValueError("prompt and prompt_file are both given; give one of them")
+    if config.sampling.name != "greedy":
+        raise ValueError(f"sampling.name is {config.sampling.name!r}; it must be 'greedy'")
+
+
+def read_prompts(config: Config) -> list[Prompt]:
+    """The prompt, the prompt file, or the first prompts of the task.
+
+    Raises:
+        ValueError: an empty prompt, or a file that is missing or malformed.
+    """
+    if config.prompt is not None:
+        return [_not_empty(Prompt(task_id="prompt", text=config.prompt), "write one, as in prompt='import os'")]
+    if config.prompt_file is not None:
+        text = read_text(config.prompt_file, "prompt_file")
+        return [_not_empty(Prompt(task_id=Path(config.prompt_file).name, text=text), "put a text into the prompt_file")]
+    task = config.task
+    if task.path is None:
+        return load_builtin(config.limit)
+    if not Path(task.path).is_file():
+        raise ValueError(f"task {task.name} has no file {task.path}; set LP_DATA to its folder, or give task.path=...")
+    return load_jsonl(task.path, config.limit)
+
+
+def _not_empty(prompt: Prompt, remedy: str) -> Prompt:
+    if not prompt.text:
+        raise ValueError(f"the prompt is empty; {remedy}")
+    return prompt
+
+
+def decoder_builders(config: Config) -> dict[str, Callable[[Any, lp.ParallelContext], Decoder]]:
+    """How to build the chosen decoder and, if methods are to be compared, the others; their configs are checked now.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    if config.attention.name not in list(lp.config.Attention):
+        known = ", ".join(lp.config.Attention)
+        raise ValueError(f"attention.name is {config.attention.name!r}; it must be one of {known}")
+    chosen = config.decoder.name
+    if chosen not in METHODS:
+        raise ValueError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(METHODS)}>")
+    names = [chosen, *(name for name in METHODS if name != chosen)] if config.compare else [chosen]
+    return {name: _builder(name, config) for name in names}
+
+
+def _builder(name: str, config: Config) -> Callable[[Any, lp.ParallelContext], Decoder]:
+    if name == PLAIN:
+        return lambda model, context: lp.AutoregressiveDecoder(model, context=context)
+    if name == "prompt_lookup":
+        lookup = frozen(lp.PromptLookupConfig, config.decoder) if config.decoder.name == name else lp.PromptLookupConfig()
+        return lambda model, context: lp.PromptLookupDecoder(model, lookup, context=context)
+    shape = {"window_size": config.W, "ngram_size": config.N, "guess_set_size": config.G}
+    own = frozen(lp.LookaheadConfig, config.decoder) if config.decoder.name == name else lp.LookaheadConfig(**shape)
+    attention = config.attention.name
+    return lambda model, context: lp.LookaheadDecoder(model, own, context=context, attention=attention)
+
+
+def known_device(device: str) -> str:
+    """Refuse what torch would not take for a device.
+
+    Raises:
+        ValueError: names it.
+    """
+    if device == "auto":
+        return device
+    try:
+        return str(torch.device(device))
+    except RuntimeError:
+        raise ValueError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:<number>") from None

@@ -1,0 +1,102 @@
+"""Text as it is generated: tokens to text without half characters, and colours that show what came in one step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TextIO
+
+from transformers import PreTrainedTokenizerBase
+
+CONTEXT = 8  # prompt tokens decoded along, since some tokenizers drop the space before the first word of a text
+UNFINISHED = "\ufffd"  # what decoding gives for the bytes of a character that is not complete
+
+RESET, DIM, ERASE_LINE = "\x1b[0m", "\x1b[2m", "\r\x1b[2K"
+STEP_COLOURS = {2: "\x1b[36m", 3: "\x1b[32m", 4: "\x1b[33m", 5: "\x1b[35m"}  # by the tokens of a step, 5 and more alike
+
+
+class Detokenizer:
+    """Decodes tokens as they come; what it has returned never changes.
+
+    Args:
+        tokenizer: of the model.
+        prompt: the tokens before the first new one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt[-CONTEXT:])
+        self._whole = len(self._tokens)  # so many of them end with a character, not inside one
+        self._shown = self._decode()
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text these tokens complete; the bytes of an unfinished character wait for the next call."""
+        self._tokens += tokens
+        text = self._decode()
+        finished = text.rstrip(UNFINISHED)
+        new = finished[len(self._shown) :]
+        self._shown = finished
+        if finished == text and len(self._tokens) > self._whole:
+            self._forget()
+        return new
+
+    def flush(self) -> str:
+        """Whatever is still held back; the text has ended."""
+        return self._decode()[len(self._shown) :]
+
+    def _forget(self) -> None:
+        """Keep only what came since the text was last whole, so that a step costs the same however long the text."""
+        self._tokens = self._tokens[self._whole :]
+        self._whole = len(self._tokens)
+        self._shown = self._decode()
+
+    def _decode(self) -> str:
+        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def shows_colours(file: TextIO) -> bool:
+    """Whether the file is a terminal whose user has not asked for bare text."""
+    return file.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+class Pen:
+    """Writes text to a stream, coloured on a terminal and bare otherwise.
+
+    Args:
+        file: where to.
+        colour: whether the reader is a terminal that shows colours.
+    """
+
+    def __init__(self, file: TextIO, colour: bool) -> None:
+        self._file, self.colour = file, colour
+
+    def step(self, text: str, tokens: int) -> None:
+        """Text of one step that added so many tokens."""
+        self._write(text, STEP_COLOURS.get(min(tokens, max(STEP_COLOURS)), ""))
+
+    def aside(self, text: str) -> None:
+        """Text that was not generated."""
+        self._write(text, DIM)
+
+    def note(self, text: str) -> None:
+        """A line that the next note replaces; only a terminal sees it, and an empty one erases it."""
+        if self.colour:
+            self._put(f"{ERASE_LINE}{DIM}{text}{RESET}" if text else ERASE_LINE)
+
+    def legend(self) -> None:
+        """Say what the colours mean."""
+        if self.colour:
+            most = max(STEP_COLOURS)
+            shown = [f"{code}{count}{' or more' * (count == most)}{RESET}" for count, code in STEP_COLOURS.items()]
+            self._put(f"{DIM}tokens that came in one step:{RESET} 1 {' '.join(shown)}\n")
+
+    def _write(self, text: str, code: str) -> None:
+        if self.colour:
+            text = text.replace("\x1b", "\u241b")  # a model must not steer the terminal
+        self._put(f"{code}{text}{RESET}" if self.colour and code and text else text)
+
+    def _put(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()

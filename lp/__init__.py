@@ -1,0 +1,21 @@
+"""lp: lookahead decoding and lookahead parallelism for any Hugging Face causal LM (arXiv 2402.02057)."""
+
+from lp.config import Attention, KVSync, LookaheadConfig, PromptLookupConfig
+from lp.decoding.autoregressive import AutoregressiveDecoder
+from lp.decoding.base import Decoder, GenerationOutput, StepStats
+from lp.decoding.lookahead import LookaheadDecoder, PromptLookupDecoder
+from lp.distributed import ParallelContext
+
+__all__ = [
+    "Attention",
+    "AutoregressiveDecoder",
+    "Decoder",
+    "GenerationOutput",
+    "KVSync",
+    "LookaheadConfig",
+    "LookaheadDecoder",
+    "ParallelContext",
+    "PromptLookupConfig",
+    "PromptLookupDecoder",
+    "StepStats",
+]

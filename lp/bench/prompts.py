@@ -1,0 +1,84 @@
+"""Prompts: the dozen written for this project, and JSONL files of tasks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+BUILTIN = Path(__file__).parent / "builtin"  # one unfinished piece of Python a file; shown in the order of the names
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A text to continue.
+
+    Args:
+        task_id: names it in tables and files.
+        text: what the model gets.
+        reference: a known continuation, where the task has one.
+        source: where it comes from.
+    """
+
+    task_id: str
+    text: str
+    reference: str | None = None
+    source: str | None = None
+
+
+def load_builtin(limit: int | None = None) -> list[Prompt]:
+    """The prompts that come with the package; `limit` keeps the first ones."""
+    return [_read_builtin(path) for path in sorted(BUILTIN.glob("*.txt"))[:limit]]
+
+
+def _read_builtin(path: Path) -> Prompt:
+    # Editors end a file with a newline; a prompt ends with its last character, so that the model writes the newline.
+    text = path.read_text(encoding="utf-8").removesuffix("\n")
+    return Prompt(task_id=f"builtin/{path.stem}", text=text, source="written for lp")
+
+
+def load_jsonl(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Read one prompt a line: {"task_id": ..., "prompt": ..., "reference": ..., "source": ...}, the last two optional.
+
+    Args:
+        path: the file; blank lines are skipped.
+        limit: keep the first ones; None keeps all.
+
+    Raises:
+        ValueError: no such file, no prompt in it, or a bad line, named by its number.
+    """
+    lines = enumerate(read_text(path).split("\n"), 1)
+    records = ((number, line) for number, line in lines if line.strip())
+    prompts = [_parse(line, f"{path}, line {number}") for number, line in islice(records, limit)]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt; it needs at least one line with the key 'prompt'")
+    return prompts
+
+
+def read_text(path: str | Path, name: str = "prompt file") -> str:
+    """The text of a file, newlines as they are.
+
+    Raises:
+        ValueError: it does not exist or is not UTF-8; `name` is what the message calls it.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"{name} {path} does not exist or is not a file; give the path of a text file")
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+
+
+def _parse(line: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON ({error.msg}); write one object a line") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is not a JSON object but {type(record).__name__}; write one object a line")
+    text = record.get("prompt")
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{where} has no text under 'prompt'; give it a string that is not empty")
+    task_id = str(record.get("task_id", where))
+    return Prompt(task_id=task_id, text=text, reference=record.get("reference"), source=record.get("source"))

@@ -1,0 +1,103 @@
+"""A KV cache that is allocated once: a step writes its rows behind the prefix, accepted rows are committed in place.
+
+L: cached rows, T: rows of a step, C: capacity, H: KV heads, D: head dimension. Row i of the prefix is position i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class _PreallocatedLayer(CacheLayerMixin):
+    """One layer's rows; hands out views of the first L + T of them."""
+
+    is_sliding = False
+
+    def __init__(self, owner: StaticKVCache) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = (
+            states.new_empty(*states.shape[:2], self.owner.capacity, states.shape[3])  # (1, H, C, D)
+            for states in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        start, rows = self.owner.length, key_states.shape[2]
+        self.keys[:, :, start : start + rows] = key_states
+        self.values[:, :, start : start + rows] = value_states
+        return self.keys[:, :, : start + rows], self.values[:, :, : start + rows]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.length
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+    def reset(self) -> None:
+        """The rows stay; the owner forgets their number."""
+
+
+class StaticKVCache(Cache):
+    """The KV of one sequence, in buffers of fixed size.
+
+    Args:
+        num_layers: decoder layers of the model.
+        capacity: C, rows; prefix and step together must fit.
+
+    Attributes:
+        length: L, committed rows.
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(layers=[_PreallocatedLayer(self) for _ in range(num_layers)])
+        self.capacity, self.length = capacity, 0
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Make these rows of the last step part of the prefix, in this order, and forget the others.
+
+        Args:
+            rows: indices into the step's rows, ascending.
+        """
+        start, kept = self.length, len(rows)
+        moved = next((i for i, row in enumerate(rows) if row != i), kept)  # rows before it lie where they belong
+        if moved < kept:
+            source = torch.tensor(rows[moved:], device=self.layers[0].keys.device) + start
+            for buffer in self._buffers():
+                buffer[:, :, start + moved : start + kept] = buffer[:, :, source]
+        self.length = start + kept
+
+    def rows(self, rows: Sequence[int]) -> torch.Tensor:
+        """Keys and values of these rows of the last step, flat, to send to other ranks."""
+        source = torch.tensor(rows, device=self.layers[0].keys.device) + self.length
+        return torch.cat([buffer[:, :, source].flatten() for buffer in self._buffers()])
+
+    def append(self, flat: torch.Tensor, count: int) -> None:
+        """Write `count` rows that another rank sent behind the prefix and commit them."""
+        offset = 0
+        for buffer in self._buffers():
+            rows = buffer[:, :, self.length : self.length + count]
+            rows.copy_(flat[offset : offset + rows.numel()].view(rows.shape))
+            offset += rows.numel()
+        self.length += count
+
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers())
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]

@@ -1,0 +1,107 @@
+"""Configuration of decoding: frozen dataclasses that check themselves. Knows no hydra.
+
+`window_size` W, `ngram_size` N and `guess_set_size` G are the paper's (arXiv 2402.02057, section 3).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class KVSync(StrEnum):
+    """How a rank gets the KV of accepted tokens that another rank computed."""
+
+    RECOMPUTE = "recompute"
+    BROADCAST = "broadcast"
+
+
+class Attention(StrEnum):
+    """Attention backends; `auto` keeps what the model was loaded with when that can take a tree mask."""
+
+    AUTO = "auto"
+    SDPA = "sdpa"
+    EAGER = "eager"
+
+
+def check_int(name: str, value: object, low: int, high: float, remedy: str) -> None:
+    """Refuse anything but an int in [low, high].
+
+    Raises:
+        ValueError: names the value, the limit and the remedy.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        limit = f"an integer >= {low}" if high == math.inf else f"an integer in [{low}, {int(high)}]"
+        raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookaheadConfig:
+    """The shape of a lookahead step, fixed for a decoder.
+
+    Args:
+        window_size: W, columns of the window; 0 leaves only candidates.
+        ngram_size: N, tokens of an n-gram; the window has N - 1 rows.
+        guess_set_size: G; candidates get G x (N - 1) rows a step, 0 verifies none.
+        candidate_depth: longest candidate path in tokens; None is the paper's N - 1, more chains n-grams.
+        prompt_ngrams: the prompt's n-grams enter the pool before the first step.
+        output_ngrams: the n-grams of accepted text enter the pool.
+        warmup_steps: first steps that verify nothing, as the reference code's N - 1 do; for ablations.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    window_size: int = 15
+    ngram_size: int = 5
+    guess_set_size: int = 15
+    candidate_depth: int | None = None
+    prompt_ngrams: bool = True
+    output_ngrams: bool = True
+    warmup_steps: int = 0
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        check_int("window_size (W)", self.window_size, 0, 4096, "try W=15, or 0 for no window")
+        check_int("ngram_size (N)", self.ngram_size, 2, 64, "try N=5")
+        check_int("guess_set_size (G)", self.guess_set_size, 0, 4096, "try G=W, or 0 for no candidates")
+        if self.candidate_depth is not None:
+            check_int("candidate_depth", self.candidate_depth, 1, 1024, "leave it null for N - 1")
+        check_int("warmup_steps", self.warmup_steps, 0, math.inf, "leave it 0")
+        if self.kv_sync not in list(KVSync):
+            raise ValueError(f"kv_sync is {self.kv_sync!r}; it must be one of {[str(k) for k in KVSync]}")
+        object.__setattr__(self, "kv_sync", KVSync(self.kv_sync))
+
+    @property
+    def row_budget(self) -> int:
+        """Candidate rows a step may take."""
+        return self.guess_set_size * (self.ngram_size - 1)
+
+    @property
+    def depth(self) -> int:
+        """Longest candidate path, in tokens."""
+        return self.candidate_depth or self.ngram_size - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLookupConfig:
+    """Prompt lookup as transformers has it: copy what followed the last tokens before.
+
+    Args:
+        max_matching_ngram: longest run of last tokens to look for; shorter ones are tried after it.
+        num_tokens: tokens copied, which is the candidate rows of a step.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    max_matching_ngram: int = 2
+    num_tokens: int = 10
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        check_int("max_matching_ngram", self.max_matching_ngram, 1, 64, "try 2")
+        check_int("num_tokens", self.num_tokens, 1, 1024, "try 10")

@@ -1,0 +1,1 @@
+"""Decoders: the one lookahead loop, and the plain oracle it is checked against."""

@@ -1,0 +1,36 @@
+"""Plain decoding, one token a forward pass: the oracle, with no code of the lookahead path in it."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicCache
+
+from lp.decoding.base import Clock, Decoder, GenerationOutput, Request, StepStats
+from lp.decoding.stopping import FINISH_REASON
+from lp.lookahead.exchange import Stop
+
+
+class AutoregressiveDecoder(Decoder):
+    """Greedy decoding over transformers' own cache and masks."""
+
+    def _decode(self, request: Request) -> GenerationOutput:
+        clock, cache, stats = Clock(), DynamicCache(config=self.model.config), list[StepStats]()
+        prompt = torch.tensor([request.prompt], device=self.model.device)
+        for part in prompt[:, :-1].split(request.prefill_chunk, dim=1):
+            if part.shape[1]:
+                self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prefill_s = clock.lap()
+        tokens, token, reason = list[int](), prompt[:, -1:], Stop.NONE
+        while not reason:
+            logits = self.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            token = logits.argmax(-1, keepdim=True)
+            tokens.append(int(token))
+            forward_s = clock.lap()
+            reason, _ = request.stopping.check(tokens, 1)
+            if request.on_tokens:
+                request.on_tokens(tokens[-1:], len(stats))
+            if not reason and request.signals.requested:
+                reason = Stop.INTERRUPTED
+            stats.append(StepStats(1, 0, 0, forward_s, 0.0, clock.lap()))
+        decode_s = sum(s.forward_s + s.host_s for s in stats)
+        return GenerationOutput(tokens, FINISH_REASON[reason], stats, prefill_s, decode_s)

@@ -1,0 +1,187 @@
+"""What every decoder shares: the signature of `generate`, its result, and its checks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+
+from lp.config import check_int
+from lp.decoding.signals import DeferredSignals
+from lp.decoding.stopping import Stopping
+from lp.distributed import ParallelContext
+from lp.models.loader import context_limit
+
+OnTokens = Callable[[list[int], int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One decode step on this rank.
+
+    Attributes:
+        slots: rows this rank computed.
+        candidates: candidate rows of the whole step, beyond the window's.
+        accepted: accepted tokens, without the bonus.
+        forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else.
+    """
+
+    slots: int
+    candidates: int
+    accepted: int
+    forward_s: float
+    exchange_s: float
+    host_s: float
+
+
+@dataclass
+class GenerationOutput:
+    """What one `generate` call gave.
+
+    Attributes:
+        tokens: the new tokens, EOS included when it ended there.
+        finish_reason: "eos", "length", "stop_string", "criteria", "context" or "interrupted".
+        step_stats: one entry a decode step.
+        prefill_s, decode_s: seconds before the first decode step, and from there on.
+        cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
+    """
+
+    tokens: list[int]
+    finish_reason: str
+    step_stats: list[StepStats] = field(repr=False)
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    cache_bytes: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Decode steps."""
+        return len(self.step_stats)
+
+    @property
+    def compression(self) -> float:
+        """S: generated tokens a decode step."""
+        return len(self.tokens) / self.steps if self.steps else 0.0
+
+    @property
+    def mean_slots(self) -> float:
+        """Mean rows a step on this rank."""
+        return statistics.fmean(s.slots for s in self.step_stats) if self.step_stats else 0.0
+
+
+@dataclass
+class Request:
+    """A checked `generate` call.
+
+    Attributes:
+        prompt: token ids.
+        limit: positions below it may be used: the model's context or the last token asked for.
+        max_new_tokens, stopping, on_tokens, prefill_chunk: as given.
+        signals: SIGINT and SIGTERM, deferred to the end of a step.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    limit: int
+    stopping: Stopping
+    on_tokens: OnTokens | None
+    prefill_chunk: int
+    signals: DeferredSignals
+
+
+class Decoder(ABC):
+    """Turns a prompt into tokens; every decoder gives the tokens of plain decoding.
+
+    Args:
+        model: an HF causal LM, loaded and on its device.
+        context: the ranks to share a step with; None is this process alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, context: ParallelContext | None = None) -> None:
+        self.model, self.context = model, context or ParallelContext(device=model.device)
+
+    def generate(
+        self,
+        input_ids: Sequence[int] | torch.Tensor,
+        max_new_tokens: int = 256,
+        *,
+        eos_token_id: int | Iterable[int] | None = None,
+        stop_strings: Sequence[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stopping_criteria: Iterable[StoppingCriteria] = (),
+        on_tokens: OnTokens | None = None,
+        prefill_chunk: int = 512,
+    ) -> GenerationOutput:
+        """Generate greedily.
+
+        Args:
+            input_ids: the prompt, list[int] or LongTensor (L,) or (1, L).
+            max_new_tokens: most tokens to add.
+            eos_token_id: one or several; None takes the model's, an empty tuple none.
+            stop_strings: end after the token that completes one of them; needs `tokenizer`.
+            stopping_criteria: transformers' criteria, asked after every token; under several ranks rank 0's word counts.
+            on_tokens: called once a step with (new tokens, step) before the next one starts.
+            prefill_chunk: prompt rows a forward pass.
+
+        Returns:
+            GenerationOutput; SIGINT or SIGTERM ends it after the current step as "interrupted".
+
+        Raises:
+            ValueError: a prompt that is empty, too long or not of this vocabulary, or a value out of range.
+        """
+        prompt = self._checked_prompt(input_ids)
+        check_int("max_new_tokens", max_new_tokens, 1, float("inf"), "ask for at least one token")
+        check_int("prefill_chunk", prefill_chunk, 1, float("inf"), "try 512")
+        context = context_limit(self.model)
+        stopping = Stopping.build(
+            self._eos(eos_token_id), max_new_tokens, context, prompt, stop_strings, tokenizer, stopping_criteria
+        )
+        with torch.inference_mode(), DeferredSignals() as signals:
+            limit = min(len(prompt) + max_new_tokens - 1, context or len(prompt) + max_new_tokens)
+            return self._decode(Request(prompt, max_new_tokens, limit, stopping, on_tokens, prefill_chunk, signals))
+
+    @abstractmethod
+    def _decode(self, request: Request) -> GenerationOutput: ...
+
+    def _eos(self, eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+        if eos_token_id is None:
+            eos_token_id = self.model.generation_config.eos_token_id
+        if eos_token_id is None:
+            return frozenset()
+        return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+
+    def _checked_prompt(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:
+        ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else list(input_ids)
+        if ids and isinstance(ids[0], list):
+            if len(ids) > 1:
+                raise ValueError(f"input_ids holds {len(ids)} prompts; generate takes one, call it for each")
+            ids = ids[0]
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token, such as the model's BOS")
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        bad = next((i for i in ids if not 0 <= i < vocabulary), None)
+        if bad is not None:
+            raise ValueError(f"the prompt has token id {bad}; this model's vocabulary is 0..{vocabulary - 1}")
+        context = context_limit(self.model)
+        if context is not None and len(ids) >= context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, the model's context {context}; leave room for at least one new token"
+            )
+        return ids
+
+
+class Clock:
+    """Splits the time of a step: `lap()` gives the seconds since the last one."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        took, self.last = now - self.last, now
+        return took

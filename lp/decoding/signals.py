@@ -1,0 +1,33 @@
+"""SIGINT and SIGTERM as a request to stop after the current step, so that nothing generated is lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+
+class DeferredSignals:
+    """While entered, the first SIGINT or SIGTERM sets `requested`; a second one acts as it did before.
+
+    Outside the main thread, where Python allows no handlers, signals act as usual.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> DeferredSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._defer) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(number, self._before[number])  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""When a generation ends, decided token by token as transformers' `generate` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
+
+from lp.lookahead.exchange import Stop
+
+FINISH_REASON = {
+    Stop.EOS: "eos",
+    Stop.MAX_LENGTH: "length",
+    Stop.CRITERIA: "criteria",
+    Stop.STOP_STRING: "stop_string",
+    Stop.CONTEXT: "context",
+    Stop.INTERRUPTED: "interrupted",
+}
+
+
+@dataclass
+class Stopping:
+    """Every way a generation may end.
+
+    Attributes:
+        eos: token ids that end it.
+        max_new_tokens: most new tokens.
+        room: new tokens until the model's context is full, None for no limit.
+        prompt: its ids, which criteria see too.
+        stop_strings: transformers' criterion, or None.
+        criteria: the user's; possibly not a function of the tokens alone.
+    """
+
+    eos: frozenset[int]
+    max_new_tokens: int
+    room: int | None
+    prompt: list[int]
+    stop_strings: StopStringCriteria | None
+    criteria: list[StoppingCriteria]
+
+    @classmethod
+    def build(
+        cls,
+        eos: frozenset[int],
+        max_new_tokens: int,
+        context: int | None,
+        prompt: list[int],
+        stop_strings: Sequence[str] | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        criteria: Iterable[StoppingCriteria],
+    ) -> Stopping:
+        """Check and gather the stops of one call.
+
+        Raises:
+            ValueError: stop strings without a tokenizer.
+        """
+        strings = None
+        if stop_strings:
+            if tokenizer is None:
+                raise ValueError(f"stop_strings is {list(stop_strings)!r} but no tokenizer was given; pass tokenizer=")
+            strings = StopStringCriteria(tokenizer, list(stop_strings))
+        room = None if context is None else context - len(prompt)
+        return cls(eos, max_new_tokens, room, prompt, strings, list(criteria))
+
+    def check(self, tokens: Sequence[int], new: int) -> tuple[Stop, int]:
+        """Look at the last `new` of these generated tokens, one by one.
+
+        Returns:
+            The first reason to stop and the tokens to keep; (Stop.NONE, len(tokens)) for none.
+        """
+        for count in range(len(tokens) - new + 1, len(tokens) + 1):
+            reason = self._reason(tokens, count)
+            if reason:
+                return reason, count
+        return Stop.NONE, len(tokens)
+
+    def _reason(self, tokens: Sequence[int], count: int) -> Stop:
+        if tokens[count - 1] in self.eos:
+            return Stop.EOS
+        if self.stop_strings or self.criteria:
+            ids = torch.tensor([[*self.prompt, *tokens[:count]]])
+            if self.stop_strings and bool(self.stop_strings(ids, None)):
+                return Stop.STOP_STRING
+            if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria):
+                return Stop.CRITERIA
+        if count >= self.max_new_tokens:
+            return Stop.MAX_LENGTH
+        return Stop.CONTEXT if self.room is not None and count >= self.room else Stop.NONE

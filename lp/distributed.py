@@ -1,0 +1,197 @@
+"""ParallelContext: who this rank is and how it talks to the others.
+
+One path for 1..N ranks: with one rank every collective is the identity. The mesh has named dimensions, `lp`
+(ranks that share one step) and `tp` (devices that share one replica; 1 for now).
+R: ranks, P: int64s a rank sends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
+DEFAULT_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """One rank's place among the ranks of a job; this base is the single rank.
+
+    Attributes:
+        rank, world_size, local_rank: as torchrun has them.
+        device: where this rank computes.
+        backend: "nccl", "gloo", or "none" for a single rank.
+        mesh: DeviceMesh with dimensions ("lp", "tp"), None for a single rank.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    backend: str = "none"
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def single(cls, device: str | torch.device = "auto") -> ParallelContext:
+        """The context of one process by itself."""
+        return cls(device=_local_device(device, 0))
+
+    @classmethod
+    def from_env(
+        cls, backend: str = "auto", device: str = "auto", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> ParallelContext:
+        """The context torchrun describes in the environment; a single rank where there is none.
+
+        Args:
+            backend: "auto" is nccl when every rank of the node has a GPU of its own, else gloo.
+            device: "auto" is this rank's GPU if there is one; "cuda" lets ranks share GPUs, in turn.
+            timeout_s: seconds a collective may wait before it is an error.
+
+        Raises:
+            ValueError: an incomplete environment, or a backend that is not available.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size == 1:
+            return cls.single(device)
+        missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(f"WORLD_SIZE is {world_size} but {', '.join(missing)} is not set; launch with torchrun")
+        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        where = _local_device(device, local_rank)
+        backend = _choose_backend(backend, where)
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        if not dist.is_initialized():
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        mesh = init_device_mesh("cpu" if backend == "gloo" else "cuda", (world_size, 1), mesh_dim_names=("lp", "tp"))
+        return _ProcessContext(rank, world_size, local_rank, where, backend, mesh)
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 alone prints and writes."""
+        return self.rank == 0
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Every rank's int64 row: (P,) on each rank -> (R, P), on the host."""
+        return row[None]
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The source rank's tensor, in place on the others."""
+        return tensor
+
+    def close(self) -> None:
+        """Leave the process group, if there is one."""
+
+
+class _ProcessContext(ParallelContext):
+    """Ranks that are processes of a torch.distributed group."""
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        assert self.mesh is not None
+        return self.mesh.get_group("lp")
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        gathered = row.new_empty(self.world_size, len(row))
+        # torch 2.13 renames the call; older versions know the other name alone.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered.view(-1), row.contiguous(), group=self._group)
+        return gathered.cpu()
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        dist.broadcast(tensor, group=self._group, group_src=source)
+        return tensor
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Lockstep:
+    """What ranks that are threads of one process share."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size)
+        self.slots: list[torch.Tensor | None] = [None] * world_size
+
+
+@dataclass(frozen=True)
+class LockstepContext(ParallelContext):
+    """A rank that is a thread: the same collectives without a process group, for tests and dry runs."""
+
+    shared: _Lockstep = field(default_factory=lambda: _Lockstep(1))
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._trade(row))
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        return tensor.copy_(self._trade(tensor)[source])
+
+    def _trade(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        shared = self.shared
+        shared.slots[self.rank] = mine
+        shared.barrier.wait(DEFAULT_TIMEOUT_S)
+        everyone = [slot.clone() for slot in shared.slots if slot is not None]
+        shared.barrier.wait(DEFAULT_TIMEOUT_S)
+        return everyone
+
+
+def run_lockstep(world_size: int, body: Callable[[ParallelContext], T]) -> list[T]:
+    """Run `body(context)` for every rank of one process, each in a thread, and return their results by rank.
+
+    Raises:
+        Exception: what the first failing rank raised; the others are released.
+    """
+    shared = _Lockstep(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(LockstepContext(rank=rank, world_size=world_size, local_rank=rank, shared=shared))
+        except threading.BrokenBarrierError as error:
+            errors.append((world_size + rank, error))  # only released by another's failure: report that one
+        except BaseException as error:
+            errors.append((rank, error))
+            shared.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors, key=lambda pair: pair[0])[1]
+    return results
+
+
+def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
+    if isinstance(device, torch.device):
+        return device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device is 'cuda' but torch sees no GPU; use device=cpu or a CUDA build of torch")
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device(device)
+
+
+def _choose_backend(backend: str, device: torch.device) -> str:
+    if backend == "auto":
+        alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+        return "nccl" if device.type == "cuda" and alone and dist.is_nccl_available() else "gloo"
+    if backend not in ("nccl", "gloo"):
+        raise ValueError(f"backend is {backend!r}; it must be 'auto', 'nccl' or 'gloo'")
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise ValueError("backend is 'nccl' but this rank has no GPU or torch no NCCL; use backend=gloo")
+    return backend

@@ -1,0 +1,1 @@
+"""The method itself, free of transformers and torch.distributed."""

@@ -1,0 +1,52 @@
+"""Candidates: a tree of tokens behind the last generated one, and the protocol of what proposes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class TokenTree:
+    """Candidate paths that share their common prefixes, within a budget of nodes.
+
+    Args:
+        budget: most nodes the tree may hold.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.tokens: list[int] = []
+        self.parents: list[int] = []  # -1 is the root: the last generated token
+        self._child: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def full(self) -> bool:
+        return len(self.tokens) >= self.budget
+
+    def add(self, path: Iterable[int]) -> None:
+        """Insert a path from the root; what it shares is there already, what exceeds the budget is cut."""
+        node = -1
+        for token in path:
+            child = self._child.get((node, token))
+            if child is None:
+                if self.full:
+                    return
+                child = self._child[node, token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(node)
+            node = child
+
+
+class CandidateSource(Protocol):
+    """What guesses the text to come. One is made for every `generate` call."""
+
+    def propose(self, text: Sequence[int], budget: int) -> TokenTree:
+        """A tree behind text[-1] of at most `budget` nodes."""
+        ...
+
+    def observe(self, text: Sequence[int], moved: int, ngrams: Sequence[tuple[int, ...]]) -> None:
+        """Learn from a step: the last `moved` tokens of the text are new, `ngrams` came off the window."""
+        ...

@@ -1,0 +1,79 @@
+"""THE gathered tensor of a step: what one rank tells the others, in one int64 row of fixed size.
+
+    [DIGEST, FLAGS, LENGTH, token of owned read 0, token of owned read 1, ..., padding]
+
+Every rank knows the global layout, so which slot a token belongs to is not sent.
+R: ranks; P: int64s a rank sends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import IntFlag
+
+import numpy as np
+import torch
+
+from lp.lookahead.layout import StepLayout
+from lp.lookahead.sharding import ShardPlan
+
+DIGEST, FLAGS, LENGTH, HEADER = 0, 1, 2, 3
+
+
+class Stop(IntFlag):
+    """Why a rank wants all to stop; the step that carries a flag adds no tokens."""
+
+    NONE = 0
+    INTERRUPTED = 1  # Ctrl-C or SIGTERM
+    FAILED = 2  # a callback or criterion raised
+    EOS, MAX_LENGTH, CRITERIA, STOP_STRING, CONTEXT = 4, 8, 16, 32, 64  # rank 0's verdict, with the LENGTH kept
+
+
+def chain_digest(previous: int, *parts: Sequence[int]) -> int:
+    """A 63-bit digest of the previous one and these lists of ints, equal on every machine."""
+    hasher = hashlib.blake2b(previous.to_bytes(8, "little"), digest_size=8)
+    for part in parts:
+        hasher.update(len(part).to_bytes(4, "little"))
+        hasher.update(np.asarray(part, dtype="<i8").tobytes())
+    return int.from_bytes(hasher.digest(), "little") >> 1
+
+
+def pack(header: tuple[int, int, int], tokens: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
+    """This rank's row (P,), on the device of `tokens`.
+
+    Args:
+        header: digest, flags, generated tokens to keep.
+        tokens: what this rank's owned reads say, in slot order.
+        plan: the step's, which sets P.
+    """
+    row = tokens.new_zeros(HEADER + plan.most_reads)
+    row[:HEADER] = torch.tensor(header)
+    row[HEADER : HEADER + len(tokens)] = tokens
+    return row
+
+
+def unpack(gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout, step: int) -> tuple[dict[int, int], Stop, int]:
+    """All ranks' read-offs by slot, the union of their flags, and rank 0's length.
+
+    Args:
+        gathered: (R, P) int64, on the host.
+
+    Raises:
+        RuntimeError: a rank's digest differs from rank 0's: its state has drifted.
+    """
+    rows = gathered.numpy()
+    digests = rows[:, DIGEST]
+    if (digests != digests[0]).any():
+        # The odd one out is to blame, whichever rank that is.
+        values, counts = np.unique(digests, return_counts=True)
+        most = values[counts.argmax()]
+        ranks = np.flatnonzero(digests != most).tolist()
+        raise RuntimeError(
+            f"rank {', '.join(map(str, ranks))} disagrees with the others at step {step}: "
+            "its tokens, window or layout differ, so the job stops before it could say anything wrong"
+        )
+    read: dict[int, int] = {}
+    for rank, slots in enumerate(plan.reads):
+        read.update(zip(slots, rows[rank, HEADER : HEADER + len(slots)].tolist(), strict=True))
+    return read, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])

@@ -1,0 +1,132 @@
+"""The global layout of one step: a tree of slots behind the last generated token `c`.
+
+S: slots; W: whole columns that fit the context; N: n-gram size; p: position of `c`.
+Slot order: `c` and row 0 (W slots, or `c` alone), rows 1..N-2 (W each), then the candidates' own nodes.
+Each slot sees the cached prefix, its ancestors and itself, so the parents say everything attention needs.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from lp.lookahead.candidates import TokenTree
+from lp.lookahead.window import LookaheadWindow
+
+
+def ancestors(parents: list[int], known: np.ndarray | None = None) -> np.ndarray:
+    """Visibility (S, S) of a tree given in topological order: [i, j] says slot i sees slot j.
+
+    Args:
+        parents: parent of every slot, -1 for the root.
+        known: the same for the first slots, if computed before.
+    """
+    visible = np.zeros((len(parents), len(parents)), dtype=bool)
+    done = 0 if known is None else len(known)
+    if known is not None:
+        visible[:done, :done] = known
+    for slot in range(done, len(parents)):
+        if parents[slot] >= 0:
+            visible[slot] = visible[parents[slot]]
+        visible[slot, slot] = True
+    return visible
+
+
+@lru_cache(maxsize=256)
+def _window_tree(columns: int, rows: int) -> tuple[tuple[int, ...], tuple[int, ...], np.ndarray]:
+    """Parents, offsets from p, and visibility of the window's slots."""
+    row_0 = max(columns, 1)
+    slots = [(0, j) for j in range(row_0)] + [(k, j) for k in range(1, rows) for j in range(columns)]
+    parents = [j - 1 if k == 0 else j if k == 1 else row_0 + (k - 2) * columns + j for k, j in slots]
+    return tuple(parents), tuple(k + j for k, j in slots), ancestors(parents)
+
+
+class StepLayout:
+    """Tokens, positions and parents of the slots of one step, equal on every rank.
+
+    Args:
+        window: its rows; `window_size` may be 0.
+        candidates: the proposed tree; nodes that repeat row 0 or column 0 take their slots.
+        token: `c`.
+        position: p, of `c`.
+        limit: positions below it may be used; slots past it are dropped, whole columns at a time.
+
+    Attributes:
+        tokens, positions, parents: lists of S ints; parent -1 is `c`'s own.
+        columns: columns kept.
+        n_window: slots of `c` and the window; the candidates' own follow.
+        reads: slots whose read-off is needed, ascending.
+    """
+
+    def __init__(
+        self, window: LookaheadWindow, candidates: TokenTree, token: int, position: int, limit: int
+    ) -> None:
+        rows = window.ngram_size - 1
+        self.rows = rows
+        self.columns = max(min(window.window_size, limit - position - rows + 1), 0)
+        parents, offsets, self._window_visible = _window_tree(self.columns, rows)
+        self.tokens = [token] + window.rows[0][1 : self.columns]
+        for row in window.rows[1:]:
+            self.tokens += row[: self.columns]
+        self.parents = list(parents)
+        self.positions = [position + offset for offset in offsets]
+        self.n_window = len(self.tokens)
+        self._child = self._window_children()
+        self._graft(candidates, limit)
+        self.reads = self._reads()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def slot(self, row: int, column: int) -> int:
+        """The slot of a window entry."""
+        return column if row == 0 else max(self.columns, 1) + (row - 1) * self.columns + column
+
+    def last_row(self) -> list[int]:
+        """Slots whose read-offs are the columns' new tokens: (columns,)."""
+        return [self.slot(self.rows - 1, j) for j in range(self.columns)]
+
+    def children(self, slot: int, token: int) -> list[int]:
+        """The slots right behind `slot` that carry `token` and are read: row 0's, column 0's or a candidate's."""
+        return self._child.get((slot, token), [])
+
+    def path(self, slot: int) -> list[int]:
+        """From `c` to the slot, both included."""
+        path = [slot]
+        while (slot := self.parents[slot]) >= 0:
+            path.append(slot)
+        return path[::-1]
+
+    def visible(self) -> np.ndarray:
+        """Visibility (S, S), bool."""
+        return ancestors(self.parents, self._window_visible)
+
+    def _window_children(self) -> dict[tuple[int, int], list[int]]:
+        """Row 0 and column 0 are candidates at no extra row; the same token may stand in both."""
+        child: dict[tuple[int, int], list[int]] = {}
+        chains = [*range(1, self.columns), *(self.slot(k, 0) for k in range(1, self.rows) if self.columns)]
+        for slot in chains:
+            child.setdefault((self.parents[slot], self.tokens[slot]), []).append(slot)
+        return child
+
+    def _graft(self, tree: TokenTree, limit: int) -> None:
+        slots: list[int] = []  # of every tree node; -1 where it was dropped
+        for token, parent in zip(tree.tokens, tree.parents, strict=True):
+            above = slots[parent] if parent >= 0 else 0
+            if above < 0 or self.positions[above] + 1 >= limit:
+                slots.append(-1)
+                continue
+            there = self._child.setdefault((above, token), [])
+            if not there:
+                there.append(len(self.tokens))
+                self.tokens.append(token)
+                self.parents.append(above)
+                self.positions.append(self.positions[above] + 1)
+            slots.append(there[0])
+
+    def _reads(self) -> list[int]:
+        if self.rows == 1 or not self.columns:
+            return list(range(len(self.tokens)))
+        row_0_and_column_0 = [*range(self.columns), *(self.slot(k, 0) for k in range(1, self.rows - 1))]
+        return [*row_0_and_column_0, *self.last_row(), *range(self.n_window, len(self.tokens))]

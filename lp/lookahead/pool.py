@@ -1,0 +1,63 @@
+"""The n-gram pool (paper section 3.2): remembers n-grams by their first token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lp.lookahead.candidates import TokenTree
+
+
+class NGramPool:
+    """The most recent n-grams behind every token; holds at most vocabulary x `per_token` of them.
+
+    Args:
+        ngram_size: N, tokens of an n-gram.
+        per_token: G, n-grams kept behind one token; the least recently seen goes first.
+        depth: longest path proposed, in tokens; beyond N - 1 n-grams are chained.
+        prompt: its n-grams are known from the start; empty for none.
+        output_ngrams: n-grams of generated text enter.
+    """
+
+    def __init__(
+        self, ngram_size: int, per_token: int, depth: int, prompt: Sequence[int] = (), output_ngrams: bool = True
+    ) -> None:
+        self.ngram_size, self.per_token, self.depth, self.output_ngrams = ngram_size, per_token, depth, output_ngrams
+        self._behind: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> tails (N-1), newest last
+        self._learn_text(prompt, len(prompt))
+
+    def add(self, ngram: Sequence[int]) -> None:
+        """Remember one n-gram of N tokens as the newest behind its first."""
+        tails = self._behind.setdefault(ngram[0], {})
+        tail = tuple(ngram[1:])
+        tails.pop(tail, None)
+        tails[tail] = None
+        if len(tails) > self.per_token:
+            del tails[next(iter(tails))]
+
+    def propose(self, text: Sequence[int], budget: int) -> TokenTree:
+        """The n-grams behind text[-1], newest first, chained while they are shorter than `depth`."""
+        tree = TokenTree(budget)
+        for tail in reversed(self._behind.get(text[-1], {})):
+            if tree.full:
+                break
+            tree.add(self._chained(tail))
+        return tree
+
+    def observe(self, text: Sequence[int], moved: int, ngrams: Sequence[tuple[int, ...]]) -> None:
+        """Window n-grams first, then the text's own, which are surer and so the newest."""
+        for ngram in ngrams:
+            self.add(ngram)
+        if self.output_ngrams:
+            self._learn_text(text, moved)
+
+    def _learn_text(self, text: Sequence[int], moved: int) -> None:
+        """Every n-gram that ends in one of the last `moved` tokens."""
+        n = self.ngram_size
+        for end in range(max(len(text) - moved + 1, n), len(text) + 1):
+            self.add(text[end - n : end])
+
+    def _chained(self, tail: tuple[int, ...]) -> tuple[int, ...]:
+        path = tail[: self.depth]
+        while len(path) < self.depth and (tails := self._behind.get(path[-1])):
+            path = (*path, *next(reversed(tails)))[: self.depth]
+        return path

@@ -1,0 +1,47 @@
+"""Verification: which of the step's guesses the model itself would have said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lp.lookahead.layout import StepLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step decided.
+
+    Attributes:
+        path: slots from `c` to the last accepted one, `c` included.
+        tokens: the accepted tokens and the bonus token, at least one.
+    """
+
+    path: list[int]
+    tokens: list[int]
+
+    @property
+    def accepted(self) -> int:
+        """Accepted tokens, without the bonus."""
+        return len(self.tokens) - 1
+
+
+class GreedyVerifier:
+    """The token a slot reads off is the truth; while a child carries it, go on (paper Algorithm 3)."""
+
+    def walk(self, layout: StepLayout, read: Mapping[int, int], depth: int | None = None) -> Outcome:
+        """Walk the tree from `c`.
+
+        Args:
+            layout: the step's tree.
+            read: token read off every slot in `layout.reads`.
+            depth: most tokens to accept; None for no limit, 0 verifies nothing.
+        """
+        front, last, tokens = [0], 0, [read[0]]
+        while depth is None or len(tokens) <= depth:
+            front = [child for slot in front for child in layout.children(slot, tokens[-1])]
+            if not front:
+                break
+            last = front[0]
+            tokens.append(read[last])
+        return Outcome(layout.path(last), tokens)

@@ -1,0 +1,1 @@
+"""Models: loading, and running one step of them."""
