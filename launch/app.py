@@ -22,7 +22,7 @@ from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaC
 from launch.schema import Config, register, settings, unknown_key
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR, INTERRUPTED, READER_LEFT = 2, 130, 141
 OURS = ("lp", "launch", "__main__")
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printing and exiting with 1
 
@@ -69,6 +69,9 @@ def reported() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:  # the reader left, as in `| head`; Python's own flush at exit must not fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(READER_LEFT) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if not _is_users(error):
             raise

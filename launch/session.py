@@ -106,8 +106,8 @@ def decoder_builders(config: Config) -> dict[str, Callable[[Any, lp.ParallelCont
     Raises:
         ValueError: a value out of range.
     """
-    if config.attention.name not in list(lp.config.Attention):
-        known = ", ".join(lp.config.Attention)
+    if config.attention.name not in list(lp.Attention):
+        known = ", ".join(lp.Attention)
         raise ValueError(f"attention.name is {config.attention.name!r}; it must be one of {known}")
     chosen = config.decoder.name
     if chosen not in METHODS:
@@ -117,15 +117,15 @@ def decoder_builders(config: Config) -> dict[str, Callable[[Any, lp.ParallelCont
 
 
 def _builder(name: str, config: Config) -> Callable[[Any, lp.ParallelContext], Decoder]:
+    chosen, attention = config.decoder.name == name, config.attention.name
     if name == PLAIN:
-        return lambda model, context: lp.AutoregressiveDecoder(model, context=context)
+        return lambda model, context: lp.AutoregressiveDecoder(model, context)
     if name == "prompt_lookup":
-        lookup = frozen(lp.PromptLookupConfig, config.decoder) if config.decoder.name == name else lp.PromptLookupConfig()
-        return lambda model, context: lp.PromptLookupDecoder(model, lookup, context=context)
-    shape = {"window_size": config.W, "ngram_size": config.N, "guess_set_size": config.G}
-    own = frozen(lp.LookaheadConfig, config.decoder) if config.decoder.name == name else lp.LookaheadConfig(**shape)
-    attention = config.attention.name
-    return lambda model, context: lp.LookaheadDecoder(model, own, context=context, attention=attention)
+        lookup = frozen(lp.PromptLookupConfig, config.decoder) if chosen else lp.PromptLookupConfig()
+        return lambda model, context: lp.PromptLookupDecoder(model, lookup, context, attention)
+    shape = lp.LookaheadConfig(window_size=config.W, ngram_size=config.N, guess_set_size=config.G)
+    own = frozen(lp.LookaheadConfig, config.decoder) if chosen else shape
+    return lambda model, context: lp.LookaheadDecoder(model, own, context, attention)
 
 
 def known_device(device: str) -> str:

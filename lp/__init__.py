@@ -3,6 +3,7 @@
 from lp.config import Attention, KVSync, LookaheadConfig, PromptLookupConfig
 from lp.decoding.autoregressive import AutoregressiveDecoder
 from lp.decoding.base import Decoder, GenerationOutput, StepStats
+from lp.decoding.hf import generate
 from lp.decoding.lookahead import LookaheadDecoder, PromptLookupDecoder
 from lp.distributed import ParallelContext
 
@@ -18,4 +19,5 @@ __all__ = [
     "PromptLookupConfig",
     "PromptLookupDecoder",
     "StepStats",
+    "generate",
 ]

@@ -1,0 +1,196 @@
+"""What a run found, as a table for people and as one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from launch.session import PLAIN, Session
+from lp.bench.compare import Difference, Measured
+from lp.bench.prompts import Prompt
+from lp.decoding.base import GenerationOutput
+
+
+@dataclass
+class Result:
+    """One prompt.
+
+    Args:
+        prompt: what was continued.
+        prompt_tokens: its length.
+        text: the continuation, as far as it got.
+        shown: the run that made it.
+        measured: by method; empty if Ctrl-C came before the last one had ended.
+        differences: where methods left plain decoding.
+    """
+
+    prompt: Prompt
+    prompt_tokens: int
+    text: str
+    shown: GenerationOutput
+    measured: dict[str, Measured] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """A run: how it was made and what came of each prompt."""
+
+    setting: dict[str, Any]
+    method: str
+    results: list[Result] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def finished(self) -> list[Result]:
+        """The prompts that were measured."""
+        return [result for result in self.results if result.measured]
+
+    @property
+    def differences(self) -> list[tuple[Result, Difference]]:
+        """All of them, with their prompts."""
+        return [(result, difference) for result in self.results for difference in result.differences]
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether every method gave the tokens of plain decoding; None if that was not compared."""
+        compared = any(len(result.measured) > 1 for result in self.results)
+        return not self.differences if compared else None
+
+    def rows(self) -> list[Row]:
+        """One for each method, over the measured prompts, and one for a run that Ctrl-C cut short."""
+        names = dict.fromkeys(name for result in self.finished for name in result.measured)
+        rows = [self._row(name) for name in names]
+        unfinished = [result.shown for result in self.results if not result.measured]
+        return rows + [_total(f"{self.method} (interrupted)", [(o, o.decode_s) for o in unfinished])] * bool(unfinished)
+
+    def _row(self, name: str) -> Row:
+        runs = [result.measured[name] for result in self.finished]
+        row = _total(name, [(run.output, run.decode_s) for run in runs])
+        row.differing = sum(difference.method == name for _, difference in self.differences)
+        return row
+
+
+@dataclass
+class Row:
+    """A method's totals over prompts."""
+
+    method: str
+    prompts: int
+    tokens: int
+    steps: int
+    decode_s: float
+    differing: int = 0
+
+    @property
+    def compression(self) -> float:
+        """S: tokens a step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed, without the prefill."""
+        return self.tokens / self.decode_s if self.decode_s else 0.0
+
+
+def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]]) -> Row:
+    outputs, times_s = zip(*runs, strict=True)
+    tokens, steps = sum(len(o.tokens) for o in outputs), sum(o.steps for o in outputs)
+    return Row(method=method, prompts=len(outputs), tokens=tokens, steps=steps, decode_s=sum(times_s))
+
+
+def describe(session: Session) -> dict[str, Any]:
+    """The setting a figure was measured in."""
+    config, model = session.config, session.loaded.model
+    setting = {"model": config.model.name, "parameters": model.num_parameters(), "dtype": _short(model.dtype)}
+    setting |= {"device": _device(model.device), "threads": torch.get_num_threads()}
+    setting |= {"ranks": session.context.world_size, "W": config.W, "N": config.N, "G": config.G}
+    return setting | {"max_new_tokens": config.max_new_tokens, "repeats": config.repeats}
+
+
+def _device(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_table(report: Report) -> Table:
+    """The totals, one row a method."""
+    table = Table(box=SIMPLE_HEAD, caption=_caption(report), caption_justify="left", title_justify="left")
+    table.title = f"{len(report.finished)} prompt{'s' * (len(report.finished) != 1)}, greedy, decoding only"
+    for name in ("method", "tokens", "steps", "S", "tokens/s", "speed", "tokens are"):
+        table.add_column(name, justify="left" if name in ("method", "tokens are") else "right", no_wrap=True)
+    rows = report.rows()
+    plain = next((row.tokens_per_s for row in rows if row.method == PLAIN), 0.0)
+    for row in rows:
+        speed = f"{row.tokens_per_s / plain:.2f}x" if plain else "-"
+        figures = (str(row.tokens), str(row.steps), f"{row.compression:.2f}", f"{row.tokens_per_s:.1f}", speed)
+        table.add_row(row.method, *figures, _verdict(report, row))
+    return table
+
+
+def _verdict(report: Report, row: Row) -> str:
+    if report.equal is None or "interrupted" in row.method:
+        return "not compared"
+    if row.method == PLAIN:
+        return "the reference"
+    return f"different on {row.differing} of {row.prompts}" if row.differing else "equal"
+
+
+def _caption(report: Report) -> str:
+    s = report.setting
+    return (
+        f"{s['model']} ({s['parameters'] / 1e6:.1f} M parameters), {s['dtype']}, {s['device']}, "
+        f"{s['threads']} threads, ranks: {s['ranks']}, W={s['W']} N={s['N']} G={s['G']}, median of {s['repeats']}"
+    )
+
+
+def print_table(report: Report, console: Console) -> None:
+    """The places where tokens differ, then the table."""
+    for result, at in report.differences:
+        near = "a near-tie" if at.near_tie else "NOT a near-tie"
+        console.print(
+            f"{result.prompt.task_id}: {at.method} differs from plain decoding at new token {at.position} "
+            f"({at.token}, plain {at.plain_token}); the two best logits are {at.gap:.3g} apart: {near}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(as_table(report))
+
+
+def as_json(report: Report) -> str:
+    """The same as one JSON object on one line."""
+    methods = {row.method: _method(row, report) for row in report.rows()}
+    prompts = [_prompt(result) for result in report.results]
+    head = {**report.setting, "method": report.method, "equal": report.equal, "interrupted": report.interrupted}
+    return json.dumps({**head, "methods": methods, "prompts": prompts}, ensure_ascii=False)
+
+
+def _method(row: Row, report: Report) -> dict[str, Any]:
+    figures = {"prompts": row.prompts, "tokens": row.tokens, "steps": row.steps, "S": row.compression}
+    equal = None if _verdict(report, row) == "not compared" else not row.differing
+    return {**figures, "decode_s": row.decode_s, "tokens_per_s": row.tokens_per_s, "equal": equal}
+
+
+def _prompt(result: Result) -> dict[str, Any]:
+    methods = {name: _run(run.output, run.decode_s) for name, run in result.measured.items()}
+    head = {"task_id": result.prompt.task_id, "prompt_tokens": result.prompt_tokens, "text": result.text}
+    differences = [asdict(difference) for difference in result.differences]
+    shown = _run(result.shown, result.shown.decode_s)
+    return {**head, "shown": shown, "methods": methods, "differences": differences}
+
+
+def _run(output: GenerationOutput, decode_s: float) -> dict[str, Any]:
+    figures = {"tokens": len(output.tokens), "steps": output.steps, "S": output.compression}
+    times = {"prefill_s": output.prefill_s, "decode_s": decode_s}
+    return {**figures, **times, "finish_reason": output.finish_reason}

@@ -1,0 +1,53 @@
+"""Ranks must hold the same model and be asked the same thing: compared by digest before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from lp.distributed import ParallelContext
+from lp.lookahead.exchange import chain_digest
+
+
+def check_same(context: ParallelContext, items: Mapping[str, int]) -> None:
+    """Compare named digests over the ranks, with one all-gather.
+
+    Raises:
+        ValueError: names the ranks that differ from rank 0 and the items.
+    """
+    mine = torch.tensor(list(items.values()), dtype=torch.int64, device=context.device)
+    gathered = context.all_gather(mine)  # (R, items)
+    for column, item in enumerate(items):
+        other = (gathered[:, column] != gathered[0, column]).nonzero().flatten().tolist()
+        if other:
+            ranks = ", ".join(map(str, other))
+            raise ValueError(f"the {item} of rank {ranks} differs from rank 0's; give every rank the same {item}")
+
+
+def model_digests(model: PreTrainedModel) -> dict[str, int]:
+    """Digests of a model's config, of its weights' names and shapes, and of their bytes."""
+    weights = sorted(model.state_dict().items())
+    names = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights)
+    return {
+        "model config": text_digest(model.config.to_json_string(use_diff=False)),
+        "weights' names and shapes": text_digest(names),
+        "weights' checksum": chain_digest(0, [_checksum(tensor) for _, tensor in weights]),
+    }
+
+
+def text_digest(text: str) -> int:
+    """A 63-bit digest of a text."""
+    return chain_digest(0, list(text.encode()))
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Sum of the bytes as integers, weighted by place so that swapped values show."""
+    flat = tensor.detach().contiguous().view(-1)
+    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    total = 0
+    for part in words.split(1 << 24):  # int64 copies of a piece at a time
+        place = torch.arange(1, len(part) + 1, device=part.device) % 65521
+        total = (total + int((part.long() * place).sum())) % (1 << 62)
+    return total

@@ -1,0 +1,51 @@
+# Sourced by torchrun.sh and scripts/test.sh. `setup [EXTRA]` makes .venv if needed and sets $python.
+# PYTHON=...     the interpreter to make .venv with; without it, the first of the usual names that is >= 3.11.
+# LP_SETUP=skip  installs nothing and takes $PYTHON (python3) as it is, for images that bring torch along.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+die() {
+  printf '%s: %s\n' "$(basename "$0")" "$1" >&2
+  exit 2
+}
+
+find_python() {
+  local candidate candidates=(python3 python3.13 python3.12 python3.11)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
+    # Run it: a name on the PATH may be too old, a shim of nothing, or lack venv.
+    "$candidate" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+    echo "$candidate"
+    return
+  done
+  die "no Python >= 3.11 with venv among: ${candidates[*]}; install one, or name it with PYTHON=/path/to/python"
+}
+
+install() { # EXTRA STAMP WANTED
+  local base quiet=()
+  [ "$(cat "$2" 2>/dev/null)" != "$3" ] || return 0 # another launch did it while this one waited
+  base=$(find_python) || return
+  echo "set-up: installing into .venv (minutes the first time)" >&2
+  [ -t 2 ] || quiet=(--quiet)
+  "$python" -c '' 2>/dev/null || "$base" -m venv --clear "$root/.venv" || return
+  "$python" -m pip install "${quiet[@]}" --disable-pip-version-check \
+    -c "$root/constraints.txt" -e "$root${1:+[$1]}" >&2 </dev/null || return
+  echo "$3" >"$2"
+}
+
+setup() {
+  local extra=${1:-} stamp wanted
+  if [ "${LP_SETUP:-}" = skip ]; then
+    python=${PYTHON:-python3}
+    return
+  fi
+  python=$root/.venv/bin/python
+  stamp=$root/.venv/lp-setup${extra:+-$extra}
+  wanted="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
+  [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
+  # One set-up at a time: the nodes of a launch may share the clone. The lock is this file, so that none is left over.
+  {
+    ! command -v flock >/dev/null || flock 9
+    install "$extra" "$stamp" "$wanted" 9>&- || die "set-up failed; what pip said is above"
+  } 9>>"$root/scripts/setup.sh"
+}

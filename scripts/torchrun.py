@@ -1,0 +1,68 @@
+"""torchrun as a user wants it to end: the app's own exit code, a line instead of a report, no process left behind.
+
+    python scripts/torchrun.py --standalone --nproc-per-node 2 -m launch.generate W=7
+
+torchrun itself ends every failure with code 1, two log lines and a traceback of its own on top of the ranks' output.
+LOGLEVEL=INFO (or any other) brings its log back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import get_args_parser
+from torch.distributed.run import main as torchrun
+
+USER_ERROR = 2
+# A rank that hangs in a collective gets no further: a launch must end within 30 s of losing another rank.
+GRACE_S = "15"
+
+
+def exit_code(code: int) -> int:
+    """The shell's code for a process that ended with `code`, negative after a signal."""
+    return code if code >= 0 else 128 - code
+
+
+def of_ranks(codes: dict[int, int]) -> int:
+    """One exit code for the failed ranks: theirs where they agree, else 1. Those that torchrun ended do not count."""
+    causes = {code for code in codes.values() if code != -signal.SIGTERM} or {-signal.SIGTERM}
+    return exit_code(causes.pop()) if len(causes) == 1 else 1
+
+
+def kill_children() -> None:
+    """End what outlived torchrun, which forgets its ranks when a second Ctrl-C interrupts its wait for them."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux only
+    for pid in children.read_text().split() if children.exists() else []:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(pid), signal.SIGKILL)  # torchrun gives every rank a session of its own
+
+
+def main(args: list[str]) -> int:
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)
+    if "--shutdown-timeout" in get_args_parser().format_help():  # not in every torch that we take
+        args = ["--shutdown-timeout", GRACE_S, *args]
+    try:
+        torchrun(args)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        code = of_ranks(codes)
+        if code != USER_ERROR:
+            print("torchrun.sh: exit codes of ranks:", codes, file=sys.stderr)
+        return code
+    except SignalException as error:
+        return exit_code(-error.sigval)
+    finally:
+        kill_children()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Set up .venv if needed, then launch one app on every device of this machine:
+#
+#   bash torchrun.sh                              # launch.generate as conf/ has it: the demo model, built-in prompts
+#   bash torchrun.sh launch.generate W=7 N=5 G=7  # an app and its overrides
+#   NPROC=2 bash torchrun.sh                      # two ranks; default: one a GPU, or one on the CPU
+#   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host0:29500 bash torchrun.sh ...   # on each node, with its own NODE_RANK
+#
+# PYTHON and LP_SETUP: see scripts/setup.sh. LP_RUN_DIR: where the run writes. OMP_NUM_THREADS: threads of a rank.
+# Exit code: the app's (2: user error, 130: Ctrl-C), or 1 where ranks differ.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
+
+app=launch.generate
+case "${1:-}" in
+  "" | -* | *=* | ~*) ;; # an option or an override: the default app's
+  *)
+    app=$1
+    shift
+    ;;
+esac
+
+setup
+
+nproc=${NPROC:-} nnodes=${NNODES:-1}
+if [ -z "$nproc" ]; then
+  nproc=1
+  # torch knows best (CUDA_VISIBLE_DEVICES), but takes seconds: ask only where there is a driver.
+  if [ -e /dev/nvidiactl ] || [ -e /dev/kfd ] || command -v nvidia-smi >/dev/null; then
+    nproc=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
+  fi
+fi
+case "$nproc" in "" | 0* | *[!0-9]*) die "NPROC is '$nproc'; it must be an integer >= 1" ;; esac
+case "$nnodes" in "" | 0* | *[!0-9]*) die "NNODES is '$nnodes'; it must be an integer >= 1" ;; esac
+
+# Chosen once, here: ${now:} of Hydra differs from rank to rank.
+export LP_RUN_DIR="${LP_RUN_DIR:-outputs/$(date +%Y-%m-%d/%H-%M-%S)-$$}"
+# A clone runs as it stands, also where it is not installed (LP_SETUP=skip).
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+# exec: signals and the exit code pass without this shell between.
+if [ "$nproc" = 1 ] && [ "$nnodes" = 1 ]; then
+  # One process needs no torchrun, which would add seconds and turn every exit code into 1. The variables of an outer
+  # launcher would make it wait for ranks that never come.
+  unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
+  exec "$python" -m "$app" "$@"
+fi
+
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+  threads=$("$python" -c 'import torch; print(torch.get_num_threads())')
+  export OMP_NUM_THREADS=$((threads > nproc ? threads / nproc : 1))
+fi
+where=(--standalone) # a free port
+if [ "$nnodes" != 1 ]; then
+  [ -n "${NODE_RANK:-}" ] && [ -n "${RDZV_ENDPOINT:-}" ] ||
+    die "NNODES=$nnodes needs NODE_RANK=0..$((nnodes - 1)) and RDZV_ENDPOINT=host:port, a free port of node 0"
+  # static: node 0 holds rank 0, whose output is the run's; c10d would number the nodes as they come.
+  where=(--nnodes "$nnodes" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
+fi
+exec "$python" "$root/scripts/torchrun.py" "${where[@]}" --nproc-per-node "$nproc" -m "$app" "$@"
