@@ -13,7 +13,7 @@ set -euo pipefail
 
 app=launch.generate
 case "${1:-}" in
-  "" | -* | *=* | ~*) ;; # an option or an override: the default app's
+  "" | -* | *=* | '~'*) ;; # an option or an override: the default app's
   *)
     app=$1
     shift

@@ -7,6 +7,7 @@ traceback. HYDRA_FULL_ERROR=1 keeps every traceback.
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import sys
 import traceback
@@ -52,10 +53,16 @@ def _job(task: Callable[[Config], None]) -> Callable[[DictConfig], None]:
         try:
             task(settings(cfg))
         finally:
-            with contextlib.suppress(OSError):  # Hydra made the run folder; a run that wrote nothing leaves none
-                os.rmdir(HydraConfig.get().runtime.output_dir)
+            _tidy(Path(HydraConfig.get().runtime.output_dir))
 
     return job
+
+
+def _tidy(run_dir: Path) -> None:
+    """Hydra makes a run folder; under outputs/, a run that wrote nothing leaves none."""
+    if not _rank() and run_dir.is_relative_to(Path("outputs").resolve()):
+        with contextlib.suppress(OSError):
+            os.removedirs(run_dir)
 
 
 @contextlib.contextmanager
@@ -97,11 +104,12 @@ def explain(error: Exception) -> str:
 
 
 def _is_users(error: Exception) -> bool:
-    """A ValueError is for the user where our own code raised it; from a library's depths it is a bug of ours."""
+    """A ValueError is for the user where a `raise` of ours made it; from elsewhere it is a bug of ours."""
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return True
-    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-    return str(innermost.f_globals["__name__"]).split(".")[0] in OURS
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    ours = str(frame.f_globals["__name__"]).split(".")[0] in OURS
+    return ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
 
 
 def _first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+import lp
 from launch.session import PLAIN, Session
 from lp.bench.compare import Difference, Measured
 from lp.bench.prompts import Prompt
@@ -68,8 +69,10 @@ class Report:
         """One for each method, over the measured prompts, and one for a run that Ctrl-C cut short."""
         names = dict.fromkeys(name for result in self.finished for name in result.measured)
         rows = [self._row(name) for name in names]
-        unfinished = [result.shown for result in self.results if not result.measured]
-        return rows + [_total(f"{self.method} (interrupted)", [(o, o.decode_s) for o in unfinished])] * bool(unfinished)
+        unfinished = [(result.shown, result.shown.decode_s) for result in self.results if not result.measured]
+        if unfinished:
+            rows.append(_total(f"{self.method} (interrupted)", unfinished))
+        return rows
 
     def _row(self, name: str) -> Row:
         runs = [result.measured[name] for result in self.finished]
@@ -107,11 +110,15 @@ def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]]) -> Row:
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """The setting a figure was measured in."""
+    """The setting a figure was measured in; W, N, G are those of the lookahead decoder, if it runs."""
     config, model = session.config, session.loaded.model
     setting = {"model": config.model.name, "parameters": model.num_parameters(), "dtype": _short(model.dtype)}
     setting |= {"device": _device(model.device), "threads": torch.get_num_threads()}
-    setting |= {"ranks": session.context.world_size, "W": config.W, "N": config.N, "G": config.G}
+    setting |= {"ranks": session.context.world_size}
+    lookahead = session.decoders.get("lookahead")
+    if isinstance(lookahead, lp.LookaheadDecoder):
+        shape = lookahead.config
+        setting |= {"W": shape.window_size, "N": shape.ngram_size, "G": shape.guess_set_size}
     return setting | {"max_new_tokens": config.max_new_tokens, "repeats": config.repeats}
 
 
@@ -125,10 +132,11 @@ def _short(dtype: torch.dtype) -> str:
 
 def as_table(report: Report) -> Table:
     """The totals, one row a method."""
-    table = Table(box=SIMPLE_HEAD, caption=_caption(report), caption_justify="left", title_justify="left")
-    table.title = f"{len(report.finished)} prompt{'s' * (len(report.finished) != 1)}, greedy, decoding only"
-    for name in ("method", "tokens", "steps", "S", "tokens/s", "speed", "tokens are"):
-        table.add_column(name, justify="left" if name in ("method", "tokens are") else "right", no_wrap=True)
+    count = len(report.finished)
+    table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+    table.title = f"{count} prompt{'s' * (count != 1)}, greedy, decoding only"
+    for name in ("method", "tokens", "steps", "S", "tokens/s", "vs plain", "output"):
+        table.add_column(name, justify="left" if name in ("method", "output") else "right", no_wrap=True)
     rows = report.rows()
     plain = next((row.tokens_per_s for row in rows if row.method == PLAIN), 0.0)
     for row in rows:
@@ -143,29 +151,34 @@ def _verdict(report: Report, row: Row) -> str:
         return "not compared"
     if row.method == PLAIN:
         return "the reference"
-    return f"different on {row.differing} of {row.prompts}" if row.differing else "equal"
+    return f"differs on {row.differing} of {row.prompts}" if row.differing else "equal"
 
 
-def _caption(report: Report) -> str:
+def caption(report: Report) -> str:
+    """The setting in one line."""
     s = report.setting
-    return (
-        f"{s['model']} ({s['parameters'] / 1e6:.1f} M parameters), {s['dtype']}, {s['device']}, "
-        f"{s['threads']} threads, ranks: {s['ranks']}, W={s['W']} N={s['N']} G={s['G']}, median of {s['repeats']}"
-    )
+    shape = f"W={s['W']} N={s['N']} G={s['G']}, " if "W" in s else ""
+    model = f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters), {s['dtype']}, {s['device']}"
+    return f"{model}, threads: {s['threads']}, ranks: {s['ranks']}, {shape}median of {s['repeats']}"
 
 
 def print_table(report: Report, console: Console) -> None:
-    """The places where tokens differ, then the table."""
+    """The places where tokens differ, then the table and the setting."""
     for result, at in report.differences:
-        near = "a near-tie" if at.near_tie else "NOT a near-tie"
-        console.print(
-            f"{result.prompt.task_id}: {at.method} differs from plain decoding at new token {at.position} "
-            f"({at.token}, plain {at.plain_token}); the two best logits are {at.gap:.3g} apart: {near}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        _print_line(f"{result.prompt.task_id}: {_sentence(at)}", console)
     console.print(as_table(report))
+    _print_line(caption(report), console)
+
+
+def _sentence(at: Difference) -> str:
+    return (
+        f"{at.method} differs from plain decoding at new token {at.position} ({at.token}, plain {at.plain_token}); "
+        f"the two best logits are {at.gap:.3g} apart: {'a near-tie' if at.near_tie else 'NOT a near-tie'}"
+    )
+
+
+def _print_line(text: str, console: Console) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def as_json(report: Report) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 import lp
 from launch.schema import Config, frozen
@@ -40,7 +42,7 @@ class Session:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens."""
-        return list(self.loaded.tokenizer(prompt.text)["input_ids"])
+        return list(self.loaded.tokenizer(prompt.text, verbose=False)["input_ids"])  # a prompt too long has our error
 
 
 def open_session(config: Config) -> Session:
@@ -53,6 +55,8 @@ def open_session(config: Config) -> Session:
     prompts, builders = read_prompts(config), decoder_builders(config)
     torch.manual_seed(config.seed)
     context = lp.ParallelContext.from_env(backend=config.parallel.backend, device=known_device(config.model.device))
+    if not (context.is_main and sys.stderr.isatty()):
+        disable_progress_bar()  # of the weights
     model = config.model
     loaded = load(model.name, model.dtype, context.device, model.attn_implementation, model.trust_remote_code)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}

@@ -21,31 +21,35 @@ find_python() {
   die "no Python >= 3.11 with venv among: ${candidates[*]}; install one, or name it with PYTHON=/path/to/python"
 }
 
-install() { # EXTRA STAMP WANTED
-  local base quiet=()
-  [ "$(cat "$2" 2>/dev/null)" != "$3" ] || return 0 # another launch did it while this one waited
-  base=$(find_python) || return
+install() { # BASE EXTRA STAMP WANTED
+  local quiet=()
+  [ "$(cat "$3" 2>/dev/null)" != "$4" ] || return 0 # another launch did it while this one waited
   echo "set-up: installing into .venv (minutes the first time)" >&2
   [ -t 2 ] || quiet=(--quiet)
-  "$python" -c '' 2>/dev/null || "$base" -m venv --clear "$root/.venv" || return
+  "$python" -m pip --version >/dev/null 2>&1 || "$1" -m venv --clear "$root/.venv" || return
   "$python" -m pip install "${quiet[@]}" --disable-pip-version-check \
-    -c "$root/constraints.txt" -e "$root${1:+[$1]}" >&2 </dev/null || return
-  echo "$3" >"$2"
+    -c "$root/constraints.txt" -e "$root${2:+[$2]}" >&2 </dev/null || return
+  echo "$4" >"$3"
 }
 
 setup() {
-  local extra=${1:-} stamp wanted
+  local extra=${1:-} base stamp wanted
   if [ "${LP_SETUP:-}" = skip ]; then
     python=${PYTHON:-python3}
     return
   fi
   python=$root/.venv/bin/python
+  if [ -n "${PYTHON:-}" ] && [ -x "$python" ] && [ "$("$PYTHON" -V)" != "$("$python" -V)" ]; then
+    die ".venv has $("$python" -V), PYTHON is $("$PYTHON" -V); remove .venv to make it anew, or unset PYTHON"
+  fi
+  # A stamp says what was installed from, and where to, so that a second call costs nothing.
   stamp=$root/.venv/lp-setup${extra:+-$extra}
   wanted="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
   [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
+  base=$(find_python) || exit
   # One set-up at a time: the nodes of a launch may share the clone. The lock is this file, so that none is left over.
   {
     ! command -v flock >/dev/null || flock 9
-    install "$extra" "$stamp" "$wanted" 9>&- || die "set-up failed; what pip said is above"
+    install "$base" "$extra" "$stamp" "$wanted" 9>&- || die "set-up failed; the reason is above"
   } 9>>"$root/scripts/setup.sh"
 }

@@ -45,7 +45,7 @@ def licence_of(dist: importlib.metadata.Distribution) -> str | None:
     """The licence line of a distribution when it is permissive, else None."""
     meta = dist.metadata
     classifiers = " ".join(c for c in meta.get_all("Classifier", []) if c.startswith("License"))
-    text = f"{meta.get('License-Expression') or (meta.get('License') or '')[:60]} {classifiers}".strip()
+    text = f"{meta.get('License-Expression') or (meta.get('License') or '')[:60]} {classifiers}".strip()  # type: ignore[attr-defined]
     if not PERMISSIVE.search(text) or RESTRICTED.search(text):
         return None
     return text.replace("License :: OSI Approved :: ", "").split("\n")[0][:60]
@@ -297,4 +297,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,0 +1,112 @@
+"""What every test shares: one thread, fixed seeds, counts of drawn cases, and processes that end with their test.
+
+Tiny models of every architecture come from `tests.tiny_models`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+LONG = os.environ.get("LP_TEST_LONG") == "1"
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # tiny models; threads would only fight over the cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Tests draw the same numbers alone and in any order."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def cases() -> Callable[[int, int], range]:
+    """`for seed in cases(30, 300)`: a seed a drawn case, the first 30 of the same 300 unless the long form runs."""
+    return lambda short, full: range(full if LONG else short)
+
+
+class Processes:
+    """Starts processes and ends them with all their descendants, also those in sessions of their own.
+
+    A variable in the environment marks them: torchrun gives each rank its own session, so that no process group holds
+    them all, and an orphan has lost its parent.
+    """
+
+    MARK = "LP_TEST_MARK"
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+
+    def start(self, args: list[str], env: dict[str, str] | None = None, **options: object) -> subprocess.Popen[str]:
+        """Popen in a session of its own, in the repository, text on pipes; `env` adds to the environment."""
+        full = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {}), self.MARK: self.mark}
+        defaults = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        return subprocess.Popen(args, env=full, text=True, **{**defaults, **options})  # type: ignore[call-overload]
+
+    def run(
+        self, args: list[str], env: dict[str, str] | None = None, timeout_s: float = 120, **options: object
+    ) -> subprocess.CompletedProcess[str]:
+        """`start`, then wait for its end and its output."""
+        process = self.start(args, env, **options)
+        stdout, stderr = process.communicate(timeout=timeout_s)
+        return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
+
+    def torchrun(self, ranks: int, module: str, *args: str) -> list[str]:
+        """The command line of `ranks` gloo processes of a module, for `start` or `run`."""
+        launch = [sys.executable, "scripts/torchrun.py", "--standalone", "--nproc-per-node", str(ranks)]
+        return [*launch, "-m", module, *args]
+
+    def alive(self) -> list[psutil.Process]:
+        """Every process started here, or by one started here, that has not ended."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(self.MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:  # gone meanwhile, or another user's
+                continue
+        return found
+
+    def wait_for_end(self, timeout_s: float) -> list[psutil.Process]:
+        """Those still alive after at most `timeout_s`: none, if the launch cleans up behind itself."""
+        end = time.monotonic() + timeout_s
+        while (left := self.alive()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return left
+
+    def kill(self) -> None:
+        while left := self.alive():  # again: a process may start another meanwhile
+            for process in left:
+                process.kill()
+            psutil.wait_procs(left, timeout=5)
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """A `Processes` whose processes are all killed when the test ends, however it ends."""
+    started = Processes()
+    try:
+        yield started
+    finally:
+        started.kill()

@@ -1,0 +1,220 @@
+"""Decoders as their callers use them: reuse, stops, callbacks, memory, bad input."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, MaxTimeCriteria, StoppingCriteria
+
+import lp
+from lp.models.runner import ModelRunner
+from tests.tiny_models import CONTEXT, VOCABULARY, plain_greedy, tiny_model
+
+CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+DECODERS = [lp.AutoregressiveDecoder, lambda m: lp.LookaheadDecoder(m, CONFIG), lp.PromptLookupDecoder]
+
+
+def test_a_decoder_is_reusable() -> None:
+    """State that leaks between calls made another system wrong after the first: interleave prompts and settings."""
+    decoder = lp.LookaheadDecoder(tiny_model(), CONFIG)
+    rng = random.Random(0)
+    calls = [([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 90))], rng.randint(1, 60)) for _ in range(5)]
+
+    def once(ids: list[int], new: int) -> tuple[list[int], list[int]]:
+        output = decoder.generate(ids, new)
+        return output.tokens, [step.accepted for step in output.step_stats]
+
+    first = [once(*call) for call in calls]
+    for i in [4, 0, 0, 3, 2, 1, 4]:
+        assert once(*calls[i]) == first[i]
+
+
+@pytest.mark.parametrize("make", DECODERS)
+def test_callback_gets_every_token_once(make: Any) -> None:
+    """A streamed text that differs from the returned one cannot be trusted."""
+    seen: list[tuple[list[int], int]] = []
+    eos = plain_greedy(tiny_model(), PROMPT, 40)[25]
+    output = make(tiny_model()).generate(PROMPT, 40, eos_token_id=[eos], on_tokens=lambda t, s: seen.append((t, s)))
+    assert [t for tokens, _ in seen for t in tokens] == output.tokens
+    assert [step for _, step in seen] == list(range(output.steps))
+    assert output.tokens[-1] == eos and output.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("make", DECODERS)
+def test_interrupt_keeps_what_was_generated(make: Any) -> None:
+    """Ctrl-C must cost nothing that was generated, and leave the signal handlers as they were."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def on_tokens(tokens: list[int], step: int) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    output = make(tiny_model()).generate(PROMPT, 60, on_tokens=on_tokens)
+    assert output.finish_reason == "interrupted"
+    assert 4 <= len(output.tokens) < 60
+    assert output.tokens == plain_greedy(tiny_model(), PROMPT, 60)[: len(output.tokens)]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interrupt_is_immediate() -> None:
+    """A step that hangs must still yield to Ctrl-C."""
+
+    def on_tokens(tokens: list[int], step: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, 60, on_tokens=on_tokens)
+
+
+class _AfterToken(StoppingCriteria):
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        return int(input_ids[0, -1]) == self.token and input_ids.shape[1] > len(PROMPT) + 10
+
+
+@pytest.mark.parametrize("make", DECODERS)
+def test_criteria_cut_inside_a_step(make: Any) -> None:
+    """A step brings several tokens; a criterion met by the first must drop the rest."""
+    plain = plain_greedy(tiny_model(), PROMPT, 60)
+    token = plain[30]
+    expected = plain[: 10 + plain[10:].index(token) + 1]
+    output = make(tiny_model()).generate(PROMPT, 60, stopping_criteria=[_AfterToken(token)])
+    assert (output.tokens, output.finish_reason) == (expected, "criteria")
+    assert make(tiny_model()).generate(PROMPT, 60, stopping_criteria=[MaxTimeCriteria(0.0)]).finish_reason == "criteria"
+
+
+def test_a_failing_callback_is_the_callers_error() -> None:
+    """Swallowed, it would hide a full disk; wrapped, it could not be caught by its type."""
+
+    def on_tokens(tokens: list[int], step: int) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, 9, on_tokens=on_tokens)
+
+
+@pytest.mark.parametrize("steps", [500])
+def test_memory_does_not_grow_with_steps(steps: int) -> None:
+    """Re-concatenated caches and kept activations are what made long generations slow elsewhere."""
+    model = tiny_model(max_position_embeddings=4096)
+    config = lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=0, prompt_ngrams=False)
+    held: list[int] = []
+
+    def tensor_bytes() -> int:
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def on_tokens(tokens: list[int], step: int) -> None:
+        if step in (5, steps - 5):
+            held.append(tensor_bytes())
+
+    output = lp.LookaheadDecoder(model, config).generate(PROMPT, 4000, on_tokens=on_tokens, stopping_criteria=[_After(steps)])
+    assert output.steps >= steps and len(held) == 2
+    assert held[1] == held[0]
+    heads, head_dim, layers = 2, 8, 2
+    assert output.cache_bytes == 2 * layers * heads * head_dim * 8 * (len(PROMPT) + 4000 + 1 + 3 * 2)
+
+
+class _After(StoppingCriteria):
+    """Ends no sooner than after this many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps * 4  # a step brings at most N + 1 = 4 tokens here
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_only_read_rows_go_through_the_head() -> None:
+    """The LM head over every slot costs a fifth of a small model's step."""
+    model, rows = tiny_model(), []
+    model.lm_head.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[1]))
+    config = lp.LookaheadConfig(window_size=6, ngram_size=5, guess_set_size=0)
+    lp.LookaheadDecoder(model, config).generate(PROMPT, 60)
+    # c and row 0 (6), column 0's middle rows (2), the last row (6): 14 of 24 slots; prefill reads one.
+    assert rows[0] == 1 and max(rows) == 14
+
+
+@pytest.mark.parametrize("value", [-1, 4097, 2.5, "7", True, None])
+@pytest.mark.parametrize("name", ["window_size", "ngram_size", "guess_set_size"])
+def test_bad_shapes_are_refused(name: str, value: Any) -> None:
+    """The error names the value, the limit and the remedy."""
+    with pytest.raises(ValueError, match=rf"{name}.*is {value!r}; it must be .*; try"):
+        lp.LookaheadConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("ids", "kwargs", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        (torch.zeros(1, 0, dtype=torch.long), {}, "the prompt is empty"),
+        ([1] * CONTEXT, {}, f"{CONTEXT} tokens, the model's context {CONTEXT}"),
+        ([1, VOCABULARY], {}, f"token id {VOCABULARY}.*0..{VOCABULARY - 1}"),
+        ([1, -1], {}, "token id -1"),
+        (torch.ones(2, 3, dtype=torch.long), {}, "2 prompts"),
+        (PROMPT, {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        (PROMPT, {"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),
+        (PROMPT, {"stop_strings": ["x"]}, "no tokenizer"),
+    ],
+)
+@pytest.mark.parametrize("make", DECODERS)
+def test_bad_calls_are_refused(make: Any, ids: Any, kwargs: dict[str, Any], message: str) -> None:
+    """Every decoder refuses the same calls in the same words."""
+    with pytest.raises(ValueError, match=message):
+        make(tiny_model()).generate(ids, **kwargs)
+
+
+def test_flash_attention_model_is_refused_not_wrong() -> None:
+    """A kernel that ignores the tree mask would give other tokens without a word."""
+    model = tiny_model()
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="flash_attention_2.*no tree mask"):
+        ModelRunner(model)
+
+
+def test_custom_generate() -> None:
+    """`model.generate(custom_generate=lp.generate)` is the door most people will come through."""
+    model = tiny_model()
+    ids = torch.tensor([PROMPT])
+    kwargs: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": torch.ones_like(ids)}
+    lookahead = {"custom_generate": lp.generate, "window_size": 7, "ngram_size": 5, "guess_set_size": 7}
+    expected = model.generate(ids, **kwargs)
+    assert model.generate(ids, **kwargs, **lookahead).tolist() == expected.tolist()
+    as_dict = model.generate(ids, **kwargs, **lookahead, return_dict_in_generate=True)
+    assert as_dict.sequences.tolist() == expected.tolist()
+    eos = int(expected[0, len(PROMPT) + 20])
+    stopped = model.generate(ids, **kwargs, eos_token_id=eos, pad_token_id=0)
+    assert model.generate(ids, **kwargs, **lookahead, eos_token_id=eos, pad_token_id=0).tolist() == stopped.tolist()
+    token = int(expected[0, -10])
+    cut = model.generate(ids, **kwargs, stopping_criteria=[_AfterToken(token)])
+    assert model.generate(ids, **kwargs, **lookahead, stopping_criteria=[_AfterToken(token)]).tolist() == cut.tolist()
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"do_sample": True, "temperature": 0.7}, "do_sample=True"),
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor"),
+        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+    ],
+)
+def test_custom_generate_refuses_what_it_cannot_do(asked: dict[str, Any], name: str) -> None:
+    """Ignored, these would give another text than the caller asked for."""
+    model = tiny_model()
+    ids = torch.tensor([PROMPT])
+    config = GenerationConfig(max_new_tokens=8, pad_token_id=0, **asked)
+    with pytest.raises(ValueError, match=name):
+        model.generate(ids, generation_config=config, attention_mask=torch.ones_like(ids), custom_generate=lp.generate)

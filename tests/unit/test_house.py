@@ -1,0 +1,171 @@
+"""The house of docs/structure.md: layers, optional packages, sizes, and nothing of one machine in a tracked file."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = [
+    {"lp.config"},
+    {"lp.distributed", "lp.lookahead"},
+    {"lp.attention", "lp.cache"},
+    {"lp.models"},
+    {"lp.decoding"},
+    {"lp.baselines", "lp.bench", "lp.tuner"},
+    {"lp"},  # lp/__init__.py: the public names
+    {"launch"},
+]
+RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+# What only these parts may import.
+KEEPERS = {"hydra": "launch", "omegaconf": "launch", "deepspeed": "lp.baselines", "accelerate": "lp.baselines"}
+FORBIDDEN = {"lp.lookahead": ["transformers", "torch.distributed"]}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str | None:
+    """The part of the house that a module belongs to; None outside lp and launch."""
+    parts = module.split(".")
+    if parts[0] == "lp":
+        return ".".join(parts[:2])
+    return "launch" if parts[0] == "launch" else None
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in it, and every dotted name under torch.
+
+    `from a import b` gives `a.b` where that is a module of ours, else both `a` and `a.b`.
+    """
+    package = module_of(path).split(".")[: None if path.name == "__init__.py" else -1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *filter(None, [node.module])] if node.level else None
+            source = ".".join(base) if base else str(node.module)
+            for alias in node.names:
+                name = f"{source}.{alias.name}"
+                file = ROOT / name.replace(".", "/")
+                if file.is_dir() or file.with_suffix(".py").exists():
+                    yield name
+                else:
+                    yield from (source, name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            yield f"torch.{node.attr}"
+
+
+def under(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def breaches(path: Path) -> list[str]:
+    """What a file imports against the layers, in words."""
+    part = part_of(module_of(path))
+    found = []
+    for name in sorted(set(imports(path))):
+        target = part_of(name)
+        # `from lp import a_name` gives lp.a_name as well, which is no part: there the import of lp itself counts.
+        if part in RANK and target in RANK and target != part and RANK[target] >= RANK[part]:
+            found.append(f"{part} imports {name}, which is no lower layer")
+        for package, keeper in KEEPERS.items():
+            if under(name, package) and part != keeper:
+                found.append(f"{part or path.name} imports {name}, which belongs in {keeper} alone")
+        found += [f"{part} imports {name}" for package in FORBIDDEN.get(part or "", []) if under(name, package)]
+    return found
+
+
+@pytest.mark.parametrize("path", python_files("lp", "launch", "scripts"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_only_lower_layers(path: Path) -> None:
+    """A layer that imports a higher one, or a package that belongs elsewhere, ends the division of the house."""
+    part = part_of(module_of(path))
+    assert part is None or part in RANK, f"{part} has no layer: add it to LAYERS, and to docs/structure.md"
+    assert not breaches(path)
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "is_breach"),
+    [
+        ("lp/config.py", "from lp.lookahead.window import LookaheadWindow", True),
+        ("lp/lookahead/window.py", "from lp.config import LookaheadConfig", False),
+        ("lp/lookahead/window.py", "from . import pool", False),
+        ("lp/lookahead/window.py", "from ..models import runner", True),
+        ("lp/lookahead/window.py", "from lp import models", True),
+        ("lp/lookahead/window.py", "from lp import LookaheadDecoder", True),
+        ("lp/lookahead/window.py", "def f():\n    import transformers.cache_utils", True),
+        ("lp/lookahead/window.py", "from torch import distributed", True),
+        ("lp/lookahead/window.py", "import torch\ntorch.distributed.barrier()", True),
+        ("lp/models/runner.py", "import torch.distributed as dist", False),
+        ("lp/models/runner.py", "from omegaconf import DictConfig", True),
+        ("lp/bench/report.py", "import accelerate", True),
+        ("lp/baselines/accelerate_pp.py", "from accelerate import Accelerator", False),
+        ("launch/generate.py", "import hydra, lp", False),
+    ],
+)
+def test_a_breach_of_the_layers_is_seen(
+    module: str, line: str, is_breach: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check above must not pass because it looks past an import."""
+    path = tmp_path / module
+    path.parent.mkdir(parents=True)
+    path.write_text(line)
+    for part in ("lp/models", "lp/lookahead"):
+        (tmp_path / part).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert bool(breaches(path)) == is_breach
+
+
+def test_files_are_small() -> None:
+    """A file past 300 lines holds a second idea."""
+    files = python_files("lp", "launch", "scripts", "tests")
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert not {name: lines for name, lines in lengths.items() if lines > 300}
+
+
+def test_packages_have_an_init() -> None:
+    """A folder without __init__.py is left out of an installed lp."""
+    folders = {path.parent for path in python_files("lp", "launch")}
+    assert not [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()]
+
+
+def test_import_needs_no_optional_package() -> None:
+    """`import lp` must work where only the hard requirements are installed, and without Hydra."""
+    blocked = ["deepspeed", "flash_attn", "accelerate", "arctic_inference", "datasets", "hydra", "omegaconf"]
+    # None in sys.modules: an import fails, and a library that only asks whether the package is there hears no.
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import lp; print(*lp.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "LookaheadDecoder" in done.stdout
+
+
+def test_tracked_files_name_no_machine_and_no_registry() -> None:
+    """A path or package index of the machine it was written on breaks a clone elsewhere."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git clone")
+    # Put together here, or this file would be its own find.
+    folders = "|".join(["work", "root", "home"])
+    hosts = "|".join(["pypi" + r"\.", "python" + "hosted", r"download\." + "pytorch", "index" + "-url"])
+    pattern = re.compile(rf"(?<![\w.-])/(?:{folders})/|{hosts}")
+    found = []
+    for name in filter(None, listed.stdout.split("\0")):
+        try:
+            lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+        except (UnicodeDecodeError, FileNotFoundError):  # weights and pictures; deleted, not yet committed
+            continue
+        found += [f"{name}:{i}: {match[0]}" for i, line in enumerate(lines, 1) if (match := pattern.search(line))]
+    assert not found

@@ -1,0 +1,174 @@
+"""Window, candidate tree, pool, layout and verification, without a model."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from lp.lookahead.candidates import TokenTree
+from lp.lookahead.layout import StepLayout, ancestors
+from lp.lookahead.pool import NGramPool
+from lp.lookahead.sources import PromptLookup
+from lp.lookahead.verify import GreedyVerifier
+from lp.lookahead.window import LookaheadWindow
+
+
+def _tree(*paths: list[int], budget: int = 100) -> TokenTree:
+    tree = TokenTree(budget)
+    for path in paths:
+        tree.add(path)
+    return tree
+
+
+def _layout(w: int, n: int, tree: TokenTree, limit: int = 10**6, position: int = 9) -> StepLayout:
+    window = LookaheadWindow(w, n, [5])
+    window.rows = [[100 * k + j for j in range(w)] for k in range(n - 1)]  # every entry says where it stands
+    return StepLayout(window, tree, 5, position, limit)
+
+
+@pytest.mark.parametrize(("w", "n"), [(1, 2), (4, 2), (1, 5), (5, 3), (6, 5)])
+@pytest.mark.parametrize("moved", [1, 2, 3, 9])
+def test_window_entries_keep_their_position(w: int, n: int, moved: int) -> None:
+    """A column shifted by one too many would guess for the wrong position for ever after."""
+    window = LookaheadWindow(w, n, [7, 8, 9])
+    position = 50
+    window.rows = [[position + j + k for j in range(w)] for k in range(n - 1)]  # entry = the position it guesses
+    new = [position + j + n - 1 for j in range(w)]
+    text = [0] * (position + moved) + [position + moved]  # the last token carries its own position too
+    window.advance(text, moved, new)
+    for k, row in enumerate(window.rows):
+        assert len(row) == w
+        kept = max(w - (moved - 1), 1 if k == 0 else 0)
+        assert row[:kept] == [position + moved + j + k for j in range(kept)]
+
+
+def test_window_starts_filled_from_text() -> None:
+    """An empty or random start costs N - 1 steps that find nothing."""
+    text = list(range(1000, 1030))
+    window = LookaheadWindow(6, 4, text)
+    assert window.rows[0][0] == text[-1]
+    for j in range(1, 6):
+        column = [row[j] for row in window.rows]
+        start = text.index(column[0])
+        assert column == [text[(start + k) % len(text)] for k in range(3)]
+
+
+def test_ngrams_follow_columns() -> None:
+    """An n-gram read across columns instead of down one would never come true."""
+    window = LookaheadWindow(3, 3, [1])
+    window.rows = [[1, 2, 3], [4, 5, 6]]
+    assert window.ngrams([7, 8, 9]) == [(1, 4, 7), (2, 5, 8), (3, 6, 9)]
+
+
+def test_layout_positions_and_visibility() -> None:
+    """DESIGN section 2's table, slot by slot: each sees the path that leads to it and nothing of another branch."""
+    layout = _layout(4, 4, _tree([41, 42, 43], [41, 49], [100, 200, 50]), position=20)
+    visible = layout.visible()
+    for j in range(4):
+        for k in range(3):
+            slot = layout.slot(k, j)
+            assert layout.positions[slot] == 20 + j + k
+            seen = {layout.slot(0, i) for i in range(j + 1)} | {layout.slot(i, j) for i in range(1, k + 1)}
+            assert set(np.flatnonzero(visible[slot])) == seen
+    own = range(layout.n_window, len(layout))
+    assert [layout.tokens[s] for s in own] == [41, 42, 43, 49, 50]  # 100, 200 are column 0's slots already
+    for slot in own:
+        assert layout.positions[slot] == layout.positions[layout.parents[slot]] + 1
+        assert set(np.flatnonzero(visible[slot])) == set(layout.path(slot))
+    assert layout.parents[layout.n_window + 4] == layout.slot(2, 0)
+
+
+@pytest.mark.parametrize("w", [0, 1, 5])
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("room", [0, 1, 2, 4, 30])
+def test_layout_stays_below_the_limit(w: int, n: int, room: int) -> None:
+    """A slot at or past the limit has no position embedding; `c` alone is always there."""
+    layout = _layout(w, n, _tree([1, 2, 3, 4, 5]), limit=10 + room, position=9)
+    assert max(layout.positions) < 10 + room
+    assert layout.positions[0] == 9 and 0 in layout.reads
+    assert len(layout.last_row()) == layout.columns <= w
+    assert set(layout.last_row()) <= set(layout.reads)
+    assert layout.reads == sorted(set(layout.reads))
+
+
+def test_ancestors_extend_a_known_part() -> None:
+    """The cached window part must not leak visibility into the candidates."""
+    parents = [-1, 0, 1, 0, 3, 1, 5]
+    whole = ancestors(parents)
+    assert (ancestors(parents, ancestors(parents[:3])) == whole).all()
+    assert whole[6].tolist() == [True, True, False, False, False, True, True]
+
+
+def test_walk_follows_the_truth_only() -> None:
+    """Accepting a child the model did not choose is the one unforgivable fault."""
+    layout = _layout(3, 3, _tree([1, 2, 3], [4, 5]))
+    read = dict.fromkeys(layout.reads, 77)
+    assert GreedyVerifier().walk(layout, read).tokens == [77]
+    node = {layout.tokens[s]: s for s in range(layout.n_window, len(layout))}
+    read |= {0: 4, node[4]: 5, node[5]: 6}
+    outcome = GreedyVerifier().walk(layout, read)
+    assert (outcome.tokens, outcome.path, outcome.accepted) == ([4, 5, 6], [0, node[4], node[5]], 2)
+    assert GreedyVerifier().walk(layout, read, depth=0).tokens == [4]
+    assert GreedyVerifier().walk(layout, read, depth=1).tokens == [4, 5]
+
+
+def test_walk_through_row_0_and_column_0() -> None:
+    """Both are candidates at no extra row; where both carry the token, the deeper one must be found."""
+    window = LookaheadWindow(3, 4, [5])
+    window.rows = [[5, 1, 2], [1, 101, 102], [200, 201, 202]]  # row 0 and column 0 agree on the next token
+    layout = StepLayout(window, _tree(), 5, 9, 10**6)
+    read = dict.fromkeys(layout.reads, 0) | {0: 1, 1: 200, layout.slot(1, 0): 200, layout.slot(2, 0): 33}
+    outcome = GreedyVerifier().walk(layout, read)
+    assert outcome.tokens == [1, 200, 33]
+    assert outcome.path == [0, layout.slot(1, 0), layout.slot(2, 0)]
+
+
+def test_tree_shares_prefixes_within_budget() -> None:
+    """Slots spent twice on one prefix are rows wasted; a budget exceeded breaks the buffers."""
+    tree = _tree([1, 2, 3], [1, 2, 4], [1, 5], budget=5)
+    assert (tree.tokens, tree.parents) == ([1, 2, 3, 4, 5], [-1, 0, 1, 1, 0])
+    assert len(_tree(*[[i, i] for i in range(9)], budget=5)) == 5
+
+
+def test_pool_newest_first_and_bounded() -> None:
+    """A pool that keeps the oldest, or grows, misses what the text says now."""
+    pool = NGramPool(3, 2, 2)
+    for ngram in [(1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7)]:
+        pool.add(ngram)
+    tree = pool.propose([1], 10)
+    assert tree.tokens == [6, 7, 2, 3]
+    rng = random.Random(0)
+    pool = NGramPool(4, 5, 3)
+    for _ in range(20_000):
+        pool.add([rng.randrange(50) for _ in range(4)])
+    assert sum(map(len, pool._behind.values())) <= 50 * 5
+
+
+def test_pool_knows_prompt_and_output() -> None:
+    """The switches of the paper's ablation must switch what they say."""
+    prompt = [1, 2, 3, 1]
+    assert NGramPool(3, 4, 2, prompt).propose(prompt, 9).tokens == [2, 3]
+    assert len(NGramPool(3, 4, 2, ()).propose(prompt, 9)) == 0
+    for output_ngrams in (True, False):
+        pool = NGramPool(3, 4, 2, (), output_ngrams)
+        pool.observe([9, 1, 2, 3], 1, [])
+        assert (len(pool.propose([1], 9)) > 0) is output_ngrams
+
+
+def test_pool_chains_to_depth() -> None:
+    """Depth beyond N - 1 is what a looping text pays for."""
+    pool = NGramPool(3, 4, 7, [1, 2, 3, 4, 1])
+    assert pool.propose([1], 99).tokens == [2, 3, 4, 1, 2, 3, 4]
+
+
+def test_prompt_lookup_longest_then_earliest() -> None:
+    """As transformers' own: the longest run of last tokens, its first occurrence."""
+    text = [1, 2, 3, 9, 2, 7, 8, 1, 2]
+    source = PromptLookup(2, text)
+    assert source.propose(text, 3).tokens == [3, 9, 2]
+    source = PromptLookup(1, text)
+    assert source.propose(text, 2).tokens == [3, 9]
+    source.observe([*text, 42, 8], 2, [])
+    assert source.propose([*text, 42, 8], 2).tokens == [1, 2]
