@@ -19,6 +19,7 @@ case "${1:-}" in
     shift
     ;;
 esac
+[ -f "$root/${app//.//}.py" ] || die "there is no app $app; the apps are the modules of launch/, as in launch.generate"
 
 setup
 
@@ -46,10 +47,6 @@ if [ "$nproc" = 1 ] && [ "$nnodes" = 1 ]; then
   exec "$python" -m "$app" "$@"
 fi
 
-if [ -z "${OMP_NUM_THREADS:-}" ]; then
-  threads=$("$python" -c 'import torch; print(torch.get_num_threads())')
-  export OMP_NUM_THREADS=$((threads > nproc ? threads / nproc : 1))
-fi
 where=(--standalone) # a free port
 if [ "$nnodes" != 1 ]; then
   [ -n "${NODE_RANK:-}" ] && [ -n "${RDZV_ENDPOINT:-}" ] ||
@@ -57,4 +54,7 @@ if [ "$nnodes" != 1 ]; then
   # static: node 0 holds rank 0, whose output is the run's; c10d would number the nodes as they come.
   where=(--nnodes "$nnodes" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
 fi
-exec "$python" "$root/scripts/torchrun.py" "${where[@]}" --nproc-per-node "$nproc" -m "$app" "$@"
+rank=("$python" -u -m "$app" "$@")
+# Ranks end with torchrun also when it is killed without a chance to end them (Linux).
+! command -v setpriv >/dev/null || rank=(setpriv --pdeathsig KILL "${rank[@]}")
+exec "$python" "$root/scripts/torchrun.py" "${where[@]}" --nproc-per-node "$nproc" --no-python "${rank[@]}"

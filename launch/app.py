@@ -60,9 +60,14 @@ def _job(task: Callable[[Config], None]) -> Callable[[DictConfig], None]:
 
 def _tidy(run_dir: Path) -> None:
     """Hydra makes a run folder; under outputs/, a run that wrote nothing leaves none."""
-    if not _rank() and run_dir.is_relative_to(Path("outputs").resolve()):
-        with contextlib.suppress(OSError):
-            os.removedirs(run_dir)
+    outputs = Path("outputs").resolve()
+    if _rank() or not run_dir.is_relative_to(outputs):
+        return
+    with contextlib.suppress(OSError):  # not empty, or gone
+        for folder in (run_dir, *run_dir.parents):
+            folder.rmdir()
+            if folder == outputs:
+                break
 
 
 @contextlib.contextmanager

@@ -166,6 +166,7 @@ def print_table(report: Report, console: Console) -> None:
     """The places where tokens differ, then the table and the setting."""
     for result, at in report.differences:
         _print_line(f"{result.prompt.task_id}: {_sentence(at)}", console)
+    console.print()
     console.print(as_table(report))
     _print_line(caption(report), console)
 

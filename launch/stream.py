@@ -58,7 +58,7 @@ class Detokenizer:
 
 def shows_colours(file: TextIO) -> bool:
     """Whether the file is a terminal whose user has not asked for bare text."""
-    return file.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Pen:

@@ -5,6 +5,7 @@ from lp.decoding.autoregressive import AutoregressiveDecoder
 from lp.decoding.base import Decoder, GenerationOutput, StepStats
 from lp.decoding.hf import generate
 from lp.decoding.lookahead import LookaheadDecoder, PromptLookupDecoder
+from lp.decoding.sampling import SamplingParams
 from lp.distributed import ParallelContext
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ParallelContext",
     "PromptLookupConfig",
     "PromptLookupDecoder",
+    "SamplingParams",
     "StepStats",
     "generate",
 ]

@@ -27,7 +27,8 @@ install() { # BASE EXTRA STAMP WANTED
   echo "set-up: installing into .venv (minutes the first time)" >&2
   [ -t 2 ] || quiet=(--quiet)
   "$python" -m pip --version >/dev/null 2>&1 || "$1" -m venv --clear "$root/.venv" || return
-  "$python" -m pip install "${quiet[@]}" --disable-pip-version-check \
+  # The odd expansion: an empty array is unbound to bash 3.
+  "$python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
     -c "$root/constraints.txt" -e "$root${2:+[$2]}" >&2 </dev/null || return
   echo "$4" >"$3"
 }
@@ -39,8 +40,10 @@ setup() {
     return
   fi
   python=$root/.venv/bin/python
-  if [ -n "${PYTHON:-}" ] && [ -x "$python" ] && [ "$("$PYTHON" -V)" != "$("$python" -V)" ]; then
-    die ".venv has $("$python" -V), PYTHON is $("$PYTHON" -V); remove .venv to make it anew, or unset PYTHON"
+  if [ -n "${PYTHON:-}" ]; then
+    base=$(find_python) || exit
+    [ ! -x "$python" ] || [ "$("$base" -V)" = "$("$python" -V)" ] ||
+      die ".venv has $("$python" -V), PYTHON is $("$base" -V); remove .venv to make it anew, or unset PYTHON"
   fi
   # A stamp says what was installed from, and where to, so that a second call costs nothing.
   stamp=$root/.venv/lp-setup${extra:+-$extra}

@@ -1,6 +1,6 @@
-"""torchrun as a user wants it to end: the app's own exit code, a line instead of a report, no process left behind.
+"""torchrun as a user wants it: the threads shared out, the app's own exit code, no report, no process left behind.
 
-    python scripts/torchrun.py --standalone --nproc-per-node 2 -m launch.generate W=7
+    python scripts/torchrun.py --standalone --nproc-per-node 2 -m launch.generate W=7    # what torchrun takes
 
 torchrun itself ends every failure with code 1, two log lines and a traceback of its own on top of the ranks' output.
 LOGLEVEL=INFO (or any other) brings its log back.
@@ -15,13 +15,8 @@ import signal
 import sys
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import get_args_parser
-from torch.distributed.run import main as torchrun
-
 USER_ERROR = 2
-# A rank that hangs in a collective gets no further: a launch must end within 30 s of losing another rank.
+# A rank that hangs in a collective ends no other way: a launch must end within 30 s of losing another rank.
 GRACE_S = "15"
 
 
@@ -37,7 +32,7 @@ def of_ranks(codes: dict[int, int]) -> int:
 
 
 def kill_children() -> None:
-    """End what outlived torchrun, which forgets its ranks when a second Ctrl-C interrupts its wait for them."""
+    """End what outlived torchrun, which forgets its ranks when one more Ctrl-C interrupts its wait for them."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux only
     for pid in children.read_text().split() if children.exists() else []:
         with contextlib.suppress(ProcessLookupError):
@@ -45,9 +40,19 @@ def kill_children() -> None:
 
 
 def main(args: list[str]) -> int:
+    # Until torchrun has ranks to end, and a handler that ends them, Ctrl-C needs no traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser
+    from torch.distributed.run import main as torchrun
+
+    options = get_args_parser().parse_args(args)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // int(options.nproc_per_node))))
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
-    if "--shutdown-timeout" in get_args_parser().format_help():  # not in every torch that we take
+    if hasattr(options, "shutdown_timeout"):  # not in every torch that we take
         args = ["--shutdown-timeout", GRACE_S, *args]
     try:
         torchrun(args)

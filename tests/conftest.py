@@ -73,9 +73,9 @@ class Processes:
         return subprocess.CompletedProcess(args, process.returncode, stdout, stderr)
 
     def torchrun(self, ranks: int, module: str, *args: str) -> list[str]:
-        """The command line of `ranks` gloo processes of a module, for `start` or `run`."""
-        launch = [sys.executable, "scripts/torchrun.py", "--standalone", "--nproc-per-node", str(ranks)]
-        return [*launch, "-m", module, *args]
+        """The command line that launches a module on `ranks` processes as a user does, for `start` or `run`."""
+        settings = [f"NPROC={ranks}", "LP_SETUP=skip", f"PYTHON={sys.executable}"]
+        return ["env", *settings, "bash", "torchrun.sh", module, *args]
 
     def alive(self) -> list[psutil.Process]:
         """Every process started here, or by one started here, that has not ended."""

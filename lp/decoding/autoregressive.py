@@ -11,7 +11,7 @@ from lp.lookahead.exchange import Stop
 
 
 class AutoregressiveDecoder(Decoder):
-    """Greedy decoding over transformers' own cache and masks."""
+    """One token a forward pass over transformers' own cache and masks."""
 
     def _decode(self, request: Request) -> GenerationOutput:
         clock, cache, stats = Clock(), DynamicCache(config=self.model.config), list[StepStats]()
@@ -23,8 +23,9 @@ class AutoregressiveDecoder(Decoder):
         tokens, token, reason = list[int](), prompt[:, -1:], Stop.NONE
         while not reason:
             logits = self.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            token = logits.argmax(-1, keepdim=True)
-            tokens.append(int(token))
+            text = request.prompt + tokens
+            tokens.append(int(request.chooser.choose(logits, [len(text) - 1], [[]], text)))
+            token = prompt.new_tensor([tokens[-1:]])
             forward_s = clock.lap()
             reason, _ = request.stopping.check(tokens, 1)
             if request.on_tokens:

@@ -6,12 +6,13 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from lp.config import check_int
+from lp.decoding.sampling import Chooser, SamplingParams
 from lp.decoding.signals import DeferredSignals
 from lp.decoding.stopping import Stopping
 from lp.distributed import ParallelContext
@@ -81,13 +82,14 @@ class Request:
     Attributes:
         prompt: token ids.
         limit: positions below it may be used: the model's context or the last token asked for.
-        max_new_tokens, stopping, on_tokens, prefill_chunk: as given.
+        max_new_tokens, chooser, stopping, on_tokens, prefill_chunk: as given.
         signals: SIGINT and SIGTERM, deferred to the end of a step.
     """
 
     prompt: list[int]
     max_new_tokens: int
     limit: int
+    chooser: Chooser
     stopping: Stopping
     on_tokens: OnTokens | None
     prefill_chunk: int
@@ -109,19 +111,25 @@ class Decoder(ABC):
         self,
         input_ids: Sequence[int] | torch.Tensor,
         max_new_tokens: int = 256,
+        sampling: SamplingParams | None = None,
         *,
+        logits_processor: Iterable[LogitsProcessor] = (),
         eos_token_id: int | Iterable[int] | None = None,
         stop_strings: Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Iterable[StoppingCriteria] = (),
         on_tokens: OnTokens | None = None,
         prefill_chunk: int = 512,
+        sequence: int = 0,
     ) -> GenerationOutput:
-        """Generate greedily.
+        """Generate from one prompt.
 
         Args:
             input_ids: the prompt, list[int] or LongTensor (L,) or (1, L).
             max_new_tokens: most tokens to add.
+            sampling: temperature, warpers and seed; None is greedy.
+            logits_processor: transformers' processors, applied before the warpers of `sampling`.
+            sequence: index of this sequence in a batch, which sampled noise depends on.
             eos_token_id: one or several; None takes the model's, an empty tuple none.
             stop_strings: end after the token that completes one of them; needs `tokenizer`.
             stopping_criteria: transformers' criteria, asked after every token; under several ranks rank 0's word counts.
@@ -141,9 +149,24 @@ class Decoder(ABC):
         stopping = Stopping.build(
             self._eos(eos_token_id), max_new_tokens, context, prompt, stop_strings, tokenizer, stopping_criteria
         )
+        chooser = Chooser.build(self._seeded(sampling), logits_processor, sequence, self.reach, self.model)
         with torch.inference_mode(), DeferredSignals() as signals:
             limit = min(len(prompt) + max_new_tokens - 1, context or len(prompt) + max_new_tokens)
-            return self._decode(Request(prompt, max_new_tokens, limit, stopping, on_tokens, prefill_chunk, signals))
+            return self._decode(
+                Request(prompt, max_new_tokens, limit, chooser, stopping, on_tokens, prefill_chunk, signals)
+            )
+
+    @property
+    def reach(self) -> int:
+        """Positions a step may span, from the last generated token on."""
+        return 1
+
+    def _seeded(self, sampling: SamplingParams | None) -> SamplingParams | None:
+        """With a seed of None, rank 0 draws one from torch's generator for all."""
+        if sampling is None or sampling.seed is not None:
+            return sampling
+        drawn = torch.randint(2**63 - 1, (1,)).to(self.context.device)
+        return replace(sampling, seed=int(self.context.all_gather(drawn)[0]))
 
     @abstractmethod
     def _decode(self, request: Request) -> GenerationOutput: ...

@@ -54,6 +54,11 @@ class LookaheadDecoder(Decoder):
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
             check_same(self.context, model_digests(model))
 
+    @property
+    def reach(self) -> int:
+        """Window and candidates, whichever goes further."""
+        return self.config.window_size + self.config.ngram_size + self.config.row_budget
+
     def source(self, prompt: Sequence[int]) -> CandidateSource:
         """What proposes candidates, made anew for every call."""
         config = self.config
@@ -173,7 +178,9 @@ class _Generation:
             self.cache,
             [place[slot] for slot in plan.reads[self.context.rank]],
         )
-        return logits.argmax(-1)
+        reads = plan.reads[self.context.rank]
+        branches = [layout.branch(slot) for slot in reads]
+        return self.request.chooser.choose(logits, [layout.positions[slot] for slot in reads], branches, self.text)
 
     def _header(self, layout: StepLayout) -> tuple[int, int, int]:
         self.digest = exchange.chain_digest(self.digest, self.text[-1:], layout.tokens, layout.parents)

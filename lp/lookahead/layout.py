@@ -98,6 +98,12 @@ class StepLayout:
             path.append(slot)
         return path[::-1]
 
+    def branch(self, slot: int) -> list[int] | None:
+        """Tokens after `c` up to the slot; None for a slot that only guesses, which no walk can reach."""
+        if slot >= self.n_window or slot < max(self.columns, 1) or (slot - self.columns) % self.columns == 0:
+            return [self.tokens[above] for above in self.path(slot)[1:]]
+        return None
+
     def visible(self) -> np.ndarray:
         """Visibility (S, S), bool."""
         return ancestors(self.parents, self._window_visible)

@@ -1,0 +1,212 @@
+"""How a row becomes a token: logits processors with each branch's own prefix, then argmax, under noise when sampling.
+
+n: rows, V: vocabulary, L: tokens of a prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers as tf
+from transformers import LogitsProcessor, PreTrainedModel
+
+from lp.config import check_int
+from lp.lookahead.noise import NoiseRing
+
+# Functions of the scores alone: one call does for rows of any prefix.
+PREFIX_FREE = (
+    tf.TemperatureLogitsWarper,
+    tf.TopKLogitsWarper,
+    tf.TopPLogitsWarper,
+    tf.MinPLogitsWarper,
+    tf.TypicalLogitsWarper,
+    tf.EpsilonLogitsWarper,
+    tf.EtaLogitsWarper,
+    tf.SuppressTokensLogitsProcessor,
+    tf.InfNanRemoveLogitsProcessor,
+    tf.LogitNormalization,
+)
+# Functions of (prefix, scores) row by row: one call a depth, since prefixes of one depth have one length.
+BY_PREFIX = (
+    tf.RepetitionPenaltyLogitsProcessor,
+    tf.NoRepeatNGramLogitsProcessor,
+    tf.NoBadWordsLogitsProcessor,
+    tf.SequenceBiasLogitsProcessor,
+    tf.MinLengthLogitsProcessor,
+    tf.MinNewTokensLengthLogitsProcessor,
+    tf.ForcedBOSTokenLogitsProcessor,
+    tf.ForcedEOSTokenLogitsProcessor,
+    tf.ExponentialDecayLengthPenalty,
+    tf.SuppressTokensAtBeginLogitsProcessor,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """Sampling that reproduces: with one seed the tokens are the same with lookahead on or off, on any number of ranks.
+
+    Args:
+        temperature: > 0; greedy decoding is `sampling=None`.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest's chance; 0 keeps all.
+        typical_p: locally typical sampling; 1 keeps all.
+        repetition_penalty: > 0; 1 is none.
+        seed: 0 <= seed < 2**63; None draws one from torch's generator, rank 0's for all.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_real("temperature", self.temperature, 0, math.inf, "use sampling=None for greedy decoding")
+        _check_real("top_p", self.top_p, 0, 1, "1.0 keeps every token")
+        _check_real("typical_p", self.typical_p, 0, 1, "1.0 keeps every token")
+        _check_real("repetition_penalty", self.repetition_penalty, 0, math.inf, "1.0 is no penalty")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p is {self.min_p!r}; it must be in [0, 1); 0 keeps every token")
+        check_int("top_k", self.top_k, 0, math.inf, "0 keeps every token")
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, 2**63 - 1, "leave it null to draw one")
+
+    def processors(self) -> list[LogitsProcessor]:
+        """transformers' processors for these settings, in its order."""
+        made: list[LogitsProcessor] = []
+        if self.repetition_penalty != 1:
+            made.append(tf.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        if self.temperature != 1:
+            made.append(tf.TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            made.append(tf.TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            made.append(tf.TopPLogitsWarper(self.top_p))
+        if self.min_p > 0:
+            made.append(tf.MinPLogitsWarper(self.min_p))
+        if self.typical_p < 1:
+            made.append(tf.TypicalLogitsWarper(self.typical_p))
+        return made
+
+
+def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
+    """Refuse, by name, a processor that may not be a function of one branch's (prefix, scores) alone.
+
+    Raises:
+        ValueError: its name and the remedy.
+    """
+    processors = list(processors)
+    for processor in processors:
+        if not isinstance(processor, (*PREFIX_FREE, *BY_PREFIX)) and not getattr(processor, "per_branch", False):
+            raise ValueError(
+                f"the logits processor {type(processor).__name__} is not known to work branch by branch; if its result "
+                "depends on (input_ids, scores) of each row alone, set per_branch = True on it"
+            )
+    return processors
+
+
+class Chooser:
+    """The token every row chooses: argmax of the processed logits, plus the position's noise when sampling.
+
+    Args:
+        processors: applied in this order, the warpers of `sampling` included.
+        noise: of this sequence; None chooses greedily.
+        temperature: what rows that verify nothing keep of the processors.
+    """
+
+    def __init__(self, processors: Sequence[LogitsProcessor], noise: NoiseRing | None, temperature: float = 1.0) -> None:
+        self.processors, self.noise, self.temperature = list(processors), noise, temperature
+        self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self.processors)
+
+    @classmethod
+    def build(
+        cls,
+        sampling: SamplingParams | None,
+        processors: Iterable[LogitsProcessor],
+        sequence: int,
+        reach: int,
+        model: PreTrainedModel,
+    ) -> Chooser:
+        """The chooser of one call.
+
+        Args:
+            sampling: None is greedy; its seed must be drawn already.
+            processors: the caller's, applied before the warpers of `sampling`.
+            sequence: index in the batch.
+            reach: positions a step may span.
+            model: for its vocabulary, dtype and device.
+
+        Raises:
+            ValueError: a processor that can't be used branch by branch.
+        """
+        made = check_processors(processors)
+        if sampling is None:
+            return cls(made, None)
+        assert sampling.seed is not None
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        noise = NoiseRing(sampling.seed, sequence, vocabulary, reach, model.device, dtype)
+        return cls([*made, *sampling.processors()], noise, sampling.temperature)
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        text: Sequence[int],
+    ) -> torch.Tensor:
+        """Tokens (n,) of these rows.
+
+        Args:
+            logits: (n, V).
+            positions: of the row itself; the token is for the one after it.
+            branches: what follows the text up to each row; None for a row that only guesses, which skips the processors.
+            text: prompt and generated tokens, whose last is the first branch token's parent.
+        """
+        if not self.processors and self.noise is None:
+            return logits.argmax(-1)
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.processors:
+            scores = self._processed(scores, branches, text)
+        if self.noise is not None:
+            scores = scores + self.noise.rows([position + 1 for position in positions])
+        return scores.argmax(-1)
+
+    def _processed(
+        self, scores: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
+    ) -> torch.Tensor:
+        out = scores / self.temperature
+        for rows in self._groups(branches):
+            prefixes = torch.tensor([self._prefix(text, branches[row]) for row in rows], device=scores.device)
+            at = torch.tensor(rows, device=scores.device)
+            part = scores[at]
+            for processor in self.processors:
+                part = processor(prefixes, part)
+            out[at] = part
+        return out
+
+    def _prefix(self, text: Sequence[int], branch: Sequence[int] | None) -> list[int]:
+        return [text[-1]] if self.prefix_free else [*text, *(branch or ())]
+
+    def _groups(self, branches: Sequence[Sequence[int] | None]) -> list[list[int]]:
+        """Verifying rows that one call can do: all of them, or those of one depth."""
+        groups: dict[int, list[int]] = {}
+        for row, branch in enumerate(branches):
+            if branch is not None:
+                groups.setdefault(0 if self.prefix_free else len(branch), []).append(row)
+        return list(groups.values())
+
+
+def _check_real(name: str, value: object, low: float, high: float, remedy: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high or math.isinf(value):
+        limit = f"a number > {low:g}" if math.isinf(high) else f"a number in ({low:g}, {high:g}]"
+        raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")

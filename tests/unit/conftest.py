@@ -1,0 +1,69 @@
+"""A tiny model in a folder, and the apps started inside this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from lp.models.loader import DEMO_MODEL
+
+CONTEXT = 256
+
+
+def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = CONTEXT) -> Path:
+    """A random Llama with the demo model's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        initializer_range=0.1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@dataclass
+class Ran:
+    """How an app ended and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def launch_generate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Run launch.generate in this process, since a start of its own costs seconds."""
+    import launch.app
+    import launch.generate
+
+    def start(*overrides: str) -> Ran:
+        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+        monkeypatch.setattr(sys, "argv", ["generate", *overrides])
+        capfd.readouterr()
+        code = 0
+        try:
+            launch.app.run(launch.generate.generate)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Ran(code, *capfd.readouterr())
+
+    return start

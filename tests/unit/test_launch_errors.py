@@ -1,0 +1,126 @@
+"""User errors: exit code 2 and one line that names the value or key and the remedy; bugs keep their traceback."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import launch.generate
+from launch.app import explain, reported
+from tests.unit.conftest import CONTEXT, Ran, save_tiny_model
+
+Launch = Callable[..., Ran]
+
+BAD = {
+    "W=abc": "W: Value 'abc'",
+    "W=3.5": "W: Value '3.5'",
+    "W=true": "W: Value 'True'",
+    "W=-1": r"window_size (W) is -1; it must be an integer in [0, ",
+    "W=5000": "window_size (W) is 5000",
+    "N=1": "ngram_size (N) is 1; it must be an integer in [2, ",
+    "N=x": "N: Value 'x'",
+    "G=-2": "guess_set_size (G) is -2",
+    "G=[1]": "G: Value '[1]'",
+    "decoder.kv_sync=later": "kv_sync is 'later'; it must be one of ['recompute', 'broadcast']",
+    "decoder.candidate_depth=0": "candidate_depth is 0",
+    "max_new_tokens=0": "max_new_tokens is 0; it must be an integer >= 1",
+    "limit=0": "limit is 0",
+    "repeats=0": "repeats is 0",
+    "stream=maybe": "stream: Value 'maybe'",
+    "output=xml": "output: Invalid value 'xml', expected one of [table, json]",
+    "windw=3": "unknown config key 'windw'; known here: model, decoder",
+    "+windw=3": "unknown config key 'windw'; known here: model, decoder",
+    "decoder.windw=3": "unknown config key 'decoder.windw'; known here: name, window_size",
+    "+decoder.windw=3": "unknown config key 'decoder.windw'; known here: name, window_size",
+    "modle=demo": "unknown config key 'modle'",
+    "model=none": "Could not find 'model/none' Available options in 'model': demo hf",
+    "model=hf": "model.name is missing; give model.name=...",
+    "attention=none": "Available options in 'attention': auto eager sdpa",
+    "attention.name=none": "attention.name is 'none'; it must be one of auto, sdpa, eager",
+    "sampling.name=hot": "sampling.name is 'hot'",
+    "decoder.name=none": "decoder.name is 'none'",
+    "model.dtype=int3": "dtype is 'int3'; it must be one of",
+    "model.device=toaster": "model.device is 'toaster'; it must be auto, cpu",
+    "prompt=": "the prompt is empty",
+    "prompt=f(x": "cannot read the override 'prompt=f(x'; quote",
+    "prompt_file=none.txt": "prompt_file none.txt does not exist",
+    "task=humaneval task.path=none.jsonl": "task humaneval has no file none.jsonl; set LP_DATA",
+    "prompt=a prompt_file=b": "prompt and prompt_file are both given",
+    "model.name=./none": "model folder './none' does not exist",
+}
+
+
+def _assert_user_error(ran: Ran, message: str) -> None:
+    assert ran.code == 2
+    assert ran.err.startswith("error: ") and message in ran.err
+    assert ran.err.count("\n") == 1 and "Traceback" not in ran.err
+    assert ran.out == ""
+
+
+@pytest.mark.parametrize("overrides", BAD)
+def test_a_bad_setting_is_one_line_and_exit_code_2(launch_generate: Launch, overrides: str) -> None:
+    """Hydra's own way is a traceback or several lines, and exit code 1."""
+    _assert_user_error(launch_generate(*overrides.split(" ")), BAD[overrides])
+
+
+def test_a_prompt_longer_than_the_context(launch_generate: Launch, tiny_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "long.py"
+    file.write_text("x = 1\n" * CONTEXT)
+    ran = launch_generate("model=hf", f"model.name={tiny_folder}", f"prompt_file={file}")
+    _assert_user_error(ran, f"the model's context {CONTEXT}")
+
+
+MODELS = {
+    "a folder without a config": (None, "cannot read a model config"),
+    "an encoder": ({"model_type": "vit"}, "is a 'vit' model, which is not a causal LM"),
+    "an encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "'t5'"),
+    "bloom": ({"model_type": "bloom"}, "'bloom' uses alibi"),
+    "falcon with alibi": ({"model_type": "falcon", "alibi": True}, "'falcon' uses alibi"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_that_cannot_be_used(launch_generate: Launch, tmp_path: Path, kind: str) -> None:
+    """Refused by its name before any weight is read."""
+    config, message = MODELS[kind]
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    _assert_user_error(launch_generate("model=hf", f"model.name={tmp_path}"), message)
+
+
+def test_a_tokenizer_larger_than_the_model(launch_generate: Launch, tmp_path: Path) -> None:
+    """Ids beyond the embedding would fail deep inside a kernel."""
+    folder = save_tiny_model(tmp_path, vocab_size=100)
+    _assert_user_error(launch_generate("model=hf", f"model.name={folder}"), "the model embeds 100 tokens")
+
+
+def test_bugs_keep_their_traceback(launch_generate: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ValueError that no `raise` of ours made is no message for a user."""
+    monkeypatch.setattr(launch.generate, "open_session", lambda config: int("not a number"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        launch_generate()
+
+
+def test_other_ranks_say_who_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model may be missing on one node alone, where rank 0 sees nothing wrong."""
+    from lp.config import check_int
+
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit, match="2"), reported():
+        check_int("W", -1, 0, 9, "try 3")
+    assert capsys.readouterr().err == "[rank 3] error: W is -1; it must be an integer in [0, 9]; try 3\n"
+
+
+def test_ctrl_c_is_exit_code_130(launch_generate: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(config: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch.generate, "open_session", interrupted)
+    assert launch_generate().code == 130
+
+
+def test_explain_joins_lines() -> None:
+    assert explain(ValueError("one\n  two")) == "one two"

@@ -1,0 +1,199 @@
+"""launch.generate from its arguments to what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import lp
+from launch.stream import STEP_COLOURS
+from lp.bench.prompts import load_builtin
+from lp.models.loader import DEMO_MODEL
+from tests.conftest import Processes
+from tests.unit.conftest import Ran, save_tiny_model
+
+SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=40", "limit=2")
+METHODS = ["lookahead", "autoregressive", "prompt_lookup"]
+
+
+@pytest.fixture
+def generate(launch_generate: Callable[..., Ran], tiny_folder: Path) -> Callable[..., Ran]:
+    """launch.generate with a tiny model in float64, where no two kernels disagree on a token."""
+    return lambda *overrides: launch_generate(*overrides, *_defaults(overrides), f"model.name={tiny_folder}")
+
+
+def _defaults(overrides: tuple[str, ...]) -> list[str]:
+    """SMALL without the keys that are given."""
+    given = {override.split("=")[0] for override in overrides}
+    return [default for default in SMALL if default.split("=")[0] not in given]
+
+
+def _rows(out: str) -> dict[str, list[str]]:
+    """The table's rows by method."""
+    return {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()[:1] and line[:2] == "  "}
+
+
+def test_the_default_shows_text_and_a_table_that_says_equal(generate: Callable[..., Ran]) -> None:
+    """The first thing a newcomer sees."""
+    ran = generate()
+    assert ran.code == 0
+    assert [f"=== {prompt.task_id} " in ran.out for prompt in load_builtin(3)] == [True, True, False]
+    rows = _rows(ran.out[ran.out.index("2 prompts, greedy") :])
+    assert [rows[method][0] for method in METHODS] == ["80"] * 3
+    assert [rows[method][-1] for method in METHODS] == ["equal", "reference", "equal"]
+    assert "float64, cpu, threads: 1, ranks: 1, W=4 N=3 G=4, median of 1" in ran.out
+    assert ran.err == ""
+
+
+def test_piped_output_has_no_escape_codes(generate: Callable[..., Ran]) -> None:
+    """It goes into files and other programs."""
+    ran = generate()
+    assert "\x1b" not in ran.out and "\r" not in ran.out
+
+
+def test_nothing_is_left_behind(generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hydra makes a folder for each run, and this app writes nothing into it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LP_RUN_DIR", raising=False)
+    assert generate("limit=1").code == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stream_false_shows_the_same_text(generate: Callable[..., Ran]) -> None:
+    flags = ("stream=true", "stream=false")
+    streamed, at_once = (generate(flag, "compare=false").out.split(" prompts, greedy")[0] for flag in flags)
+    assert streamed == at_once
+
+
+def test_compare_false_runs_one_method(generate: Callable[..., Ran]) -> None:
+    rows = _rows(generate("compare=false").out)
+    assert rows["lookahead"][-2:] == ["not", "compared"]
+    assert "autoregressive" not in rows and "prompt_lookup" not in rows
+
+
+def test_json_is_the_whole_of_stdout(generate: Callable[..., Ran]) -> None:
+    """`| jq` gets one object; the text streams to stderr."""
+    ran = generate("output=json", "repeats=2")
+    found = json.loads(ran.out)
+    assert ran.out.count("\n") == 1
+    assert found["equal"] is True and found["interrupted"] is False and found["method"] == "lookahead"
+    assert (found["W"], found["N"], found["G"], found["threads"], found["repeats"]) == (4, 3, 4, 1, 2)
+    assert list(found["methods"]) == METHODS
+    for row in found["methods"].values():
+        assert row["prompts"] == 2 and row["tokens"] == 80 and row["equal"] is True
+        assert row["S"] == pytest.approx(row["tokens"] / row["steps"])
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["decode_s"])
+    for prompt in found["prompts"]:
+        assert list(prompt["methods"]) == METHODS and prompt["differences"] == []
+        assert prompt["text"] in ran.err
+
+
+def test_lookahead_takes_fewer_steps_than_tokens(generate: Callable[..., Ran]) -> None:
+    methods = json.loads(generate("output=json").out)["methods"]
+    assert methods["autoregressive"]["S"] == 1.0 < methods["lookahead"]["S"]
+
+
+@pytest.mark.parametrize("decoder", METHODS)
+def test_every_decoder_can_be_the_chosen_one(generate: Callable[..., Ran], decoder: str) -> None:
+    found = json.loads(generate("output=json", f"decoder={decoder}", "limit=1").out)
+    assert found["method"] == decoder == next(iter(found["methods"]))
+    assert sorted(found["methods"]) == sorted(METHODS) and found["equal"] is True
+
+
+def test_keys_of_the_decoder_reach_it(generate: Callable[..., Ran]) -> None:
+    """W feeds decoder.window_size, which may be set by itself."""
+    found = json.loads(generate("output=json", "decoder.window_size=2", "compare=false", "attention=eager").out)
+    assert (found["W"], found["N"]) == (2, 3)
+    plain = json.loads(generate("output=json", "decoder=autoregressive", "compare=false").out)
+    assert "threads" in plain and "W" not in plain
+
+
+def test_a_prompt_a_file_and_a_task(generate: Callable[..., Ran], tmp_path: Path) -> None:
+    file, task = tmp_path / "code.py", tmp_path / "tasks.jsonl"
+    file.write_text("import os\n")
+    task.write_text('{"task_id": "t/0", "prompt": "x"}\n{"task_id": "t/1", "prompt": "y"}\n')
+    assert "=== prompt (" in generate("prompt='\"def f(x):\"'", "compare=false").out
+    assert "=== code.py (" in generate(f"prompt_file={file}", "compare=false").out
+    ran = generate("task=humaneval", f"task.path={task}", "limit=null", "compare=false")
+    assert "=== t/0 (" in ran.out and "=== t/1 (" in ran.out
+
+
+def test_a_sweep_runs_every_job(generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LP_RUN_DIR", str(tmp_path))
+    ran = generate("--multirun", "W=2,3", "limit=1", "compare=false")
+    assert ran.code == 0 and "W=2 N=3" in ran.out and "W=3 N=3" in ran.out
+
+
+def test_a_difference_is_shown_with_its_gap(generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong token must not hide in a table of speeds."""
+    honest = lp.PromptLookupDecoder.generate
+
+    def wrong(self: lp.PromptLookupDecoder, *args: object, **options: object) -> lp.GenerationOutput:
+        output = honest(self, *args, **options)  # type: ignore[arg-type]
+        if isinstance(self, lp.PromptLookupDecoder):
+            output.tokens[5] += 1
+        return output
+
+    monkeypatch.setattr(lp.PromptLookupDecoder, "generate", wrong)
+    ran = generate("limit=1")
+    assert ran.code == 0
+    assert "prompt_lookup differs from plain decoding at new token 5 (" in ran.out and "NOT a near-tie" in ran.out
+    assert _rows(ran.out)["prompt_lookup"][-5:] == ["differs", "on", "1", "of", "1"]
+    found = json.loads(generate("output=json", "limit=1").out)
+    assert found["equal"] is False and found["methods"]["lookahead"]["equal"] is True
+    (difference,) = found["prompts"][0]["differences"]
+    assert difference["position"] == 5 and difference["gap"] > 0 and difference["near_tie"] is False
+
+
+def test_an_error_on_a_later_prompt_keeps_what_finished(generate: Callable[..., Ran], tmp_path: Path) -> None:
+    """Minutes of measuring must not be lost to the last line of a file."""
+    task = tmp_path / "tasks.jsonl"
+    task.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": "x = 1\n" * 500}) + "\n")
+    ran = generate("task=humaneval", f"task.path={task}")
+    assert ran.code == 2 and "1 prompt, greedy" in ran.out and ran.err.startswith("error: the prompt has ")
+
+
+def test_ctrl_c_on_a_terminal_keeps_text_and_figures(processes: Processes, tmp_path: Path) -> None:
+    """One start for all that needs a real terminal: colours, their legend, and Ctrl-C."""
+    folder = save_tiny_model(tmp_path, context=8192)
+    master, slave = pty.openpty()
+    overrides = ["model=hf", f"model.name={folder}", "W=4", "N=3", "G=4", "max_new_tokens=7000", "limit=2"]
+    command = [sys.executable, "-m", "launch.generate", *overrides]
+    process = processes.start(command, {"TERM": "xterm", "NO_COLOR": ""}, stdout=slave, stderr=slave)
+    os.close(slave)
+    seen = _read_until(master, lambda text: len(text.partition("=== ")[2]) > 2000)
+    process.send_signal(signal.SIGINT)
+    seen += _read_until(master, lambda text: False)
+    assert process.wait(30) == 130
+    assert "tokens that came in one step" in seen and "Traceback" not in seen
+    text = seen.partition("=== ")[2]
+    assert any(code in text for code in STEP_COLOURS.values())
+    assert "lookahead (interrupted)" in text and "not compared" in text and "autoregressive" not in text
+
+
+def _read_until(terminal: int, enough: Callable[[str], bool]) -> str:
+    """What comes out of the terminal, until it is enough or the other side has closed it."""
+    text, end = b"", time.monotonic() + 120
+    while not enough(text.decode("utf-8", "replace")) and time.monotonic() < end:
+        try:
+            text += os.read(terminal, 4096)
+        except OSError:  # Linux's way to say that nobody has the other side open
+            break
+    return text.decode("utf-8", "replace")
+
+
+@pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model's weights are absent")
+def test_the_demo_model_by_default(launch_generate: Callable[..., Ran]) -> None:
+    """No argument at all: several built-in prompts, equal tokens, fewer steps."""
+    found = json.loads(launch_generate("output=json", "max_new_tokens=32").out)
+    assert found["model"] == "demo" and len(found["prompts"]) == 4
+    assert found["methods"]["lookahead"]["S"] > 1.0
+    assert all(d["near_tie"] for prompt in found["prompts"] for d in prompt["differences"])
