@@ -17,7 +17,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
 
 from launch.schema import Config, register, settings, unknown_key
@@ -35,6 +35,7 @@ def run(task: Callable[[Config], None]) -> None:
         SystemExit: 2 after a user error, 130 after Ctrl-C.
     """
     register()
+    OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     app = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
     if os.environ.get(FULL_ERROR) == "1":
         app(_job(task))()
@@ -58,10 +59,15 @@ def _job(task: Callable[[Config], None]) -> Callable[[DictConfig], None]:
     return job
 
 
+def _run_dir(default: str) -> str:
+    """Where rank 0 writes. Hydra makes the folder it is told: the other ranks, which write nothing, name this one."""
+    return "." if _rank() > 0 else os.environ.get("LP_RUN_DIR", default)
+
+
 def _tidy(run_dir: Path) -> None:
     """Hydra makes a run folder; under outputs/, a run that wrote nothing leaves none."""
     outputs = Path("outputs").resolve()
-    if _rank() or not run_dir.is_relative_to(outputs):
+    if not run_dir.is_relative_to(outputs):
         return
     with contextlib.suppress(OSError):  # not empty, or gone
         for folder in (run_dir, *run_dir.parents):
@@ -87,7 +93,8 @@ def reported() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if not _is_users(error):
             raise
-        print(f"{_rank()}error: {explain(error)}", file=sys.stderr)
+        # Ranks but the first say who they are: a model may be missing on one node alone.
+        print(f"[rank {_rank()}] " * (_rank() > 0) + f"error: {explain(error)}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
 
 
@@ -121,7 +128,5 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0]
 
 
-def _rank() -> str:
-    """Ranks but the first say who they are: a model may be missing on one node alone."""
-    rank = os.environ.get("RANK", "0")
-    return "" if rank == "0" else f"[rank {rank}] "
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Report:
         rows = [self._row(name) for name in names]
         unfinished = [(result.shown, result.shown.decode_s) for result in self.results if not result.measured]
         if unfinished:
-            rows.append(_total(f"{self.method} (interrupted)", unfinished))
+            rows.append(replace(_total(self.method, unfinished), interrupted=True))
         return rows
 
     def _row(self, name: str) -> Row:
@@ -91,6 +91,7 @@ class Row:
     steps: int
     decode_s: float
     differing: int = 0
+    interrupted: bool = False
 
     @property
     def compression(self) -> float:
@@ -132,7 +133,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def as_table(report: Report) -> Table:
     """The totals, one row a method."""
-    count = len(report.finished)
+    count = len(report.results)
     table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold")
     table.title = f"{count} prompt{'s' * (count != 1)}, greedy, decoding only"
     for name in ("method", "tokens", "steps", "S", "tokens/s", "vs plain", "output"):
@@ -147,7 +148,9 @@ def as_table(report: Report) -> Table:
 
 
 def _verdict(report: Report, row: Row) -> str:
-    if report.equal is None or "interrupted" in row.method:
+    if row.interrupted:
+        return "interrupted"
+    if report.equal is None:
         return "not compared"
     if row.method == PLAIN:
         return "the reference"
@@ -184,7 +187,7 @@ def _print_line(text: str, console: Console) -> None:
 
 def as_json(report: Report) -> str:
     """The same as one JSON object on one line."""
-    methods = {row.method: _method(row, report) for row in report.rows()}
+    methods = {row.method: _method(row, report) for row in report.rows() if not row.interrupted}
     prompts = [_prompt(result) for result in report.results]
     head = {**report.setting, "method": report.method, "equal": report.equal, "interrupted": report.interrupted}
     return json.dumps({**head, "methods": methods, "prompts": prompts}, ensure_ascii=False)
@@ -192,7 +195,7 @@ def as_json(report: Report) -> str:
 
 def _method(row: Row, report: Report) -> dict[str, Any]:
     figures = {"prompts": row.prompts, "tokens": row.tokens, "steps": row.steps, "S": row.compression}
-    equal = None if _verdict(report, row) == "not compared" else not row.differing
+    equal = None if report.equal is None else not row.differing
     return {**figures, "decode_s": row.decode_s, "tokens_per_s": row.tokens_per_s, "equal": equal}
 
 

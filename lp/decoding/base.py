@@ -120,6 +120,7 @@ class Decoder(ABC):
         stopping_criteria: Iterable[StoppingCriteria] = (),
         on_tokens: OnTokens | None = None,
         prefill_chunk: int = 512,
+        padding: Sequence[int] = (),
         sequence: int = 0,
     ) -> GenerationOutput:
         """Generate from one prompt.
@@ -129,10 +130,11 @@ class Decoder(ABC):
             max_new_tokens: most tokens to add.
             sampling: temperature, warpers and seed; None is greedy.
             logits_processor: transformers' processors, applied before the warpers of `sampling`.
+            padding: left padding of the prompt, which processors and criteria see and the model does not.
             sequence: index of this sequence in a batch, which sampled noise depends on.
             eos_token_id: one or several; None takes the model's, an empty tuple none.
             stop_strings: end after the token that completes one of them; needs `tokenizer`.
-            stopping_criteria: transformers' criteria, asked after every token; under several ranks rank 0's word counts.
+            stopping_criteria: transformers' criteria, asked after every token; among ranks, rank 0's word counts.
             on_tokens: called once a step with (new tokens, step) before the next one starts.
             prefill_chunk: prompt rows a forward pass.
 
@@ -147,9 +149,16 @@ class Decoder(ABC):
         check_int("prefill_chunk", prefill_chunk, 1, float("inf"), "try 512")
         context = context_limit(self.model)
         stopping = Stopping.build(
-            self._eos(eos_token_id), max_new_tokens, context, prompt, stop_strings, tokenizer, stopping_criteria
+            self._eos(eos_token_id),
+            max_new_tokens,
+            None if context is None else context - len(prompt),
+            [*padding, *prompt],
+            stop_strings,
+            tokenizer,
+            stopping_criteria,
         )
-        chooser = Chooser.build(self._seeded(sampling), logits_processor, sequence, self.reach, self.model)
+        padding = list(padding)
+        chooser = Chooser.build(self._seeded(sampling), logits_processor, padding, sequence, self.reach, self.model)
         with torch.inference_mode(), DeferredSignals() as signals:
             limit = min(len(prompt) + max_new_tokens - 1, context or len(prompt) + max_new_tokens)
             return self._decode(
@@ -193,7 +202,7 @@ class Decoder(ABC):
         context = context_limit(self.model)
         if context is not None and len(ids) >= context:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens, the model's context {context}; leave room for at least one new token"
+                f"the prompt has {len(ids)} tokens, the model's context {context}; leave room for one new token"
             )
         return ids
 

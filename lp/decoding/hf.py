@@ -1,4 +1,7 @@
-"""`model.generate(..., custom_generate=lp.generate)`: lookahead behind transformers' own entry point."""
+"""`model.generate(..., custom_generate=lp.generate)`: lookahead behind transformers' own entry point.
+
+B: prompts of the batch, L: length of the padded prompts.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,19 @@ import torch
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
 
 from lp.config import LookaheadConfig
 from lp.decoding.lookahead import LookaheadDecoder
+from lp.decoding.sampling import SamplingParams
 
 
 def generate(
@@ -28,52 +35,91 @@ def generate(
     window_size: int = 15,
     ngram_size: int = 5,
     guess_set_size: int = 15,
+    seed: int | None = None,
+    streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Greedy lookahead decoding for transformers' `generate`.
+    """Lookahead decoding for transformers' `generate`: greedy, or sampled when do_sample is set.
+
+    Prompts of a batch run one after another. transformers does not hand a streamer over: bind it,
+    `custom_generate=functools.partial(lp.generate, streamer=streamer)`.
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config: as transformers hands them over.
         window_size, ngram_size, guess_set_size: W, N, G, given to `model.generate` by keyword.
+        seed: of sampling; None draws one from torch's generator.
+        streamer: gets the prompt, then the tokens as they come; for one prompt.
 
     Returns:
-        What `generate` would: LongTensor (1, L + new), or GenerateDecoderOnlyOutput if return_dict_in_generate.
+        What `generate` would: LongTensor (B, L + new), or GenerateDecoderOnlyOutput if return_dict_in_generate.
 
     Raises:
-        ValueError: what this decoder can't do exactly: sampling, beams, processors, batches, padding, use_cache=False.
+        ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, scores, some processors.
     """
     config = generation_config or model.generation_config
-    # Declared, transformers would hand attention_mask over twice.
-    _check_asked(config, input_ids, logits_processor, model_kwargs.get("attention_mask"))
-    shape = LookaheadConfig(window_size=window_size, ngram_size=ngram_size, guess_set_size=guess_set_size)
-    criteria = [c for c in stopping_criteria or () if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
-    eos = getattr(config, "_eos_token_tensor", None)
-    output = LookaheadDecoder(model, shape).generate(
-        input_ids,
-        max_new_tokens=config.max_length - input_ids.shape[1],
-        eos_token_id=() if eos is None else eos.flatten().tolist(),
-        stopping_criteria=criteria,
+    _check_asked(config, len(input_ids), streamer)
+    # Declared as an argument, transformers would hand attention_mask over twice.
+    mask = model_kwargs.get("attention_mask")
+    sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
+    decoder = LookaheadDecoder(
+        model, LookaheadConfig(window_size=window_size, ngram_size=ngram_size, guess_set_size=guess_set_size)
     )
-    sequences = torch.cat([input_ids, input_ids.new_tensor([output.tokens])], dim=1)
+    eos = getattr(config, "_eos_token_tensor", None)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    news = []
+    for index, row in enumerate(input_ids.tolist()):
+        padding = 0 if mask is None else int((mask[index] != 0).int().argmax())
+        output = decoder.generate(
+            row[padding:],
+            config.max_length - len(row),
+            sampling,
+            logits_processor=[_of_row(processor, index) for processor in logits_processor or ()],
+            eos_token_id=() if eos is None else eos.flatten().tolist(),
+            stopping_criteria=[
+                c for c in stopping_criteria or () if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)
+            ],
+            on_tokens=None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
+            padding=row[:padding],
+            sequence=index,
+        )
+        news.append(output.tokens)
+    if streamer is not None:
+        streamer.end()
+    sequences = torch.cat([input_ids, input_ids.new_tensor(_padded(news, config))], dim=1)
     return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
 
-def _check_asked(
-    config: GenerationConfig,
-    input_ids: torch.Tensor,
-    processors: LogitsProcessorList | None,
-    attention_mask: torch.Tensor | None,
-) -> None:
+def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | None) -> None:
     asked = {
-        "do_sample=True": bool(config.do_sample),
         f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
-        f"num_return_sequences={config.num_return_sequences}": (config.num_return_sequences or 1) > 1,
         "use_cache=False": config.use_cache is False,
-        f"a batch of {len(input_ids)}": len(input_ids) > 1,
-        "padding in attention_mask": attention_mask is not None and not bool(attention_mask.all()),
-        "output_scores or output_logits": bool(config.output_scores or config.output_logits),
+        "output_scores": bool(config.output_scores),
+        "output_logits": bool(config.output_logits),
+        "output_attentions": bool(config.output_attentions),
+        "output_hidden_states": bool(config.output_hidden_states),
+        f"a streamer for {batch} prompts": streamer is not None and batch > 1,
     }
-    asked |= {f"the logits processor {type(p).__name__}": True for p in processors or ()}
     refused = [name for name, wanted in asked.items() if wanted]
     if refused:
-        raise ValueError(f"lp.generate does not do {', '.join(refused)}; ask for greedy decoding of one unpadded prompt")
+        raise ValueError(f"lp.generate does not do {', '.join(refused)}; leave it out, or use generate as it is")
+
+
+def _seed(seed: int | None) -> int:
+    """One seed for the whole batch."""
+    return int(torch.randint(2**63 - 1, (1,))) if seed is None else seed
+
+
+def _of_row(processor: LogitsProcessor, index: int) -> LogitsProcessor:
+    """A processor prepared for the batch, for one of its rows."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, torch.Tensor):
+        return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=int(ignored[index]))
+    return processor
+
+
+def _padded(news: list[list[int]], config: GenerationConfig) -> list[list[int]]:
+    longest = max(map(len, news))
+    pad = getattr(config, "_pad_token_tensor", None)
+    pad_id = int(pad) if pad is not None else config.pad_token_id or 0
+    return [new + [pad_id] * (longest - len(new)) for new in news]

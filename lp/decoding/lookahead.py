@@ -24,7 +24,7 @@ from lp.lookahead.sharding import ShardPlan
 from lp.lookahead.sources import PromptLookup
 from lp.lookahead.verify import GreedyVerifier, Outcome
 from lp.lookahead.window import LookaheadWindow
-from lp.models.replicas import check_same, model_digests, text_digest
+from lp.models.replicas import check_same, model_digests
 from lp.models.runner import ModelRunner
 
 
@@ -108,7 +108,8 @@ class _Generation:
         self.cache = self.runner.new_cache(len(request.prompt) + request.max_new_tokens + step_rows)
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.digest = exchange.chain_digest(0, request.prompt)
-        self.asked = (self.config, request.max_new_tokens, request.limit, sorted(request.stopping.eos))
+        asked = (self.config, request.max_new_tokens, request.limit, sorted(request.stopping.eos), request.chooser)
+        self.asked = exchange.text_digest(repr(asked))
         self.pending, self.keep = Stop.NONE, 0
         self.failure: BaseException | None = None
         self.stats: list[StepStats] = []
@@ -120,7 +121,7 @@ class _Generation:
 
     def run(self) -> GenerationOutput:
         clock = Clock()
-        check_same(self.context, {"prompt": self.digest, "decoder config": text_digest(repr(self.asked))})
+        check_same(self.context, {"prompt": self.digest, "decoder config": self.asked})
         self.runner.prefill(self.request.prompt[:-1], self.cache, self.request.prefill_chunk)
         prefill_s, reason = clock.lap(), Stop.NONE
         while not reason:

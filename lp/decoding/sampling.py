@@ -120,11 +120,15 @@ class Chooser:
     Args:
         processors: applied in this order, the warpers of `sampling` included.
         noise: of this sequence; None chooses greedily.
-        temperature: what rows that verify nothing keep of the processors.
+        padding: what processors see before the text.
     """
 
-    def __init__(self, processors: Sequence[LogitsProcessor], noise: NoiseRing | None, temperature: float = 1.0) -> None:
-        self.processors, self.noise, self.temperature = list(processors), noise, temperature
+    def __init__(
+        self, processors: Sequence[LogitsProcessor], noise: NoiseRing | None, padding: Sequence[int] = ()
+    ) -> None:
+        self.processors, self.noise, self.padding = list(processors), noise, list(padding)
+        # What rows that verify nothing keep of the processors.
+        self.temperature = math.prod(p.temperature for p in processors if isinstance(p, tf.TemperatureLogitsWarper))
         self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self.processors)
 
     @classmethod
@@ -132,6 +136,7 @@ class Chooser:
         cls,
         sampling: SamplingParams | None,
         processors: Iterable[LogitsProcessor],
+        padding: Sequence[int],
         sequence: int,
         reach: int,
         model: PreTrainedModel,
@@ -141,6 +146,7 @@ class Chooser:
         Args:
             sampling: None is greedy; its seed must be drawn already.
             processors: the caller's, applied before the warpers of `sampling`.
+            padding: left padding, for processors alone.
             sequence: index in the batch.
             reach: positions a step may span.
             model: for its vocabulary, dtype and device.
@@ -150,12 +156,17 @@ class Chooser:
         """
         made = check_processors(processors)
         if sampling is None:
-            return cls(made, None)
+            return cls(made, None, padding)
         assert sampling.seed is not None
         vocabulary = model.get_output_embeddings().weight.shape[0]
         dtype = torch.promote_types(model.dtype, torch.float32)
         noise = NoiseRing(sampling.seed, sequence, vocabulary, reach, model.device, dtype)
-        return cls([*made, *sampling.processors()], noise, sampling.temperature)
+        return cls([*made, *sampling.processors()], noise, padding)
+
+    def __repr__(self) -> str:
+        """What ranks must agree on."""
+        seed = None if self.noise is None else (self.noise.seed, self.noise.sequence)
+        return f"Chooser({[type(p).__name__ for p in self.processors]}, {self.temperature}, {seed})"
 
     def choose(
         self,
@@ -169,7 +180,7 @@ class Chooser:
         Args:
             logits: (n, V).
             positions: of the row itself; the token is for the one after it.
-            branches: what follows the text up to each row; None for a row that only guesses, which skips the processors.
+            branches: what follows the text up to each row; None for a row that only guesses and skips processors.
             text: prompt and generated tokens, whose last is the first branch token's parent.
         """
         if not self.processors and self.noise is None:
@@ -195,7 +206,7 @@ class Chooser:
         return out
 
     def _prefix(self, text: Sequence[int], branch: Sequence[int] | None) -> list[int]:
-        return [text[-1]] if self.prefix_free else [*text, *(branch or ())]
+        return [text[-1]] if self.prefix_free else [*self.padding, *text, *(branch or ())]
 
     def _groups(self, branches: Sequence[Sequence[int] | None]) -> list[list[int]]:
         """Verifying rows that one call can do: all of them, or those of one depth."""

@@ -28,7 +28,7 @@ class Stopping:
         eos: token ids that end it.
         max_new_tokens: most new tokens.
         room: new tokens until the model's context is full, None for no limit.
-        prompt: its ids, which criteria see too.
+        prompt: its ids, padding included, which criteria see too.
         stop_strings: transformers' criterion, or None.
         criteria: the user's; possibly not a function of the tokens alone.
     """
@@ -45,7 +45,7 @@ class Stopping:
         cls,
         eos: frozenset[int],
         max_new_tokens: int,
-        context: int | None,
+        room: int | None,
         prompt: list[int],
         stop_strings: Sequence[str] | None,
         tokenizer: PreTrainedTokenizerBase | None,
@@ -61,7 +61,6 @@ class Stopping:
             if tokenizer is None:
                 raise ValueError(f"stop_strings is {list(stop_strings)!r} but no tokenizer was given; pass tokenizer=")
             strings = StopStringCriteria(tokenizer, list(stop_strings))
-        room = None if context is None else context - len(prompt)
         return cls(eos, max_new_tokens, room, prompt, strings, list(criteria))
 
     def check(self, tokens: Sequence[int], new: int) -> tuple[Stop, int]:

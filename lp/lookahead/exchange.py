@@ -39,6 +39,11 @@ def chain_digest(previous: int, *parts: Sequence[int]) -> int:
     return int.from_bytes(hasher.digest(), "little") >> 1
 
 
+def text_digest(text: str) -> int:
+    """A 63-bit digest of a text."""
+    return chain_digest(0, list(text.encode()))
+
+
 def pack(header: tuple[int, int, int], tokens: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
     """This rank's row (P,), on the device of `tokens`.
 

@@ -59,14 +59,12 @@ class StepLayout:
         reads: slots whose read-off is needed, ascending.
     """
 
-    def __init__(
-        self, window: LookaheadWindow, candidates: TokenTree, token: int, position: int, limit: int
-    ) -> None:
+    def __init__(self, window: LookaheadWindow, candidates: TokenTree, token: int, position: int, limit: int) -> None:
         rows = window.ngram_size - 1
         self.rows = rows
         self.columns = max(min(window.window_size, limit - position - rows + 1), 0)
         parents, offsets, self._window_visible = _window_tree(self.columns, rows)
-        self.tokens = [token] + window.rows[0][1 : self.columns]
+        self.tokens = [token, *window.rows[0][1 : self.columns]]
         for row in window.rows[1:]:
             self.tokens += row[: self.columns]
         self.parents = list(parents)

@@ -97,7 +97,7 @@ class _Deal:
             return on_row_0, len(inside) - on_row_0
 
         paths.sort(key=lambda path: (-window_part(path)[1], path))
-        leaves, before = [], set()
+        leaves, before = list[Leaf](), set[int]()
         for path in paths:
             own = {slot for slot in path if slot >= layout.n_window}
             leaves.append(Leaf(path[-1], len(own), len(own & before), *window_part(path)))

@@ -95,7 +95,9 @@ def context_limit(model: PreTrainedModel) -> int | None:
 
 def _config(source: str, trust_remote_code: bool) -> Any:
     if source.startswith(("/", ".", "~")) and not Path(source).expanduser().is_dir():
-        raise ValueError(f"model folder {source!r} does not exist; give a folder with config.json, a hub name or 'demo'")
+        raise ValueError(
+            f"model folder {source!r} does not exist; give a folder with config.json, a hub name or 'demo'"
+        )
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lp.distributed import ParallelContext
-from lp.lookahead.exchange import chain_digest
+from lp.lookahead.exchange import chain_digest, text_digest
 
 
 def check_same(context: ParallelContext, items: Mapping[str, int]) -> None:
@@ -35,11 +35,6 @@ def model_digests(model: PreTrainedModel) -> dict[str, int]:
         "weights' names and shapes": text_digest(names),
         "weights' checksum": chain_digest(0, [_checksum(tensor) for _, tensor in weights]),
     }
-
-
-def text_digest(text: str) -> int:
-    """A 63-bit digest of a text."""
-    return chain_digest(0, list(text.encode()))
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, MaxTimeCriteria, StoppingCriteria
+from transformers import MaxTimeCriteria, StoppingCriteria
 
 import lp
 from lp.models.runner import ModelRunner
@@ -119,7 +119,9 @@ def test_memory_does_not_grow_with_steps(steps: int) -> None:
         if step in (5, steps - 5):
             held.append(tensor_bytes())
 
-    output = lp.LookaheadDecoder(model, config).generate(PROMPT, 4000, on_tokens=on_tokens, stopping_criteria=[_After(steps)])
+    output = lp.LookaheadDecoder(model, config).generate(
+        PROMPT, 4000, on_tokens=on_tokens, stopping_criteria=[_After(steps)]
+    )
     assert output.steps >= steps and len(held) == 2
     assert held[1] == held[0]
     heads, head_dim, layers = 2, 8, 2
@@ -180,41 +182,5 @@ def test_flash_attention_model_is_refused_not_wrong() -> None:
     """A kernel that ignores the tree mask would give other tokens without a word."""
     model = tiny_model()
     model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="flash_attention_2.*no tree mask"):
+    with pytest.raises(ValueError, match=r"flash_attention_2.*no tree mask"):
         ModelRunner(model)
-
-
-def test_custom_generate() -> None:
-    """`model.generate(custom_generate=lp.generate)` is the door most people will come through."""
-    model = tiny_model()
-    ids = torch.tensor([PROMPT])
-    kwargs: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": torch.ones_like(ids)}
-    lookahead = {"custom_generate": lp.generate, "window_size": 7, "ngram_size": 5, "guess_set_size": 7}
-    expected = model.generate(ids, **kwargs)
-    assert model.generate(ids, **kwargs, **lookahead).tolist() == expected.tolist()
-    as_dict = model.generate(ids, **kwargs, **lookahead, return_dict_in_generate=True)
-    assert as_dict.sequences.tolist() == expected.tolist()
-    eos = int(expected[0, len(PROMPT) + 20])
-    stopped = model.generate(ids, **kwargs, eos_token_id=eos, pad_token_id=0)
-    assert model.generate(ids, **kwargs, **lookahead, eos_token_id=eos, pad_token_id=0).tolist() == stopped.tolist()
-    token = int(expected[0, -10])
-    cut = model.generate(ids, **kwargs, stopping_criteria=[_AfterToken(token)])
-    assert model.generate(ids, **kwargs, **lookahead, stopping_criteria=[_AfterToken(token)]).tolist() == cut.tolist()
-
-
-@pytest.mark.parametrize(
-    ("asked", "name"),
-    [
-        ({"do_sample": True, "temperature": 0.7}, "do_sample=True"),
-        ({"num_beams": 2}, "num_beams=2"),
-        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor"),
-        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
-    ],
-)
-def test_custom_generate_refuses_what_it_cannot_do(asked: dict[str, Any], name: str) -> None:
-    """Ignored, these would give another text than the caller asked for."""
-    model = tiny_model()
-    ids = torch.tensor([PROMPT])
-    config = GenerationConfig(max_new_tokens=8, pad_token_id=0, **asked)
-    with pytest.raises(ValueError, match=name):
-        model.generate(ids, generation_config=config, attention_mask=torch.ones_like(ids), custom_generate=lp.generate)

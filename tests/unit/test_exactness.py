@@ -34,7 +34,11 @@ def test_greedy_equals_generate(arch: str) -> None:
         plain = plain_greedy(model, ids, new)
         eos = rng.choice(plain) if rng.random() < 0.5 else None
         expected = plain[: plain.index(eos) + 1] if eos is not None else plain
-        shape = {"window_size": rng.randint(0, 20), "ngram_size": rng.randint(2, 8), "guess_set_size": rng.randint(0, 20)}
+        shape = {
+            "window_size": rng.randint(0, 20),
+            "ngram_size": rng.randint(2, 8),
+            "guess_set_size": rng.randint(0, 20),
+        }
         policy = {
             "candidate_depth": rng.choice([None, 1, 12]),
             "prompt_ngrams": rng.random() < 0.8,

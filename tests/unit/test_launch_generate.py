@@ -59,11 +59,17 @@ def test_piped_output_has_no_escape_codes(generate: Callable[..., Ran]) -> None:
     assert "\x1b" not in ran.out and "\r" not in ran.out
 
 
-def test_nothing_is_left_behind(generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Hydra makes a folder for each run, and this app writes nothing into it."""
+@pytest.mark.parametrize(
+    ("rank", "overrides"), [("0", "limit=1"), ("0", "max_new_tokens=0"), ("1", "max_new_tokens=0")]
+)
+def test_nothing_is_left_behind(
+    generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, overrides: str
+) -> None:
+    """Hydra makes a folder for each run of each rank, and this app writes nothing into it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LP_RUN_DIR", raising=False)
-    assert generate("limit=1").code == 0
+    monkeypatch.setenv("RANK", rank)
+    assert generate("limit=1", f"max_new_tokens={tokens}").code == (0 if tokens else 2)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +182,7 @@ def test_ctrl_c_on_a_terminal_keeps_text_and_figures(processes: Processes, tmp_p
     assert "tokens that came in one step" in seen and "Traceback" not in seen
     text = seen.partition("=== ")[2]
     assert any(code in text for code in STEP_COLOURS.values())
-    assert "lookahead (interrupted)" in text and "not compared" in text and "autoregressive" not in text
+    assert _rows(text)["lookahead"][-1] == "interrupted" and "autoregressive" not in _rows(text)
 
 
 def _read_until(terminal: int, enough: Callable[[str], bool]) -> str:

@@ -1,0 +1,123 @@
+"""`model.generate(custom_generate=lp.generate)` returns what `generate` itself would."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import lp
+from tests.tiny_models import tiny_model
+
+LOOKAHEAD: dict[str, Any] = {"custom_generate": lp.generate, "window_size": 7, "ngram_size": 5, "guess_set_size": 7}
+IDS = torch.tensor([[0, 0, 0, 5, 6, 7, 1, 2], [1, 2, 3, 4, 1, 2, 3, 4]])
+MASK = (torch.arange(8)[None] >= torch.tensor([[3], [0]])).long()  # the first prompt is padded on the left
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    model = tiny_model()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+class _AtToken(StoppingCriteria):
+    """Ends a row at this token, once it is longer than the prompt by ten."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return (input_ids[:, -1] == self.token) & (input_ids.shape[1] > IDS.shape[1] + 10)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"repetition_penalty": 1.4},
+        {"min_length": 20, "eos_token_id": 9},
+        {"no_repeat_ngram_size": 3, "eos_token_id": [9, 11]},
+        {"bad_words_ids": [[3], [4, 5]], "min_new_tokens": 9, "eos_token_id": 5},
+        {"exponential_decay_length_penalty": (5, 1.1), "eos_token_id": 9},
+        {"forced_eos_token_id": 3},
+        {"suppress_tokens": [1, 2], "begin_suppress_tokens": [7]},
+        {"sequence_bias": {(3,): 2.0, (4, 5): 5.0}},
+        {"max_length": 30, "max_new_tokens": None},
+    ],
+    ids=str,
+)
+def test_greedy_batch_equals_generate(model: PreTrainedModel, asked: dict[str, Any]) -> None:
+    """Processors must see the padded prefix of their own branch, and rows of a batch end on their own."""
+    asked = {"max_new_tokens": 40, "attention_mask": MASK} | asked
+    assert model.generate(IDS, **asked, **LOOKAHEAD).tolist() == model.generate(IDS, **asked).tolist()
+
+
+def test_criteria_and_dict(model: PreTrainedModel) -> None:
+    """The user's criteria end each row where `generate` ends it; return_dict_in_generate is honoured."""
+    asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK}
+    token = int(model.generate(IDS, **asked)[0, 30])
+    expected = model.generate(IDS, **asked, stopping_criteria=[_AtToken(token)])
+    output = model.generate(
+        IDS, **asked, **LOOKAHEAD, stopping_criteria=[_AtToken(token)], return_dict_in_generate=True
+    )
+    assert output.sequences.tolist() == expected.tolist()
+
+
+def test_sampling_reproduces_and_rows_differ(model: PreTrainedModel) -> None:
+    """One seed gives one text, whatever the window; sequences of one batch must not share their noise."""
+    asked: dict[str, Any] = {
+        "max_new_tokens": 30,
+        "attention_mask": MASK[1:],
+        "do_sample": True,
+        "top_p": 0.9,
+        "seed": 4,
+    }
+    several = model.generate(IDS[1:], **asked, **LOOKAHEAD, num_return_sequences=3)
+    assert several.shape == (3, 38)
+    assert len({tuple(row) for row in several.tolist()}) == 3
+    without = LOOKAHEAD | {"window_size": 0, "guess_set_size": 0}
+    assert model.generate(IDS[1:], **asked, **without, num_return_sequences=3).tolist() == several.tolist()
+    params = lp.SamplingParams(top_p=0.9, top_k=model.generation_config.top_k or 50, seed=4)
+    assert lp.AutoregressiveDecoder(model).generate(IDS[1], 30, params).tokens == several[0, 8:].tolist()
+
+
+def test_streamer_bound_in_the_callable(model: PreTrainedModel) -> None:
+    """transformers keeps the streamer to itself; bound, it gets the prompt and every token once."""
+
+    class Collect(BaseStreamer):
+        def __init__(self) -> None:
+            self.ids: list[int] = []
+            self.ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.ids += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended = True
+
+    streamer = Collect()
+    bound = functools.partial(lp.generate, streamer=streamer, window_size=5)
+    out = model.generate(IDS[1:], attention_mask=MASK[1:], max_new_tokens=20, custom_generate=bound)
+    assert streamer.ids == out[0].tolist() and streamer.ended
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    ],
+    ids=str,
+)
+def test_what_it_cannot_do_is_refused(model: PreTrainedModel, asked: dict[str, Any], name: str) -> None:
+    """Ignored, these would give another text than the caller asked for."""
+    config = GenerationConfig(max_new_tokens=8, pad_token_id=0, **asked)
+    with pytest.raises(ValueError, match=name):
+        model.generate(IDS[1:], generation_config=config, attention_mask=MASK[1:], custom_generate=lp.generate)

@@ -1,0 +1,162 @@
+"""Coupled sampling: the same tokens with lookahead on or off, on any number of ranks, and the right distribution."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import lp
+from lp.decoding.sampling import Chooser
+from lp.distributed import ParallelContext, run_lockstep
+from lp.lookahead.noise import NoiseRing, gumbel
+from tests.tiny_models import VOCABULARY, tiny_model
+
+CASES = 200 if os.environ.get("LP_TEST_LONG") else 25
+CPU = torch.device("cpu")
+
+
+def _chi_square_p(counts: torch.Tensor, expected: torch.Tensor) -> float:
+    """Upper tail of the chi-square statistic with len(counts) - 1 degrees of freedom."""
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    half_freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_freedom, statistic / 2))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_choices_follow_softmax(temperature: float) -> None:
+    """50,000 draws at vocabulary 8: a noise that is not Gumbel or not independent by position shows."""
+    logits = torch.tensor([1.0, 0.2, -0.5, 2.0, 0.0, -1.0, 0.7, 1.5], dtype=torch.float64)
+    draws = 50_000
+    ring = NoiseRing(11, 0, 8, draws + 1, CPU, torch.float64)
+    chooser = Chooser([tf.TemperatureLogitsWarper(temperature)], ring)
+    tokens = chooser.choose(logits.expand(draws, 8), range(draws), [[]] * draws, [0])
+    expected = torch.softmax(logits / temperature, -1) * draws
+    assert _chi_square_p(torch.bincount(tokens, minlength=8).double(), expected) > 0.001
+    wrong = torch.softmax(logits / temperature * 1.1, -1) * draws
+    assert _chi_square_p(torch.bincount(tokens, minlength=8).double(), wrong) < 0.001  # the test can tell
+
+
+def test_noise_depends_on_every_part_of_its_key() -> None:
+    """Noise shared by two positions or sequences would repeat text; noise that depends on V would not reproduce."""
+    base = gumbel(7, 0, 100, 4096, CPU)
+    assert torch.equal(base, gumbel(7, 0, 100, 4096, CPU))
+    assert torch.equal(base[:50], gumbel(7, 0, 100, 50, CPU))
+    for other in [(8, 0, 100), (7, 1, 100), (7, 0, 101), (0, 7, 100), (7, 100, 0), (2**62 + 7, 0, 100)]:
+        correlation = torch.corrcoef(torch.stack([base, gumbel(*other, 4096, CPU)]))[0, 1]
+        assert abs(float(correlation)) < 5 / math.sqrt(4096), other
+    assert abs(float(base.mean()) - 0.5772) < 5 * math.pi / math.sqrt(6 * 4096)
+
+
+def test_ring_keeps_rows_apart() -> None:
+    """A ring slot read for the wrong position gives another token than plain decoding."""
+    ring = NoiseRing(3, 1, 16, 5, CPU, torch.float64)
+    for positions in ([4, 5, 6], [9, 5, 13], [6, 7, 8, 9, 10]):
+        expected = torch.stack([gumbel(3, 1, position, 16, CPU) for position in positions])
+        assert torch.equal(ring.rows(positions), expected)
+
+
+def _drawn(rng: random.Random, prompt: list[int]) -> dict[str, Any]:
+    sampling = lp.SamplingParams(
+        temperature=rng.choice([0.3, 0.8, 1.0, 2.0]),
+        top_k=rng.choice([0, 5]),
+        top_p=rng.choice([1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.05]),
+        typical_p=rng.choice([1.0, 0.9]),
+        repetition_penalty=rng.choice([1.0, 1.3]),
+        seed=rng.randrange(2**63),
+    )
+    processors = rng.choice(
+        [
+            [],
+            [tf.NoRepeatNGramLogitsProcessor(3)],
+            [tf.NoBadWordsLogitsProcessor([[3], [4, 5]])],
+            [tf.MinLengthLogitsProcessor(len(prompt) + 10, torch.tensor([7]))],
+            [tf.ForcedEOSTokenLogitsProcessor(len(prompt) + 20, torch.tensor([7]))],
+        ]
+    )
+    eos = rng.choice([(), 7])
+    return {"sampling": rng.choice([sampling, sampling, None]), "logits_processor": processors, "eos_token_id": eos}
+
+
+def test_coupled_equals_plain_sampling_on_any_ranks() -> None:
+    """The promise: one seed, one text, lookahead on or off, 1, 2 or 4 ranks, every processor."""
+    for case in range(CASES):
+        rng = random.Random(f"coupled-{case}")
+        model = tiny_model(rng.choice(["llama", "gemma3", "gpt_neox"]), seed=rng.randrange(4), sharpness=1.5)
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 60))]
+        asked = _drawn(rng, prompt) | {"max_new_tokens": rng.randint(1, 50)}
+        config = lp.LookaheadConfig(
+            window_size=rng.randint(0, 12), ngram_size=rng.randint(2, 6), guess_set_size=rng.randint(0, 8)
+        )
+        expected = lp.AutoregressiveDecoder(model).generate(prompt, **asked).tokens
+
+        def rank(context: ParallelContext) -> list[int]:
+            return lp.LookaheadDecoder(model, config, context).generate(prompt, **asked).tokens  # noqa: B023
+
+        for tokens in run_lockstep(rng.choice([1, 1, 2, 4]), rank):
+            assert tokens == expected, f"case {case}: {config} {asked}"
+
+
+def test_drawn_seed_is_one_for_all_ranks() -> None:
+    """Ranks that drew their own seeds would drift at the first token."""
+    model = tiny_model(sharpness=1.0)
+    sampling = lp.SamplingParams(temperature=2.0)
+    texts = run_lockstep(3, lambda c: lp.LookaheadDecoder(model, context=c).generate([1, 2], 20, sampling).tokens)
+    assert texts[0] == texts[1] == texts[2]
+    assert lp.LookaheadDecoder(model).generate([1, 2], 20, sampling).tokens != texts[0]
+
+
+def test_window_guesses_under_the_samplers_noise() -> None:
+    """A window iterated greedily would almost never guess a sampled text; under the same noise it finds some."""
+    model = tiny_model(sharpness=1.5)
+    config = lp.LookaheadConfig(window_size=8, ngram_size=4, guess_set_size=0, prompt_ngrams=False)
+    sampling = lp.SamplingParams(temperature=0.5, seed=5)
+    decoder = lp.LookaheadDecoder(model, config)
+    steps = sum(decoder.generate([i, 3, 1], 80, sampling).steps for i in range(6))
+    assert steps < 6 * 80  # with no pool at all, only row 0 and column 0 can have come true
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.0),
+        ("temperature", -1),
+        ("temperature", "1"),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("min_p", 1.0),
+        ("typical_p", 0),
+        ("repetition_penalty", 0),
+        ("seed", -1),
+        ("seed", 2**63),
+    ],
+)
+def test_bad_sampling_is_refused(name: str, value: Any) -> None:
+    """The error names the value and the remedy."""
+    with pytest.raises(ValueError, match=rf"{name} is {value!r}; it must be .*; "):
+        lp.SamplingParams(**{name: value})
+
+
+def test_unknown_processors_are_refused_unless_declared() -> None:
+    """A processor with state of its own would see branches that never come true."""
+
+    class Custom(tf.LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores.masked_fill(torch.arange(scores.shape[1])[None] == input_ids[:, -1:], -math.inf)
+
+    model, custom = tiny_model(), Custom()
+    with pytest.raises(ValueError, match=r"Custom is not known.*per_branch = True"):
+        lp.LookaheadDecoder(model).generate([1, 2], 9, logits_processor=[custom])
+    custom.per_branch = True  # type: ignore[attr-defined]
+    expected = lp.AutoregressiveDecoder(model).generate([1, 2], 30, logits_processor=[custom]).tokens
+    assert lp.LookaheadDecoder(model).generate([1, 2], 30, logits_processor=[custom]).tokens == expected
+    assert all(a != b for a, b in pairwise(expected))
