@@ -5,7 +5,7 @@ from lp.decoding.autoregressive import AutoregressiveDecoder
 from lp.decoding.base import Decoder, GenerationOutput, StepStats
 from lp.decoding.hf import generate
 from lp.decoding.lookahead import LookaheadDecoder, PromptLookupDecoder
-from lp.decoding.sampling import SamplingParams
+from lp.decoding.sampling import SamplingParams, Verifier
 from lp.distributed import ParallelContext
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "PromptLookupDecoder",
     "SamplingParams",
     "StepStats",
+    "Verifier",
     "generate",
 ]

@@ -158,7 +158,9 @@ class Decoder(ABC):
             stopping_criteria,
         )
         padding = list(padding)
-        chooser = Chooser.build(self._seeded(sampling), logits_processor, padding, sequence, self.reach, self.model)
+        chooser = Chooser.build(
+            self._seeded(sampling), logits_processor, padding, sequence, self.context.rank, self.reach, self.model
+        )
         with torch.inference_mode(), DeferredSignals() as signals:
             limit = min(len(prompt) + max_new_tokens - 1, context or len(prompt) + max_new_tokens)
             return self._decode(

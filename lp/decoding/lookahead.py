@@ -22,7 +22,7 @@ from lp.lookahead.layout import StepLayout
 from lp.lookahead.pool import NGramPool
 from lp.lookahead.sharding import ShardPlan
 from lp.lookahead.sources import PromptLookup
-from lp.lookahead.verify import GreedyVerifier, Outcome
+from lp.lookahead.verify import Outcome, walk
 from lp.lookahead.window import LookaheadWindow
 from lp.models.replicas import check_same, model_digests
 from lp.models.runner import ModelRunner
@@ -103,7 +103,6 @@ class _Generation:
         self.request, self.text = request, list(request.prompt)
         self.source = decoder.source(request.prompt)
         self.window = LookaheadWindow(self.config.window_size, self.config.ngram_size, request.prompt)
-        self.verifier = GreedyVerifier()
         step_rows = 1 + max(self.config.window_size, 1) * (self.config.ngram_size - 1) + self.config.row_budget
         self.cache = self.runner.new_cache(len(request.prompt) + request.max_new_tokens + step_rows)
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
@@ -148,7 +147,7 @@ class _Generation:
         read, told, keep = exchange.unpack(gathered, plan, layout, len(self.stats))
         if told:
             return self._told(told, keep)
-        outcome = self.verifier.walk(layout, read, 0 if self._warming else None)
+        outcome = walk(layout, read, 0 if self._warming else None)
         exchange_s += self._commit(layout, plan, outcome, clock)
         self._learn(layout, read, outcome)
         reason = self._deliver(outcome)
@@ -180,8 +179,10 @@ class _Generation:
             [place[slot] for slot in plan.reads[self.context.rank]],
         )
         reads = plan.reads[self.context.rank]
+        positions = [layout.positions[slot] for slot in reads]
         branches = [layout.branch(slot) for slot in reads]
-        return self.request.chooser.choose(logits, [layout.positions[slot] for slot in reads], branches, self.text)
+        drafts = [layout.drafts(slot) for slot in reads]
+        return self.request.chooser.choose(logits, positions, branches, drafts, self.text)
 
     def _header(self, layout: StepLayout) -> tuple[int, int, int]:
         self.digest = exchange.chain_digest(self.digest, self.text[-1:], layout.tokens, layout.parents)

@@ -1,4 +1,9 @@
-"""How a row becomes a token: logits processors with each branch's own prefix, then argmax, under noise when sampling.
+"""How a row chooses its token: logits processors with each branch's own prefix, then argmax or a draw.
+
+Every rule gives a row the model's own distribution, so one walk verifies them all:
+- greedy: argmax;
+- coupled: argmax under the noise of the position, so that the token is a function of prefix and seed;
+- rejection: the paper's Algorithm 4, drafts accepted or zeroed one by one, then a draw from what is left.
 
 n: rows, V: vocabulary, L: tokens of a prefix.
 """
@@ -8,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 import transformers as tf
 from transformers import LogitsProcessor, PreTrainedModel
 
 from lp.config import check_int
+from lp.lookahead.exchange import chain_digest
 from lp.lookahead.noise import NoiseRing
 
 # Functions of the scores alone: one call does for rows of any prefix.
@@ -44,9 +51,16 @@ BY_PREFIX = (
 )
 
 
+class Verifier(StrEnum):
+    """How sampled text is verified."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Sampling that reproduces: with one seed the tokens are the same with lookahead on or off, on any number of ranks.
+    """Sampling that reproduces: one seed gives one text with lookahead on or off, on any number of ranks.
 
     Args:
         temperature: > 0; greedy decoding is `sampling=None`.
@@ -56,6 +70,7 @@ class SamplingParams:
         typical_p: locally typical sampling; 1 keeps all.
         repetition_penalty: > 0; 1 is none.
         seed: 0 <= seed < 2**63; None draws one from torch's generator, rank 0's for all.
+        verifier: "coupled", or "rejection", which is equal to plain sampling in distribution only.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -68,6 +83,7 @@ class SamplingParams:
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    verifier: Verifier = Verifier.COUPLED
 
     def __post_init__(self) -> None:
         _check_real("temperature", self.temperature, 0, math.inf, "use sampling=None for greedy decoding")
@@ -79,6 +95,9 @@ class SamplingParams:
         check_int("top_k", self.top_k, 0, math.inf, "0 keeps every token")
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**63 - 1, "leave it null to draw one")
+        if self.verifier not in list(Verifier):
+            raise ValueError(f"verifier is {self.verifier!r}; it must be one of {[str(v) for v in Verifier]}")
+        object.__setattr__(self, "verifier", Verifier(self.verifier))
 
     def processors(self) -> list[LogitsProcessor]:
         """transformers' processors for these settings, in its order."""
@@ -119,12 +138,15 @@ class Chooser:
 
     Args:
         processors: applied in this order, the warpers of `sampling` included.
-        noise: of this sequence; None chooses greedily.
+        noise: of this sequence for coupled sampling, or the generator of rejection sampling; None chooses greedily.
         padding: what processors see before the text.
     """
 
     def __init__(
-        self, processors: Sequence[LogitsProcessor], noise: NoiseRing | None, padding: Sequence[int] = ()
+        self,
+        processors: Sequence[LogitsProcessor],
+        noise: NoiseRing | torch.Generator | None,
+        padding: Sequence[int] = (),
     ) -> None:
         self.processors, self.noise, self.padding = list(processors), noise, list(padding)
         # What rows that verify nothing keep of the processors.
@@ -138,6 +160,7 @@ class Chooser:
         processors: Iterable[LogitsProcessor],
         padding: Sequence[int],
         sequence: int,
+        rank: int,
         reach: int,
         model: PreTrainedModel,
     ) -> Chooser:
@@ -148,6 +171,7 @@ class Chooser:
             processors: the caller's, applied before the warpers of `sampling`.
             padding: left padding, for processors alone.
             sequence: index in the batch.
+            rank: of the drawing rank, for rejection sampling.
             reach: positions a step may span.
             model: for its vocabulary, dtype and device.
 
@@ -157,15 +181,19 @@ class Chooser:
         made = check_processors(processors)
         if sampling is None:
             return cls(made, None, padding)
+        made += sampling.processors()
         assert sampling.seed is not None
+        if sampling.verifier is Verifier.REJECTION:
+            mixed = chain_digest(sampling.seed, [sequence, rank])  # a row's owner alone draws for it
+            return cls(made, torch.Generator().manual_seed(mixed), padding)
         vocabulary = model.get_output_embeddings().weight.shape[0]
         dtype = torch.promote_types(model.dtype, torch.float32)
         noise = NoiseRing(sampling.seed, sequence, vocabulary, reach, model.device, dtype)
-        return cls([*made, *sampling.processors()], noise, padding)
+        return cls(made, noise, padding)
 
     def __repr__(self) -> str:
         """What ranks must agree on."""
-        seed = None if self.noise is None else (self.noise.seed, self.noise.sequence)
+        seed = (self.noise.seed, self.noise.sequence) if isinstance(self.noise, NoiseRing) else type(self.noise)
         return f"Chooser({[type(p).__name__ for p in self.processors]}, {self.temperature}, {seed})"
 
     def choose(
@@ -173,6 +201,7 @@ class Chooser:
         logits: torch.Tensor,
         positions: Sequence[int],
         branches: Sequence[Sequence[int] | None],
+        drafts: Sequence[Sequence[int]],
         text: Sequence[int],
     ) -> torch.Tensor:
         """Tokens (n,) of these rows.
@@ -181,6 +210,7 @@ class Chooser:
             logits: (n, V).
             positions: of the row itself; the token is for the one after it.
             branches: what follows the text up to each row; None for a row that only guesses and skips processors.
+            drafts: the tokens that may follow each row, for rejection sampling.
             text: prompt and generated tokens, whose last is the first branch token's parent.
         """
         if not self.processors and self.noise is None:
@@ -188,9 +218,23 @@ class Chooser:
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.processors:
             scores = self._processed(scores, branches, text)
+        if isinstance(self.noise, torch.Generator):
+            return self._rejection(scores, branches, drafts, self.noise)
         if self.noise is not None:
             scores = scores + self.noise.rows([position + 1 for position in positions])
         return scores.argmax(-1)
+
+    def _rejection(
+        self,
+        scores: torch.Tensor,
+        branches: Sequence[Sequence[int] | None],
+        drafts: Sequence[Sequence[int]],
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        chosen = scores.argmax(-1)
+        for row in (row for row, branch in enumerate(branches) if branch is not None):
+            chosen[row] = accept_or_resample(scores[row].softmax(-1).double().cpu(), drafts[row], generator)
+        return chosen
 
     def _processed(
         self, scores: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
@@ -215,6 +259,22 @@ class Chooser:
             if branch is not None:
                 groups.setdefault(0 if self.prefix_free else len(branch), []).append(row)
         return list(groups.values())
+
+
+def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], generator: torch.Generator) -> int:
+    """One token of this distribution, by the paper's Algorithm 4 for drafts that are certain of themselves.
+
+    Args:
+        probabilities: (V,) float64 on the CPU; changed.
+        drafts: different tokens, tried in order.
+        generator: of the uniform draws.
+    """
+    for draft in drafts:
+        if float(torch.rand((), generator=generator, dtype=torch.float64)) < float(probabilities[draft]):
+            return draft
+        probabilities[draft] = 0
+        probabilities /= probabilities.sum()
+    return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def _check_real(name: str, value: object, low: float, high: float, remedy: str) -> None:

@@ -72,6 +72,9 @@ class StepLayout:
         self.n_window = len(self.tokens)
         self._child = self._window_children()
         self._graft(candidates, limit)
+        self._drafts: dict[int, list[int]] = {}
+        for slot, follower in self._child:
+            self._drafts.setdefault(slot, []).append(follower)
         self.reads = self._reads()
 
     def __len__(self) -> int:
@@ -88,6 +91,10 @@ class StepLayout:
     def children(self, slot: int, token: int) -> list[int]:
         """The slots right behind `slot` that carry `token` and are read: row 0's, column 0's or a candidate's."""
         return self._child.get((slot, token), [])
+
+    def drafts(self, slot: int) -> list[int]:
+        """The different tokens that may follow the slot in a walk, in the order they were laid out."""
+        return self._drafts.get(slot, [])
 
     def path(self, slot: int) -> list[int]:
         """From `c` to the slot, both included."""

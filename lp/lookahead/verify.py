@@ -26,22 +26,22 @@ class Outcome:
         return len(self.tokens) - 1
 
 
-class GreedyVerifier:
-    """The token a slot reads off is the truth; while a child carries it, go on (paper Algorithm 3)."""
+def walk(layout: StepLayout, read: Mapping[int, int], depth: int | None = None) -> Outcome:
+    """Walk the tree from `c`: the token a slot chose is the truth; while a child carries it, go on (Algorithm 3).
 
-    def walk(self, layout: StepLayout, read: Mapping[int, int], depth: int | None = None) -> Outcome:
-        """Walk the tree from `c`.
+    Greedy, coupled and rejection sampling differ in how a row chooses its token alone (`lp.decoding.sampling`):
+    each choice has the model's own distribution given the slot's path, so the walked tokens have it too.
 
-        Args:
-            layout: the step's tree.
-            read: token read off every slot in `layout.reads`.
-            depth: most tokens to accept; None for no limit, 0 verifies nothing.
-        """
-        front, last, tokens = [0], 0, [read[0]]
-        while depth is None or len(tokens) <= depth:
-            front = [child for slot in front for child in layout.children(slot, tokens[-1])]
-            if not front:
-                break
-            last = front[0]
-            tokens.append(read[last])
-        return Outcome(layout.path(last), tokens)
+    Args:
+        layout: the step's tree.
+        read: token chosen by every slot in `layout.reads`.
+        depth: most tokens to accept; None for no limit, 0 verifies nothing.
+    """
+    front, last, tokens = [0], 0, [read[0]]
+    while depth is None or len(tokens) <= depth:
+        front = [child for slot in front for child in layout.children(slot, tokens[-1])]
+        if not front:
+            break
+        last = front[0]
+        tokens.append(read[last])
+    return Outcome(layout.path(last), tokens)

@@ -11,7 +11,7 @@ from lp.lookahead.candidates import TokenTree
 from lp.lookahead.layout import StepLayout, ancestors
 from lp.lookahead.pool import NGramPool
 from lp.lookahead.sources import PromptLookup
-from lp.lookahead.verify import GreedyVerifier
+from lp.lookahead.verify import walk
 from lp.lookahead.window import LookaheadWindow
 
 
@@ -105,13 +105,13 @@ def test_walk_follows_the_truth_only() -> None:
     """Accepting a child the model did not choose is the one unforgivable fault."""
     layout = _layout(3, 3, _tree([1, 2, 3], [4, 5]))
     read = dict.fromkeys(layout.reads, 77)
-    assert GreedyVerifier().walk(layout, read).tokens == [77]
+    assert walk(layout, read).tokens == [77]
     node = {layout.tokens[s]: s for s in range(layout.n_window, len(layout))}
     read |= {0: 4, node[4]: 5, node[5]: 6}
-    outcome = GreedyVerifier().walk(layout, read)
+    outcome = walk(layout, read)
     assert (outcome.tokens, outcome.path, outcome.accepted) == ([4, 5, 6], [0, node[4], node[5]], 2)
-    assert GreedyVerifier().walk(layout, read, depth=0).tokens == [4]
-    assert GreedyVerifier().walk(layout, read, depth=1).tokens == [4, 5]
+    assert walk(layout, read, depth=0).tokens == [4]
+    assert walk(layout, read, depth=1).tokens == [4, 5]
 
 
 def test_walk_through_row_0_and_column_0() -> None:
@@ -120,7 +120,7 @@ def test_walk_through_row_0_and_column_0() -> None:
     window.rows = [[5, 1, 2], [1, 101, 102], [200, 201, 202]]  # row 0 and column 0 agree on the next token
     layout = StepLayout(window, _tree(), 5, 9, 10**6)
     read = dict.fromkeys(layout.reads, 0) | {0: 1, 1: 200, layout.slot(1, 0): 200, layout.slot(2, 0): 33}
-    outcome = GreedyVerifier().walk(layout, read)
+    outcome = walk(layout, read)
     assert outcome.tokens == [1, 200, 33]
     assert outcome.path == [0, layout.slot(1, 0), layout.slot(2, 0)]
 

@@ -13,12 +13,14 @@ import torch
 import transformers as tf
 
 import lp
+import lp.decoding.sampling as sampling_module
 from lp.decoding.sampling import Chooser
 from lp.distributed import ParallelContext, run_lockstep
 from lp.lookahead.noise import NoiseRing, gumbel
 from tests.tiny_models import VOCABULARY, tiny_model
 
-CASES = 200 if os.environ.get("LP_TEST_LONG") else 25
+LONG = bool(os.environ.get("LP_TEST_LONG"))
+CASES, DRAWS = (200, 6000) if LONG else (25, 1500)
 CPU = torch.device("cpu")
 
 
@@ -36,7 +38,7 @@ def test_choices_follow_softmax(temperature: float) -> None:
     draws = 50_000
     ring = NoiseRing(11, 0, 8, draws + 1, CPU, torch.float64)
     chooser = Chooser([tf.TemperatureLogitsWarper(temperature)], ring)
-    tokens = chooser.choose(logits.expand(draws, 8), range(draws), [[]] * draws, [0])
+    tokens = chooser.choose(logits.expand(draws, 8), range(draws), [[]] * draws, [[]] * draws, [0])
     expected = torch.softmax(logits / temperature, -1) * draws
     assert _chi_square_p(torch.bincount(tokens, minlength=8).double(), expected) > 0.001
     wrong = torch.softmax(logits / temperature * 1.1, -1) * draws
@@ -102,6 +104,54 @@ def test_coupled_equals_plain_sampling_on_any_ranks() -> None:
 
         for tokens in run_lockstep(rng.choice([1, 1, 2, 4]), rank):
             assert tokens == expected, f"case {case}: {config} {asked}"
+
+
+def _joint(model: tf.PreTrainedModel, prompt: list[int], temperature: float) -> torch.Tensor:
+    """Exact probabilities of the first three tokens: (V * V * V,)."""
+    vocabulary = model.config.vocab_size
+    rows = torch.cartesian_prod(*[torch.arange(vocabulary)] * 3)
+    ids = torch.cat([torch.tensor(prompt).expand(len(rows), -1), rows], dim=1)
+    with torch.inference_mode():
+        logs = torch.log_softmax(model(ids).logits[:, len(prompt) - 1 : -1] / temperature, -1)
+    return logs.gather(2, rows[:, :, None]).sum((1, 2)).exp()
+
+
+def _rejection_p(ranks: int, draws: int) -> float:
+    """p of the chi-square test of rejection sampling's first three tokens at vocabulary 4."""
+    model, prompt = tiny_model(vocab_size=4, sharpness=1.0, seed=1), [1, 2, 3, 1, 2, 0, 1]
+    config = lp.LookaheadConfig(window_size=2, ngram_size=3, guess_set_size=3)
+
+    def rank(context: ParallelContext) -> torch.Tensor:
+        decoder, counts = lp.LookaheadDecoder(model, config, context), torch.zeros(64, dtype=torch.float64)
+        for seed in range(draws):
+            params = lp.SamplingParams(temperature=0.7, seed=seed, verifier=lp.Verifier.REJECTION)
+            a, b, c = decoder.generate(prompt, 3, params).tokens
+            counts[16 * a + 4 * b + c] += 1
+        return counts
+
+    counts = run_lockstep(ranks, rank)
+    assert all(torch.equal(counts[0], other) for other in counts)
+    return _chi_square_p(counts[0], _joint(model, prompt, 0.7) * draws)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rejection_has_the_joint_distribution(ranks: int) -> None:
+    """Algorithm 4 must be lossless over several tokens, in a tree, with rows of one step on several ranks."""
+    assert _rejection_p(ranks, DRAWS) > 0.001
+
+
+def test_rejection_without_renormalising_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: the residual is not renormalised, so later drafts are accepted too rarely."""
+
+    def faulty(probabilities: torch.Tensor, drafts: Any, generator: torch.Generator) -> int:
+        for draft in drafts:
+            if float(torch.rand((), generator=generator)) < float(probabilities[draft]):
+                return draft
+            probabilities[draft] = 0
+        return int(torch.multinomial(probabilities, 1, generator=generator))
+
+    monkeypatch.setattr(sampling_module, "accept_or_resample", faulty)
+    assert _rejection_p(1, DRAWS) < 0.001
 
 
 def test_drawn_seed_is_one_for_all_ranks() -> None:
