@@ -47,6 +47,7 @@ class LookaheadConfig:
         candidate_depth: longest candidate path in tokens; None is the paper's N - 1, more chains n-grams.
         prompt_ngrams: the prompt's n-grams enter the pool before the first step.
         output_ngrams: the n-grams of accepted text enter the pool.
+        window_noise: under sampling the window iterates under the sampler's own noise; False guesses greedily.
         warmup_steps: first steps that verify nothing, as the reference code's N - 1 do; for ablations.
         kv_sync: how ranks get each other's accepted KV.
 
@@ -60,6 +61,7 @@ class LookaheadConfig:
     candidate_depth: int | None = None
     prompt_ngrams: bool = True
     output_ngrams: bool = True
+    window_noise: bool = True
     warmup_steps: int = 0
     kv_sync: KVSync = KVSync.RECOMPUTE
 

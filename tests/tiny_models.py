@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from transformers import PreTrainedModel
 
 VOCABULARY = 61
 CONTEXT = 512
+SLIDING_WINDOW = 16
+BOUNDARY = 48  # of the rotary scalings that look at the largest position
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -24,21 +25,102 @@ _BASE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
     "attention_dropout": 0.0,
+    "tie_word_embeddings": False,  # tied ones repeat their input
+}
+_OLD_BASE: dict[str, Any] = {key: _BASE[key] for key in _BASE if key not in ("intermediate_size", "num_key_value_heads")}
+_MIXED: dict[str, Any] = {
+    "sliding_window": SLIDING_WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
 }
 
-_CONFIGS: dict[str, Callable[..., Any]] = {
-    "llama": lambda **kw: tf.LlamaConfig(**_BASE | kw),
-    "qwen2": lambda **kw: tf.Qwen2Config(**_BASE | kw),
-    "qwen3": lambda **kw: tf.Qwen3Config(**_BASE | {"head_dim": 8} | kw),
-    "mistral": lambda **kw: tf.MistralConfig(**_BASE | {"sliding_window": None} | kw),
-    "mistral_sliding": lambda **kw: tf.MistralConfig(**_BASE | {"sliding_window": 16} | kw),
-    "phi3": lambda **kw: tf.Phi3Config(**_BASE | {"sliding_window": None, "pad_token_id": 0} | kw),
-    "gpt_neox": lambda **kw: tf.GPTNeoXConfig(**_BASE | kw),
-    "gemma3": lambda **kw: tf.Gemma3TextConfig(
-        **_BASE | {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]} | kw
+
+def _rope(rope_type: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0} | fields}
+
+
+_LONG_FACTORS: dict[str, Any] = {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": BOUNDARY}
+
+# Name -> transformers' config class and what it takes beyond a base of sizes.
+_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _BASE),
+    "llama_linear": ("LlamaConfig", _BASE | _rope("linear", factor=4.0)),
+    "llama_llama3": ("LlamaConfig", _BASE | _rope("llama3", factor=8.0, **_LLAMA3)),
+    "llama_yarn": ("LlamaConfig", _BASE | _rope("yarn", factor=4.0, original_max_position_embeddings=BOUNDARY)),
+    "llama_dynamic": ("LlamaConfig", _BASE | {"max_position_embeddings": BOUNDARY} | _rope("dynamic", factor=8.0)),
+    "llama_longrope": (
+        "LlamaConfig",
+        _BASE | _rope("longrope", **_LONG_FACTORS, original_max_position_embeddings=BOUNDARY),
+    ),
+    "mistral": ("MistralConfig", _BASE | {"sliding_window": None}),
+    "mistral_sliding": ("MistralConfig", _BASE | {"sliding_window": SLIDING_WINDOW}),
+    "mixtral": ("MixtralConfig", _BASE | {"num_local_experts": 4}),
+    "qwen2": ("Qwen2Config", _BASE),
+    "qwen2_sliding": (
+        "Qwen2Config",
+        _BASE | {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", _BASE | {"head_dim": 8}),
+    "qwen3_moe": ("Qwen3MoeConfig", _BASE | _EXPERTS | {"head_dim": 8, "num_experts": 4}),
+    "gemma": ("GemmaConfig", _BASE | {"head_dim": 8}),
+    "gemma2": (
+        "Gemma2Config",
+        _BASE | _MIXED | {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    ),
+    "gemma3": ("Gemma3TextConfig", _BASE | _MIXED | {"head_dim": 8}),
+    "phi3": ("Phi3Config", _BASE | {"sliding_window": None, "pad_token_id": 0}),
+    "phi3_sliding": ("Phi3Config", _BASE | {"sliding_window": SLIDING_WINDOW, "pad_token_id": 0}),
+    "phi3_longrope": (
+        "Phi3Config",
+        _BASE | _rope("longrope", **_LONG_FACTORS) | {"pad_token_id": 0, "original_max_position_embeddings": BOUNDARY},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", _BASE),
+    "gpt2": ("GPT2Config", _OLD_BASE | {"n_inner": 48}),
+    "opt": ("OPTConfig", _OLD_BASE | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "olmo2": ("Olmo2Config", _BASE),
+    "starcoder2": ("Starcoder2Config", _BASE | {"sliding_window": SLIDING_WINDOW}),
+    "falcon": ("FalconConfig", _OLD_BASE | {"ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt_oss": ("GptOssConfig", _BASE | _MIXED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": ("DeepseekV2Config", _BASE | _EXPERTS | _MLA),
+    "deepseek_v3": ("DeepseekV3Config", _BASE | _EXPERTS | _MLA),
+    # Refused.
+    "bloom": ("BloomConfig", _OLD_BASE),
+    "falcon_alibi": ("FalconConfig", _OLD_BASE | {"ffn_hidden_size": 48, "alibi": True}),
+    "mpt": ("MptConfig", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2}),
+    "t5": ("T5Config", {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}),
+    "mamba": ("MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        _BASE | _EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "head_dim": 8},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        _BASE | {"layer_types": ["chunked_attention", "full_attention"], "num_local_experts": 2, "head_dim": 8},
     ),
 }
-ARCHITECTURES = sorted(_CONFIGS)
+MATRIX = list(_CONFIGS)
+# Those over which the other tests draw.
+ARCHITECTURES = ["gemma3", "gpt_neox", "llama", "mistral", "mistral_sliding", "phi3", "qwen2", "qwen3"]
+
+
+def tiny_config(arch: str, **overrides: Any) -> Any:
+    """The config of one of MATRIX, with some fields changed."""
+    name, fields = _CONFIGS[arch]
+    return getattr(tf, name)(**fields | overrides)
 
 
 def tiny_model(
@@ -47,14 +129,17 @@ def tiny_model(
     """A random causal LM on the CPU, in eval mode, without EOS.
 
     Args:
-        arch: one of ARCHITECTURES.
+        arch: one of MATRIX.
         seed: of the weights.
         dtype: float64 leaves no near-ties.
         sharpness: factor on the matrices; random weights as they come give one token for ever.
         overrides: config fields.
     """
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(_CONFIGS[arch](**overrides))
+    model = tf.AutoModelForCausalLM.from_config(
+        tiny_config(arch, **overrides),
+        experts_implementation="eager",  # the default has no float64
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -19,23 +19,39 @@ def resolve(model: PreTrainedModel, attention: Attention) -> Attention:
     """The backend to use; an explicit choice is set on the model, `auto` keeps what it was loaded with.
 
     Raises:
-        ValueError: the model's own implementation takes no tree mask.
+        ValueError: the model's own implementation takes no tree mask, or it has none of that name.
     """
-    current = model.config._attn_implementation
     if attention is Attention.AUTO:
-        if current in (Attention.SDPA, Attention.EAGER):
-            return Attention(current)
-        raise ValueError(
-            f"the model's attention is {current!r}, which takes no tree mask; "
-            "load it with attn_implementation='sdpa' or 'eager', or choose attention=sdpa"
-        )
-    if attention != current:
-        model.set_attn_implementation(str(attention))
+        current = model.config._attn_implementation
+        if current not in (Attention.SDPA, Attention.EAGER):
+            raise ValueError(
+                f"the model's attention is {current!r}, which takes no tree mask; "
+                "load it with attn_implementation='sdpa' or 'eager', or choose attention=sdpa"
+            )
+        attention = Attention(current)
+    name = type(model).__name__
+    if attention is Attention.SDPA and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        raise ValueError(f"{name} caps its attention scores, which sdpa leaves out; choose attention=eager")
+    if attention != model.config._attn_implementation:
+        _set(model, attention)
     return attention
 
 
-def layer_kinds(config: PretrainedConfig) -> tuple[set[str], int | None]:
-    """The kinds of attention in a model's layers, and its sliding window in tokens.
+def _set(model: PreTrainedModel, attention: Attention) -> None:
+    name, before = type(model).__name__, model.config._attn_implementation
+    try:
+        model.set_attn_implementation(str(attention))
+    except ValueError as error:
+        raise ValueError(f"{name} has no {attention} attention in transformers; choose attention={before}") from error
+    if model.config._attn_implementation != attention:  # transformers only warns
+        raise ValueError(
+            f"{name} cannot change its attention once loaded with {before!r}; "
+            f"load it with attn_implementation={str(attention)!r}, or choose attention={before}"
+        )
+
+
+def layer_kinds(config: PretrainedConfig) -> set[str]:
+    """The kinds of attention in a model's layers.
 
     Raises:
         ValueError: a kind that a tree mask cannot express.
@@ -43,15 +59,18 @@ def layer_kinds(config: PretrainedConfig) -> tuple[set[str], int | None]:
     sliding = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or [SLIDING if sliding else FULL])
     if kinds - KINDS:
-        raise ValueError(f"layers of kind {sorted(kinds - KINDS)} take no tree mask; supported are {sorted(KINDS)}")
-    return kinds, sliding
+        raise ValueError(
+            f"model type {config.model_type!r} has layers of kind {sorted(kinds - KINDS)}, which take no tree mask; "
+            f"supported are {sorted(KINDS)}"
+        )
+    return kinds
 
 
 class StepMasks:
     """Builds the attention mask of a step for one model."""
 
     def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.kinds, self.sliding_window = layer_kinds(config)
+        self.config, self.kinds = config, layer_kinds(config)
         self.dtype, self.device = dtype, device
 
     def build(
@@ -70,8 +89,9 @@ class StepMasks:
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _additive(self, seen: torch.Tensor, positions: torch.Tensor, length: int, kind: str) -> torch.Tensor:
-        if kind == SLIDING and self.sliding_window is not None:
+        window = getattr(self.config, "sliding_window", None)  # in tokens, the row itself included
+        if kind == SLIDING and window is not None:
             keys = torch.cat([torch.arange(length, device=self.device), positions])
-            seen = seen & (positions[:, None] - keys[None] < self.sliding_window)
+            seen = seen & (positions[:, None] - keys[None] < window)
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[None, None]  # (1, 1, T, L + T)

@@ -81,7 +81,7 @@ class Request:
 
     Attributes:
         prompt: token ids.
-        limit: positions below it may be used: the model's context or the last token asked for.
+        limit: positions below it may be used: none behind it chooses a token that fits the context and was asked for.
         max_new_tokens, chooser, stopping, on_tokens, prefill_chunk: as given.
         signals: SIGINT and SIGTERM, deferred to the end of a step.
     """
@@ -158,11 +158,12 @@ class Decoder(ABC):
             stopping_criteria,
         )
         padding = list(padding)
+        seeded, rank = self._seeded(sampling), self.context.rank
         chooser = Chooser.build(
-            self._seeded(sampling), logits_processor, padding, sequence, self.context.rank, self.reach, self.model
+            seeded, logits_processor, padding, sequence, rank, self.reach, self.guess_noise, self.model
         )
         with torch.inference_mode(), DeferredSignals() as signals:
-            limit = min(len(prompt) + max_new_tokens - 1, context or len(prompt) + max_new_tokens)
+            limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
             return self._decode(
                 Request(prompt, max_new_tokens, limit, chooser, stopping, on_tokens, prefill_chunk, signals)
             )
@@ -171,6 +172,11 @@ class Decoder(ABC):
     def reach(self) -> int:
         """Positions a step may span, from the last generated token on."""
         return 1
+
+    @property
+    def guess_noise(self) -> bool:
+        """Whether rows that verify nothing guess under the sampler's noise."""
+        return True
 
     def _seeded(self, sampling: SamplingParams | None) -> SamplingParams | None:
         """With a seed of None, rank 0 draws one from torch's generator for all."""

@@ -59,6 +59,16 @@ class LookaheadDecoder(Decoder):
         """Window and candidates, whichever goes further."""
         return self.config.window_size + self.config.ngram_size + self.config.row_budget
 
+    @property
+    def guess_noise(self) -> bool:
+        """The window's policy."""
+        return self.config.window_noise
+
+    @property
+    def settings(self) -> LookaheadConfig | PromptLookupConfig:
+        """What ranks must agree on."""
+        return self.config
+
     def source(self, prompt: Sequence[int]) -> CandidateSource:
         """What proposes candidates, made anew for every call."""
         config = self.config
@@ -90,6 +100,11 @@ class PromptLookupDecoder(LookaheadDecoder):
         )
         super().__init__(model, shape, context, attention)
 
+    @property
+    def settings(self) -> LookaheadConfig | PromptLookupConfig:
+        """How much to match and to copy."""
+        return self.lookup
+
     def source(self, prompt: Sequence[int]) -> CandidateSource:
         """The prompt's runs of tokens."""
         return PromptLookup(self.lookup.max_matching_ngram, prompt)
@@ -106,8 +121,11 @@ class _Generation:
         step_rows = 1 + max(self.config.window_size, 1) * (self.config.ngram_size - 1) + self.config.row_budget
         self.cache = self.runner.new_cache(len(request.prompt) + request.max_new_tokens + step_rows)
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
-        self.digest = exchange.chain_digest(0, request.prompt)
-        asked = (self.config, request.max_new_tokens, request.limit, sorted(request.stopping.eos), request.chooser)
+        self.digest, self.digested = (
+            exchange.chain_digest(0, request.prompt),
+            len(request.prompt),
+        )  # tokens in the digest
+        asked = (decoder.settings, request.max_new_tokens, request.limit, request.stopping, request.chooser)
         self.asked = exchange.text_digest(repr(asked))
         self.pending, self.keep = Stop.NONE, 0
         self.failure: BaseException | None = None
@@ -185,7 +203,8 @@ class _Generation:
         return self.request.chooser.choose(logits, positions, branches, drafts, self.text)
 
     def _header(self, layout: StepLayout) -> tuple[int, int, int]:
-        self.digest = exchange.chain_digest(self.digest, self.text[-1:], layout.tokens, layout.parents)
+        self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], layout.tokens, layout.parents)
+        self.digested = len(self.text)
         flags = self.pending | (Stop.INTERRUPTED if self.request.signals.requested else Stop.NONE)
         return self.digest, int(flags), self.keep
 
@@ -224,7 +243,8 @@ class _Generation:
         ngrams = self.window.ngrams(new)
         self.text += outcome.tokens
         self.window.advance(self.text, len(outcome.tokens), new)
-        self.source.observe(self.text, len(outcome.tokens), ngrams)
+        guesses = [(layout.positions[slot], layout.tokens[slot], chosen) for slot, chosen in read.items()]
+        self.source.observe(self.text, len(outcome.tokens), ngrams, guesses)
 
     def _deliver(self, outcome: Outcome) -> Stop:
         """Stream the step's tokens and decide whether they end the text.
@@ -236,16 +256,16 @@ class _Generation:
         if not alone and stopping.criteria and not self.context.is_main:
             self.keep = len(tokens)
             return Stop.NONE
-        reason, keep = (self.pending, self.keep) if self.pending else stopping.check(tokens, new)
-        self.keep = keep
+        reason = Stop.NONE
         try:
-            if self.request.on_tokens and tokens[len(tokens) - new : keep]:
-                self.request.on_tokens(tokens[len(tokens) - new : keep], len(self.stats))
+            reason, self.keep = stopping.check(tokens, new)
+            if self.request.on_tokens and tokens[len(tokens) - new : self.keep]:
+                self.request.on_tokens(tokens[len(tokens) - new : self.keep], len(self.stats))
         except BaseException as error:
             if alone:
                 raise
-            reason, self.failure = Stop.FAILED, error
-        if not alone and (stopping.criteria or reason is Stop.FAILED):
-            self.pending = reason
-            return Stop.NONE
-        return reason
+            self.failure = error
+        if alone or not (stopping.criteria or (self.failure and not reason)):
+            return reason  # every rank has the same: a failure in the last step must not wait for ranks that have ended
+        self.pending = reason or (Stop.FAILED if self.failure else Stop.NONE)
+        return Stop.NONE

@@ -140,6 +140,7 @@ class Chooser:
         processors: applied in this order, the warpers of `sampling` included.
         noise: of this sequence for coupled sampling, or the generator of rejection sampling; None chooses greedily.
         padding: what processors see before the text.
+        guess_noise: rows that verify nothing guess under the noise too, as the text they guess for will be chosen.
     """
 
     def __init__(
@@ -147,8 +148,10 @@ class Chooser:
         processors: Sequence[LogitsProcessor],
         noise: NoiseRing | torch.Generator | None,
         padding: Sequence[int] = (),
+        guess_noise: bool = True,
     ) -> None:
         self.processors, self.noise, self.padding = list(processors), noise, list(padding)
+        self.guess_noise = guess_noise
         # What rows that verify nothing keep of the processors.
         self.temperature = math.prod(p.temperature for p in processors if isinstance(p, tf.TemperatureLogitsWarper))
         self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self.processors)
@@ -162,6 +165,7 @@ class Chooser:
         sequence: int,
         rank: int,
         reach: int,
+        guess_noise: bool,
         model: PreTrainedModel,
     ) -> Chooser:
         """The chooser of one call.
@@ -173,6 +177,7 @@ class Chooser:
             sequence: index in the batch.
             rank: of the drawing rank, for rejection sampling.
             reach: positions a step may span.
+            guess_noise: as in the constructor.
             model: for its vocabulary, dtype and device.
 
         Raises:
@@ -189,7 +194,7 @@ class Chooser:
         vocabulary = model.get_output_embeddings().weight.shape[0]
         dtype = torch.promote_types(model.dtype, torch.float32)
         noise = NoiseRing(sampling.seed, sequence, vocabulary, reach, model.device, dtype)
-        return cls(made, noise, padding)
+        return cls(made, noise, padding, guess_noise)
 
     def __repr__(self) -> str:
         """What ranks must agree on."""
@@ -221,7 +226,10 @@ class Chooser:
         if isinstance(self.noise, torch.Generator):
             return self._rejection(scores, branches, drafts, self.noise)
         if self.noise is not None:
-            scores = scores + self.noise.rows([position + 1 for position in positions])
+            noise = self.noise.rows([position + 1 for position in positions])
+            if not self.guess_noise:
+                noise[[row for row, branch in enumerate(branches) if branch is None]] = 0
+            scores = scores + noise
         return scores.argmax(-1)
 
     def _rejection(

@@ -63,6 +63,11 @@ class Stopping:
             strings = StopStringCriteria(tokenizer, list(stop_strings))
         return cls(eos, max_new_tokens, room, prompt, strings, list(criteria))
 
+    def __repr__(self) -> str:
+        """What ranks must agree on; of criteria, only whether there are any."""
+        strings = self.stop_strings.stop_strings if self.stop_strings else ()
+        return f"Stopping({sorted(self.eos)}, {strings}, {bool(self.criteria)})"
+
     def check(self, tokens: Sequence[int], new: int) -> tuple[Stop, int]:
         """Look at the last `new` of these generated tokens, one by one.
 

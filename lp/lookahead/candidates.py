@@ -47,6 +47,19 @@ class CandidateSource(Protocol):
         """A tree behind text[-1] of at most `budget` nodes."""
         ...
 
-    def observe(self, text: Sequence[int], moved: int, ngrams: Sequence[tuple[int, ...]]) -> None:
-        """Learn from a step: the last `moved` tokens of the text are new, `ngrams` came off the window."""
+    def observe(
+        self,
+        text: Sequence[int],
+        moved: int,
+        ngrams: Sequence[tuple[int, ...]],
+        guesses: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Learn from a step.
+
+        Args:
+            text: prompt and generated tokens, of which the last `moved` are new.
+            moved: tokens of the step.
+            ngrams: one of N tokens off every column of the window.
+            guesses: (position, token there, token chosen behind it) of every row that was read.
+        """
         ...

@@ -59,26 +59,27 @@ def pack(header: tuple[int, int, int], tokens: torch.Tensor, plan: ShardPlan) ->
 
 
 def unpack(gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout, step: int) -> tuple[dict[int, int], Stop, int]:
-    """All ranks' read-offs by slot, the union of their flags, and rank 0's length.
+    """All ranks' read-offs by slot, in slot order, the union of their flags, and rank 0's length.
 
     Args:
         gathered: (R, P) int64, on the host.
 
     Raises:
-        RuntimeError: a rank's digest differs from rank 0's: its state has drifted.
+        RuntimeError: ranks' digests differ, so their states do; names ranks and step.
     """
     rows = gathered.numpy()
     digests = rows[:, DIGEST]
     if (digests != digests[0]).any():
-        # The odd one out is to blame, whichever rank that is.
-        values, counts = np.unique(digests, return_counts=True)
-        most = values[counts.argmax()]
-        ranks = np.flatnonzero(digests != most).tolist()
+        # The odd one out is to blame, whichever rank that is; of as many on each side, those that differ from rank 0.
+        shared = [(digests == digest).sum() for digest in digests]
+        alike = digests == digests[shared.index(max(shared))]
+        odd, rest = (", ".join(map(str, np.flatnonzero(ranks))) for ranks in (~alike, alike))
         raise RuntimeError(
-            f"rank {', '.join(map(str, ranks))} disagrees with the others at step {step}: "
-            "its tokens, window or layout differ, so the job stops before it could say anything wrong"
+            f"rank {odd} differs from rank {rest} at step {step}: their tokens, windows or candidates are not the same, "
+            "so the job stops before it could say anything wrong"
         )
-    read: dict[int, int] = {}
+    said: dict[int, int] = {}
     for rank, slots in enumerate(plan.reads):
-        read.update(zip(slots, rows[rank, HEADER : HEADER + len(slots)].tolist(), strict=True))
+        said.update(zip(slots, rows[rank, HEADER : HEADER + len(slots)].tolist(), strict=True))
+    read = {slot: said[slot] for slot in layout.reads}  # an order that does not depend on the number of ranks
     return read, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])

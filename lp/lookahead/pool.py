@@ -8,7 +8,9 @@ from lp.lookahead.candidates import TokenTree
 
 
 class NGramPool:
-    """The most recent n-grams behind every token; holds at most vocabulary x `per_token` of them.
+    """The most recent n-grams behind every token, and what rows read lately guessed for the positions to come.
+
+    Holds at most vocabulary x `per_token` n-grams; guesses are forgotten as the text passes them.
 
     Args:
         ngram_size: N, tokens of an n-gram.
@@ -23,6 +25,7 @@ class NGramPool:
     ) -> None:
         self.ngram_size, self.per_token, self.depth, self.output_ngrams = ngram_size, per_token, depth, output_ngrams
         self._behind: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> tails (N-1), newest last
+        self._guesses: dict[int, dict[int, int]] = {}  # position -> token there -> the window's guess behind it
         self._learn_text(prompt, len(prompt))
 
     def add(self, ngram: Sequence[int]) -> None:
@@ -35,16 +38,30 @@ class NGramPool:
             del tails[next(iter(tails))]
 
     def propose(self, text: Sequence[int], budget: int) -> TokenTree:
-        """The n-grams behind text[-1], newest first, chained while they are shorter than `depth`."""
+        """The window's guesses for these very positions, then the n-grams behind text[-1], newest first."""
         tree = TokenTree(budget)
+        tree.add(self._guessed(len(text) - 1, text[-1]))
         for tail in reversed(self._behind.get(text[-1], {})):
             if tree.full:
                 break
             tree.add(self._chained(tail))
         return tree
 
-    def observe(self, text: Sequence[int], moved: int, ngrams: Sequence[tuple[int, ...]]) -> None:
+    def observe(
+        self,
+        text: Sequence[int],
+        moved: int,
+        ngrams: Sequence[tuple[int, ...]],
+        guesses: Sequence[tuple[int, int, int]],
+    ) -> None:
         """Window n-grams first, then the text's own, which are surer and so the newest."""
+        for past in [known for known in self._guesses if known < len(text) - 1]:
+            del self._guesses[past]
+        for position, token, follower in guesses:
+            if position >= len(text) - 1:
+                known = self._guesses.setdefault(position, {})
+                known.pop(token, None)  # the newest goes last
+                known[token] = follower
         for ngram in ngrams:
             self.add(ngram)
         if self.output_ngrams:
@@ -55,6 +72,15 @@ class NGramPool:
         n = self.ngram_size
         for end in range(max(len(text) - moved + 1, n), len(text) + 1):
             self.add(text[end - n : end])
+
+    def _guessed(self, position: int, token: int) -> list[int]:
+        """The path of guesses from a token on: the one behind that very token, else the position's newest."""
+        path: list[int] = []
+        while len(path) < self.depth and (known := self._guesses.get(position)):
+            token = known.get(token, next(reversed(known.values())))
+            path.append(token)
+            position += 1
+        return path
 
     def _chained(self, tail: tuple[int, ...]) -> tuple[int, ...]:
         path = tail[: self.depth]

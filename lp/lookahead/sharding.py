@@ -1,36 +1,20 @@
 """Which slots of a step each rank computes (DESIGN section 2; paper section 4.2). Pure arithmetic, no processes.
 
-W: columns, R: ranks, L: leaves of the candidate tree. A rank computes what it was given and the ancestors
-of that, so its rows are a subtree that contains `c`. Columns and leaves are dealt in order: rank 0 gets the
-first columns, which need the least of row 0. The deal minimises the largest rank's rows by searching for the
-smallest limit M under which a dynamic program over ranks can place everything.
+A rank computes the pieces it is given, which are columns and candidate paths, and the ancestors of their slots; so its
+rows are a subtree that contains `c`. Sets of slots are ints, one bit a slot: a union is `|`, its rows `bit_count`.
+W: columns, R: ranks, M: the limit, which is the most rows a rank may have.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate, count
+from operator import or_
 
 from lp.lookahead.layout import StepLayout
 
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """A candidate path, seen as what a rank pays for it.
-
-    Attributes:
-        slot: its last slot.
-        own: candidate slots on the path.
-        shared: of these, how many the leaf before it in order has too.
-        row_0, column_0: window slots on the path.
-    """
-
-    slot: int
-    own: int
-    shared: int
-    row_0: int
-    column_0: int
+EXACT_PIECES = 12  # up to so many pieces the deal is optimal
+EXACT_NODES, NODES = 5000, 100  # placements tried for one limit: far more than so few pieces need, and beyond them
 
 
 @dataclass(frozen=True)
@@ -60,98 +44,94 @@ class ShardPlan:
         """Share a layout among `world_size` ranks so that the largest has the fewest rows."""
         if world_size == 1:
             return cls([list(range(len(layout)))], [layout.reads])
-        return cls._closed(layout, _Deal(layout, world_size).solve())
-
-    @classmethod
-    def _closed(cls, layout: StepLayout, given: list[list[int]]) -> ShardPlan:
-        slots = [sorted({above for slot in [0, *mine] for above in layout.path(slot)}) for mine in given]
-        owner: dict[int, int] = {}
-        for rank, mine in enumerate(slots):
-            for slot in mine:
-                owner.setdefault(slot, rank)
-        reads: list[list[int]] = [[] for _ in given]
-        for slot in layout.reads:
-            reads[owner[slot]].append(slot)
+        slots, reads = [], []
+        wanted = sum(1 << slot for slot in layout.reads)
+        for load in _Deal(layout, world_size).solve():
+            slots.append(_members(load))
+            reads.append(_members(load & wanted))
+            wanted &= ~load
         return cls(slots, reads)
 
 
+def _members(load: int) -> list[int]:
+    """The slots of a set, ascending."""
+    return [slot for slot, bit in enumerate(bin(load)[:1:-1]) if bit == "1"]
+
+
 class _Deal:
-    """Deals columns 0..W and leaves 0..L, both in order, to ranks 0..R."""
+    """Deals columns, from the last, and then candidate paths, in the tree's order, to the first rank with room.
+
+    The last column brings all of row 0, so a rank that has it should have as many columns as fit. The limit starts at
+    what every deal needs and grows until one is found; a deal that fails tries other ranks, the last pieces first,
+    until nothing is left to try or NODES placements are spent.
+    """
 
     def __init__(self, layout: StepLayout, world_size: int) -> None:
         self.layout, self.world_size = layout, world_size
-        self.columns, self.column_rows = layout.columns, layout.rows - 1
+        above: list[int] = []  # of every slot, the path from `c` to it
+        for slot, parent in enumerate(layout.parents):
+            above.append((above[parent] if parent >= 0 else 0) | 1 << slot)
+        inner = set(layout.parents)
+        leaves = [slot for slot in range(layout.n_window, len(layout)) if slot not in inner]
+        columns = [above[slot] for slot in reversed(layout.last_row())]
+        self.pieces = columns + [above[slot] for slot in sorted(leaves, key=layout.path)]
+        self.rests = [*accumulate(reversed(self.pieces), or_)][::-1]  # what a piece and those after it need
 
-    @cached_property
-    def leaves(self) -> list[Leaf]:
-        """Leaves by where they hang: column 0's first, then along row 0, so that a trunk is paid for once."""
-        layout = self.layout
-        parents = set(layout.parents)
-        ends = [slot for slot in range(layout.n_window, len(layout)) if slot not in parents]
-        paths = [layout.path(slot)[1:] for slot in ends]
-        width = max(self.columns, 1)
+    def solve(self) -> list[int]:
+        """The slots of each rank."""
+        return next(loads for limit in count(self._least_limit()) if (loads := self._place(limit)))
 
-        def window_part(path: list[int]) -> tuple[int, int]:
-            inside = [slot for slot in path if slot < layout.n_window]
-            on_row_0 = sum(slot < width for slot in inside)
-            return on_row_0, len(inside) - on_row_0
+    def _least_limit(self) -> int:
+        """A limit below which no deal exists: rows that the ranks have together against those they need."""
+        own = len(self.layout) - self.layout.n_window + self.layout.columns * (self.layout.rows - 1)
+        longest = max((piece.bit_count() for piece in self.pieces), default=1)
+        return next(limit for limit in count(longest) if own + self._repeated_rows(limit) <= limit * self.world_size)
 
-        paths.sort(key=lambda path: (-window_part(path)[1], path))
-        leaves, before = list[Leaf](), set[int]()
-        for path in paths:
-            own = {slot for slot in path if slot >= layout.n_window}
-            leaves.append(Leaf(path[-1], len(own), len(own & before), *window_part(path)))
-            before = own
-        return leaves
+    def _repeated_rows(self, limit: int) -> int:
+        """Rows for `c` and row 0 over all ranks, at least: one each, or up to the rank's last column."""
+        end, column_rows, rows = self.layout.columns, self.layout.rows - 1, self.world_size
+        while end > 0:
+            rows += end - 1
+            end = end - (limit - end) // column_rows if column_rows and end < limit else 0
+        return rows
 
-    def solve(self) -> list[list[int]]:
-        """The slots given to each rank, ancestors left out."""
-        most = len(self.layout)
-        # A bound that bisect can search: False until the limit suffices, True from there on.
-        limit = bisect_left(range(most), True, lo=-(-most // self.world_size), key=lambda m: self._trail(m) is not None)
-        trail = self._trail(limit)
-        assert trail is not None
-        given: list[list[int]] = []
-        column, leaf = self.columns, len(self.leaves)
-        for placed in reversed(trail):
-            _, from_column, from_leaf = placed[column]
-            columns = [self.layout.slot(self.layout.rows - 1, j) for j in range(from_column, column)]
-            given.append(columns + [item.slot for item in self.leaves[from_leaf:leaf]])
-            column, leaf = from_column, from_leaf
-        return given[::-1]
+    def _place(self, limit: int) -> list[int] | None:
+        """Place all pieces within the limit by depth-first search; None if no deal was found."""
+        loads = [1] * self.world_size  # `c`
+        if not self.pieces:
+            return loads
+        left = EXACT_NODES if len(self.pieces) <= EXACT_PIECES else NODES + len(self.pieces)
+        failed: set[tuple[object, ...]] = set()
+        placed: list[tuple[int, int]] = []  # by piece, its rank and that rank's load before
+        trying = [iter(self._ranks(0, loads, limit, failed))]
+        while trying and left:
+            rank = next(trying[-1], None)
+            if rank is None:  # back to the piece before, and on to its next rank
+                trying.pop()
+                if placed:
+                    last, load = placed.pop()
+                    loads[last] = load
+                continue
+            placed.append((rank, loads[rank]))
+            loads[rank] |= self.pieces[len(trying) - 1]
+            if len(placed) == len(self.pieces):
+                return loads[::-1]  # the last columns are the last rank's
+            left -= 1
+            trying.append(iter(self._ranks(len(trying), loads, limit, failed)))
+        return None
 
-    def _trail(self, limit: int) -> list[dict[int, tuple[int, int, int]]] | None:
-        """By rank: columns placed so far -> (most leaves placed so far, columns and leaves before this rank)."""
-        front, trail = {0: 0}, []
-        for _ in range(self.world_size):
-            placed: dict[int, tuple[int, int, int]] = {}
-            for column, leaf in front.items():
-                for end in range(column, self.columns + 1):
-                    rows = self._column_rows(column, end)
-                    if rows > limit:
-                        break
-                    reached = self._reach(leaf, rows, column, end, limit)
-                    if reached > placed.get(end, (-1,))[0]:
-                        placed[end] = (reached, column, leaf)
-            trail.append(placed)
-            front = {end: reached for end, (reached, _, _) in placed.items()}
-        return trail if front.get(self.columns) == len(self.leaves) else None
-
-    def _column_rows(self, start: int, end: int) -> int:
-        """Rows of a rank with columns start..end-1: `c`, row 0 up to the last, and the columns' own."""
-        return 1 if start == end else end + (end - start) * self.column_rows
-
-    def _reach(self, leaf: int, rows: int, start: int, end: int, limit: int) -> int:
-        """How far the leaves from `leaf` on fit beside these columns."""
-        row_0 = end - 1 if end > start else 0
-        column_0 = self.column_rows if start == 0 < end else 0
-        first = leaf
-        while leaf < len(self.leaves):
-            item = self.leaves[leaf]
-            rows += item.own - (item.shared if leaf > first else 0)
-            rows += max(item.row_0 - row_0, 0) + max(item.column_0 - column_0, 0)
-            if rows > limit:
-                break
-            row_0, column_0 = max(row_0, item.row_0), max(column_0, item.column_0)
-            leaf += 1
-        return leaf
+    def _ranks(self, piece: int, loads: list[int], limit: int, failed: set[tuple[object, ...]]) -> list[int]:
+        """Ranks worth trying for a piece: of those alike in rows and in what later pieces share, the first."""
+        mask, rest = self.pieces[piece], self.rests[piece]
+        room, there = limit * len(loads), 0
+        states = []
+        for load in loads:
+            rows, shared = load.bit_count(), load & rest
+            room, there = room - rows, there | shared
+            states.append((rows, shared))
+        key = (piece, *sorted(states))
+        if key in failed or (rest & ~there).bit_count() > room:
+            return []
+        failed.add(key)  # seen again only after it has failed
+        alike = {state: rank for rank, state in reversed([*enumerate(states)])}
+        return sorted(rank for rank in alike.values() if (loads[rank] | mask).bit_count() <= limit)

@@ -30,7 +30,13 @@ class PromptLookup:
                 break
         return tree
 
-    def observe(self, text: Sequence[int], moved: int, ngrams: Sequence[tuple[int, ...]]) -> None:
+    def observe(
+        self,
+        text: Sequence[int],
+        moved: int,
+        ngrams: Sequence[tuple[int, ...]],
+        guesses: Sequence[tuple[int, int, int]],
+    ) -> None:
         """Index the runs that the new tokens gave a continuation."""
         self._index(text, moved)
 

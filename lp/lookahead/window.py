@@ -32,7 +32,7 @@ class LookaheadWindow:
         return [(*(row[j] for row in self.rows), token) for j, token in enumerate(new)]
 
     def advance(self, text: Sequence[int], moved: int, new: Sequence[int]) -> None:
-        """Drop row 0, append the new tokens, move left so that every entry keeps its position.
+        """Drop row 0, append the new tokens, move left so that every entry keeps its position, refill on the right.
 
         Args:
             text: prompt and everything generated, the step's tokens included.
@@ -43,6 +43,8 @@ class LookaheadWindow:
         rows = [row[moved - 1 :] for row in (*self.rows[1:], filled)]
         for j in range(len(rows[0]), self.window_size):
             column = self._fresh(text, len(text) - 1 + j)
+            if j:  # its left neighbour has guesses for all its positions but the last
+                column[:-1] = [row[-1] for row in rows[1:]]
             for row, token in zip(rows, column, strict=True):
                 row.append(token)
         self.rows = rows

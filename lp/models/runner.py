@@ -15,6 +15,7 @@ from lp.attention import StepMasks, resolve
 from lp.cache import StaticKVCache
 from lp.config import Attention
 from lp.models.loader import check_supported
+from lp.models.probe import check_tree_mask
 
 
 class ModelRunner:
@@ -24,17 +25,20 @@ class ModelRunner:
         model: any HF causal LM that honours a 4-D mask; its attention implementation is set if `attention`
             names another one.
         attention: backend.
+        probe: ask the model itself whether it honours the mask, the first time it is used.
 
     Raises:
         ValueError: an architecture or attention that takes no tree mask.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: Attention = Attention.AUTO) -> None:
+    def __init__(self, model: PreTrainedModel, attention: Attention = Attention.AUTO, probe: bool = True) -> None:
         check_supported(model.config)
         self.model, self.attention = model, resolve(model, attention)
         self.device = model.get_input_embeddings().weight.device
         self.config = model.config.get_text_config()
         self.masks = StepMasks(self.config, model.dtype, self.device)
+        if probe:
+            check_tree_mask(self)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of `capacity` rows."""

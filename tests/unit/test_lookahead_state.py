@@ -44,6 +44,16 @@ def test_window_entries_keep_their_position(w: int, n: int, moved: int) -> None:
         assert row[:kept] == [position + moved + j + k for j in range(kept)]
 
 
+def test_fresh_columns_continue_their_neighbour() -> None:
+    """A column of unrelated tokens guesses nothing until its rows have all been replaced."""
+    window = LookaheadWindow(4, 4, [7, 8, 9])
+    position = 50
+    window.rows = [[position + j + k for j in range(4)] for k in range(3)]
+    text = [0] * (position + 2) + [position + 2]
+    window.advance(text, 2, [position + j + 3 for j in range(4)])
+    assert [row[3] for row in window.rows[:2]] == [position + 2 + 3, position + 2 + 4]
+
+
 def test_window_starts_filled_from_text() -> None:
     """An empty or random start costs N - 1 steps that find nothing."""
     text = list(range(1000, 1030))
@@ -153,8 +163,19 @@ def test_pool_knows_prompt_and_output() -> None:
     assert len(NGramPool(3, 4, 2, ()).propose(prompt, 9)) == 0
     for output_ngrams in (True, False):
         pool = NGramPool(3, 4, 2, (), output_ngrams)
-        pool.observe([9, 1, 2, 3], 1, [])
+        pool.observe([9, 1, 2, 3], 1, [], [])
         assert (len(pool.propose([1], 9)) > 0) is output_ngrams
+
+
+def test_pool_guesses_by_position() -> None:
+    """A guess for another position is worth little under sampling; one for a past position nothing."""
+    pool = NGramPool(3, 4, 4, ())
+    text = [7, 7, 7, 1]  # the last token stands at position 3
+    pool.observe(text, 1, [], [(2, 7, 1), (3, 9, 8), (3, 1, 4), (3, 2, 6), (4, 4, 5), (5, 3, 2)])
+    assert pool.propose(text, 9).tokens == [4, 5, 2]  # behind 1, behind 4, then position 5's newest
+    pool.observe([*text, 4], 1, [], [])
+    assert pool.propose([*text, 4], 9).tokens == [5, 2]
+    assert set(pool._guesses) == {4, 5}
 
 
 def test_pool_chains_to_depth() -> None:
@@ -170,5 +191,5 @@ def test_prompt_lookup_longest_then_earliest() -> None:
     assert source.propose(text, 3).tokens == [3, 9, 2]
     source = PromptLookup(1, text)
     assert source.propose(text, 2).tokens == [3, 9]
-    source.observe([*text, 42, 8], 2, [])
+    source.observe([*text, 42, 8], 2, [], [])
     assert source.propose([*text, 42, 8], 2).tokens == [1, 2]

@@ -1,0 +1,115 @@
+"""Does this very model honour a tree mask? Asked of the model itself, once, on a few rows.
+
+P: rows of the prefix. Two branches of DEPTH tokens hang behind the last token `c` of a text; one tree-shaped step must
+give the logits that plain causal forwards of each branch give, and so must a step after a commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lp.lookahead.layout import ancestors
+
+if TYPE_CHECKING:
+    from lp.models.runner import ModelRunner
+
+PREFIX, DEPTH = 10, 3  # tokens
+SHORT_WINDOW = 6  # tokens; below PREFIX, so that every row of the step has lost sight of the text's start
+# Slots: `c`, then the branches in turn, so that a mask by order alone lets each one see the other.
+PARENTS = [-1, 0, 0, 1, 2, 3, 4]
+BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
+# Mean over rows of the relative error of their logits. Weights rounded to 8 or 11 bits leave about 0.01 to 0.03;
+# a branch that sees another has 0.3 and more.
+TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.1}
+FULL_PRECISION = 2e-3  # TF32 matmuls included
+_MARK = "_lp_honours_tree_mask"
+
+
+def check_tree_mask(runner: ModelRunner) -> None:
+    """Compare a tree-shaped step with plain forwards; a model that passed is not asked again.
+
+    Where the model has a sliding window, everything that holds it sees a short one meanwhile: the same code is run at
+    24 rows, whatever the window.
+
+    Raises:
+        ValueError: the model cannot run such a step, or runs it with other results; names the architecture.
+    """
+    passed = vars(runner.model).setdefault(_MARK, set())
+    if str(runner.attention) in passed:
+        return
+    with torch.inference_mode(), _short_window(runner):
+        error = _error(runner)
+    if not error <= TOLERANCE.get(runner.model.dtype, FULL_PRECISION):  # nan too
+        raise ValueError(
+            f"{_name(runner)} does not honour a tree mask: logits of a tree-shaped step are off by "
+            f"{error:.2g} of their spread; {_remedy(runner)}"
+        )
+    passed.add(str(runner.attention))
+
+
+def _error(runner: ModelRunner) -> float:
+    vocabulary = runner.model.get_input_embeddings().weight.shape[0]
+    # From the middle of the vocabulary: special tokens lie at its ends.
+    ids = [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
+    prefix, slots = ids[:PREFIX], ids[PREFIX:]
+    plain = torch.tensor([prefix + [slots[slot] for slot in branch] for branch in BRANCHES], device=runner.device)
+    truth = runner.model(plain, use_cache=False, logits_to_keep=DEPTH + 1).logits  # (2, DEPTH + 1, V)
+    try:
+        said = _step(runner, prefix, slots)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:
+        reason = str(failure).strip().split("\n")[0]
+        raise ValueError(
+            f"{_name(runner)} cannot run a tree-shaped step ({type(failure).__name__}: {reason}); {_remedy(runner)}"
+        ) from failure
+    errors = [_relative(said[slot], truth[b, d]) for b, branch in enumerate(BRANCHES) for d, slot in enumerate(branch)]
+    return float(torch.stack([*errors, _relative(said[-1], truth[1, -1])]).mean())
+
+
+def _step(runner: ModelRunner, prefix: list[int], slots: list[int]) -> torch.Tensor:
+    """Logits of the tree's slots, then of the last one again in a step of its own: (slots + 1, V)."""
+    cache = runner.new_cache(PREFIX + len(slots))
+    runner.prefill(prefix, cache, PREFIX)
+    visible = ancestors(PARENTS)
+    positions = [PREFIX + int(row.sum()) - 1 for row in visible]
+    tree = runner.forward(slots, positions, visible, cache, range(len(slots)))
+    cache.commit(BRANCHES[1][:-1])
+    again = runner.forward(slots[-1:], positions[-1:], visible[:1, :1], cache, [0])
+    return torch.cat([tree, again])
+
+
+def _relative(said: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """Root mean square of the difference by that of the truth's spread."""
+    return (said.double() - truth.double()).square().mean().sqrt() / truth.double().std()
+
+
+@contextmanager
+def _short_window(runner: ModelRunner) -> Iterator[None]:
+    window = getattr(runner.config, "sliding_window", None)
+    if window is None or window <= SHORT_WINDOW:
+        yield
+        return
+    modules: list[nn.Module] = [m for m in runner.model.modules() if getattr(m, "sliding_window", None) == window]
+    holders: list[Any] = [runner.config, *modules]
+    try:
+        for holder in holders:
+            holder.sliding_window = SHORT_WINDOW
+        yield
+    finally:
+        for holder in holders:
+            holder.sliding_window = window
+
+
+def _name(runner: ModelRunner) -> str:
+    return f"{type(runner.model).__name__} with {runner.attention} attention"
+
+
+def _remedy(runner: ModelRunner) -> str:
+    other = "" if runner.attention == "eager" else "try attention=eager, or "
+    return f"{other}decode it with AutoregressiveDecoder"

@@ -1,0 +1,95 @@
+"""How a step is shared among ranks, as Markdown: the table by ranks and the worked figure of docs/lookahead-parallelism.md.
+
+    python scripts/shares.py 15 5 15             # W N G: the table for 1..64 ranks
+    python scripts/shares.py 5 4 2 --ranks 2     # the figure of one step
+
+Candidates are G chains of N - 1 tokens that share nothing, which is the most rows that G can cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from lp.lookahead.candidates import TokenTree
+from lp.lookahead.layout import StepLayout
+from lp.lookahead.sharding import ShardPlan
+from lp.lookahead.window import LookaheadWindow
+
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def step(w: int, n: int, g: int) -> StepLayout:
+    """A step of W columns and G chains; every token is its own, so that no candidate falls on the window."""
+    window = LookaheadWindow(w, n, [0])
+    window.rows = [[k * w + j + 1 for j in range(w)] for k in range(n - 1)]
+    tree = TokenTree(g * (n - 1))
+    for i in range(g):
+        tree.add(-1 - i * (n - 1) - k for k in range(n - 1))
+    return StepLayout(window, tree, 0, 0, 1 << 30)
+
+
+def equal_counts(layout: StepLayout, ranks: int) -> list[int]:
+    """Rows of every rank when each gets as many columns and as many chains as the next, in order; at most one more."""
+    inner = set(layout.parents)
+    leaves = [slot for slot in range(layout.n_window, len(layout)) if slot not in inner]
+    rows = []
+    for rank in range(ranks):
+        given = [0]
+        for pieces in (layout.last_row(), leaves):
+            given += pieces[rank * len(pieces) // ranks : (rank + 1) * len(pieces) // ranks]
+        rows.append(len({above for slot in given for above in layout.path(slot)}))
+    return rows
+
+
+def table(w: int, n: int, g: int) -> str:
+    """The largest rank's rows and the mean, level shares against equal counts, by number of ranks."""
+    layout = step(w, n, g)
+    lines = [
+        "| ranks | largest | mean | largest, equal counts | mean, equal counts |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for ranks in RANKS:
+        cells = [str(ranks)]
+        for rows in ([len(mine) for mine in ShardPlan.build(layout, ranks).slots], equal_counts(layout, ranks)):
+            cells += [str(max(rows)), f"{sum(rows) / ranks:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def figure(w: int, n: int, g: int, ranks: int) -> str:
+    """Which ranks compute each slot, by position; where several do, the first tells the others what it reads off."""
+    layout = step(w, n, g)
+    plan = ShardPlan.build(layout, ranks)
+    read = set(layout.reads)
+
+    def cell(slot: int) -> str:
+        who = "+".join(str(rank) for rank, mine in enumerate(plan.slots) if slot in mine)
+        return who if slot in read else f"({who})"
+
+    columns = max(w + n - 2, n)
+    lines = [
+        f"| | {' | '.join('p' if i == 0 else f'p+{i}' for i in range(columns))} |",
+        "| :--- |" + " :-: |" * columns,
+    ]
+    named = {f"row {k}": [layout.slot(k, j) for j in range(layout.columns)] for k in range(n - 1)}
+    first = layout.n_window
+    named |= {f"candidate {i + 1}": [*range(first + i * (n - 1), first + (i + 1) * (n - 1))] for i in range(g)}
+    for name, slots in named.items():
+        cells = [""] * columns
+        for slot in slots:
+            cells[layout.positions[slot]] = cell(slot)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, meaning in (("W", "columns"), ("N", "tokens of an n-gram"), ("G", "candidates")):
+        parser.add_argument(name, type=int, help=meaning)
+    parser.add_argument("--ranks", type=int, help="print the figure of one step on so many ranks, not the table")
+    args = parser.parse_args()
+    print(figure(args.W, args.N, args.G, args.ranks) if args.ranks else table(args.W, args.N, args.G))
+
+
+if __name__ == "__main__":
+    main()

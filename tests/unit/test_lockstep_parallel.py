@@ -1,0 +1,261 @@
+"""Lookahead parallelism with ranks that are threads in lockstep: the same decode loop, no process group.
+
+That R ranks give one rank's tokens, over drawn shapes; tests/distributed has the same over real processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+import lp
+from lp.distributed import ParallelContext, run_lockstep
+from lp.models.loader import DEMO_MODEL
+from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
+
+ARCHS = ["llama", "llama", "llama", "gemma3", "mistral_sliding", "gpt_neox"]
+
+
+def drawn_text(rng: random.Random, length: int) -> list[int]:
+    """Random tokens with repeats, so that the pool finds something."""
+    ids: list[int] = []
+    while len(ids) < length:
+        again = ids and rng.random() < 0.5
+        start = rng.randrange(len(ids)) if again else 0
+        ids += ids[start : start + rng.randint(1, 8)] if again else [rng.randrange(VOCABULARY)]
+    return ids[:length]
+
+
+def on_ranks(
+    ranks: int,
+    model: PreTrainedModel,
+    config: lp.LookaheadConfig,
+    ids: list[int],
+    new: int,
+    by_rank: Callable[[int], dict[str, Any]] = lambda rank: {},
+    **kwargs: Any,
+) -> list[lp.GenerationOutput | BaseException]:
+    """What `generate` gave on every rank: its output, or what it raised."""
+
+    def body(context: ParallelContext) -> lp.GenerationOutput | BaseException:
+        decoder = lp.LookaheadDecoder(model, config, context)
+        try:
+            return decoder.generate(ids, new, **kwargs, **by_rank(context.rank))
+        except ArithmeticError as error:  # what these tests raise on purpose; others end the test
+            return error
+
+    return run_lockstep(ranks, body)
+
+
+def test_ranks_give_plain_greedy(cases: Callable[[int, int], range]) -> None:
+    """A wrong share, owner, catch-up or broadcast changes a token, or what is accepted, on some rank of some case."""
+    for case in cases(25, 200):
+        rng = random.Random(f"lockstep-{case}")
+        model = tiny_model(rng.choice(ARCHS), seed=rng.randrange(8))
+        ids, new = drawn_text(rng, rng.randint(1, 60)), rng.randint(1, 48)
+        plain = plain_greedy(model, ids, new)
+        eos = rng.choice(plain) if rng.random() < 0.5 else None
+        expected = plain[: plain.index(eos) + 1] if eos is not None else plain
+        ranks = 2 + case % 7  # each of 2..8, one rank being what the others are compared with
+        config = lp.LookaheadConfig(
+            window_size=rng.randint(0, 12),
+            ngram_size=rng.randint(2, 6),
+            guess_set_size=rng.randint(0, 10),
+            candidate_depth=rng.choice([None, None, 9]),
+            kv_sync=rng.choice(list(lp.KVSync)),
+        )
+        alone = lp.LookaheadDecoder(model, config).generate(ids, new, eos_token_id=eos)
+        accepted = [step.accepted for step in alone.step_stats]
+        for rank, output in enumerate(on_ranks(ranks, model, config, ids, new, eos_token_id=eos)):
+            where = f"case {case}, rank {rank} of {ranks}: {config}, prompt {len(ids)}, new {new}, eos {eos}"
+            assert isinstance(output, lp.GenerationOutput), where
+            assert output.tokens == alone.tokens == expected, where
+            assert output.finish_reason == alone.finish_reason == ("length" if eos is None else "eos"), where
+            assert [step.accepted for step in output.step_stats] == accepted, where
+            assert output.compression == alone.compression, where
+
+
+SHAPE = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=4)
+
+
+def _corrupt(generation: Any, what: str) -> bool:
+    """Change one token of a rank's state, if there is one of that kind."""
+    if what == "last token":
+        generation.text[-1] ^= 1
+    elif what == "accepted token":  # not the last one, which the next layout starts from
+        if generation.text[generation.digested :][1:] == []:
+            return False
+        generation.text[-2] ^= 1
+    elif what == "window":
+        generation.window.rows[1][2] ^= 1
+    else:
+        generation.source.add([generation.text[-1], *[VOCABULARY - 1] * 3])
+    return True
+
+
+@pytest.mark.parametrize("what", ["last token", "accepted token", "window", "pool"])
+@pytest.mark.parametrize(("ranks", "bad"), [(2, 0), (2, 1), (3, 0), (4, 2)])
+def test_a_corrupted_token_stops_the_job(ranks: int, bad: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose state drifts must not go on: its read-offs would be taken for the text."""
+    from lp.decoding.lookahead import _Generation
+
+    corrupted: list[int] = []
+    learn, seen = _Generation._learn, [0] * ranks
+
+    def learn_and_corrupt(self: Any, *args: Any) -> None:
+        learn(self, *args)
+        step, rank = len(self.stats), self.context.rank
+        seen[rank] = step + 1
+        if rank == bad and step >= 2 and not corrupted and _corrupt(self, what):
+            corrupted.append(step)
+
+    monkeypatch.setattr(_Generation, "_learn", learn_and_corrupt)
+    ids = drawn_text(random.Random(4), 40)
+    with pytest.raises(RuntimeError) as error:
+        on_ranks(ranks, tiny_model(), SHAPE, ids, 60)
+    others = ", ".join(str(rank) for rank in range(ranks) if rank != bad)
+    odd, rest = (bad, others) if ranks > 2 else (1, 0)  # of two, nobody can tell which is right
+    assert f"rank {odd} differs from rank {rest} at step {corrupted[0] + 1}" in str(error.value)
+    assert max(seen) == corrupted[0] + 1, "a step was taken after the corruption"
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("when", ["first", "third", "last"])
+def test_a_failing_callback_stops_every_rank(bad: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait for one that has left hang until a timeout."""
+    monkeypatch.setattr("lp.distributed.DEFAULT_TIMEOUT_S", 20)
+    model, ids, new = tiny_model(), drawn_text(random.Random(5), 30), 24
+    alone = lp.LookaheadDecoder(model, SHAPE).generate(ids, new)
+    step = {"first": 0, "third": 2, "last": alone.steps - 1}[when]
+    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
+
+    def by_rank(rank: int) -> dict[str, Any]:
+        def on_tokens(tokens: list[int], now: int) -> None:
+            streamed[rank] += tokens
+            if rank == bad and now == step:
+                raise ZeroDivisionError("from the callback")
+
+        return {"on_tokens": on_tokens}
+
+    outputs = on_ranks(3, model, SHAPE, ids, new, by_rank)
+    kept = streamed[bad]
+    for rank, output in enumerate(outputs):
+        if rank == bad:
+            assert isinstance(output, ZeroDivisionError)
+        else:
+            assert isinstance(output, lp.GenerationOutput)
+            assert output.tokens == streamed[rank] == kept == alone.tokens[: len(kept)]
+            assert output.finish_reason == ("length" if when == "last" else "interrupted")
+            assert output.steps == step + 1
+
+
+class _OnCall:
+    """A criterion that knows more than the tokens, as a clock does: it acts on its n-th call."""
+
+    def __init__(self, call: int, action: Callable[[], bool]) -> None:
+        self.call, self.action, self.calls = call, action, 0
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> bool:
+        self.calls += 1
+        return self.calls == self.call and self.action()
+
+
+def test_a_criterion_of_rank_0_stops_every_rank() -> None:
+    """A time limit that one rank meets a step before another leaves them with different texts, or hanging."""
+    model, ids = tiny_model(), drawn_text(random.Random(6), 30)
+
+    def stops(rank: int) -> dict[str, Any]:
+        call = {0: 9, 1: 4, 2: 10**6}[rank]
+        return {"stopping_criteria": [_OnCall(call, lambda: True)]}
+
+    plain = plain_greedy(model, ids, 40)
+    for output in on_ranks(3, model, SHAPE, ids, 40, stops):
+        assert isinstance(output, lp.GenerationOutput)
+        assert (output.tokens, output.finish_reason) == (plain[:9], "criteria")
+    # The other stops are rank 0's word too, as soon as there are criteria.
+    eos = plain[20]
+    never = {"stopping_criteria": [_OnCall(-1, bool)]}
+    for output in on_ranks(3, model, SHAPE, ids, 40, eos_token_id=eos, **never):
+        assert isinstance(output, lp.GenerationOutput)
+        assert (output.tokens, output.finish_reason) == (plain[: plain.index(eos) + 1], "eos")
+
+
+def test_a_failing_criterion_stops_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a failing callback, but where the text is checked."""
+    monkeypatch.setattr("lp.distributed.DEFAULT_TIMEOUT_S", 20)
+    model, ids = tiny_model(), drawn_text(random.Random(7), 30)
+    outputs = on_ranks(2, model, SHAPE, ids, 40, lambda rank: {"stopping_criteria": [_OnCall(5, lambda: bool(1 // 0))]})
+    assert isinstance(outputs[0], ZeroDivisionError)
+    assert isinstance(outputs[1], lp.GenerationOutput) and outputs[1].finish_reason == "interrupted"
+
+
+def test_criteria_at_the_end_of_the_context() -> None:
+    """The step that tells the others of a stop must not run past the last learned position."""
+    import transformers as tf
+
+    torch.manual_seed(0)
+    shape = tf.GPT2Config(vocab_size=VOCABULARY, n_positions=48, n_embd=32, n_layer=2, n_head=4, eos_token_id=None)
+    model = tf.GPT2LMHeadModel(shape).double().eval()
+    model.generation_config = tf.GenerationConfig(do_sample=False)
+    ids = drawn_text(random.Random(8), 30)
+    alone = lp.AutoregressiveDecoder(model).generate(ids, 100)
+    for new, reason in ((100, "context"), (18, "length"), (17, "length")):
+        for output in on_ranks(2, model, SHAPE, ids, new, stopping_criteria=[_OnCall(-1, bool)]):
+            assert isinstance(output, lp.GenerationOutput)
+            assert (output.tokens, output.finish_reason) == (alone.tokens[:new], reason)
+
+
+DIFFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompt": ("prompt", {"ids": [1, 2, 4]}),
+    "window_size": ("decoder config", {"config": lp.LookaheadConfig(window_size=6)}),
+    "kv_sync": ("decoder config", {"config": lp.LookaheadConfig(window_size=5, kv_sync=lp.KVSync.BROADCAST)}),
+    "max_new_tokens": ("decoder config", {"new": 9}),
+    "eos_token_id": ("decoder config", {"eos_token_id": 3}),
+    "criteria": ("decoder config", {"stopping_criteria": [_OnCall(-1, bool)]}),
+    "weights": ("weights' checksum", {"model": {"seed": 1}}),
+    "dtype": ("weights' names and shapes", {"model": {"dtype": torch.float32}}),
+    "stop strings": ("decoder config", {"stop_strings": ["a"]}),
+    "model config": ("model config", {"model": {"rms_norm_eps": 1e-4}}),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_a_rank_that_differs_is_named(what: str) -> None:
+    """Ranks that were given different things would fail later, for a reason that names neither rank nor thing."""
+    item, other = DIFFERENCES[what]
+    usual: dict[str, Any] = {"ids": [1, 2, 3], "new": 8, "config": lp.LookaheadConfig(window_size=5)}
+    usual |= {"model": {}, "tokenizer": AutoTokenizer.from_pretrained(DEMO_MODEL)}
+    by_rank = [usual, usual | other, usual]
+    models = [tiny_model(**given["model"]) for given in by_rank]  # here: the ranks would share one generator
+
+    def body(context: ParallelContext) -> None:
+        given = {key: value for key, value in by_rank[context.rank].items() if key != "model"}
+        decoder = lp.LookaheadDecoder(models[context.rank], given.pop("config"), context)
+        decoder.generate(given.pop("ids"), given.pop("new"), **given)
+
+    with pytest.raises(ValueError, match=f"the {item} of rank 1 differs from rank 0's"):
+        run_lockstep(3, body)
+
+
+def test_prompt_lookup_on_ranks() -> None:
+    """A method without a window is shared by the same loop, and its own settings are compared too."""
+    model, ids = tiny_model(), drawn_text(random.Random(9), 50)
+    plain = plain_greedy(model, ids, 40)
+
+    def body(context: ParallelContext) -> list[int]:
+        lookup = lp.PromptLookupConfig(num_tokens=7)
+        return lp.PromptLookupDecoder(model, lookup, context).generate(ids, 40).tokens
+
+    assert run_lockstep(3, body) == [plain] * 3
+
+    def differ(context: ParallelContext) -> None:
+        lookup = lp.PromptLookupConfig(max_matching_ngram=2 + context.rank // 2)
+        lp.PromptLookupDecoder(model, lookup, context).generate(ids, 40)
+
+    with pytest.raises(ValueError, match="the decoder config of rank 2 differs"):
+        run_lockstep(3, differ)
