@@ -44,7 +44,7 @@ class LookaheadConfig:
         window_size: W, columns of the window; 0 leaves only candidates.
         ngram_size: N, tokens of an n-gram; the window has N - 1 rows.
         guess_set_size: G; candidates get G x (N - 1) rows a step, 0 verifies none.
-        candidate_depth: longest candidate path in tokens; None is the paper's N - 1, more chains n-grams.
+        candidate_depth: longest candidate path in tokens, beyond N - 1 by chaining n-grams; None is the paper's N - 1.
         prompt_ngrams: the prompt's n-grams enter the pool before the first step.
         output_ngrams: the n-grams of accepted text enter the pool.
         window_noise: under sampling the window iterates under the sampler's own noise; False guesses greedily.
@@ -58,7 +58,7 @@ class LookaheadConfig:
     window_size: int = 15
     ngram_size: int = 5
     guess_set_size: int = 15
-    candidate_depth: int | None = None
+    candidate_depth: int | None = 20
     prompt_ngrams: bool = True
     output_ngrams: bool = True
     window_noise: bool = True

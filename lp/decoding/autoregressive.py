@@ -16,12 +16,19 @@ class AutoregressiveDecoder(Decoder):
     def _decode(self, request: Request) -> GenerationOutput:
         clock, cache, stats = Clock(), DynamicCache(config=self.model.config), list[StepStats]()
         prompt = torch.tensor([request.prompt], device=self.model.device)
-        for part in prompt[:, :-1].split(request.prefill_chunk, dim=1):
+        boundary, last = request.boundary, len(request.prompt) - 1
+        if boundary and boundary.grows:
+            self.model(prompt[:, :1], use_cache=False, logits_to_keep=1)  # forget how far an earlier text grew
+        if boundary and last >= boundary.length:
+            last = 0  # its frequencies are those of the whole prompt: the first step takes all of it
+        for part in prompt[:, :last].split(request.prefill_chunk, dim=1):
             if part.shape[1]:
                 self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         prefill_s = clock.lap()
-        tokens, token, reason = list[int](), prompt[:, -1:], Stop.NONE
+        tokens, token, reason = list[int](), prompt[:, last:], Stop.NONE
         while not reason:
+            if boundary and boundary.refills and request.crosses(len(request.prompt) + len(tokens) - 1):
+                cache, token = DynamicCache(config=self.model.config), prompt.new_tensor([request.prompt + tokens])
             logits = self.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             text = request.prompt + tokens
             tokens.append(int(request.chooser.choose(logits, [len(text) - 1], [[]], [[]], text)))

@@ -17,6 +17,7 @@ from lp.decoding.signals import DeferredSignals
 from lp.decoding.stopping import Stopping
 from lp.distributed import ParallelContext
 from lp.models.loader import context_limit
+from lp.models.rope import RopeBoundary, rope_boundary
 
 OnTokens = Callable[[list[int], int], None]
 
@@ -84,6 +85,7 @@ class Request:
         limit: positions below it may be used: none behind it chooses a token that fits the context and was asked for.
         max_new_tokens, chooser, stopping, on_tokens, prefill_chunk: as given.
         signals: SIGINT and SIGTERM, deferred to the end of a step.
+        boundary: where the model's rotary frequencies change; None if nowhere.
     """
 
     prompt: list[int]
@@ -94,6 +96,15 @@ class Request:
     on_tokens: OnTokens | None
     prefill_chunk: int
     signals: DeferredSignals
+    boundary: RopeBoundary | None
+
+    def limit_at(self, position: int) -> int:
+        """Positions below it may be used by a step whose `c` is at `position`."""
+        return self.boundary.limit(position, self.limit) if self.boundary else self.limit
+
+    def crosses(self, position: int) -> bool:
+        """Whether `position` is generated, and the first one past the rotary boundary."""
+        return self.boundary is not None and position == self.boundary.length and position >= len(self.prompt)
 
 
 class Decoder(ABC):
@@ -164,8 +175,9 @@ class Decoder(ABC):
         )
         with torch.inference_mode(), DeferredSignals() as signals:
             limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
+            boundary = rope_boundary(self.model.config.get_text_config())
             return self._decode(
-                Request(prompt, max_new_tokens, limit, chooser, stopping, on_tokens, prefill_chunk, signals)
+                Request(prompt, max_new_tokens, limit, chooser, stopping, on_tokens, prefill_chunk, signals, boundary)
             )
 
     @property

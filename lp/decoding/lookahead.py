@@ -153,7 +153,8 @@ class _Generation:
         """One forward pass on every rank, one all-gather; the reason to stop after it, or NONE."""
         clock = Clock()
         candidates = self._propose()
-        layout = StepLayout(self.window, candidates, self.text[-1], len(self.text) - 1, self.request.limit)
+        position = len(self.text) - 1
+        layout = StepLayout(self.window, candidates, self.text[-1], position, self.request.limit_at(position))
         plan = ShardPlan.build(layout, self.context.world_size)
         host_s = clock.lap()
         said = self._forward(layout, plan)
@@ -183,6 +184,9 @@ class _Generation:
 
     def _forward(self, layout: StepLayout, plan: ShardPlan) -> torch.Tensor:
         """What this rank's owned reads say: int64 (owned reads,), on the device."""
+        if self.request.crosses(layout.positions[0]):
+            self.runner.cross(self.text, self.cache, self.request.prefill_chunk)
+            self.catch_up = []
         slots, missing = plan.slots[self.context.rank], len(self.catch_up)
         place = {slot: missing + row for row, slot in enumerate(slots)}
         rows = missing + len(slots)

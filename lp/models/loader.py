@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from lp.models.rope import rope_boundary
+
 DEMO_MODEL = Path(__file__).parent / "demo"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -90,7 +92,10 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 def context_limit(model: PreTrainedModel) -> int | None:
     """Positions the model can take, or None where its config names no limit."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    boundary = rope_boundary(config)
+    stretched = boundary.stretched if boundary else None
+    return stretched or getattr(config, "max_position_embeddings", None)
 
 
 def _config(source: str, trust_remote_code: bool) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,11 +24,13 @@ SHORT_WINDOW = 6  # tokens; below PREFIX, so that every row of the step has lost
 # Slots: `c`, then the branches in turn, so that a mask by order alone lets each one see the other.
 PARENTS = [-1, 0, 0, 1, 2, 3, 4]
 BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
-# Mean over rows of the relative error of their logits. Weights rounded to 8 or 11 bits leave about 0.01 to 0.03;
-# a branch that sees another has 0.3 and more.
-TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.1}
+# Mean over rows of the relative error of their logits. Measured on models of 6 and 32 layers: 1e-6 in float32, 0.003 in
+# float16, 0.02 in bfloat16; a branch that sees another has 0.04 to 0.07 with weights as initialised and 0.2 to 0.5 with
+# sharper ones.
+TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.02}
 FULL_PRECISION = 2e-3  # TF32 matmuls included
-_MARK = "_lp_honours_tree_mask"
+_MARK = "_lp_honours_tree_mask"  # on the model: the attention backends it passed with
+_LOCK = Lock()  # ranks that are threads share a model
 
 
 def check_tree_mask(runner: ModelRunner) -> None:
@@ -39,17 +42,19 @@ def check_tree_mask(runner: ModelRunner) -> None:
     Raises:
         ValueError: the model cannot run such a step, or runs it with other results; names the architecture.
     """
-    passed = vars(runner.model).setdefault(_MARK, set())
-    if str(runner.attention) in passed:
-        return
-    with torch.inference_mode(), _short_window(runner):
-        error = _error(runner)
-    if not error <= TOLERANCE.get(runner.model.dtype, FULL_PRECISION):  # nan too
-        raise ValueError(
-            f"{_name(runner)} does not honour a tree mask: logits of a tree-shaped step are off by "
-            f"{error:.2g} of their spread; {_remedy(runner)}"
-        )
-    passed.add(str(runner.attention))
+    with _LOCK:
+        passed = vars(runner.model).setdefault(_MARK, set())
+        if str(runner.attention) in passed:
+            return
+        with torch.inference_mode(), _short_window(runner):
+            error = _error(runner)
+        if error <= TOLERANCE.get(runner.model.dtype, FULL_PRECISION):
+            passed.add(str(runner.attention))
+            return
+    raise ValueError(
+        f"{_name(runner)} does not honour a tree mask: logits of a tree-shaped step are off by "
+        f"{error:.2g} of their spread; {_remedy(runner)}"
+    )
 
 
 def _error(runner: ModelRunner) -> float:

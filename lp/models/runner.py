@@ -16,6 +16,7 @@ from lp.cache import StaticKVCache
 from lp.config import Attention
 from lp.models.loader import check_supported
 from lp.models.probe import check_tree_mask
+from lp.models.rope import rope_boundary
 
 
 class ModelRunner:
@@ -36,6 +37,7 @@ class ModelRunner:
         self.model, self.attention = model, resolve(model, attention)
         self.device = model.get_input_embeddings().weight.device
         self.config = model.config.get_text_config()
+        self.boundary = rope_boundary(self.config)
         self.masks = StepMasks(self.config, model.dtype, self.device)
         if probe:
             check_tree_mask(self)
@@ -45,12 +47,33 @@ class ModelRunner:
         return StaticKVCache(self.config.num_hidden_layers, capacity)
 
     def prefill(self, tokens: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
-        """Cache the KV of these tokens, `chunk` rows at a time, so that no mask is larger than chunk x prompt."""
-        for start in range(0, len(tokens), chunk):
+        """Cache the KV of the tokens before `c`, `chunk` rows at a time, so that no mask is larger than chunk x prompt.
+
+        Where the frequencies depend on the largest position, every chunk has a row at `c`'s, as if there were one chunk.
+        """
+        boundary, end = self.boundary, len(tokens)
+        if boundary and boundary.grows and not cache.length:
+            self.forward([0], [0], np.ones((1, 1), dtype=bool), cache, [0])  # forget how far an earlier text grew
+        anchor = [end] if boundary and end >= boundary.length else []
+        for start in range(0, end, chunk):
             part = tokens[start : start + chunk]
-            rows = np.tri(len(part), dtype=bool)
-            self.forward(part, range(start, start + len(part)), rows, cache, reads=[len(part) - 1])
+            places = [*range(start, start + len(part)), *anchor]
+            self.forward([*part, *tokens[: len(anchor)]], places, np.tri(len(places), dtype=bool), cache, [len(part) - 1])
             cache.commit(range(len(part)))
+
+    def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
+        """Before the first step past the rotary boundary: leave a cache of all the text but `c`, as plain decoding would.
+
+        What is missing is computed under the old frequencies, or everything under the new ones.
+        """
+        assert self.boundary is not None
+        if self.boundary.refills:
+            cache.length = 0
+            self.prefill(text[:-1], cache, chunk)
+        elif missing := text[cache.length : -1]:
+            places = range(cache.length, len(text) - 1)
+            self.forward(missing, places, np.tri(len(missing), dtype=bool), cache, [0])
+            cache.commit(range(len(missing)))
 
     def forward(
         self,

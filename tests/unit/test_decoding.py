@@ -142,9 +142,9 @@ class _After(StoppingCriteria):
 def test_only_read_rows_go_through_the_head() -> None:
     """The LM head over every slot costs a fifth of a small model's step."""
     model, rows = tiny_model(), []
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=6, ngram_size=5, guess_set_size=0))
     model.lm_head.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[1]))
-    config = lp.LookaheadConfig(window_size=6, ngram_size=5, guess_set_size=0)
-    lp.LookaheadDecoder(model, config).generate(PROMPT, 60)
+    decoder.generate(PROMPT, 60)
     # c and row 0 (6), column 0's middle rows (2), the last row (6): 14 of 24 slots; prefill reads one.
     assert rows[0] == 1 and max(rows) == 14
 
