@@ -48,7 +48,7 @@ class LookaheadConfig:
         prompt_ngrams: the prompt's n-grams enter the pool before the first step.
         output_ngrams: the n-grams of accepted text enter the pool.
         window_noise: under sampling the window iterates under the sampler's own noise; False guesses greedily.
-        warmup_steps: first steps that verify nothing, as the reference code's N - 1 do; for ablations.
+        warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1; for ablations.
         kv_sync: how ranks get each other's accepted KV.
 
     Raises:

@@ -82,7 +82,7 @@ class ParallelContext:
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """Every rank's int64 row: (P,) on each rank -> (R, P), on the host."""
-        return row[None]
+        return row[None].cpu()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The source rank's tensor, in place on the others."""
@@ -101,15 +101,21 @@ class _ProcessContext(ParallelContext):
         return self.mesh.get_group("lp")
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        row = self._carried(row)
         gathered = row.new_empty(self.world_size, len(row))
         # torch 2.13 renames the call; older versions know the other name alone.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered.view(-1), row.contiguous(), group=self._group)
+        gather(gathered.view(-1), row, group=self._group)
         return gathered.cpu()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        dist.broadcast(tensor, group=self._group, group_src=source)
-        return tensor
+        carried = self._carried(tensor)
+        dist.broadcast(carried.view(torch.uint8), group=self._group, group_src=source)
+        return tensor.copy_(carried)
+
+    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gloo gathers on the host alone; ranks that share a GPU have no other."""
+        return tensor.contiguous().cpu() if self.backend == "gloo" else tensor.contiguous()
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""How a step is shared among ranks, as Markdown: the table by ranks and the worked figure of docs/lookahead-parallelism.md.
+"""How a step is shared among ranks, in Markdown: the tables and the worked figure of docs/lookahead-parallelism.md.
 
     python scripts/shares.py 15 5 15             # W N G: the table for 1..64 ranks
     python scripts/shares.py 5 4 2 --ranks 2     # the figure of one step
@@ -10,22 +10,15 @@ from __future__ import annotations
 
 import argparse
 
-from lp.lookahead.candidates import TokenTree
-from lp.lookahead.layout import StepLayout
+from lp.lookahead.layout import StepLayout, full_layout
 from lp.lookahead.sharding import ShardPlan
-from lp.lookahead.window import LookaheadWindow
 
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def step(w: int, n: int, g: int) -> StepLayout:
-    """A step of W columns and G chains; every token is its own, so that no candidate falls on the window."""
-    window = LookaheadWindow(w, n, [0])
-    window.rows = [[k * w + j + 1 for j in range(w)] for k in range(n - 1)]
-    tree = TokenTree(g * (n - 1))
-    for i in range(g):
-        tree.add(-1 - i * (n - 1) - k for k in range(n - 1))
-    return StepLayout(window, tree, 0, 0, 1 << 30)
+    """A step of W columns and G chains."""
+    return full_layout(w, n, g * (n - 1), n - 1)
 
 
 def equal_counts(layout: StepLayout, ranks: int) -> list[int]:

@@ -18,7 +18,7 @@ from lp.distributed import ParallelContext
 from lp.lookahead import exchange
 from lp.lookahead.candidates import CandidateSource, TokenTree
 from lp.lookahead.exchange import Stop
-from lp.lookahead.layout import StepLayout
+from lp.lookahead.layout import StepLayout, full_layout
 from lp.lookahead.pool import NGramPool
 from lp.lookahead.sharding import ShardPlan
 from lp.lookahead.sources import PromptLookup
@@ -96,7 +96,11 @@ class PromptLookupDecoder(LookaheadDecoder):
     ) -> None:
         self.lookup = config or PromptLookupConfig()
         shape = LookaheadConfig(
-            window_size=0, ngram_size=2, guess_set_size=self.lookup.num_tokens, kv_sync=self.lookup.kv_sync
+            window_size=0,
+            ngram_size=2,
+            guess_set_size=self.lookup.num_tokens,
+            candidate_depth=self.lookup.num_tokens,  # all of them one path
+            kv_sync=self.lookup.kv_sync,
         )
         super().__init__(model, shape, context, attention)
 
@@ -120,6 +124,8 @@ class _Generation:
         self.window = LookaheadWindow(self.config.window_size, self.config.ngram_size, request.prompt)
         step_rows = 1 + max(self.config.window_size, 1) * (self.config.ngram_size - 1) + self.config.row_budget
         self.cache = self.runner.new_cache(len(request.prompt) + request.max_new_tokens + step_rows)
+        full = full_layout(self.config.window_size, self.config.ngram_size, self.config.row_budget, self.config.depth)
+        self.row_size = exchange.row_size(ShardPlan.build(full, self.context.world_size))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.digest, self.digested = (
             exchange.chain_digest(0, request.prompt),
@@ -159,11 +165,11 @@ class _Generation:
         host_s = clock.lap()
         said = self._forward(layout, plan)
         forward_s = clock.lap()
-        row = exchange.pack(self._header(layout), said, plan)
+        row = exchange.pack(self._header(layout), said, plan, self.row_size)
         host_s += clock.lap()
-        gathered = self.context.all_gather(row)
+        gathered = exchange.gather(row, self.row_size, self.context.all_gather, len(self.stats))
         exchange_s = clock.lap()
-        read, told, keep = exchange.unpack(gathered, plan, layout, len(self.stats))
+        read, told, keep = exchange.unpack(gathered, plan, layout)
         if told:
             return self._told(told, keep)
         outcome = walk(layout, read, 0 if self._warming else None)
@@ -248,6 +254,8 @@ class _Generation:
         self.text += outcome.tokens
         self.window.advance(self.text, len(outcome.tokens), new)
         guesses = [(layout.positions[slot], layout.tokens[slot], chosen) for slot, chosen in read.items()]
+        if self._warming:  # the reference's window has no full column yet
+            ngrams, guesses = [], []
         self.source.observe(self.text, len(outcome.tokens), ngrams, guesses)
 
     def _deliver(self, outcome: Outcome) -> Stop:

@@ -1,15 +1,16 @@
 """THE gathered tensor of a step: what one rank tells the others, in one int64 row of fixed size.
 
-    [DIGEST, FLAGS, LENGTH, token of owned read 0, token of owned read 1, ..., padding]
+    [DIGEST, FLAGS, LENGTH, tokens of the owned reads in slot order, two an int64, padding]
 
-Every rank knows the global layout, so which slot a token belongs to is not sent.
+Every rank knows the global layout, so which slot a token belongs to is not sent. The size is that of a full step
+whatever this one needs: ranks whose states differ must still meet in one collective to learn that they do.
 R: ranks; P: int64s a rank sends.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntFlag
 
 import numpy as np
@@ -19,6 +20,7 @@ from lp.lookahead.layout import StepLayout
 from lp.lookahead.sharding import ShardPlan
 
 DIGEST, FLAGS, LENGTH, HEADER = 0, 1, 2, 3
+SPARE_READS = 4  # candidates that share prefixes divide less evenly than a full step's, which share nothing
 
 
 class Stop(IntFlag):
@@ -44,42 +46,72 @@ def text_digest(text: str) -> int:
     return chain_digest(0, list(text.encode()))
 
 
-def pack(header: tuple[int, int, int], tokens: torch.Tensor, plan: ShardPlan) -> torch.Tensor:
-    """This rank's row (P,), on the device of `tokens`.
+def row_size(full: ShardPlan) -> int:
+    """P for all steps of a generation.
+
+    Args:
+        full: the plan of the largest step, `layout.full_layout`.
+    """
+    return HEADER + _words(full.most_rows + SPARE_READS)
+
+
+def _words(reads: int) -> int:
+    return -(-reads // 2)
+
+
+def pack(header: tuple[int, int, int], tokens: torch.Tensor, plan: ShardPlan, size: int) -> torch.Tensor:
+    """This rank's row, on the device of `tokens`: `size` int64s, or more where the step's reads need more.
 
     Args:
         header: digest, flags, generated tokens to keep.
         tokens: what this rank's owned reads say, in slot order.
-        plan: the step's, which sets P.
+        plan: the step's.
+        size: P.
     """
-    row = tokens.new_zeros(HEADER + plan.most_reads)
+    row = tokens.new_zeros(max(size, HEADER + _words(plan.most_reads)))
     row[:HEADER] = torch.tensor(header)
-    row[HEADER : HEADER + len(tokens)] = tokens
+    row[HEADER:].view(torch.int32)[: len(tokens)] = tokens.int()
     return row
 
 
-def unpack(gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout, step: int) -> tuple[dict[int, int], Stop, int]:
-    """All ranks' read-offs by slot, in slot order, the union of their flags, and rank 0's length.
+def gather(row: torch.Tensor, size: int, all_gather: Callable[[torch.Tensor], torch.Tensor], step: int) -> torch.Tensor:
+    """Every rank's row, by one all-gather of `size` int64s; what is beyond follows once the digests agree.
 
-    Args:
-        gathered: (R, P) int64, on the host.
+    Returns:
+        (R, at least P), on the host.
 
     Raises:
         RuntimeError: ranks' digests differ, so their states do; names ranks and step.
     """
+    first, *beyond = row.split(size)
+    gathered = all_gather(first)
+    _check_digests(gathered[:, DIGEST].numpy(), step)
+    return torch.cat([gathered, *map(all_gather, beyond)], dim=1)
+
+
+def _check_digests(digests: np.ndarray, step: int) -> None:
+    if (digests == digests[0]).all():
+        return
+    # The odd one out is to blame, whichever rank that is; of as many on each side, those that differ from rank 0.
+    shared = [(digests == digest).sum() for digest in digests]
+    alike = digests == digests[shared.index(max(shared))]
+    odd, rest = (", ".join(map(str, np.flatnonzero(ranks))) for ranks in (~alike, alike))
+    raise RuntimeError(
+        f"rank {odd} differs from rank {rest} at step {step}: their tokens, windows or candidates are not the same, "
+        "so the job stops before it could say anything wrong"
+    )
+
+
+def unpack(gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout) -> tuple[dict[int, int], Stop, int]:
+    """All ranks' read-offs by slot, in slot order, the union of their flags, and rank 0's length.
+
+    Args:
+        gathered: (R, at least P) int64, on the host.
+    """
     rows = gathered.numpy()
-    digests = rows[:, DIGEST]
-    if (digests != digests[0]).any():
-        # The odd one out is to blame, whichever rank that is; of as many on each side, those that differ from rank 0.
-        shared = [(digests == digest).sum() for digest in digests]
-        alike = digests == digests[shared.index(max(shared))]
-        odd, rest = (", ".join(map(str, np.flatnonzero(ranks))) for ranks in (~alike, alike))
-        raise RuntimeError(
-            f"rank {odd} differs from rank {rest} at step {step}: their tokens, windows or candidates are not the same, "
-            "so the job stops before it could say anything wrong"
-        )
+    tokens = gathered[:, HEADER:].contiguous().numpy().view(np.int32)
     said: dict[int, int] = {}
     for rank, slots in enumerate(plan.reads):
-        said.update(zip(slots, rows[rank, HEADER : HEADER + len(slots)].tolist(), strict=True))
+        said.update(zip(slots, tokens[rank, : len(slots)].tolist(), strict=True))
     read = {slot: said[slot] for slot in layout.reads}  # an order that does not depend on the number of ranks
     return read, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])

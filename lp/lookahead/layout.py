@@ -7,6 +7,7 @@ Each slot sees the cached prefix, its ancestors and itself, so the parents say e
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 
 import numpy as np
@@ -141,3 +142,11 @@ class StepLayout:
             return list(range(len(self.tokens)))
         row_0_and_column_0 = [*range(self.columns), *(self.slot(k, 0) for k in range(1, self.rows - 1))]
         return [*row_0_and_column_0, *self.last_row(), *range(self.n_window, len(self.tokens))]
+
+
+def full_layout(window_size: int, ngram_size: int, budget: int, depth: int) -> StepLayout:
+    """The largest step there can be: all columns, and `budget` candidate rows in paths that share nothing."""
+    tree = TokenTree(budget)
+    for first in range(0, budget, depth):
+        tree.add(-1 - row for row in range(first, min(first + depth, budget)))
+    return StepLayout(LookaheadWindow(window_size, ngram_size, [0]), tree, 0, 0, sys.maxsize)

@@ -14,7 +14,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 import lp
+from lp.decoding.lookahead import _Generation
 from lp.distributed import ParallelContext, run_lockstep
+from lp.lookahead.candidates import TokenTree
 from lp.models.loader import DEMO_MODEL
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
 
@@ -94,16 +96,16 @@ def _corrupt(generation: Any, what: str) -> bool:
     elif what == "window":
         generation.window.rows[1][2] ^= 1
     else:
-        generation.source.add([generation.text[-1], *[VOCABULARY - 1] * 3])
+        tree = TokenTree(1)
+        tree.add([VOCABULARY - 1])
+        generation.source.propose = lambda text, budget: tree
     return True
 
 
-@pytest.mark.parametrize("what", ["last token", "accepted token", "window", "pool"])
+@pytest.mark.parametrize("what", ["last token", "accepted token", "window", "candidates"])
 @pytest.mark.parametrize(("ranks", "bad"), [(2, 0), (2, 1), (3, 0), (4, 2)])
 def test_a_corrupted_token_stops_the_job(ranks: int, bad: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose state drifts must not go on: its read-offs would be taken for the text."""
-    from lp.decoding.lookahead import _Generation
-
     corrupted: list[int] = []
     learn, seen = _Generation._learn, [0] * ranks
 
