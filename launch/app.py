@@ -10,9 +10,11 @@ import contextlib
 import linecache
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,23 +22,28 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
 
-from launch.schema import Config, register, settings, unknown_key
+from launch.schema import register, settings, unknown_key
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 USER_ERROR, INTERRUPTED, READER_LEFT = 2, 130, 141
 OURS = ("lp", "launch", "__main__")
+LATE_S = 3
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printing and exiting with 1
 
 
-def run(task: Callable[[Config], None]) -> None:
+def run(task: Callable[[Any], None], config_name: str = "config") -> None:
     """Compose the config from sys.argv and run the task, once or for every job of a sweep.
+
+    Args:
+        task: what the app does with its config.
+        config_name: of the YAML file in conf/ that the app's keys are in.
 
     Raises:
         SystemExit: 2 after a user error, 130 after Ctrl-C.
     """
     register()
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
-    app = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    app = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)
     if os.environ.get(FULL_ERROR) == "1":
         app(_job(task))()
         return
@@ -49,7 +56,7 @@ def run(task: Callable[[Config], None]) -> None:
         del os.environ[FULL_ERROR]
 
 
-def _job(task: Callable[[Config], None]) -> Callable[[DictConfig], None]:
+def _job(task: Callable[[Any], None]) -> Callable[[DictConfig], None]:
     def job(cfg: DictConfig) -> None:
         try:
             task(settings(cfg))
@@ -91,9 +98,11 @@ def reported() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(READER_LEFT) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        if not _is_users(error):
+        if not is_users(error):
             raise
-        # Ranks but the first say who they are: a model may be missing on one node alone.
+        # Ranks but the first say who they are, as a model may be missing on one node alone, and say it late: an error
+        # that rank 0 has too ends them before they repeat it.
+        time.sleep(LATE_S * (_rank() > 0))
         print(f"[rank {_rank()}] " * (_rank() > 0) + f"error: {explain(error)}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
 
@@ -115,8 +124,8 @@ def explain(error: Exception) -> str:
     return " ".join(str(error).split("Config search path")[0].split())
 
 
-def _is_users(error: Exception) -> bool:
-    """A ValueError is for the user where a `raise` of ours made it; from elsewhere it is a bug of ours."""
+def is_users(error: Exception) -> bool:
+    """Whether the user can mend it: a ValueError that a `raise` of ours made; from elsewhere it is a bug of ours."""
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         return True
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)

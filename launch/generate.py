@@ -6,10 +6,8 @@ writing to a terminal is in no figure. `--cfg job` shows the keys.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import TextIO
 
@@ -19,10 +17,10 @@ from launch.app import INTERRUPTED, run
 from launch.report import Report, Result, as_json, describe, print_table
 from launch.schema import Config, Output
 from launch.session import PLAIN, Session, open_session
-from launch.stream import Detokenizer, Pen, shows_colours
+from launch.stream import Pen, on_rank_0, show, shows_colours
 from lp.bench.compare import alternate, differences
 from lp.bench.prompts import Prompt
-from lp.decoding.base import Decoder, GenerationOutput
+from lp.decoding.base import GenerationOutput
 
 WARM_UP_TOKENS = 8  # enough to touch every code path once
 SHOWN_PROMPT_LINES = 8
@@ -36,8 +34,9 @@ def generate(config: Config) -> None:
         ValueError: a user error.
     """
     session = open_session(config)
-    report = Report(setting=describe(session), method=next(iter(session.decoders)))
-    with _outputs(session) as (text, table):
+    report = Report(setting=describe(session), method=next(iter(session.decoders)), sampling=session.sampling)
+    aside = sys.stderr if config.output is Output.json else sys.stdout  # JSON has stdout to itself
+    with on_rank_0(session.context, aside) as text, on_rank_0(session.context, sys.stdout) as table:
         pen = Pen(text, shows_colours(text))
         try:
             _continue_all(session, pen, report)
@@ -47,16 +46,6 @@ def generate(config: Config) -> None:
     session.context.close()
     if report.interrupted:
         raise SystemExit(INTERRUPTED)
-
-
-@contextlib.contextmanager
-def _outputs(session: Session) -> Iterator[tuple[TextIO, TextIO]]:
-    """Where the text and the table go; rank 0 alone prints, and JSON has stdout to itself."""
-    if session.context.is_main:
-        yield sys.stderr if session.config.output is Output.json else sys.stdout, sys.stdout
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        yield nowhere, nowhere
 
 
 def _continue_all(session: Session, pen: Pen, report: Report) -> None:
@@ -74,7 +63,7 @@ def _continue_all(session: Session, pen: Pen, report: Report) -> None:
 def _warm_up(session: Session) -> None:
     ids = session.encode(session.prompts[0])
     for decoder in session.decoders.values():
-        if decoder.generate(ids, WARM_UP_TOKENS).finish_reason == "interrupted":
+        if session.run(decoder, ids, WARM_UP_TOKENS).finish_reason == "interrupted":
             raise KeyboardInterrupt
 
 
@@ -83,7 +72,8 @@ def _continue(session: Session, prompt: Prompt, pen: Pen, report: Report) -> Non
     config, ids = session.config, session.encode(prompt)
     chosen = session.decoders[report.method]
     _head(prompt, len(ids), pen, config)
-    text, shown = _show_run(session, chosen, ids, pen)
+    continued = partial(session.run, chosen, ids, config.max_new_tokens)
+    text, shown = show(continued, session.loaded.tokenizer, ids, pen, config.stream)
     result = Result(prompt=prompt, prompt_tokens=len(ids), text=text, shown=shown)
     report.results.append(result)
     if shown.finish_reason == "interrupted":
@@ -102,32 +92,16 @@ def _head(prompt: Prompt, tokens: int, pen: Pen, config: Config) -> None:
         pen.aside(skipped + "\n".join(lines[-SHOWN_PROMPT_LINES:]))
 
 
-def _show_run(session: Session, decoder: Decoder, ids: list[int], pen: Pen) -> tuple[str, GenerationOutput]:
-    """Run a decoder and write its text: as it comes, or at the end with stream=false."""
-    detokenizer, parts = Detokenizer(session.loaded.tokenizer, ids), list[str]()
-
-    def on_tokens(tokens: list[int], step: int) -> None:
-        parts.append(detokenizer.push(tokens))
-        if session.config.stream:
-            pen.step(parts[-1], len(tokens))
-
-    output = decoder.generate(ids, session.config.max_new_tokens, on_tokens=on_tokens)
-    parts.append(detokenizer.flush())
-    pen.step(parts[-1] if session.config.stream else "".join(parts), 1)
-    pen.aside("\n")
-    return "".join(parts), output
-
-
 def _compare(session: Session, ids: list[int], pen: Pen, result: Result) -> None:
     pen.note("measuring, in alternation: " + ", ".join(session.decoders))
     tokens = session.config.max_new_tokens
     runs: dict[str, Callable[[], GenerationOutput]] = {
-        name: partial(decoder.generate, ids, tokens) for name, decoder in session.decoders.items()
+        name: partial(session.run, decoder, ids, tokens) for name, decoder in session.decoders.items()
     }
     result.measured = alternate(runs, session.config.repeats)
     pen.note("")
     new = {name: measured.output.tokens for name, measured in result.measured.items()}
-    result.differences = differences(session.loaded.model, ids, new, PLAIN)
+    result.differences = differences(session.loaded.model, ids, new, PLAIN, session.sampling)
 
 
 def _show(report: Report, config: Config, file: TextIO) -> None:

@@ -46,6 +46,7 @@ class Report:
 
     setting: dict[str, Any]
     method: str
+    sampling: lp.SamplingParams | None = None
     results: list[Result] = field(default_factory=list)
     interrupted: bool = False
 
@@ -61,9 +62,18 @@ class Report:
 
     @property
     def equal(self) -> bool | None:
-        """Whether every method gave the tokens of plain decoding; None if that was not compared."""
-        compared = any(len(result.measured) > 1 for result in self.results)
-        return not self.differences if compared else None
+        """Whether every method gave the tokens of plain decoding; None if that was not compared, or not promised."""
+        return not self.differences if self.compared and not self.in_distribution else None
+
+    @property
+    def compared(self) -> bool:
+        """Whether several methods ran."""
+        return any(len(result.measured) > 1 for result in self.results)
+
+    @property
+    def in_distribution(self) -> bool:
+        """Whether texts are equal in distribution only: nothing follows from tokens that differ."""
+        return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
     def rows(self) -> list[Row]:
         """One for each method, over the measured prompts, and one for a run that Ctrl-C cut short."""
@@ -120,7 +130,18 @@ def describe(session: Session) -> dict[str, Any]:
     if isinstance(lookahead, lp.LookaheadDecoder):
         shape = lookahead.config
         setting |= {"W": shape.window_size, "N": shape.ngram_size, "G": shape.guess_set_size}
+    setting |= {"sampling": session.sampling and asdict(session.sampling), "stop_strings": config.stop_strings}
     return setting | {"max_new_tokens": config.max_new_tokens, "repeats": config.repeats}
+
+
+def describe_sampling(sampling: lp.SamplingParams | None) -> str:
+    """The temperature, the seed, the verifier, and what else is not as by default."""
+    if sampling is None:
+        return "greedy"
+    always = ("temperature", "seed", "verifier")
+    values = asdict(sampling)
+    shown = [name for name in values if name in always or values[name] != asdict(lp.SamplingParams())[name]]
+    return "sampled with " + " ".join(f"{name}={'null' if values[name] is None else values[name]}" for name in shown)
 
 
 def _device(device: torch.device) -> str:
@@ -135,7 +156,7 @@ def as_table(report: Report) -> Table:
     """The totals, one row a method."""
     count = len(report.results)
     table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.title = f"{count} prompt{'s' * (count != 1)}, greedy, decoding only"
+    table.title = f"{count} prompt{'s' * (count != 1)}, {'sampled' if report.sampling else 'greedy'}, decoding only"
     for name in ("method", "tokens", "steps", "S", "tokens/s", "vs plain", "output"):
         table.add_column(name, justify="left" if name in ("method", "output") else "right", no_wrap=True)
     rows = report.rows()
@@ -150,10 +171,12 @@ def as_table(report: Report) -> Table:
 def _verdict(report: Report, row: Row) -> str:
     if row.interrupted:
         return "interrupted"
-    if report.equal is None:
+    if not report.compared:
         return "not compared"
     if row.method == PLAIN:
         return "the reference"
+    if report.in_distribution:
+        return "equal in distribution only"
     return f"differs on {row.differing} of {row.prompts}" if row.differing else "equal"
 
 
@@ -162,22 +185,26 @@ def caption(report: Report) -> str:
     s = report.setting
     shape = f"W={s['W']} N={s['N']} G={s['G']}, " if "W" in s else ""
     model = f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters), {s['dtype']}, {s['device']}"
-    return f"{model}, threads: {s['threads']}, ranks: {s['ranks']}, {shape}median of {s['repeats']}"
+    chosen = f"{describe_sampling(report.sampling)}, " * (report.sampling is not None)
+    stops = f"stop strings: {s['stop_strings']}, " * bool(s["stop_strings"])
+    return f"{model}, threads: {s['threads']}, ranks: {s['ranks']}, {shape}{chosen}{stops}median of {s['repeats']}"
 
 
 def print_table(report: Report, console: Console) -> None:
     """The places where tokens differ, then the table and the setting."""
     for result, at in report.differences:
-        _print_line(f"{result.prompt.task_id}: {_sentence(at)}", console)
+        _print_line(f"{result.prompt.task_id}: {_sentence(at, report)}", console)
     console.print()
     console.print(as_table(report))
     _print_line(caption(report), console)
 
 
-def _sentence(at: Difference) -> str:
+def _sentence(at: Difference, report: Report) -> str:
+    scores = "logits" if report.sampling is None else "scores (processed logits with noise)"
+    gap = f"the two best {scores} are {at.gap:.3g} apart" if at.gap is not None else "the warpers leave one token"
     return (
         f"{at.method} differs from plain decoding at new token {at.position} ({at.token}, plain {at.plain_token}); "
-        f"the two best logits are {at.gap:.3g} apart: {'a near-tie' if at.near_tie else 'NOT a near-tie'}"
+        f"{gap}: {'a near-tie' if at.near_tie else 'NOT a near-tie'}"
     )
 
 

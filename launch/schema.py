@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum, StrEnum
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lp.config import LookaheadConfig, PromptLookupConfig
+from lp.decoding.sampling import SamplingParams
 
 T = TypeVar("T")
 
@@ -45,10 +46,12 @@ class AttentionSchema:
 
 
 @dataclass
-class SamplingSchema:
-    """How a token is chosen."""
+class GreedySchema:
+    """The likeliest token has nothing to set."""
 
-    name: str = MISSING
+    HINT: ClassVar[str] = "sampling=sample has temperature, top_p and others"
+
+    name: str = "greedy"
 
 
 @dataclass
@@ -74,28 +77,43 @@ class AutoregressiveSchema:
 
 
 @dataclass
-class Config:
-    """Everything an app is given. The comments are in conf/config.yaml."""
+class Common:
+    """What every app is given. The comments are in conf/base.yaml."""
 
     model: ModelSchema = field(default_factory=ModelSchema)
     decoder: Any = None
     attention: AttentionSchema = field(default_factory=AttentionSchema)
-    sampling: SamplingSchema = field(default_factory=SamplingSchema)
+    sampling: Any = None
     parallel: ParallelSchema = field(default_factory=ParallelSchema)
-    task: TaskSchema = field(default_factory=TaskSchema)
     W: int = 15
     N: int = 5
     G: int = 15
+    max_new_tokens: int = 128
+    stop_strings: list[str] = field(default_factory=list)
+    seed: int | None = 0
+
+
+@dataclass
+class Config(Common):
+    """What launch.generate is given. The comments are in conf/config.yaml."""
+
+    task: TaskSchema = field(default_factory=TaskSchema)
     prompt: str | None = None
     prompt_file: str | None = None
     limit: int | None = None
-    max_new_tokens: int = 128
-    seed: int = 0
     show_prompt: bool = True
     stream: bool = True
     output: Output = Output.table
     compare: bool = True
     repeats: int = 1
+
+
+@dataclass
+class ChatConfig(Common):
+    """What launch.chat is given. The comments are in conf/chat.yaml."""
+
+    system: str | None = None
+    history_file: str | None = None
 
 
 def mirror(config: type, name: str) -> type:
@@ -122,22 +140,23 @@ def frozen(config: type[T], schema: Any) -> T:
     return config(**{item.name: getattr(schema, item.name) for item in fields(config)})  # type: ignore[arg-type]
 
 
-def settings(cfg: DictConfig) -> Config:
-    """The config of a job as dataclasses, interpolations resolved.
+def settings(cfg: DictConfig) -> Any:
+    """The config of a job as the dataclass of its app, interpolations resolved.
 
     Raises:
         ValueError: a key that the schema does not know; Hydra's `+key=value` lets it in.
         OmegaConfBaseException: a missing or unreadable value.
     """
     config = OmegaConf.to_object(cfg)
-    assert isinstance(config, Config)
+    assert isinstance(config, Common)
     _refuse_extras(config, "")
     return config
 
 
 def unknown_key(key: str, schema: Any) -> str:
     """Says that the last part of `key` is no field of `schema`, and which ones are."""
-    return f"unknown config key {key!r}; known here: {', '.join(item.name for item in fields(schema))}"
+    known, hint = ", ".join(item.name for item in fields(schema)), getattr(schema, "HINT", "")
+    return f"unknown config key {key!r}; known here: {known}" + f"; {hint}" * bool(hint)
 
 
 def _refuse_extras(node: Any, prefix: str) -> None:
@@ -150,9 +169,11 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 
 def register() -> None:
     """Put the schemas where the defaults lists of conf/ find them: group `schema`."""
-    schemas = {"app": Config, "model": ModelSchema, "attention": AttentionSchema, "sampling": SamplingSchema}
-    schemas |= {"parallel": ParallelSchema, "task": TaskSchema, "autoregressive": AutoregressiveSchema}
+    schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig}
+    schemas |= {"model": ModelSchema, "attention": AttentionSchema, "parallel": ParallelSchema, "task": TaskSchema}
+    schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
     schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")
     schemas["prompt_lookup"] = mirror(PromptLookupConfig, "prompt_lookup")
+    schemas["sample"] = mirror(SamplingParams, "sample")
     for name, schema in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=schema)

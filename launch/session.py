@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import lp
-from launch.schema import Config, frozen
+from launch.schema import Common, Config, frozen
 from lp.bench.prompts import Prompt, load_builtin, load_jsonl, read_text
 from lp.config import check_int
-from lp.decoding.base import Decoder
+from lp.decoding.base import Decoder, GenerationOutput, OnTokens
 from lp.models.loader import Loaded, load
 
 PLAIN = "autoregressive"  # the oracle the others are held against
@@ -31,6 +31,7 @@ class Session:
         context: this rank's place.
         loaded: model and tokenizer.
         decoders: by method; the first is the one that the user chose.
+        sampling: of every run, its seed known; None is greedy.
         prompts: what to continue.
     """
 
@@ -38,11 +39,19 @@ class Session:
     context: lp.ParallelContext
     loaded: Loaded
     decoders: Mapping[str, Decoder]
+    sampling: lp.SamplingParams | None
     prompts: list[Prompt]
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens."""
         return list(self.loaded.tokenizer(prompt.text, verbose=False)["input_ids"])  # a prompt too long has our error
+
+    def run(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens | None = None) -> GenerationOutput:
+        """Continue a prompt by at most so many tokens, as the config says."""
+        tokenizer, stops = self.loaded.tokenizer, self.config.stop_strings
+        return decoder.generate(
+            ids, tokens, self.sampling, stop_strings=stops, tokenizer=tokenizer, on_tokens=on_tokens
+        )
 
 
 def open_session(config: Config) -> Session:
@@ -52,15 +61,49 @@ def open_session(config: Config) -> Session:
         ValueError: a user error, with its remedy.
     """
     check(config)
-    prompts, builders = read_prompts(config), decoder_builders(config)
-    torch.manual_seed(config.seed)
+    prompts, sampling = read_prompts(config), sampling_of(config)
+    others = [name for name in METHODS if name != config.decoder.name] if config.compare else []
+    builders = decoder_builders(config, [config.decoder.name, *others])
+    context, loaded = open_model(config)
+    if sampling is not None and sampling.seed is None:  # one for all runs, or they could not be compared
+        sampling = replace(sampling, seed=drawn_seed(context))
+    decoders = {name: build(loaded.model, context) for name, build in builders.items()}
+    return Session(config=config, context=context, loaded=loaded, decoders=decoders, sampling=sampling, prompts=prompts)
+
+
+def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
+    """Find this rank's place and load the model there.
+
+    Raises:
+        ValueError: a user error, with its remedy.
+    """
+    if config.seed is not None:
+        torch.manual_seed(config.seed)
     context = lp.ParallelContext.from_env(backend=config.parallel.backend, device=known_device(config.model.device))
     if not (context.is_main and sys.stderr.isatty()):
         disable_progress_bar()  # of the weights
     model = config.model
     loaded = load(model.name, model.dtype, context.device, model.attn_implementation, model.trust_remote_code)
-    decoders = {name: build(loaded.model, context) for name, build in builders.items()}
-    return Session(config=config, context=context, loaded=loaded, decoders=decoders, prompts=prompts)
+    return context, loaded
+
+
+def drawn_seed(context: lp.ParallelContext) -> int:
+    """A seed from rank 0's torch generator."""
+    return int(context.all_gather(torch.randint(2**63 - 1, (1,)).to(context.device))[0])
+
+
+def sampling_of(config: Common) -> lp.SamplingParams | None:
+    """How tokens are chosen; None is greedy.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    name = config.sampling.name
+    if name == "sample":
+        return frozen(lp.SamplingParams, config.sampling)
+    if name != "greedy":
+        raise ValueError(f"sampling.name is {name!r}; choose with sampling=<one of greedy, sample>")
+    return None
 
 
 def check(config: Config) -> None:
@@ -69,14 +112,25 @@ def check(config: Config) -> None:
     Raises:
         ValueError: the key, the limit and the remedy.
     """
-    check_int("max_new_tokens", config.max_new_tokens, 1, float("inf"), "ask for at least one token")
+    check_common(config)
     check_int("repeats", config.repeats, 1, float("inf"), "measure at least once")
     if config.limit is not None:
         check_int("limit", config.limit, 1, float("inf"), "take at least one prompt, or limit=null for all")
     if config.prompt is not None and config.prompt_file is not None:
         raise ValueError("prompt and prompt_file are both given; give one of them")
-    if config.sampling.name != "greedy":
-        raise ValueError(f"sampling.name is {config.sampling.name!r}; it must be 'greedy'")
+
+
+def check_common(config: Common) -> None:
+    """Refuse what no app can use.
+
+    Raises:
+        ValueError: the key, the limit and the remedy.
+    """
+    check_int("max_new_tokens", config.max_new_tokens, 1, float("inf"), "ask for at least one token")
+    if config.seed is not None:
+        check_int("seed", config.seed, 0, 2**63 - 1, "or seed=null to draw one")
+    if "" in config.stop_strings:
+        raise ValueError("stop_strings has an empty string, which every text ends with; leave it out")
 
 
 def read_prompts(config: Config) -> list[Prompt]:
@@ -104,8 +158,8 @@ def _not_empty(prompt: Prompt, remedy: str) -> Prompt:
     return prompt
 
 
-def decoder_builders(config: Config) -> dict[str, Callable[[Any, lp.ParallelContext], Decoder]]:
-    """How to build the chosen decoder and, if methods are to be compared, the others; their configs are checked now.
+def decoder_builders(config: Common, names: Iterable[str]) -> dict[str, Callable[[Any, lp.ParallelContext], Decoder]]:
+    """How to build the decoders of these names; their configs are checked now.
 
     Raises:
         ValueError: a value out of range.
@@ -113,14 +167,13 @@ def decoder_builders(config: Config) -> dict[str, Callable[[Any, lp.ParallelCont
     if config.attention.name not in list(lp.Attention):
         known = ", ".join(lp.Attention)
         raise ValueError(f"attention.name is {config.attention.name!r}; it must be one of {known}")
-    chosen = config.decoder.name
-    if chosen not in METHODS:
+    if config.decoder.name not in METHODS:
+        chosen = config.decoder.name
         raise ValueError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(METHODS)}>")
-    names = [chosen, *(name for name in METHODS if name != chosen)] if config.compare else [chosen]
     return {name: _builder(name, config) for name in names}
 
 
-def _builder(name: str, config: Config) -> Callable[[Any, lp.ParallelContext], Decoder]:
+def _builder(name: str, config: Common) -> Callable[[Any, lp.ParallelContext], Decoder]:
     chosen, attention = config.decoder.name == name, config.attention.name
     if name == PLAIN:
         return lambda model, context: lp.AutoregressiveDecoder(model, context)

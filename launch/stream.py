@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from transformers import PreTrainedTokenizerBase
+
+from lp.decoding.base import GenerationOutput, OnTokens
+from lp.distributed import ParallelContext
 
 CONTEXT = 8  # prompt tokens decoded along, since some tokenizers drop the space before the first word of a text
 UNFINISHED = "\ufffd"  # what decoding gives for the bytes of a character that is not complete
@@ -100,3 +104,43 @@ class Pen:
     def _put(self, text: str) -> None:
         self._file.write(text)
         self._file.flush()
+
+
+def show(
+    run: Callable[[OnTokens], GenerationOutput],
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    pen: Pen,
+    stream: bool = True,
+) -> tuple[str, GenerationOutput]:
+    """Run a decoder and write its text: as it comes, or at the end.
+
+    Args:
+        run: continues `ids`, calling back after every step.
+        tokenizer: of the model.
+        ids: the prompt.
+        pen: writes.
+        stream: whether to write after every step.
+    """
+    detokenizer, parts = Detokenizer(tokenizer, ids), list[str]()
+
+    def on_tokens(tokens: list[int], step: int) -> None:
+        parts.append(detokenizer.push(tokens))
+        if stream:
+            pen.step(parts[-1], len(tokens))
+
+    output = run(on_tokens)
+    parts.append(detokenizer.flush())
+    pen.step(parts[-1] if stream else "".join(parts), 1)
+    pen.aside("\n")
+    return "".join(parts), output
+
+
+@contextlib.contextmanager
+def on_rank_0(context: ParallelContext, file: TextIO) -> Iterator[TextIO]:
+    """The file on rank 0, which alone prints, and nowhere on the others."""
+    if context.is_main:
+        yield file
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        yield nowhere

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 120.0
+PATIENCE = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,21 @@ class ParallelContext:
         """The source rank's tensor, in place on the others."""
         return tensor
 
+    def share_text(self, text: str | None) -> str | None:
+        """Rank 0's text, or None, on every rank; ranks wait for it as long as a person takes to type.
+
+        Args:
+            text: on rank 0; the others' is not looked at.
+        """
+        data = list(text.encode("utf-8", "surrogatepass")) if text is not None else [-1]
+        size = self._wait(torch.tensor([len(data)]))
+        body = self._wait(torch.tensor(data) if self.is_main else torch.empty(int(size), dtype=torch.long)).tolist()
+        return None if body == [-1] else bytes(body).decode("utf-8", "surrogatepass")
+
+    def _wait(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor on the host, however long it takes."""
+        return self.broadcast(tensor, 0)
+
     def close(self) -> None:
         """Leave the process group, if there is one."""
 
@@ -112,6 +129,15 @@ class _ProcessContext(ParallelContext):
         carried = self._carried(tensor)
         dist.broadcast(carried.view(torch.uint8), group=self._group, group_src=source)
         return tensor.copy_(carried)
+
+    @cached_property
+    def _patient(self) -> dist.ProcessGroup:
+        """Without the time limit of a step, and on the host, where waiting keeps no GPU busy."""
+        return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def _wait(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(tensor, src=0, group=self._patient)
+        return tensor
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gloo gathers on the host alone; ranks that share a GPU have no other."""

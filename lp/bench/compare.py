@@ -83,7 +83,11 @@ def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> int | None:
 
 
 def differences(
-    model: Any, prompt: Sequence[int], tokens: Mapping[str, list[int]], plain: str, sampling: SamplingParams | None = None
+    model: Any,
+    prompt: Sequence[int],
+    tokens: Mapping[str, list[int]],
+    plain: str,
+    sampling: SamplingParams | None = None,
 ) -> list[Difference]:
     """Hold every method's tokens against those of the method named `plain`.
 
@@ -178,3 +182,10 @@ class Choice:
         for moved in (against_all, into, out):
             moved[token], moved[other] = logits[token] + half, logits[other] - half
         return any(int(self.scores(moved).argmax()) == token for moved in (against_all, into, out))
+
+
+def logit_gap(model: Any, tokens: Sequence[int]) -> float:
+    """Difference of the two best logits behind `tokens`, from one forward of the model."""
+    gap = Choice.behind(model, tokens).gap()
+    assert gap is not None  # nothing is dropped where nothing is sampled
+    return gap

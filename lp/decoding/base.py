@@ -51,6 +51,7 @@ class GenerationOutput:
         step_stats: one entry a decode step.
         prefill_s, decode_s: seconds before the first decode step, and from there on.
         cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
+        signal: number of the signal that this rank got meanwhile, 0 for none.
     """
 
     tokens: list[int]
@@ -59,6 +60,7 @@ class GenerationOutput:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cache_bytes: int = 0
+    signal: int = 0
 
     @property
     def steps(self) -> int:

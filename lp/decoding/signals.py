@@ -16,8 +16,13 @@ class DeferredSignals:
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.requested = False
+        self.received = 0  # the number of the first one
         self._before: dict[int, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether one has come."""
+        return bool(self.received)
 
     def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
@@ -29,5 +34,5 @@ class DeferredSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self.received = self.received or number
         signal.signal(number, self._before[number])  # type: ignore[arg-type]

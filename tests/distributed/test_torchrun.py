@@ -1,0 +1,68 @@
+"""`bash torchrun.sh` as a user types it: output, exit codes and signals, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Processes
+from tests.unit.conftest import save_tiny_model
+
+APP = "launch.generate"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"), context=2048)
+    return ["model=hf", f"model.name={folder}", "model.dtype=float64", "W=5", "N=3", "G=4", "limit=1"]
+
+
+def _run_dir(tmp_path: Path) -> dict[str, str]:
+    return {"LP_RUN_DIR": str(tmp_path / "run")}
+
+
+def test_two_ranks_say_what_one_says(processes: Processes, settings: list[str], tmp_path: Path) -> None:
+    """Rank 0 alone prints, the text is that of one rank, and the launch ends with code 0."""
+    asked = [*settings, "max_new_tokens=24", "output=json"]
+    said = []
+    for ranks in (1, 2):
+        ran = processes.run(processes.torchrun(ranks, APP, *asked), _run_dir(tmp_path))
+        assert ran.returncode == 0, ran.stderr
+        assert len(ran.stdout.splitlines()) == 1
+        said.append(json.loads(ran.stdout))
+    one, two = said
+    assert json.dumps(two).count('"equal": true') >= 2
+    assert [p["text"] for p in one["prompts"]] == [p["text"] for p in two["prompts"]]
+    assert processes.wait_for_end(5) == []
+
+
+def test_a_user_error_is_said_once(processes: Processes, settings: list[str], tmp_path: Path) -> None:
+    """Eight ranks must not print one typo eight times, nor torchrun its traceback; the code stays 2."""
+    ran = processes.run(processes.torchrun(2, APP, *settings, "max_new_tokens=0"), _run_dir(tmp_path))
+    assert ran.returncode == 2
+    assert ran.stderr.count("max_new_tokens is 0") == 1 and "Traceback" not in ran.stderr
+    assert processes.wait_for_end(5) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_ranks(
+    processes: Processes, settings: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    """What was generated is shown, with its figures, and nothing keeps running."""
+    asked = [*settings, "max_new_tokens=1500", "compare=false"]
+    process = processes.start(processes.torchrun(2, APP, *asked), _run_dir(tmp_path))
+    assert process.stdout is not None
+    seen = ""
+    while "===" not in seen:  # the first prompt has begun
+        seen += process.stdout.readline()
+    time.sleep(0.5)
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert "interrupted" in out and "tokens" in out
+    assert processes.wait_for_end(20) == []
