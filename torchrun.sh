@@ -3,6 +3,7 @@
 #
 #   bash torchrun.sh                              # launch.generate as conf/ has it: the demo model, built-in prompts
 #   bash torchrun.sh launch.generate W=7 N=5 G=7  # an app and its overrides
+#   bash torchrun.sh launch.chat                  # rank 0 reads the keyboard; Ctrl-C stops an answer, not the ranks
 #   NPROC=2 bash torchrun.sh                      # two ranks; default: one a GPU, or one on the CPU
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host0:29500 bash torchrun.sh ...   # on each node, with its own NODE_RANK
 #
@@ -47,6 +48,8 @@ if [ "$nproc" = 1 ] && [ "$nnodes" = 1 ]; then
   exec "$python" -m "$app" "$@"
 fi
 
+# A chat goes on after Ctrl-C.
+[ "$app" != launch.chat ] || export LP_CTRL_C=forward
 where=(--standalone) # a free port
 if [ "$nnodes" != 1 ]; then
   [ -n "${NODE_RANK:-}" ] && [ -n "${RDZV_ENDPOINT:-}" ] ||

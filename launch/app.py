@@ -111,14 +111,18 @@ def explain(error: Exception) -> str:
     """One line that names the key and the remedy."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, OverrideParseException):
+        key = str(error.override).partition("=")[0]
+        file = ", or put the prompt into a file: prompt_file=..." * (key == "prompt")
         return (
             f"cannot read the override {error.override!r}; quote a value that has special characters twice, "
-            "as in prompt='\"def f(x):\"', or put a prompt into a file: prompt_file=..."
+            f"as in {key}='\"def f(x):\"'{file}"
         )
     if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
         return unknown_key(str(cause.full_key), cause.object_type)
     if isinstance(cause, MissingMandatoryValue):
         return f"{cause.full_key} is missing; give {cause.full_key}=..."
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not a ListConfig" in str(cause):
+        return f'{cause.full_key} takes a list, as in {cause.full_key}=\'["a","b"]\''
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return f"{cause.full_key}: {_first_line(cause)}; --cfg job shows every key with its value"
     return " ".join(str(error).split("Config search path")[0].split())

@@ -100,4 +100,5 @@ class StaticKVCache(Cache):
         return sum(buffer.nbytes for buffer in self._buffers())
 
     def _buffers(self) -> list[torch.Tensor]:
-        return [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
+        """Of every layer that has some: layers may share those of another."""
+        return [buffer for layer in self.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]

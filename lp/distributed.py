@@ -96,10 +96,12 @@ class ParallelContext:
         Args:
             text: on rank 0; the others' is not looked at.
         """
-        data = list(text.encode("utf-8", "surrogatepass")) if text is not None else [-1]
-        size = self._wait(torch.tensor([len(data)]))
-        body = self._wait(torch.tensor(data) if self.is_main else torch.empty(int(size), dtype=torch.long)).tolist()
-        return None if body == [-1] else bytes(body).decode("utf-8", "surrogatepass")
+        data = [] if text is None else list(text.encode("utf-8", "surrogatepass"))
+        length = int(self._wait(torch.tensor([-1 if text is None else len(data)])))
+        if length <= 0:
+            return "" if length == 0 else None
+        body = torch.tensor(data) if self.is_main else torch.empty(length, dtype=torch.long)
+        return bytes(self._wait(body).tolist()).decode("utf-8", "surrogatepass")
 
     def _wait(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on the host, however long it takes."""
@@ -163,7 +165,7 @@ class LockstepContext(ParallelContext):
     shared: _Lockstep = field(default_factory=lambda: _Lockstep(1))
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._trade(row))
+        return torch.stack(self._trade(row)).cpu()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         return tensor.copy_(self._trade(tensor)[source])

@@ -31,12 +31,22 @@ def of_ranks(codes: dict[int, int]) -> int:
     return exit_code(causes.pop()) if len(causes) == 1 else 1
 
 
-def kill_children() -> None:
-    """End what outlived torchrun, which forgets its ranks when one more Ctrl-C interrupts its wait for them."""
+def signal_children(number: int) -> None:
+    """Send a signal to every rank."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux only
     for pid in children.read_text().split() if children.exists() else []:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(int(pid), signal.SIGKILL)  # torchrun gives every rank a session of its own
+            os.killpg(int(pid), number)  # torchrun gives every rank a session of its own
+
+
+def kill_children() -> None:
+    """End what outlived torchrun, which forgets its ranks when one more Ctrl-C interrupts its wait for them."""
+    signal_children(signal.SIGKILL)
+
+
+def forward_ctrl_c() -> None:
+    """Ctrl-C is for the ranks to act upon, such as a chat that stops an answer and goes on: torchrun would end them."""
+    signal.signal(signal.SIGINT, lambda number, frame: signal_children(number))
 
 
 def main(args: list[str]) -> int:
@@ -52,6 +62,9 @@ def main(args: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // int(options.nproc_per_node))))
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
+    if os.environ.get("LP_CTRL_C") == "forward" and hasattr(options, "signals_to_handle"):
+        forward_ctrl_c()
+        args = ["--signals-to-handle", "SIGTERM,SIGHUP,SIGQUIT", *args]
     if hasattr(options, "shutdown_timeout"):  # not in every torch that we take
         args = ["--shutdown-timeout", GRACE_S, *args]
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import subprocess
 import sys
 import time
@@ -44,6 +45,19 @@ def seeded() -> None:
 def cases() -> Callable[[int, int], range]:
     """`for seed in cases(30, 300)`: a seed a drawn case, the first 30 of the same 300 unless the long form runs."""
     return lambda short, full: range(full if LONG else short)
+
+
+def read_until(terminal: int, enough: Callable[[str], bool], timeout_s: float = 120) -> str:
+    """What comes out of the terminal, until it is enough or the other side has closed it."""
+    text, end = b"", time.monotonic() + timeout_s
+    while not enough(text.decode("utf-8", "replace")) and time.monotonic() < end:
+        if not select.select([terminal], [], [], 0.5)[0]:
+            continue
+        try:
+            text += os.read(terminal, 4096)
+        except OSError:  # Linux's way to say that nobody has the other side open
+            break
+    return text.decode("utf-8", "replace")
 
 
 class Processes:

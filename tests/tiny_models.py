@@ -27,12 +27,21 @@ _BASE: dict[str, Any] = {
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,  # tied ones repeat their input
 }
-_OLD_BASE: dict[str, Any] = {key: _BASE[key] for key in _BASE if key not in ("intermediate_size", "num_key_value_heads")}
+_NAMED_OTHERWISE = ("intermediate_size", "num_key_value_heads")
+_OLD_BASE: dict[str, Any] = {key: value for key, value in _BASE.items() if key not in _NAMED_OTHERWISE}
 _MIXED: dict[str, Any] = {
     "sliding_window": SLIDING_WINDOW,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_MIXED_TWICE: dict[str, Any] = _MIXED | {"layer_types": _MIXED["layer_types"] * 2, "num_hidden_layers": 4}
+_PER_LAYER: dict[str, Any] = {
+    "head_dim": 8,
+    "num_kv_shared_layers": 2,  # which keep no KV of their own
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_FALCON: dict[str, Any] = {"ffn_hidden_size": 48}
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 16,
@@ -76,32 +85,47 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", _BASE | {"head_dim": 8}),
     "qwen3_moe": ("Qwen3MoeConfig", _BASE | _EXPERTS | {"head_dim": 8, "num_experts": 4}),
+    "qwen2_moe": ("Qwen2MoeConfig", _BASE | _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 24}),
     "gemma": ("GemmaConfig", _BASE | {"head_dim": 8}),
     "gemma2": (
         "Gemma2Config",
         _BASE | _MIXED | {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
     ),
     "gemma3": ("Gemma3TextConfig", _BASE | _MIXED | {"head_dim": 8}),
+    "gemma3n": ("Gemma3nTextConfig", _BASE | _MIXED_TWICE | _PER_LAYER | {"activation_sparsity_pattern": [0.0] * 4}),
+    "gemma4": ("Gemma4TextConfig", _BASE | _MIXED_TWICE | _PER_LAYER | {"global_head_dim": 8}),
+    "phi": ("PhiConfig", _BASE),
     "phi3": ("Phi3Config", _BASE | {"sliding_window": None, "pad_token_id": 0}),
     "phi3_sliding": ("Phi3Config", _BASE | {"sliding_window": SLIDING_WINDOW, "pad_token_id": 0}),
     "phi3_longrope": (
         "Phi3Config",
         _BASE | _rope("longrope", **_LONG_FACTORS) | {"pad_token_id": 0, "original_max_position_embeddings": BOUNDARY},
     ),
+    "cohere2": ("Cohere2Config", _BASE | _MIXED),
+    "granite": ("GraniteConfig", _BASE),
+    "smollm3": ("SmolLM3Config", _BASE),
+    "stablelm": ("StableLmConfig", _BASE),
+    "glm4": ("Glm4Config", _BASE | {"head_dim": 8}),
     "gpt_neox": ("GPTNeoXConfig", _BASE),
     "gpt2": ("GPT2Config", _OLD_BASE | {"n_inner": 48}),
+    "gptj": ("GPTJConfig", _OLD_BASE | {"n_inner": 48, "rotary_dim": 8}),
+    "gpt_bigcode": ("GPTBigCodeConfig", _OLD_BASE | {"n_inner": 48}),
     "opt": ("OPTConfig", _OLD_BASE | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "olmo2": ("Olmo2Config", _BASE),
+    "olmo3": ("Olmo3Config", _BASE | _MIXED),
     "starcoder2": ("Starcoder2Config", _BASE | {"sliding_window": SLIDING_WINDOW}),
-    "falcon": ("FalconConfig", _OLD_BASE | {"ffn_hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon": ("FalconConfig", _OLD_BASE | _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gpt_oss": ("GptOssConfig", _BASE | _MIXED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v2": ("DeepseekV2Config", _BASE | _EXPERTS | _MLA),
     "deepseek_v3": ("DeepseekV3Config", _BASE | _EXPERTS | _MLA),
     # Refused.
     "bloom": ("BloomConfig", _OLD_BASE),
-    "falcon_alibi": ("FalconConfig", _OLD_BASE | {"ffn_hidden_size": 48, "alibi": True}),
+    "falcon_alibi": ("FalconConfig", _OLD_BASE | _FALCON | {"alibi": True}),
+    "roformer": ("RoFormerConfig", _OLD_BASE | {"intermediate_size": 48, "is_decoder": True}),
+    "rwkv": ("RwkvConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}),
+    "gpt_neo": ("GPTNeoConfig", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}),
     "mpt": ("MptConfig", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2}),
-    "t5": ("T5Config", {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}),
+    "t5": ("T5Config", {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 4}),
     "mamba": ("MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}),
     "qwen3_next": (
         "Qwen3NextConfig",
@@ -124,7 +148,12 @@ def tiny_config(arch: str, **overrides: Any) -> Any:
 
 
 def tiny_model(
-    arch: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, sharpness: float = 3.0, **overrides: Any
+    arch: str = "llama",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    sharpness: float = 3.0,
+    attention: str | None = None,
+    **overrides: Any,
 ) -> PreTrainedModel:
     """A random causal LM on the CPU, in eval mode, without EOS.
 
@@ -133,12 +162,14 @@ def tiny_model(
         seed: of the weights.
         dtype: float64 leaves no near-ties.
         sharpness: factor on the matrices; random weights as they come give one token for ever.
+        attention: transformers' name of it; None takes the model's own.
         overrides: config fields.
     """
     torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(
         tiny_config(arch, **overrides),
         experts_implementation="eager",  # the default has no float64
+        attn_implementation=attention,
     )
     with torch.no_grad():
         for parameter in model.parameters():

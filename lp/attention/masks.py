@@ -39,10 +39,9 @@ def resolve(model: PreTrainedModel, attention: Attention) -> Attention:
 
 def _set(model: PreTrainedModel, attention: Attention) -> None:
     name, before = type(model).__name__, model.config._attn_implementation
-    try:
-        model.set_attn_implementation(str(attention))
-    except ValueError as error:
-        raise ValueError(f"{name} has no {attention} attention in transformers; choose attention={before}") from error
+    if attention is Attention.SDPA and not getattr(model, "_supports_sdpa", True):
+        raise ValueError(f"{name} has no sdpa attention in transformers; choose attention={before}")
+    model.set_attn_implementation(str(attention))
     if model.config._attn_implementation != attention:  # transformers only warns
         raise ValueError(
             f"{name} cannot change its attention once loaded with {before!r}; "
@@ -57,7 +56,8 @@ def layer_kinds(config: PretrainedConfig) -> set[str]:
         ValueError: a kind that a tree mask cannot express.
     """
     sliding = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or [SLIDING if sliding else FULL])
+    named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # the latter: GPT-Neo
+    kinds = set(named or [SLIDING if sliding else FULL])
     if kinds - KINDS:
         raise ValueError(
             f"model type {config.model_type!r} has layers of kind {sorted(kinds - KINDS)}, which take no tree mask; "

@@ -51,6 +51,7 @@ class LookaheadDecoder(Decoder):
         super().__init__(model, context)
         self.config = config or LookaheadConfig()
         self.runner = ModelRunner(model, Attention(attention))
+        exchange.check_vocabulary(model.get_input_embeddings().weight.shape[0])
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
             check_same(self.context, model_digests(model))
 

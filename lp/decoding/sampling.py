@@ -86,7 +86,9 @@ class SamplingParams:
     verifier: Verifier = Verifier.COUPLED
 
     def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature, 0, math.inf, "use sampling=None for greedy decoding")
+        _check_real(
+            "temperature", self.temperature, 0, math.inf, "greedy is sampling=None, in the apps sampling=greedy"
+        )
         _check_real("top_p", self.top_p, 0, 1, "1.0 keeps every token")
         _check_real("typical_p", self.typical_p, 0, 1, "1.0 keeps every token")
         _check_real("repetition_penalty", self.repetition_penalty, 0, math.inf, "1.0 is no penalty")

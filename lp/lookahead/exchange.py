@@ -1,6 +1,6 @@
 """THE gathered tensor of a step: what one rank tells the others, in one int64 row of fixed size.
 
-    [DIGEST, FLAGS, LENGTH, tokens of the owned reads in slot order, two an int64, padding]
+    [DIGEST, FLAGS, LENGTH, tokens of the owned reads in slot order, three an int64, padding]
 
 Every rank knows the global layout, so which slot a token belongs to is not sent. The size is that of a full step
 whatever this one needs: ranks whose states differ must still meet in one collective to learn that they do.
@@ -20,7 +20,9 @@ from lp.lookahead.layout import StepLayout
 from lp.lookahead.sharding import ShardPlan
 
 DIGEST, FLAGS, LENGTH, HEADER = 0, 1, 2, 3
-SPARE_READS = 4  # candidates that share prefixes divide less evenly than a full step's, which share nothing
+BITS = 21  # of a token; three fit an int64 and its sign
+SHIFTS = (0, BITS, 2 * BITS)
+SPARE_READS = 12  # candidates that share prefixes divide less evenly than a full step's, which share nothing
 
 
 class Stop(IntFlag):
@@ -52,11 +54,21 @@ def row_size(full: ShardPlan) -> int:
     Args:
         full: the plan of the largest step, `layout.full_layout`.
     """
-    return HEADER + _words(full.most_rows + SPARE_READS)
+    return HEADER + _words(full.most_reads + SPARE_READS)
 
 
 def _words(reads: int) -> int:
-    return -(-reads // 2)
+    return -(-reads // len(SHIFTS))
+
+
+def check_vocabulary(size: int) -> None:
+    """Refuse tokens that a third of an int64 cannot hold.
+
+    Raises:
+        ValueError: the vocabulary's size and the limit.
+    """
+    if size > 1 << BITS:
+        raise ValueError(f"the model has {size} tokens; ranks exchange at most {1 << BITS}: use a smaller vocabulary")
 
 
 def pack(header: tuple[int, int, int], tokens: torch.Tensor, plan: ShardPlan, size: int) -> torch.Tensor:
@@ -68,10 +80,11 @@ def pack(header: tuple[int, int, int], tokens: torch.Tensor, plan: ShardPlan, si
         plan: the step's.
         size: P.
     """
-    row = tokens.new_zeros(max(size, HEADER + _words(plan.most_reads)))
-    row[:HEADER] = torch.tensor(header)
-    row[HEADER:].view(torch.int32)[: len(tokens)] = tokens.int()
-    return row
+    words = max(size - HEADER, _words(plan.most_reads))
+    padded = tokens.new_zeros(words * len(SHIFTS))
+    padded[: len(tokens)] = tokens
+    packed = (padded.view(words, len(SHIFTS)) << tokens.new_tensor(SHIFTS)).sum(-1)
+    return torch.cat([tokens.new_tensor(header), packed])
 
 
 def gather(row: torch.Tensor, size: int, all_gather: Callable[[torch.Tensor], torch.Tensor], step: int) -> torch.Tensor:
@@ -109,7 +122,7 @@ def unpack(gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout) -> tuple
         gathered: (R, at least P) int64, on the host.
     """
     rows = gathered.numpy()
-    tokens = gathered[:, HEADER:].contiguous().numpy().view(np.int32)
+    tokens = (rows[:, HEADER:, None] >> np.array(SHIFTS) & (1 << BITS) - 1).reshape(len(rows), -1)  # (R, reads)
     said: dict[int, int] = {}
     for rank, slots in enumerate(plan.reads):
         said.update(zip(slots, tokens[rank, : len(slots)].tolist(), strict=True))

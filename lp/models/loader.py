@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lp.models.rope import rope_boundary
+from lp.models.support import check_supported
 
 DEMO_MODEL = Path(__file__).parent / "demo"
+logger = logging.getLogger(__name__)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,8 +46,9 @@ def load(
         trust_remote_code: run code that comes with the checkpoint.
 
     Raises:
-        ValueError: no such folder, not a causal LM, an architecture that takes no tree mask, a tokenizer
-            larger than the model's vocabulary, or an unknown dtype.
+        ValueError: no such folder, not a causal LM, an architecture that takes no tree mask, weights that are damaged,
+            missing or of other shapes than the config says, a tokenizer that is missing, damaged or larger than the
+            model's vocabulary, a package that is not installed, or an unknown dtype.
     """
     source = str(DEMO_MODEL) if str(name_or_path) == "demo" else str(name_or_path)
     if dtype != "auto" and dtype not in DTYPES:
@@ -51,29 +58,13 @@ def load(
     kwargs: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), "trust_remote_code": trust_remote_code}
     if attn_implementation:
         kwargs["attn_implementation"] = attn_implementation
-    try:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, use_safetensors=True, **kwargs)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot load {source!r}: {_first_line(error)}") from error
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised and torch.device(device).type != "cpu":
+        kwargs["device_map"] = {"": torch.device(device)}  # such weights may not be moved once they are loaded
+    model = _model(source, config, kwargs)
+    tokenizer = _tokenizer(source, trust_remote_code)
     check_vocabulary(model, tokenizer)
-    return Loaded(model.to(device).eval(), tokenizer)
-
-
-def check_supported(config: Any) -> None:
-    """Refuse, by name, what a tree-shaped step cannot be exact for.
-
-    Raises:
-        ValueError: the architecture and why.
-    """
-    kind = getattr(config, "model_type", "unknown")
-    if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"model type {kind!r} is an encoder-decoder; lookahead decoding needs a causal LM")
-    if kind == "bloom" or getattr(config, "alibi", False):
-        raise ValueError(
-            f"model type {kind!r} uses alibi, which ties attention to a row's place in the cache; "
-            "a step of several branches can't be exact: use a model with rotary or learned positions"
-        )
+    return Loaded((model if quantised else model.to(device)).eval(), tokenizer)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -105,12 +96,84 @@ def _config(source: str, trust_remote_code: bool) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # nothing of ours runs in there, and each release raises something else
         raise ValueError(f"cannot read a model config from {source!r}: {_first_line(error)}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise ValueError(f"{source!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
     return config
 
 
+def _model(source: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
+    try:
+        with _without_report():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # said below, with names
+                **kwargs,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # ImportError, SafetensorError, ...: nothing of ours runs in there
+        damaged = _damaged(source)
+        where = f"{source!r}: {damaged} is damaged or incomplete" if damaged else repr(source)
+        asked = isinstance(error, ImportError) and "attn_implementation" in kwargs
+        remedy = "; install it, or choose attn_implementation=sdpa" if asked else ""
+        raise ValueError(f"cannot load {where}: {_first_line(error)}{remedy}") from error
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"cannot load {source!r}: config.json makes {name} {tuple(wanted)}, the weights have {tuple(stored)}; "
+            "use the config that belongs to these weights"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"cannot load {source!r}: the weights have no {missing[0]} (of {len(missing)} missing); "
+            "use a complete checkpoint of a causal LM, with the config that belongs to it"
+        )
+    if unused := sorted(info["unexpected_keys"]):
+        logger.warning("%s: %d weights are not used by this model, among them %s", source, len(unused), unused[0])
+    return model
+
+
+def _tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(
+            f"cannot load the tokenizer of {source!r}: {_first_line(error)}; "
+            "a good tokenizer.json (or another tokenizer's files) must lie beside the weights"
+        ) from error
+
+
+def _damaged(source: str) -> str | None:
+    """The first weight file in a folder that cannot be opened."""
+    for path in sorted(Path(source).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except Exception:
+            return path.name
+    return None
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """transformers logs a table of keys that do not fit; what matters of it is said here in one line."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter = logging.getLogger("transformers.modeling_utils")
+    reporter.addFilter(wanted)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(wanted)
+
+
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
+    lines = [line.strip() for line in str(error).strip().split("\n")]
+    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__} {told}" if isinstance(error, KeyError) else told.rstrip(".,")

@@ -33,8 +33,15 @@ def model_digests(model: PreTrainedModel) -> dict[str, int]:
     return {
         "model config": text_digest(model.config.to_json_string(use_diff=False)),
         "weights' names and shapes": text_digest(names),
-        "weights' checksum": chain_digest(0, [_checksum(tensor) for _, tensor in weights]),
+        "weights' checksum": chain_digest(0, [_checksum(part) for _, tensor in weights for part in _plain(tensor)]),
     }
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the bytes of one: several for a quantised one, which takes no view."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [part for name in tensor.__tensor_flatten__()[0] for part in _plain(getattr(tensor, name))]
 
 
 def _checksum(tensor: torch.Tensor) -> int:

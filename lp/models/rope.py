@@ -1,6 +1,6 @@
 """Rotary scalings that look at the largest position of a forward pass: longrope and dynamic NTK.
 
-Past a length named in the config they rotate *every* row of the pass by other frequencies, so rows beyond it would change
+Past a length named in the config they rotate every row of the pass by other frequencies, so that rows beyond it change
 those before it. A step therefore never straddles that length, and a prompt past it is prefilled as if in one pass.
 Other scalings (linear, llama3, yarn) are functions of each row's own position.
 """

@@ -5,6 +5,7 @@ T: rows of the step, L: cached rows, V: vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,9 +15,9 @@ from transformers import PreTrainedModel
 from lp.attention import StepMasks, resolve
 from lp.cache import StaticKVCache
 from lp.config import Attention
-from lp.models.loader import check_supported
 from lp.models.probe import check_tree_mask
 from lp.models.rope import rope_boundary
+from lp.models.support import check_supported, inexact_quantisation
 
 
 class ModelRunner:
@@ -28,6 +29,9 @@ class ModelRunner:
         attention: backend.
         probe: ask the model itself whether it honours the mask, the first time it is used.
 
+    Attributes:
+        exact: False for a quantised model whose kernels let rows of a step change each other; a warning says so.
+
     Raises:
         ValueError: an architecture or attention that takes no tree mask.
     """
@@ -37,6 +41,10 @@ class ModelRunner:
         self.model, self.attention = model, resolve(model, attention)
         self.device = model.get_input_embeddings().weight.device
         self.config = model.config.get_text_config()
+        inexact = inexact_quantisation(model.config)
+        self.exact = inexact is None
+        if inexact:
+            warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)
         self.boundary = rope_boundary(self.config)
         self.masks = StepMasks(self.config, model.dtype, self.device)
         if probe:
@@ -47,22 +55,22 @@ class ModelRunner:
         return StaticKVCache(self.config.num_hidden_layers, capacity)
 
     def prefill(self, tokens: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
-        """Cache the KV of the tokens before `c`, `chunk` rows at a time, so that no mask is larger than chunk x prompt.
+        """Cache the KV of the tokens before `c`, `chunk` rows a pass, so that no mask is larger than chunk x prompt.
 
-        Where the frequencies depend on the largest position, every chunk has a row at `c`'s, as if there were one chunk.
+        Where frequencies depend on the largest position, every chunk has a row at `c`'s, as if there were one chunk.
         """
         boundary, end = self.boundary, len(tokens)
         if boundary and boundary.grows and not cache.length:
-            self.forward([0], [0], np.ones((1, 1), dtype=bool), cache, [0])  # forget how far an earlier text grew
+            self._chain([0], [0], cache)  # forget how far an earlier text grew
         anchor = [end] if boundary and end >= boundary.length else []
         for start in range(0, end, chunk):
             part = tokens[start : start + chunk]
             places = [*range(start, start + len(part)), *anchor]
-            self.forward([*part, *tokens[: len(anchor)]], places, np.tri(len(places), dtype=bool), cache, [len(part) - 1])
+            self._chain([*part, *tokens[: len(anchor)]], places, cache)
             cache.commit(range(len(part)))
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
-        """Before the first step past the rotary boundary: leave a cache of all the text but `c`, as plain decoding would.
+        """Before the first step past the rotary boundary: cache all the text but `c`, as plain decoding would.
 
         What is missing is computed under the old frequencies, or everything under the new ones.
         """
@@ -71,9 +79,12 @@ class ModelRunner:
             cache.length = 0
             self.prefill(text[:-1], cache, chunk)
         elif missing := text[cache.length : -1]:
-            places = range(cache.length, len(text) - 1)
-            self.forward(missing, places, np.tri(len(missing), dtype=bool), cache, [0])
+            self._chain(missing, range(cache.length, len(text) - 1), cache)
             cache.commit(range(len(missing)))
+
+    def _chain(self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache) -> None:
+        """Rows in a row, for their KV alone."""
+        self.forward(tokens, positions, np.tri(len(tokens), dtype=bool), cache, reads=[0])
 
     def forward(
         self,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,20 +52,39 @@ class Ran:
 
 
 @pytest.fixture
-def launch_generate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Run launch.generate in this process, since a start of its own costs seconds."""
+def start_app(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Run an app in this process, since a start of its own costs seconds."""
     import launch.app
-    import launch.generate
 
-    def start(*overrides: str) -> Ran:
+    def start(task: Callable[..., None], config_name: str, *overrides: str) -> Ran:
         monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-        monkeypatch.setattr(sys, "argv", ["generate", *overrides])
+        monkeypatch.setattr(sys, "argv", ["app", *overrides])
         capfd.readouterr()
         code = 0
         try:
-            launch.app.run(launch.generate.generate)
+            launch.app.run(task, config_name)
         except SystemExit as end:
             code = int(end.code or 0)
         return Ran(code, *capfd.readouterr())
+
+    return start
+
+
+@pytest.fixture
+def launch_generate(start_app: Callable[..., Ran]) -> Callable[..., Ran]:
+    """`python -m launch.generate` with these overrides."""
+    import launch.generate
+
+    return partial(start_app, launch.generate.generate, "config")
+
+
+@pytest.fixture
+def launch_chat(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """`python -m launch.chat` with these lines in the pipe, and these overrides."""
+    import launch.chat
+
+    def start(lines: str, *overrides: str) -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        return start_app(launch.chat.chat, "chat", *overrides)
 
     return start

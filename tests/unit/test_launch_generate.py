@@ -7,7 +7,6 @@ import os
 import pty
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import lp
 from launch.stream import STEP_COLOURS
 from lp.bench.prompts import load_builtin
 from lp.models.loader import DEMO_MODEL
-from tests.conftest import Processes
+from tests.conftest import Processes, read_until
 from tests.unit.conftest import Ran, save_tiny_model
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=40", "limit=2")
@@ -173,25 +172,14 @@ def test_ctrl_c_on_a_terminal_keeps_text_and_figures(processes: Processes, tmp_p
     command = [sys.executable, "-m", "launch.generate", *overrides]
     process = processes.start(command, {"TERM": "xterm", "NO_COLOR": ""}, stdout=slave, stderr=slave)
     os.close(slave)
-    seen = _read_until(master, lambda text: len(text.partition("=== ")[2]) > 2000)
+    seen = read_until(master, lambda text: len(text.partition("=== ")[2]) > 2000)
     process.send_signal(signal.SIGINT)
-    seen += _read_until(master, lambda text: False)
+    seen += read_until(master, lambda text: False)
     assert process.wait(30) == 130
     assert "tokens that came in one step" in seen and "Traceback" not in seen
     text = seen.partition("=== ")[2]
     assert any(code in text for code in STEP_COLOURS.values())
     assert _rows(text)["lookahead"][-1] == "interrupted" and "autoregressive" not in _rows(text)
-
-
-def _read_until(terminal: int, enough: Callable[[str], bool]) -> str:
-    """What comes out of the terminal, until it is enough or the other side has closed it."""
-    text, end = b"", time.monotonic() + 120
-    while not enough(text.decode("utf-8", "replace")) and time.monotonic() < end:
-        try:
-            text += os.read(terminal, 4096)
-        except OSError:  # Linux's way to say that nobody has the other side open
-            break
-    return text.decode("utf-8", "replace")
 
 
 @pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model's weights are absent")

@@ -65,7 +65,7 @@ def fits(layout: StepLayout, ranks: int, limit: int) -> bool:
 
 
 def forests(nodes: int) -> Iterator[list[list[int]]]:
-    """Every forest of so many nodes, once, as the paths to its nodes; a node's token is its place among its siblings."""
+    """Every forest of so many nodes, once, as the paths to its nodes; a token is a place among siblings."""
 
     def trees(size: int) -> Iterator[tuple]:
         yield from groves(size - 1, size - 1)

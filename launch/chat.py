@@ -1,0 +1,221 @@
+"""`python -m launch.chat`: talk to a model at a terminal, or through a pipe.
+
+Among ranks, rank 0 reads and prints; every rank gets each line and does the same with it, so that all have one history.
+`--cfg job` shows the keys.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from functools import partial
+
+import lp
+from launch.app import explain, is_users, run
+from launch.history import History
+from launch.keyboard import Keyboard
+from launch.report import describe_sampling
+from launch.schema import ChatConfig
+from launch.session import check_common, decoder_builders, open_model
+from launch.settings import Settings
+from launch.stream import Pen, on_rank_0, show, shows_colours
+from lp.decoding.base import Decoder, GenerationOutput
+from lp.decoding.signals import DeferredSignals
+from lp.models.loader import Loaded, context_limit
+
+COMMAND = re.compile(r"/\w")
+HELP = '''\
+/set temperature=0.8 top_p=0.95   sample; /set temperature=0 is greedy again; /set alone shows all settings
+/reset                            forget the conversation
+/stats                            tokens, steps and speed of all answers
+/help                             this list
+/exit, Ctrl-D                     leave
+Ctrl-C stops an answer and keeps what is there of it. """ begins and ends a text of several lines.
+'''
+# How an answer ended, where that is worth a word.
+ENDINGS = {
+    "interrupted": "stopped by Ctrl-C",
+    "length": "cut at max_new_tokens",
+    "context": "cut: the model's context is full",
+}
+
+
+@dataclass
+class Totals:
+    """What all answers took."""
+
+    answers: int = 0
+    tokens: int = 0
+    steps: int = 0
+    decode_s: float = 0.0
+
+    def add(self, output: GenerationOutput) -> Totals:
+        """Count an answer."""
+        self.answers += 1
+        self.tokens += len(output.tokens)
+        self.steps += output.steps
+        self.decode_s += output.decode_s
+        return self
+
+    def __str__(self) -> str:
+        compression = self.tokens / self.steps if self.steps else 0.0
+        speed = self.tokens / self.decode_s if self.decode_s else 0.0
+        return f"{self.tokens} tokens, {self.steps} steps, S {compression:.2f}, {speed:.1f} tokens/s"
+
+
+@dataclass(kw_only=True)
+class Chat:
+    """A conversation under way; the same on every rank.
+
+    Args:
+        config: as the user gave it.
+        context: this rank's place.
+        loaded: model and tokenizer.
+        decoder: answers.
+        history: what was said.
+        settings: as they are now.
+        keyboard: gives lines, on rank 0.
+        pen: writes.
+    """
+
+    config: ChatConfig
+    context: lp.ParallelContext
+    loaded: Loaded
+    decoder: Decoder
+    history: History
+    settings: Settings
+    keyboard: Keyboard | None
+    pen: Pen
+
+    def __post_init__(self) -> None:
+        self.totals, self.ended = Totals(), False
+
+    def run(self) -> None:
+        """Greet, then read, do and answer until the end."""
+        self._greet()
+        while not self.ended:
+            line = self.context.share_text(self.keyboard.read() if self.keyboard else None)
+            with DeferredSignals() as held:  # Ctrl-C beside an answer must not take a rank out of step with the others
+                self._do(line)
+            if held.received == signal.SIGTERM:
+                signal.raise_signal(signal.SIGTERM)
+
+    def _greet(self) -> None:
+        model, ranks = self.loaded.model, self.context.world_size
+        size = f"{model.num_parameters() / 1e6:.1f} M parameters"
+        decoder = f"{self.config.decoder.name}, {describe_sampling(self.settings.chosen)}"
+        self._say(f"model {self.config.model.name} ({size}), {decoder}, ranks: {ranks}; /help lists the commands")
+        if not self.history.chats:
+            self._say("no chat template: your lines and the answers are one text, which the model continues")
+        self.pen.legend()
+
+    def _do(self, line: str | None) -> None:
+        if line is None:
+            self.ended = True
+            return
+        try:
+            if COMMAND.match(line):
+                self._command(*line.split())
+            elif line.strip() or self.history.goes_on:
+                self._answer(line)
+        except ValueError as error:
+            if not is_users(error):
+                raise
+            if self.context.is_main:
+                print(f"error: {explain(error)}", file=sys.stderr, flush=True)
+
+    def _command(self, name: str, *words: str) -> None:
+        if name == "/set":
+            self.settings = self.settings.changed(list(words))
+            self._say(str(self.settings))
+        elif name == "/reset":
+            self.history.turns.clear()
+            self._say("the conversation is forgotten")
+        elif name == "/stats":
+            used = len(self.history.ids(""))
+            self._say(f"answers: {self.totals.answers}, {self.totals}; {self._of_context(used)} of history")
+        elif name == "/help":
+            self._say(HELP.rstrip())
+        elif name in ("/exit", "/quit"):
+            self.ended = True
+        else:
+            raise ValueError(f"unknown command {name}; /help lists the commands")
+
+    def _of_context(self, tokens: int) -> str:
+        return f"{tokens} tokens" if self.history.context is None else f"{tokens} of {self.history.context} tokens"
+
+    def _answer(self, said: str) -> None:
+        ids, dropped = self.history.fit(said, self.settings.max_new_tokens)
+        if dropped:
+            turns = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
+            self._say(f"{turns} dropped: the model's context is {self.history.context} tokens")
+        tokenizer = self.loaded.tokenizer
+        generate = partial(
+            self.decoder.generate,
+            ids,
+            self.settings.max_new_tokens,
+            self.settings.chosen,
+            eos_token_id=self._ends(),
+            stop_strings=self.config.stop_strings,
+            tokenizer=tokenizer,
+        )
+        text, output = show(lambda on_tokens: generate(on_tokens=on_tokens), tokenizer, ids, self.pen)
+        # Rank 0's word counts: Ctrl-C stops plain decoding, which has no exchange, on each rank by itself.
+        answer = self.context.share_text(text if output.tokens else None)
+        if answer is not None:
+            self.history.turns.append((said, answer))
+        self.totals.add(output)
+        ending = ENDINGS.get(output.finish_reason)
+        self._say(str(Totals().add(output)) + f" ({ending})" * (ending is not None))
+        if output.signal == signal.SIGTERM:
+            signal.raise_signal(signal.SIGTERM)  # which `run` holds
+
+    def _ends(self) -> list[int] | None:
+        """What ends an answer: the model's EOS tokens, and the one of the tokenizer, which may end a turn."""
+        own = self.loaded.model.generation_config.eos_token_id
+        ends = [own] if isinstance(own, int) else list(own or ())
+        extra = self.loaded.tokenizer.eos_token_id if self.history.chats else None
+        return [*ends, extra] if isinstance(extra, int) else None
+
+    def _say(self, text: str) -> None:
+        self.pen.aside(text + "\n")
+
+
+def chat(config: ChatConfig) -> None:
+    """The app.
+
+    Raises:
+        ValueError: a user error.
+    """
+    check_common(config)
+    settings, builders = Settings.of(config), decoder_builders(config, [config.decoder.name])
+    context, loaded = open_model(config)
+    history = History(loaded.tokenizer, context_limit(loaded.model), config.system)
+    decoder = builders[config.decoder.name](loaded.model, context)
+    if not context.is_main and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # between answers Ctrl-C is rank 0's affair
+    keyboard = Keyboard(config.history_file) if context.is_main else None
+    try:
+        with on_rank_0(context, sys.stdout) as file:
+            pen = Pen(file, shows_colours(file))
+            Chat(
+                config=config,
+                context=context,
+                loaded=loaded,
+                decoder=decoder,
+                history=history,
+                settings=settings,
+                keyboard=keyboard,
+                pen=pen,
+            ).run()
+    finally:
+        if keyboard:
+            keyboard.close()
+    context.close()
+
+
+if __name__ == "__main__":
+    run(chat, "chat")

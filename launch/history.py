@@ -1,0 +1,100 @@
+"""What was said: turns as the tokens that a model continues, in its chat template or as one plain text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class History:
+    """A conversation with a model.
+
+    A tokenizer without a chat template belongs to a model that only continues text: there the history is the text so
+    far, in which every line of the user begins a new line, and an empty one goes on where the text ended.
+
+    Args:
+        tokenizer: of the model.
+        context: tokens the model can take; None for no limit.
+        system: what comes before all turns, and stays.
+        turns: (what the user said, what the model answered), oldest first.
+
+    Raises:
+        ValueError: the chat template takes no system prompt.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    context: int | None
+    system: str | None = None
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ids("x")
+
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a text to continue without another word."""
+        return not self.chats and bool(self.turns or self.system)
+
+    def ids(self, said: str, skip: int = 0) -> list[int]:
+        """The conversation's tokens, up to where the model answers `said`, without the oldest `skip` turns.
+
+        Raises:
+            ValueError: what the chat template has against it.
+        """
+        if not self.chats:
+            return list(self.tokenizer(self._text(said, skip), verbose=False)["input_ids"])
+        try:
+            text = self.tokenizer.apply_chat_template(
+                self._messages(said, skip), add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            remedy = "; leave system out" * (self.system is not None)
+            raise ValueError(f"the model's chat template refuses this conversation: {error}{remedy}") from error
+        # The template has written BOS already.
+        return list(self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
+
+    def fit(self, said: str, room: int) -> tuple[list[int], int]:
+        """The same, without the oldest turns if they leave no room for an answer.
+
+        Args:
+            said: by the user.
+            room: tokens the answer may take; more than half the context is not worth a turn.
+
+        Returns:
+            The tokens, and how many turns were dropped for good.
+
+        Raises:
+            ValueError: not even the last line fits.
+        """
+        ids, dropped = self.ids(said), 0
+        if self.context is None:
+            return ids, dropped
+        most = self.context - min(room, self.context // 2)
+        while len(ids) > most and dropped < len(self.turns):
+            dropped += 1
+            ids = self.ids(said, dropped)
+        if len(ids) >= self.context:
+            raise ValueError(f"your text comes to {len(ids)} tokens, the model's context is {self.context}; shorten it")
+        del self.turns[:dropped]
+        return ids, dropped
+
+    def _messages(self, said: str, skip: int) -> list[dict[str, str]]:
+        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+        for question, answer in self.turns[skip:]:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return [*messages, {"role": "user", "content": said}]
+
+    def _text(self, said: str, skip: int) -> str:
+        text = self.system or ""
+        for line, continued in [*self.turns[skip:], (said, "")]:
+            begins = bool(line and text) and not text.endswith("\n")
+            text += "\n" * begins + line + continued
+        return text

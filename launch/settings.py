@@ -1,0 +1,85 @@
+"""What /set changes in a chat."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import lp
+from launch.schema import ChatConfig, frozen, mirror
+from launch.session import sampling_of
+from lp.config import check_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How answers are generated from now on.
+
+    Args:
+        sampling: used unless greedy.
+        greedy: whether every token is the likeliest one.
+        max_new_tokens: most tokens of an answer.
+    """
+
+    sampling: lp.SamplingParams
+    greedy: bool
+    max_new_tokens: int
+
+    @classmethod
+    def of(cls, config: ChatConfig) -> Settings:
+        """As the config has them.
+
+        Raises:
+            ValueError: a value out of range.
+        """
+        sampling = sampling_of(config)
+        base = sampling or lp.SamplingParams(seed=config.seed)
+        return cls(sampling=base, greedy=sampling is None, max_new_tokens=config.max_new_tokens)
+
+    @property
+    def chosen(self) -> lp.SamplingParams | None:
+        """For a decoder."""
+        return None if self.greedy else self.sampling
+
+    def changed(self, words: list[str]) -> Settings:
+        """With these `key=value` set; a temperature of 0 is greedy, any other field of the sampling ends that.
+
+        Raises:
+            ValueError: an unknown key, or a value of another type or out of range.
+        """
+        new = self
+        for word in words:
+            key, equals, text = word.partition("=")
+            if not equals:
+                raise ValueError(f"cannot read {word!r}; write /set key=value, as in /set temperature=0.8")
+            new = new._with(key, text)
+        return new
+
+    def _with(self, key: str, text: str) -> Settings:
+        if key == "max_new_tokens":
+            tokens = int(text) if text.isdecimal() else text
+            check_int(key, tokens, 1, float("inf"), "ask for at least one token")
+            return replace(self, max_new_tokens=int(tokens))
+        if key not in self._sampling_keys():
+            known = ", ".join([*self._sampling_keys(), "max_new_tokens"])
+            raise ValueError(f"unknown setting {key!r}; known: {known}")
+        values = OmegaConf.structured(mirror(lp.SamplingParams, "sample")(**asdict(self.sampling)))
+        try:
+            values[key] = None if text == "null" else text
+        except OmegaConfBaseException as error:
+            raise ValueError(f"{key}: {str(error).splitlines()[0]}; /set shows the settings") from None
+        if key == "temperature" and values[key] == 0:
+            return replace(self, greedy=True)
+        return replace(self, sampling=frozen(lp.SamplingParams, OmegaConf.to_object(values)), greedy=False)
+
+    @staticmethod
+    def _sampling_keys() -> list[str]:
+        return [item.name for item in fields(lp.SamplingParams)]
+
+    def __str__(self) -> str:
+        values = {**asdict(self.sampling), "max_new_tokens": self.max_new_tokens}
+        if self.greedy:
+            values = {"temperature": "0 (greedy)", "max_new_tokens": self.max_new_tokens}
+        return " ".join(f"{key}={'null' if value is None else value}" for key, value in values.items())

@@ -1,0 +1,60 @@
+"""What a config alone tells: architectures that a tree-shaped step can't be exact for, and quantisation that isn't.
+
+Whatever is not refused here by name, the probe asks the model itself.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lp.attention.masks import layer_kinds
+
+# Recurrent models whose config names no kinds of layers.
+RECURRENT = {"rwkv", "xlstm"}
+# Methods that quantise activations by a scale that several rows of a forward pass may share.
+SHARED_SCALES = {"fbgemm_fp8", "fp_quant", "nvfp4"}
+
+
+def check_supported(config: Any) -> None:
+    """Refuse, by name, what a tree-shaped step cannot be exact for.
+
+    Raises:
+        ValueError: the architecture and why.
+    """
+    kind = getattr(config, "model_type", "unknown")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"model type {kind!r} is an encoder-decoder; lookahead decoding needs a causal LM")
+    attention = getattr(config, "attn_config", None)  # of MPT
+    alibi = kind == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False)
+    if alibi or kind == "roformer":
+        what = "alibi" if alibi else "no position_ids"
+        raise ValueError(
+            f"model type {kind!r} uses {what}, which ties attention to a row's place in the cache; "
+            "a step of several branches can't be exact: use a model with rotary or learned positions"
+        )
+    if kind in RECURRENT:
+        raise ValueError(f"model type {kind!r} keeps a recurrent state, which holds one branch only; use a transformer")
+    layer_kinds(config.get_text_config())
+
+
+def inexact_quantisation(config: Any) -> str | None:
+    """Why a quantised model's tokens may differ from plain decoding's, or None.
+
+    Weights alone may be quantised as one likes. Activations rounded by a scale or a choice of columns taken over the
+    rows of a forward pass depend on which rows share it, and a step has more rows than plain decoding.
+    """
+    quantisation = getattr(config, "quantization_config", None)
+    if quantisation is None:
+        return None
+    fields = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
+    method, text = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method"))), _flat(fields)
+    if method == "bitsandbytes" and fields.get("load_in_8bit"):
+        return "bitsandbytes int8 picks its outlier columns over all rows of a forward pass"
+    if method in SHARED_SCALES or "DynamicActivation" in text or '"dynamic": true' in text:
+        return f"{method} quantises activations while it runs"
+    return None
+
+
+def _flat(fields: dict[str, Any]) -> str:
+    return json.dumps(fields, default=lambda value: getattr(value, "__dict__", None) or str(value))

@@ -1,0 +1,33 @@
+"""The architecture matrix: exact or refused, never wrong, and docs/models.md is what this run gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.architectures import BACKENDS, EXACT, PAGE, VARIANTS, WRONG, page, verdict, versions
+from tests.tiny_models import MATRIX
+
+NEVER = {"bloom", "falcon_alibi", "mpt", "roformer", "rwkv", "gpt_neo", "t5", "mamba", "qwen3_next", "llama4"}
+EAGER_ONLY = {"gemma2", "gpt_oss", "gptj"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", MATRIX)
+def test_exact_or_refused(arch: str, backend: str) -> None:
+    """A mask, position, cache or rotary scaling that one architecture takes otherwise changes a token of a draw."""
+    said = verdict(arch, backend)
+    assert not said.startswith(WRONG), said
+    assert (said == EXACT) == (arch not in NEVER and not (arch in EAGER_ONLY and backend == "sdpa")), said
+
+
+def test_the_page_is_this_run() -> None:
+    """A matrix kept by hand would go on promising what no longer holds."""
+    written = PAGE.read_text(encoding="utf-8")
+    if versions() not in written:
+        pytest.skip(f"docs/models.md was made with other versions than {versions()}")
+    assert page() == written, "run scripts/models_table.py and look at what changed"
+
+
+def test_variants_name_architectures() -> None:
+    """A renamed model would silently lose what its row says."""
+    assert set(VARIANTS) <= set(MATRIX)

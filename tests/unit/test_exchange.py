@@ -1,0 +1,143 @@
+"""The gathered tensor: what the ranks pack is what each of them reads, and it is as small as promised."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lp.config import LookaheadConfig
+from lp.lookahead import exchange
+from lp.lookahead.exchange import Stop
+from lp.lookahead.layout import StepLayout, full_layout
+from lp.lookahead.sharding import ShardPlan
+from tests.layouts import chains, drawn_layout, layout_of
+
+LARGEST_TOKEN = 2**21 - 1
+
+
+def trade(rows: list[torch.Tensor], size: int, step: int = 0) -> tuple[torch.Tensor, int]:
+    """What rank 0 gathers, and by how many collectives."""
+    parts = [row.split(size) for row in rows]
+    calls = 0
+
+    def all_gather(mine: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        assert torch.equal(mine, parts[0][calls - 1])
+        return torch.stack([part[calls - 1] for part in parts])  # fails, as a collective would, where sizes differ
+
+    return exchange.gather(rows[0], size, all_gather, step), calls
+
+
+def packed(
+    layout: StepLayout, plan: ShardPlan, said: dict[int, int], size: int, flags: list[Stop]
+) -> list[torch.Tensor]:
+    """The rows of all ranks; rank r keeps 10 + r tokens, of which rank 0's number counts."""
+    return [
+        exchange.pack((7, int(flags[rank]), 10 + rank), torch.tensor([said[slot] for slot in mine]).long(), plan, size)
+        for rank, mine in enumerate(plan.reads)
+    ]
+
+
+def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
+    """A token read for the slot beside its own is a wrong text on every rank alike, which no digest would show."""
+    for seed in cases(200, 2000):
+        rng = random.Random(seed)
+        layout, ranks = drawn_layout(rng), 1 + seed % 5
+        plan = ShardPlan.build(layout, ranks)
+        said = {slot: rng.choice([0, LARGEST_TOKEN, rng.randrange(10**5)]) for slot in layout.reads}
+        flags = [rng.choice([Stop.NONE, Stop.NONE, Stop.INTERRUPTED, Stop.EOS, Stop.FAILED]) for _ in range(ranks)]
+        size = exchange.HEADER + rng.choice([1, 3, 100])  # too small a size must cost a collective, nothing else
+        rows = packed(layout, plan, said, size, flags)
+        gathered, calls = trade(rows, size)
+        assert len({len(row) for row in rows}) == 1 and calls == -(-len(rows[0]) // size)
+        read, told, keep = exchange.unpack(gathered, plan, layout)
+        assert read == said
+        assert list(read) == layout.reads, "an order that depends on the ranks would reach the pool"
+        assert (told, keep) == (Stop(sum({int(flag) for flag in flags})), 10)
+
+
+@pytest.mark.parametrize(
+    ("digests", "odd", "rest"),
+    [
+        ([1, 2], "1", "0"),
+        ([1, 2, 2], "0", "1, 2"),
+        ([5, 5, 9, 5], "2", "0, 1, 3"),
+        ([3, 4, 3, 4], "1, 3", "0, 2"),
+        ([1, 2, 3], "1, 2", "0"),
+    ],
+)
+def test_a_digest_that_differs_names_ranks_and_step(digests: list[int], odd: str, rest: str) -> None:
+    """Someone must find the rank, so the message has to name it, also where that rank is 0."""
+    rows = [torch.tensor([digest, 0, 0, 0, 0]) for digest in digests]
+    with pytest.raises(RuntimeError, match=f"rank {odd} differs from rank {rest} at step 17"):
+        trade(rows, 5, step=17)
+
+
+def test_digests_are_compared_before_sizes_matter() -> None:
+    """A rank whose candidates differ needs another size; it must be told apart, not hang or tear the collective."""
+    few, many = layout_of(0, 5, []), layout_of(0, 5, chains(15, 4))
+    rows = []
+    for digest, layout in ((1, few), (2, many)):
+        plan = ShardPlan.build(layout, 2)
+        rows.append(exchange.pack((digest, 0, 0), torch.zeros(len(plan.reads[0])).long(), plan, 8))
+    assert len(rows[0]) != len(rows[1])
+    with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 at step 3"):
+        trade(rows, 8, step=3)
+
+
+def test_a_vocabulary_too_large_to_pack_is_refused() -> None:
+    """A token of more bits would change the one beside it."""
+    exchange.check_vocabulary(LARGEST_TOKEN + 1)
+    with pytest.raises(ValueError, match="2097153 tokens"):
+        exchange.check_vocabulary(LARGEST_TOKEN + 2)
+
+
+def size_of(config: LookaheadConfig, ranks: int) -> int:
+    """int64s of a rank's row, as the decode loop chooses it."""
+    full = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
+    return exchange.row_size(ShardPlan.build(full, ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("w", "n", "g"), [(15, 5, 15), (10, 5, 10), (7, 5, 7), (5, 4, 2), (20, 7, 20), (0, 5, 10), (15, 2, 0)]
+)
+def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int) -> None:
+    """A step waits for its collective; at most 8 bytes x (reads of the largest rank + fresh columns + 16) are promised.
+
+    The size is the same in every step, so the bound is that of a full one, and with no column fresh. At the usual sizes
+    even a step without candidates is within its own.
+    """
+    config = LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g)
+    size = size_of(config, ranks)
+    full = ShardPlan.build(full_layout(w, n, config.row_budget, config.depth), ranks)
+    assert size <= full.most_reads + 16
+    if ranks > 1 and g <= 15:
+        bare = ShardPlan.build(layout_of(w, n, []), ranks)
+        assert size <= bare.most_reads + 16
+
+
+def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range]) -> None:
+    """Candidates that share prefixes divide less evenly than a full step's; the row must have room for them."""
+    larger = 0
+    drawn = cases(300, 4000)
+    for seed in drawn:
+        rng = random.Random(seed)
+        config = LookaheadConfig(
+            window_size=rng.randint(0, 20), ngram_size=rng.randint(2, 7), guess_set_size=rng.randint(1, 20)
+        )
+        kinds, paths, nodes = rng.choice([1, 2, 4, 30]), list[list[int]](), set[tuple[int, ...]]()
+        for _ in range(100):
+            path = [1000 + min(int(rng.expovariate(0.7)), kinds) for _ in range(config.depth)]
+            more = nodes | {tuple(path[: k + 1]) for k in range(len(path))}
+            if len(more) <= config.row_budget:
+                paths, nodes = [*paths, path], more
+        ranks = rng.randint(1, 8)
+        plan = ShardPlan.build(layout_of(config.window_size, config.ngram_size, paths), ranks)
+        room = len(exchange.SHIFTS) * (size_of(config, ranks) - exchange.HEADER)
+        larger += plan.most_reads > room
+    assert larger == 0

@@ -1,0 +1,123 @@
+"""Where a chat's lines come from, and how every rank gets them."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.keyboard import Keyboard
+from lp.distributed import ParallelContext, run_lockstep
+
+
+class Terminal(io.StringIO):
+    """stdin that calls itself a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Keyboard]:
+    """A keyboard at a terminal; an exception stands for the key that raises it."""
+
+    def at(*keys: Any, **options: Any) -> Keyboard:
+        left = list(keys)
+
+        def read(prompt: str) -> str:
+            key = left.pop(0)
+            if isinstance(key, str):
+                return key
+            raise key
+
+        monkeypatch.setattr(sys, "stdin", Terminal())
+        monkeypatch.setattr("builtins.input", read)
+        return Keyboard(**options)
+
+    return at
+
+
+def test_ctrl_c_at_the_prompt_leaves_when_pressed_twice(typed: Callable[..., Keyboard]) -> None:
+    """The first one may have been meant for an answer that had just ended, or for the line being typed."""
+    keyboard = typed(KeyboardInterrupt, "a", KeyboardInterrupt, KeyboardInterrupt)
+    assert keyboard.read() == "a"
+    assert keyboard.read() is None
+
+
+def test_ctrl_c_drops_an_open_text(typed: Callable[..., Keyboard], capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever opened three quotes by mistake must get out of them."""
+    assert typed('"""a', "b", KeyboardInterrupt, "c").read() == "c"
+    assert capsys.readouterr().out == "\n(Ctrl-C again, Ctrl-D or /exit to leave)\n"
+
+
+def test_ctrl_d_ends(typed: Callable[..., Keyboard]) -> None:
+    assert typed(EOFError).read() is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "texts"),
+    [
+        ("a\nb", ["a", "b", None]),
+        ('"""\na\n\nb"""\n', ["a\n\nb", None]),
+        ('"""a"""\n""""""\n', ["a", "", None]),
+        ('"""a\n', [None]),
+        ("", [None]),
+    ],
+)
+def test_a_pipe(monkeypatch: pytest.MonkeyPatch, lines: str, texts: list[str | None]) -> None:
+    """The last line may lack its newline, and three quotes their end."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    keyboard = Keyboard()
+    assert [keyboard.read() for _ in texts] == texts
+
+
+def test_ctrl_c_in_a_pipe_ends_as_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script cannot press it twice."""
+
+    class Stopped(io.StringIO):
+        def readline(self, size: int | None = -1, /) -> str:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Stopped())
+    with pytest.raises(KeyboardInterrupt):
+        Keyboard().read()
+
+
+def test_bytes_that_are_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in another encoding used to end the chat with a traceback."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
+    assert Keyboard().read() == "caf\N{REPLACEMENT CHARACTER}"
+
+
+def test_lines_are_kept_in_a_file_only_if_asked(typed: Callable[..., Keyboard], tmp_path: Path) -> None:
+    """What is typed may be secret."""
+    readline = pytest.importorskip("readline")
+    readline.clear_history()
+    readline.add_history("secret")
+    typed().close()
+    assert list(tmp_path.iterdir()) == []
+    keyboard = typed(history_file=str(tmp_path / "lines"))
+    readline.add_history("kept")
+    keyboard.close()
+    readline.clear_history()
+    assert "kept" in (tmp_path / "lines").read_text()
+    typed(history_file=str(tmp_path / "lines"))
+    assert "kept" in [readline.get_history_item(i + 1) for i in range(readline.get_current_history_length())]
+    readline.clear_history()
+    with pytest.raises(ValueError, match=r"history_file .*/none/lines: No such file or directory; give a file"):
+        typed(history_file=str(tmp_path / "none" / "lines"))
+
+
+@pytest.mark.parametrize("text", ["naïve 🙂\n", "", None, "x" * 10000])
+def test_every_rank_gets_the_text_of_rank_0(text: str | None) -> None:
+    """The length goes first: ranks do not know it; an empty text is not the end."""
+
+    def body(context: ParallelContext) -> str | None:
+        return context.share_text(text if context.is_main else "not looked at")
+
+    assert run_lockstep(3, body) == [text] * 3
+    assert ParallelContext().share_text(text) == text

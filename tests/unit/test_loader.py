@@ -1,0 +1,206 @@
+"""Loading: whatever is wrong with a checkpoint is one ValueError that names the file or the weight."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import lp
+from lp.models.loader import load
+from lp.models.replicas import model_digests
+from lp.models.support import check_supported, inexact_quantisation
+from tests.architectures import draw
+from tests.tiny_models import plain_greedy, tiny_config, tiny_model
+
+WEIGHTS = "model.safetensors"
+Change = Callable[[Path], object]
+
+
+def _config(**fields: Any) -> Change:
+    """Change fields of config.json."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return change
+
+
+def _truncated(name: str, rows: int) -> Change:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:rows])
+
+
+def _without(pattern: str) -> Change:
+    return lambda folder: [path.unlink() for path in folder.glob(pattern)]
+
+
+DAMAGED: dict[str, tuple[Change, str]] = {
+    "weights cut short": (_truncated(WEIGHTS, -100), "model.safetensors is damaged or incomplete"),
+    "a cut header": (_truncated(WEIGHTS, 100), "model.safetensors is damaged or incomplete"),
+    "an empty file": (_truncated(WEIGHTS, 0), "model.safetensors is damaged or incomplete"),
+    "no weights": (_without(WEIGHTS), "no file named model.safetensors"),
+    "other shapes": (_config(hidden_size=64), r"config.json makes lm_head.weight \(4096, 64\), .* have \(4096, 32\)"),
+    "too few layers": (_config(num_hidden_layers=3), r"have no model.layers.2.input_layernorm.weight \(of 9 missing\)"),
+    "no tokenizer": (_without("tokenizer*"), "cannot load the tokenizer of .*tokenizer.json"),
+    "a cut tokenizer": (_truncated("tokenizer.json", 50), "cannot load the tokenizer of"),
+    "an empty tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "cannot load the tokenizer of"),
+    "a config of another type": (_config(hidden_size="x"), "model config .*'hidden_size'.* expected int, got str"),
+    "an impossible config": (_config(num_attention_heads=5), r"model config .*not a multiple of .* heads \(5\)"),
+    "a cut config": (_truncated("config.json", 20), "config.json' is not a valid JSON file"),
+    "mpt": (_config(model_type="mpt"), "'mpt' uses alibi"),
+    "gpt_neo": (
+        _config(model_type="gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]]),
+        "'gpt_neo' has layers of kind",
+    ),
+    "rwkv": (_config(model_type="rwkv"), "'rwkv' keeps a recurrent state"),
+    "mamba": (_config(model_type="mamba"), r"'mamba' has layers of kind \['linear_attention'\]"),
+    "hybrid": (_config(model_type="jamba"), r"'jamba' has layers of kind \['linear_attention'\]"),
+    "chunked": (_config(model_type="llama4_text"), r"'llama4_text' has layers of kind \['chunked_attention'\]"),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_a_bad_checkpoint_is_named(fault: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """Every library raises its own kind of error, of several lines or without the file's name; or just warns."""
+    change, message = DAMAGED[fault]
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    change(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        load(folder)
+    assert str(folder) in str(error.value) or "model type" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_missing_attention_package_is_named(version: int, tiny_folder: Path) -> None:
+    """transformers raises ImportError, which would end an app with a traceback."""
+    package = {2: "flash_attn", 3: "flash_attn_interface"}[version]
+    if importlib.util.find_spec(package):
+        pytest.skip(f"{package} is installed")
+    with pytest.raises(ValueError, match=rf"cannot load .*FlashAttention{version} .*; install it, or choose attn_impl"):
+        load(tiny_folder, attn_implementation=f"flash_attention_{version}")
+
+
+def test_a_missing_quantisation_package_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    """The remedy is in transformers' message: it must reach the user."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    _config(quantization_config={"quant_method": "gptq", "bits": 4})(folder)
+    if importlib.util.find_spec("optimum"):
+        pytest.skip("optimum is installed")
+    with pytest.raises(ValueError, match=r"cannot load .*optimum"):
+        load(folder)
+
+
+def test_unused_weights_are_told_in_one_line(
+    tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A config with fewer layers than the checkpoint loads, and gives another model than the user thinks."""
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    _config(num_hidden_layers=1)(folder)
+    with caplog.at_level(logging.WARNING):
+        load(folder)
+    assert [record.getMessage() for record in caplog.records if "LOAD REPORT" in record.getMessage()] == []
+    assert "9 weights are not used by this model, among them model.layers.1.input_layernorm.weight" in caplog.text
+
+
+@pytest.mark.parametrize("arch", ["t5", "bloom", "falcon_alibi", "mpt", "rwkv", "mamba", "qwen3_next", "llama4"])
+def test_refused_by_name(arch: str) -> None:
+    """A user must read which model type it is, and why."""
+    config = tiny_config(arch)
+    with pytest.raises(ValueError, match=f"model type '{config.model_type}'"):
+        check_supported(config)
+
+
+QUANTISED = {
+    "weights of torchao": (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}},
+        "",
+    ),
+    "activations of torchao": (
+        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8DynamicActivationInt8WeightConfig"}}},
+        "torchao quantises activations",
+    ),
+    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "outlier columns over all rows"),
+    "bitsandbytes nf4": ({"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True}, ""),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, ""),
+    "awq": ({"quant_method": "awq", "bits": 4}, ""),
+    "fbgemm fp8": ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8 quantises activations"),
+    "compressed-tensors w8a8": (
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"input_activations": {"dynamic": True}}}},
+        "compressed-tensors quantises activations",
+    ),
+    "compressed-tensors w4a16": (
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"dynamic": False}}}},
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_which_quantisation_is_exact(kind: str) -> None:
+    """A model whose rows change each other must not be sold as exact, nor an exact one be doubted."""
+    fields, reason = QUANTISED[kind]
+    said = inexact_quantisation(SimpleNamespace(quantization_config=fields))
+    assert (reason in said) if reason and said else (said is None and not reason)
+
+
+def test_a_known_object_as_quantisation_config() -> None:
+    """A loaded model holds its quantisation config as an object, with enums in it."""
+    eight = SimpleNamespace(quantization_config=tf.BitsAndBytesConfig(load_in_8bit=True))
+    assert "outlier columns" in (inexact_quantisation(eight) or "")
+    assert inexact_quantisation(SimpleNamespace(quantization_config=tf.GPTQConfig(bits=4))) is None
+
+
+@pytest.mark.parametrize("kind", ["weights", "activations"])
+def test_torchao_int8(kind: str, tmp_path: Path) -> None:
+    """A quantised weight is a tensor that takes no view and lies in a layer that is no plain Linear."""
+    if importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed; pip install lp-runtime[quantized]")
+    from torchao import quantization
+
+    name = {"weights": "Int8WeightOnlyConfig", "activations": "Int8DynamicActivationInt8WeightConfig"}[kind]
+    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
+    model = tf.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=tf.TorchAoConfig(getattr(quantization, name)()), dtype=torch.float32
+    )
+    model.generation_config = tf.GenerationConfig(do_sample=False)
+    if kind == "activations":
+        with pytest.warns(UserWarning, match="tokens may differ .* torchao quantises activations"):
+            assert not lp.LookaheadDecoder(model).runner.exact
+        return
+    for number in range(4):
+        case = draw(f"torchao-{number}")
+        decoder = lp.LookaheadDecoder(model, case.config)
+        assert decoder.runner.exact
+        assert decoder.generate(case.ids, case.new).tokens == plain_greedy(model, case.ids, case.new)
+        sampling = lp.SamplingParams(temperature=0.8, seed=number)
+        plain = lp.AutoregressiveDecoder(model).generate(case.ids, case.new, sampling)
+        assert decoder.generate(case.ids, case.new, sampling).tokens == plain.tokens
+    digests = model_digests(model)
+    model.model.layers[0].self_attn.q_proj.weight.qdata[0, 0] += 1
+    assert model_digests(model) != digests
+
+
+def test_quantised_checkpoints_load(tmp_path: Path, tiny_folder: Path) -> None:
+    """`load` must leave a quantised model where transformers put it."""
+    if importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed; pip install lp-runtime[quantized]")
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    folder = shutil.copytree(tiny_folder, tmp_path / "model")
+    config = tf.TorchAoConfig(Int8WeightOnlyConfig())
+    tf.AutoModelForCausalLM.from_pretrained(tiny_folder, quantization_config=config).save_pretrained(folder)
+    loaded = load(folder)
+    assert type(loaded.model.model.layers[0].self_attn.q_proj.weight).__name__ == "Int8Tensor"
+    ids = [5, 6, 7, 8] * 4
+    assert lp.LookaheadDecoder(loaded.model).generate(ids, 10).tokens == plain_greedy(loaded.model, ids, 10)

@@ -1,0 +1,148 @@
+"""The probe: a model that does not honour the tree mask is refused by name, and one that does is asked once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lp
+from lp.attention import StepMasks
+from lp.cache import StaticKVCache
+from lp.config import Attention
+from lp.models.runner import ModelRunner
+from tests.tiny_models import SLIDING_WINDOW, tiny_model
+
+SLIDING = ["mistral_sliding", "qwen2_sliding", "gemma3", "phi3_sliding", "starcoder2"]
+VARIED = ["llama", "gpt2", "opt", "gpt_neox", "falcon", "mixtral", "deepseek_v3", "gemma2", "gpt_oss", *SLIDING]
+build = StepMasks.build
+
+
+def _counted(model: PreTrainedModel) -> list[int]:
+    """Rows of every forward pass of the model from now on."""
+    rows: list[int] = []
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        rows.append(kwargs["input_ids"].shape[1] if "input_ids" in kwargs else args[0].shape[1])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    return rows
+
+
+@pytest.mark.parametrize("arch", VARIED)
+def test_branches_that_see_each_other_are_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that drops the mask and goes by order alone would mix branches, and often pass a greedy comparison."""
+
+    def by_order(self: StepMasks, visible: torch.Tensor, positions: torch.Tensor, length: int) -> Any:
+        return build(self, torch.ones_like(visible).tril(), positions, length)
+
+    monkeypatch.setattr(StepMasks, "build", by_order)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        sharpness = 6.0 if dtype is torch.bfloat16 else 3.0  # of a blunt model rounding hides a sixteenth
+        with pytest.raises(ValueError, match=r"ForCausalLM|LMHeadModel") as refused:
+            ModelRunner(tiny_model(arch, dtype=dtype, sharpness=sharpness))
+        assert "does not honour a tree mask" in str(refused.value)
+
+
+@pytest.mark.parametrize("arch", SLIDING)
+def test_a_window_that_is_not_applied_is_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask without the window, or with it one row off, is wrong only once a text is longer than the window."""
+    for off in (1, 1000):
+
+        def shifted(
+            self: StepMasks, visible: torch.Tensor, positions: torch.Tensor, length: int, off: int = off
+        ) -> Any:
+            self.config.sliding_window += off
+            try:
+                return build(self, visible, positions, length)
+            finally:
+                self.config.sliding_window -= off
+
+        monkeypatch.setattr(StepMasks, "build", shifted)
+        with pytest.raises(ValueError, match="does not honour a tree mask"):
+            ModelRunner(tiny_model(arch))
+
+
+def test_a_boolean_mask_under_eager_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eager` adds its mask: True and False would shift scores by one and hide nothing."""
+
+    def boolean(self: StepMasks, *args: Any) -> torch.Tensor:
+        return build(self, *args) == 0  # type: ignore[operator, return-value]
+
+    monkeypatch.setattr(StepMasks, "build", boolean)
+    with pytest.raises(ValueError, match="LlamaForCausalLM with eager attention does not honour"):
+        ModelRunner(tiny_model(), Attention.EAGER)
+
+
+@pytest.mark.parametrize("fault", ["commit", "positions", "rope"])
+def test_other_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is not all: rows must lie at their positions, and the rows that were accepted must stay."""
+    forward, commit = ModelRunner.forward, StaticKVCache.commit
+
+    def misplaced(self: ModelRunner, tokens: Any, positions: Any, visible: np.ndarray, *rest: Any, **kw: Any) -> Any:
+        start = positions[0]
+        return forward(self, tokens, range(start, start + len(tokens)), visible, *rest, **kw)
+
+    model = tiny_model()
+    if fault == "positions":
+        monkeypatch.setattr(ModelRunner, "forward", misplaced)
+    elif fault == "commit":
+        monkeypatch.setattr(StaticKVCache, "commit", lambda self, rows: commit(self, range(len(rows))))
+    else:  # an architecture that ignores position_ids
+        rotary = model.model.rotary_emb
+        rotary.register_forward_pre_hook(
+            lambda module, args, kw: (args, kw | {"position_ids": torch.arange(kw["position_ids"].shape[1])[None]}),
+            with_kwargs=True,
+        )
+    with pytest.raises(ValueError, match="does not honour a tree mask"):
+        ModelRunner(model)
+
+
+def test_a_model_that_fails_is_named() -> None:
+    """A traceback from inside somebody's modelling code says nothing about what to do."""
+    model = tiny_model()
+
+    def fail_on_a_step(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["use_cache"]:
+            raise KeyError("surprise")
+
+    model.register_forward_pre_hook(fail_on_a_step, with_kwargs=True)
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM .* cannot run a tree-shaped step \(KeyError: 'surprise'\); try"
+    ):
+        ModelRunner(model)
+
+
+def test_the_probe_is_small_and_asks_once() -> None:
+    """Every `generate(custom_generate=...)` makes a decoder: a probe a call would cost as much as several tokens."""
+    model = tiny_model("gemma3")
+    rows = _counted(model)
+    lp.LookaheadDecoder(model)
+    assert rows == [14, 10, 7, 1]  # two plain branches at once, prefix, tree, the step after the commit
+    lp.PromptLookupDecoder(model)
+    assert len(rows) == 4
+    lp.LookaheadDecoder(model, attention="eager")
+    assert len(rows) == 8
+    ModelRunner(tiny_model("llama"), probe=False)
+
+
+def test_the_probe_leaves_the_model_as_it_was() -> None:
+    """A window left short would change every later text."""
+    for arch in SLIDING:
+        model = tiny_model(arch)
+        held = [getattr(module, "sliding_window", None) for module in model.modules()]
+        state = torch.get_rng_state()
+        ModelRunner(model)
+        assert model.config.sliding_window == SLIDING_WINDOW
+        assert [getattr(module, "sliding_window", None) for module in model.modules()] == held
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_half_precision_passes() -> None:
+    """Rounding is no fault of the mask."""
+    for arch in ("llama", "gemma3", "gpt2", "qwen3_moe", "deepseek_v3"):
+        for dtype in (torch.bfloat16, torch.float16):
+            ModelRunner(tiny_model(arch, dtype=dtype))
