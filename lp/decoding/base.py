@@ -22,6 +22,20 @@ from lp.models.rope import RopeBoundary, rope_boundary
 OnTokens = Callable[[list[int], int], None]
 
 
+class Clock:
+    """Splits time: `lap()` returns the seconds since the last lap and adds them to a name's share."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+        self.shares: dict[str, float] = {}
+
+    def lap(self, name: str = "") -> float:
+        now = time.perf_counter()
+        took, self.last = now - self.last, now
+        self.shares[name] = self.shares.get(name, 0.0) + took
+        return took
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """One decode step on this rank.
@@ -39,6 +53,12 @@ class StepStats:
     forward_s: float
     exchange_s: float
     host_s: float
+
+    @classmethod
+    def of(cls, clock: Clock, slots: int, candidates: int, accepted: int) -> StepStats:
+        """The stats of a step whose laps were named forward, exchange and host."""
+        forward_s, exchange_s, host_s = (clock.shares.get(name, 0.0) for name in ("forward", "exchange", "host"))
+        return cls(slots, candidates, accepted, forward_s, exchange_s, host_s)
 
 
 @dataclass
@@ -193,11 +213,11 @@ class Decoder(ABC):
         return True
 
     def _seeded(self, sampling: SamplingParams | None) -> SamplingParams | None:
-        """With a seed of None, rank 0 draws one from torch's generator for all."""
-        if sampling is None or sampling.seed is not None:
-            return sampling
-        drawn = torch.randint(2**63 - 1, (1,)).to(self.context.device)
-        return replace(sampling, seed=int(self.context.all_gather(drawn)[0]))
+        """With a seed of None, rank 0 draws one from torch's generator for all; ranks that need none gather too."""
+        wanted = sampling is not None and sampling.seed is None
+        drawn = torch.randint(2**63 - 1, (1,)) if wanted else torch.zeros(1, dtype=torch.int64)
+        seed = int(self.context.all_gather(drawn.to(self.context.device))[0])
+        return replace(sampling, seed=seed) if sampling is not None and wanted else sampling
 
     @abstractmethod
     def _decode(self, request: Request) -> GenerationOutput: ...
@@ -227,15 +247,3 @@ class Decoder(ABC):
                 f"the prompt has {len(ids)} tokens, the model's context {context}; leave room for one new token"
             )
         return ids
-
-
-class Clock:
-    """Splits the time of a step: `lap()` gives the seconds since the last one."""
-
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        took, self.last = now - self.last, now
-        return took

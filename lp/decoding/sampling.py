@@ -193,7 +193,8 @@ class Chooser:
         if sampling.verifier is Verifier.REJECTION:
             mixed = chain_digest(sampling.seed, [sequence, rank])  # a row's owner alone draws for it
             return cls(made, torch.Generator().manual_seed(mixed), padding)
-        vocabulary = model.get_output_embeddings().weight.shape[0]
+        head = model.get_output_embeddings()
+        vocabulary = getattr(head, "out_features", None) or head.weight.shape[0]  # a quantised weight may be packed
         dtype = torch.promote_types(model.dtype, torch.float32)
         noise = NoiseRing(sampling.seed, sequence, vocabulary, reach, model.device, dtype)
         return cls(made, noise, padding, guess_noise)

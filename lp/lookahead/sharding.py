@@ -1,4 +1,4 @@
-"""Which slots of a step each rank computes (DESIGN section 2; paper section 4.2). Pure arithmetic, no processes.
+"""Which slots of a step each rank computes (DESIGN section 2; the paper's lookahead parallelism). Pure arithmetic.
 
 A rank computes the pieces it is given, which are columns and candidate paths, and the ancestors of their slots; so its
 rows are a subtree that contains `c`. Sets of slots are ints, one bit a slot: a union is `|`, its rows `bit_count`.
@@ -7,9 +7,12 @@ W: columns, R: ranks, M: the limit, which is the most rows a rank may have.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from operator import or_
+
+import numpy as np
 
 from lp.lookahead.layout import StepLayout
 
@@ -56,6 +59,43 @@ class ShardPlan:
 def _members(load: int) -> list[int]:
     """The slots of a set, ascending."""
     return [slot for slot, bit in enumerate(bin(load)[:1:-1]) if bit == "1"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRows:
+    """What one rank runs in a step: its catch-up tokens, then its slots (T rows).
+
+    Attributes:
+        tokens, positions: of the rows.
+        visible: (T, T) bool, which rows each one sees besides the cached prefix.
+        reads: rows whose read-off the rank owns, in slot order.
+        place: the row of every slot it computes.
+        catch_up: rows before the slots.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    visible: np.ndarray
+    reads: list[int]
+    place: dict[int, int]
+    catch_up: int
+
+    @classmethod
+    def build(cls, layout: StepLayout, plan: ShardPlan, rank: int, catch_up: Sequence[int]) -> RankRows:
+        """The rows of a rank that still lacks the KV of the tokens `catch_up`, which end right before `c`."""
+        slots, missing = plan.slots[rank], len(catch_up)
+        place = {slot: missing + row for row, slot in enumerate(slots)}
+        visible = np.tri(missing + len(slots), dtype=bool)
+        visible[missing:, missing:] = layout.visible()[np.ix_(slots, slots)]
+        start = layout.positions[0] - missing
+        return cls(
+            [*catch_up, *(layout.tokens[slot] for slot in slots)],
+            [*range(start, start + missing), *(layout.positions[slot] for slot in slots)],
+            visible,
+            [place[slot] for slot in plan.reads[rank]],
+            place,
+            missing,
+        )
 
 
 class _Deal:

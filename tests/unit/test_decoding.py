@@ -125,7 +125,7 @@ def test_memory_does_not_grow_with_steps(steps: int) -> None:
     assert output.steps >= steps and len(held) == 2
     assert held[1] == held[0]
     heads, head_dim, layers = 2, 8, 2
-    assert output.cache_bytes == 2 * layers * heads * head_dim * 8 * (len(PROMPT) + 4000 + 1 + 3 * 2)
+    assert output.cache_bytes == 2 * layers * heads * head_dim * 8 * (len(PROMPT) + 4000 + 3 * 2)
 
 
 class _After(StoppingCriteria):

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import lp
-from lp.decoding.lookahead import _Generation
+from lp.decoding.generation import Generation
 from lp.distributed import ParallelContext, run_lockstep
 from lp.lookahead.candidates import TokenTree
 from lp.models.loader import DEMO_MODEL
@@ -107,7 +107,7 @@ def _corrupt(generation: Any, what: str) -> bool:
 def test_a_corrupted_token_stops_the_job(ranks: int, bad: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose state drifts must not go on: its read-offs would be taken for the text."""
     corrupted: list[int] = []
-    learn, seen = _Generation._learn, [0] * ranks
+    learn, seen = Generation._learn, [0] * ranks
 
     def learn_and_corrupt(self: Any, *args: Any) -> None:
         learn(self, *args)
@@ -116,7 +116,7 @@ def test_a_corrupted_token_stops_the_job(ranks: int, bad: int, what: str, monkey
         if rank == bad and step >= 2 and not corrupted and _corrupt(self, what):
             corrupted.append(step)
 
-    monkeypatch.setattr(_Generation, "_learn", learn_and_corrupt)
+    monkeypatch.setattr(Generation, "_learn", learn_and_corrupt)
     ids = drawn_text(random.Random(4), 40)
     with pytest.raises(RuntimeError) as error:
         on_ranks(ranks, tiny_model(), SHAPE, ids, 60)
@@ -219,6 +219,8 @@ DIFFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "kv_sync": ("decoder config", {"config": lp.LookaheadConfig(window_size=5, kv_sync=lp.KVSync.BROADCAST)}),
     "max_new_tokens": ("decoder config", {"new": 9}),
     "eos_token_id": ("decoder config", {"eos_token_id": 3}),
+    "sampling": ("decoder config", {"sampling": lp.SamplingParams(temperature=0.7, seed=3)}),
+    "an open seed": ("decoder config", {"sampling": lp.SamplingParams(temperature=0.7)}),
     "criteria": ("decoder config", {"stopping_criteria": [_OnCall(-1, bool)]}),
     "weights": ("weights' checksum", {"model": {"seed": 1}}),
     "dtype": ("weights' names and shapes", {"model": {"dtype": torch.float32}}),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lp.decoding.lookahead import _Generation
+from lp.decoding.generation import Generation
 from lp.models.runner import ModelRunner
 
 WORDS = ("gather", "reduce", "broadcast", "scatter", "all_to_all", "barrier", "send", "recv", "object")
@@ -37,7 +37,7 @@ class Watch:
             if moves and not name.startswith("_") and callable(function) and not isinstance(function, type):
                 patch.setattr(dist, name, self._watched(name, function))
         self._mark(patch, ModelRunner, "prefill", self._started)
-        self._mark(patch, _Generation, "_commit", self._committed)
+        self._mark(patch, Generation, "_commit", self._committed)
 
     def on_tokens(self, tokens: list[int], step: int) -> None:
         """The end of a step."""
@@ -72,6 +72,6 @@ class Watch:
     def _started(self, *args: Any) -> None:
         self.before, self.now = self.now, Step()  # what start-up called is none of the steps'
 
-    def _committed(self, generation: _Generation, layout: Any, plan: Any, outcome: Any, *rest: Any) -> None:
+    def _committed(self, generation: Generation, layout: Any, plan: Any, rows: Any, outcome: Any, *rest: Any) -> None:
         self.now.most_reads = plan.most_reads
         self.now.lacking = any(outcome.path[-1] not in slots for slots in plan.slots)

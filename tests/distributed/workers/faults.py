@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import lp
-from lp.decoding.lookahead import _Generation
+from lp.decoding.generation import Generation
 from tests.tiny_models import tiny_model
 
 STEP = 3  # at which things go wrong
@@ -41,15 +41,15 @@ class Rank:
 
     def drift(self) -> None:
         """One token of this rank's window changes in memory."""
-        learn = _Generation._learn
+        learn = Generation._learn
 
-        def learn_and_drift(generation: _Generation, *args: Any) -> None:
+        def learn_and_drift(generation: Generation, *args: Any) -> None:
             learn(generation, *args)
             if self.at_fault and len(generation.stats) == STEP:
                 generation.window.rows[1][2] ^= 1
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_Generation, "_learn", learn_and_drift)
+            patch.setattr(Generation, "_learn", learn_and_drift)
             self._generate(200, lambda step: None)
 
     def callback(self) -> None:

@@ -1,0 +1,186 @@
+"""One `generate` call: the state that every rank holds alike, and THE step (DESIGN section 2)."""
+
+from __future__ import annotations
+
+import torch
+
+from lp.config import KVSync, LookaheadConfig
+from lp.decoding.base import Clock, GenerationOutput, Request, StepStats
+from lp.decoding.stopping import FINISH_REASON
+from lp.distributed import ParallelContext
+from lp.lookahead import exchange
+from lp.lookahead.candidates import CandidateSource, TokenTree
+from lp.lookahead.exchange import Stop
+from lp.lookahead.layout import StepLayout, full_layout
+from lp.lookahead.sharding import RankRows, ShardPlan
+from lp.lookahead.verify import Outcome, walk
+from lp.lookahead.window import LookaheadWindow
+from lp.models.runner import ModelRunner
+
+
+class Generation:
+    """Window, candidates and text of one call, the same on every rank; the cache, and what it lacks, is the rank's own.
+
+    Args:
+        config: shape and policies.
+        context: the ranks.
+        runner: runs the rows of a step.
+        source: proposes candidates; made for this call.
+        request: the checked call.
+    """
+
+    def __init__(
+        self,
+        config: LookaheadConfig,
+        context: ParallelContext,
+        runner: ModelRunner,
+        source: CandidateSource,
+        request: Request,
+    ) -> None:
+        self.config, self.context, self.runner, self.source, self.request = config, context, runner, source, request
+        self.text = list(request.prompt)
+        self.window = LookaheadWindow(config.window_size, config.ngram_size, request.prompt)
+        largest = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
+        self.row_size = exchange.row_size(ShardPlan.build(largest, context.world_size))
+        self.cache = runner.new_cache(len(request.prompt) + request.max_new_tokens + len(largest))
+        self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
+        self.digest, self.digested = exchange.chain_digest(0, request.prompt), len(request.prompt)
+        self.pending, self.keep = Stop.NONE, 0  # what only this rank knows yet, and the new tokens to return
+        self.failure: BaseException | None = None
+        self.stats: list[StepStats] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated so far."""
+        return self.text[len(self.request.prompt) :]
+
+    def run(self) -> GenerationOutput:
+        """Prefill, then step until something ends the text.
+
+        Raises:
+            RuntimeError: the ranks' states differ.
+            BaseException: what a callback raised on this rank, once all ranks have stopped.
+        """
+        clock = Clock()
+        self.runner.prefill(self.request.prompt[:-1], self.cache, self.request.prefill_chunk)
+        prefill_s, reason = clock.lap(), Stop.NONE
+        while not reason:
+            reason = self.step()
+        if self.failure:
+            raise self.failure
+        return GenerationOutput(
+            self.tokens[: self.keep], FINISH_REASON[reason], self.stats, prefill_s, clock.lap(), self.cache.nbytes()
+        )
+
+    def step(self) -> Stop:
+        """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""
+        clock = Clock()
+        layout = self._layout(self._propose())
+        plan = ShardPlan.build(layout, self.context.world_size)
+        rows = RankRows.build(layout, plan, self.context.rank, self.catch_up)
+        clock.lap("host")
+        chosen = self._forward(layout, plan, rows)
+        clock.lap("forward")
+        row = exchange.pack(self._header(layout), chosen, plan, self.row_size)
+        clock.lap("host")
+        gathered = exchange.gather(row, self.row_size, self.context.all_gather, len(self.stats))
+        clock.lap("exchange")
+        read, told, keep = exchange.unpack(gathered, plan, layout)
+        if told:
+            return self._told(told, keep)
+        outcome = walk(layout, read, 0 if self._warming else None)
+        self._commit(layout, plan, rows, outcome, clock)
+        self._learn(layout, read, outcome)
+        reason = self._deliver(outcome)
+        clock.lap("host")
+        self.stats.append(StepStats.of(clock, len(rows.tokens), len(layout) - layout.n_window, outcome.accepted))
+        return reason
+
+    @property
+    def _warming(self) -> bool:
+        return len(self.stats) < self.config.warmup_steps
+
+    def _propose(self) -> TokenTree:
+        return self.source.propose(self.text, 0 if self._warming else self.config.row_budget)
+
+    def _layout(self, candidates: TokenTree) -> StepLayout:
+        position = len(self.text) - 1
+        if self.request.crosses(position):
+            self.runner.cross(self.text, self.cache, self.request.prefill_chunk)
+            self.catch_up = []
+        return StepLayout(self.window, candidates, self.text[-1], position, self.request.limit_at(position))
+
+    def _forward(self, layout: StepLayout, plan: ShardPlan, rows: RankRows) -> torch.Tensor:
+        """What this rank's owned reads choose: int64 (owned reads,), on the device."""
+        logits = self.runner.forward(rows.tokens, rows.positions, rows.visible, self.cache, rows.reads)
+        slots = plan.reads[self.context.rank]
+        positions, branches = [layout.positions[slot] for slot in slots], [layout.branch(slot) for slot in slots]
+        drafts = [layout.drafts(slot) for slot in slots]
+        return self.request.chooser.choose(logits, positions, branches, drafts, self.text)
+
+    def _header(self, layout: StepLayout) -> tuple[int, int, int]:
+        self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], layout.tokens, layout.parents)
+        self.digested = len(self.text)
+        flags = self.pending | (Stop.INTERRUPTED if self.request.signals.requested else Stop.NONE)
+        return self.digest, int(flags), self.keep
+
+    def _told(self, told: Stop, keep: int) -> Stop:
+        """Some rank wants to stop: the step's tokens are dropped, everything before it is kept."""
+        verdict = told & ~(Stop.INTERRUPTED | Stop.FAILED)
+        self.keep = keep if verdict else len(self.tokens)
+        return verdict or Stop.INTERRUPTED
+
+    def _commit(self, layout: StepLayout, plan: ShardPlan, rows: RankRows, outcome: Outcome, clock: Clock) -> None:
+        """Keep the KV of the accepted path that this rank has; get or owe the rest."""
+        lacking = any(outcome.path[-1] not in slots for slots in plan.slots)
+        if self.config.kv_sync is KVSync.BROADCAST and lacking:
+            self._broadcast(plan, rows, outcome, clock)
+            return
+        have = [rows.place[slot] for slot in outcome.path if slot in rows.place]
+        self.cache.commit([*range(rows.catch_up), *have])
+        self.catch_up = [layout.tokens[slot] for slot in outcome.path[len(have) :]]
+
+    def _broadcast(self, plan: ShardPlan, rows: RankRows, outcome: Outcome, clock: Clock) -> None:
+        """Some rank has the whole path, since a rank computes a slot's ancestors too: it sends the accepted rows."""
+        path = outcome.path[1:]
+        source = next(rank for rank, slots in enumerate(plan.slots) if path[-1] in slots)
+        flat = self.cache.rows([rows.place.get(slot, 0) for slot in path])
+        clock.lap("host")
+        self.context.broadcast(flat, source)
+        clock.lap("exchange")
+        self.cache.commit([rows.place[0]])
+        self.cache.append(flat, len(path))
+
+    def _learn(self, layout: StepLayout, read: dict[int, int], outcome: Outcome) -> None:
+        new = [read[slot] for slot in layout.last_row()]
+        ngrams = self.window.ngrams(new)
+        guesses = [(layout.positions[slot], layout.tokens[slot], chosen) for slot, chosen in read.items()]
+        if self._warming:  # the reference's window has no full column yet
+            ngrams, guesses = [], []
+        self.text += outcome.tokens
+        self.window.advance(self.text, len(outcome.tokens), new)
+        self.source.observe(self.text, len(outcome.tokens), ngrams, guesses)
+
+    def _deliver(self, outcome: Outcome) -> Stop:
+        """Stream the step's tokens and decide whether they end the text.
+
+        What only this rank knows (a criterion, which may look at the clock; a failure) is told in the next header.
+        """
+        tokens, new = self.tokens, len(outcome.tokens)
+        stopping, alone = self.request.stopping, self.context.world_size == 1
+        if not alone and stopping.criteria and not self.context.is_main:
+            self.keep = len(tokens)
+            return Stop.NONE
+        reason = Stop.NONE
+        try:
+            reason, self.keep = stopping.check(tokens, new)
+            if self.request.on_tokens and tokens[len(tokens) - new : self.keep]:
+                self.request.on_tokens(tokens[len(tokens) - new : self.keep], len(self.stats))
+        except BaseException as error:
+            if alone:
+                raise
+            self.failure = error
+        if alone or not (stopping.criteria or (self.failure and not reason)):
+            return reason  # every rank has the same: a failure in the last step must not wait for ranks that have ended
+        self.pending = reason or (Stop.FAILED if self.failure else Stop.NONE)
+        return Stop.NONE
