@@ -6,6 +6,7 @@ mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_ini
 
 from __future__ import annotations
 
+import os
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum, StrEnum
@@ -88,6 +89,8 @@ class Common:
     W: int = 15
     N: int = 5
     G: int = 15
+    W_per_rank: int | None = None
+    G_per_rank: int | None = None
     max_new_tokens: int = 128
     stop_strings: list[str] = field(default_factory=list)
     seed: int | None = 0
@@ -147,6 +150,10 @@ def settings(cfg: DictConfig) -> Any:
         ValueError: a key that the schema does not know; Hydra's `+key=value` lets it in.
         OmegaConfBaseException: a missing or unreadable value.
     """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    for key in ("W", "G"):  # weak scaling: what a rank has stays the same however many there are
+        if cfg[f"{key}_per_rank"] is not None:
+            cfg[key] = cfg[f"{key}_per_rank"] * ranks
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, Common)
     _refuse_extras(config, "")

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import lp
+from launch.schema import AttentionSchema, Config, ModelSchema, settings
 from launch.stream import STEP_COLOURS
 from lp.bench.prompts import load_builtin
 from lp.models.loader import DEMO_MODEL
@@ -50,6 +52,18 @@ def test_the_default_shows_text_and_a_table_that_says_equal(generate: Callable[.
     assert [rows[method][-1] for method in METHODS] == ["equal", "reference", "equal"]
     assert "float64, cpu, threads: 1, ranks: 1, W=4 N=3 G=4, median of 1" in ran.out
     assert ran.err == ""
+
+
+def test_w_and_g_per_rank(generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weak scaling: what a rank has stays the same, so the total follows the number of ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = ModelSchema(name="demo")
+    given = OmegaConf.structured(Config(model=model, W_per_rank=3, attention=AttentionSchema(name="auto")))
+    given.sampling.name = given.task.name = "none"
+    assert (settings(given).W, settings(given).G) == (12, 15)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert "W=6 N=3 G=2" in generate("W_per_rank=6", "G_per_rank=2", "compare=false").out
+    assert generate("W_per_rank=-1").code == 2
 
 
 def test_piped_output_has_no_escape_codes(generate: Callable[..., Ran]) -> None:
