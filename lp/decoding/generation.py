@@ -44,6 +44,7 @@ class Generation:
         self.row_size = exchange.row_size(ShardPlan.build(largest, context.world_size))
         self.cache = runner.new_cache(len(request.prompt) + request.max_new_tokens + len(largest))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
+        self.owed = [0] * context.world_size  # how many every rank lacks
         self.digest, self.digested = exchange.chain_digest(0, request.prompt), len(request.prompt)
         self.pending, self.keep = Stop.NONE, 0  # what only this rank knows yet, and the new tokens to return
         self.failure: BaseException | None = None
@@ -76,7 +77,7 @@ class Generation:
         """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""
         clock = Clock()
         layout = self._layout(self._propose())
-        plan = ShardPlan.build(layout, self.context.world_size)
+        plan = ShardPlan.build(layout, self.context.world_size, self.owed)
         rows = RankRows.build(layout, plan, self.context.rank, self.catch_up)
         clock.lap("host")
         chosen = self._forward(layout, plan, rows)
@@ -107,7 +108,7 @@ class Generation:
         position = len(self.text) - 1
         if self.request.crosses(position):
             self.runner.cross(self.text, self.cache, self.request.prefill_chunk)
-            self.catch_up = []
+            self.catch_up, self.owed = [], [0] * self.context.world_size
         return StepLayout(self.window, candidates, self.text[-1], position, self.request.limit_at(position))
 
     def _forward(self, layout: StepLayout, plan: ShardPlan, rows: RankRows) -> torch.Tensor:
@@ -139,6 +140,7 @@ class Generation:
         have = [rows.place[slot] for slot in outcome.path if slot in rows.place]
         self.cache.commit([*range(rows.catch_up), *have])
         self.catch_up = [layout.tokens[slot] for slot in outcome.path[len(have) :]]
+        self.owed = [sum(slot not in slots for slot in outcome.path) for slots in map(set, plan.slots)]
 
     def _broadcast(self, plan: ShardPlan, rows: RankRows, outcome: Outcome, clock: Clock) -> None:
         """Some rank has the whole path, since a rank computes a slot's ancestors too: it sends the accepted rows."""
@@ -148,7 +150,7 @@ class Generation:
         clock.lap("host")
         self.context.broadcast(flat, source)
         clock.lap("exchange")
-        self.cache.commit([rows.place[0]])
+        self.cache.commit([*range(rows.catch_up), rows.place[0]])
         self.cache.append(flat, len(path))
 
     def _learn(self, layout: StepLayout, read: dict[int, int], outcome: Outcome) -> None:

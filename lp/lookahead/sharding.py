@@ -43,13 +43,19 @@ class ShardPlan:
         return max(map(len, self.slots))
 
     @classmethod
-    def build(cls, layout: StepLayout, world_size: int) -> ShardPlan:
-        """Share a layout among `world_size` ranks so that the largest has the fewest rows."""
+    def build(cls, layout: StepLayout, world_size: int, owed: Sequence[int] = ()) -> ShardPlan:
+        """Share a layout among `world_size` ranks so that the largest has the fewest rows.
+
+        Args:
+            layout: the step's tree.
+            world_size: R.
+            owed: catch-up rows of every rank, which count as its rows; none if empty.
+        """
         if world_size == 1:
             return cls([list(range(len(layout)))], [layout.reads])
         slots, reads = [], []
         wanted = sum(1 << slot for slot in layout.reads)
-        for load in _Deal(layout, world_size).solve():
+        for load in _Deal(layout, owed or [0] * world_size).solve():
             slots.append(_members(load))
             reads.append(_members(load & wanted))
             wanted &= ~load
@@ -106,8 +112,8 @@ class _Deal:
     until nothing is left to try or NODES placements are spent.
     """
 
-    def __init__(self, layout: StepLayout, world_size: int) -> None:
-        self.layout, self.world_size = layout, world_size
+    def __init__(self, layout: StepLayout, owed: Sequence[int]) -> None:
+        self.layout, self.world_size, self.owed = layout, len(owed), owed
         above: list[int] = []  # of every slot, the path from `c` to it
         for slot, parent in enumerate(layout.parents):
             above.append((above[parent] if parent >= 0 else 0) | 1 << slot)
@@ -119,12 +125,21 @@ class _Deal:
 
     def solve(self) -> list[int]:
         """The slots of each rank."""
-        return next(loads for limit in count(self._least_limit()) if (loads := self._place(limit)))
+        loads = next(loads for limit in count(self._least_limit()) if (loads := self._place(limit)))
+        return [load & (1 << len(self.layout)) - 1 for load in loads]
+
+    def _empty(self) -> list[int]:
+        """Loads to begin with, the last rank's first: `c`, and catch-up rows as bits that no slot has."""
+        loads, bit = [], len(self.layout)
+        for owed in reversed(self.owed):
+            loads.append(1 | ((1 << owed) - 1) << bit)
+            bit += owed
+        return loads
 
     def _least_limit(self) -> int:
         """A limit below which no deal exists: rows that the ranks have together against those they need."""
-        own = len(self.layout) - self.layout.n_window + self.layout.columns * (self.layout.rows - 1)
-        longest = max((piece.bit_count() for piece in self.pieces), default=1)
+        own = len(self.layout) - self.layout.n_window + self.layout.columns * (self.layout.rows - 1) + sum(self.owed)
+        longest = max([1 + max(self.owed), *(piece.bit_count() for piece in self.pieces)])
         return next(limit for limit in count(longest) if own + self._repeated_rows(limit) <= limit * self.world_size)
 
     def _repeated_rows(self, limit: int) -> int:
@@ -137,9 +152,9 @@ class _Deal:
 
     def _place(self, limit: int) -> list[int] | None:
         """Place all pieces within the limit by depth-first search; None if no deal was found."""
-        loads = [1] * self.world_size  # `c`
+        loads = self._empty()
         if not self.pieces:
-            return loads
+            return loads[::-1]
         left = EXACT_NODES if len(self.pieces) <= EXACT_PIECES else NODES + len(self.pieces)
         failed: set[tuple[object, ...]] = set()
         placed: list[tuple[int, int]] = []  # by piece, its rank and that rank's load before

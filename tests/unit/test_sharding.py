@@ -192,7 +192,7 @@ def test_the_exact_search_is_never_cut_short(monkeypatch: pytest.MonkeyPatch) ->
         rng = random.Random(seed)
         layout = drawn_layout(rng, widest=5)
         ranks = rng.randint(2, 5)
-        deal = sharding._Deal(layout, ranks)
+        deal = sharding._Deal(layout, [0] * ranks)
         if len(deal.pieces) <= EXACT_PIECES:
             tried.clear()
             deal._place(ShardPlan.build(layout, ranks).most_rows - 1)
