@@ -178,6 +178,15 @@ def test_pool_guesses_by_position() -> None:
     assert set(pool._guesses) == {4, 5}
 
 
+def test_pool_continues_by_two_tokens() -> None:
+    """One token of context leaves a loop at the first token that stands in it twice."""
+    text = [1, 2, 1, 3, 1, 2, 1, 3, 1, 2]
+    assert NGramPool(2, 4, 6, text).propose(text, 6).tokens == [1, 3, 1, 2, 1, 3]
+    pool = NGramPool(3, 4, 6, ())
+    pool.observe([9, 8], 1, [(9, 8, 7)], [])
+    assert pool.propose([9, 8], 6).tokens == [7]
+
+
 def test_pool_chains_to_depth() -> None:
     """Depth beyond N - 1 is what a looping text pays for."""
     pool = NGramPool(3, 4, 7, [1, 2, 3, 4, 1])
