@@ -40,6 +40,10 @@ def generate(config: Config) -> None:
         pen = Pen(text, shows_colours(text))
         try:
             _continue_all(session, pen, report)
+        except Exception:
+            report.partial = True
+            pen.aside("\n[partial: the run failed here]\n")
+            raise
         finally:
             if report.results:
                 _show(report, config, table)

@@ -49,6 +49,7 @@ class Report:
     sampling: lp.SamplingParams | None = None
     results: list[Result] = field(default_factory=list)
     interrupted: bool = False
+    partial: bool = False  # an error ended the run
 
     @property
     def finished(self) -> list[Result]:
@@ -216,7 +217,13 @@ def as_json(report: Report) -> str:
     """The same as one JSON object on one line."""
     methods = {row.method: _method(row, report) for row in report.rows() if not row.interrupted}
     prompts = [_prompt(result) for result in report.results]
-    head = {**report.setting, "method": report.method, "equal": report.equal, "interrupted": report.interrupted}
+    head = {
+        **report.setting,
+        "method": report.method,
+        "equal": report.equal,
+        "interrupted": report.interrupted,
+        "partial": report.partial,
+    }
     return json.dumps({**head, "methods": methods, "prompts": prompts}, ensure_ascii=False)
 
 

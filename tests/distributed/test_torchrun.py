@@ -66,3 +66,20 @@ def test_signals_reach_the_ranks(
     assert process.returncode == 128 + number, err
     assert "interrupted" in out and "tokens" in out
     assert processes.wait_for_end(20) == []
+
+
+def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, settings: list[str], tmp_path: Path) -> None:
+    """A text cut off by a lost rank must not look like a finished one."""
+    asked = [*settings, "max_new_tokens=1500", "compare=false"]
+    process = processes.start(processes.torchrun(2, APP, *asked), _run_dir(tmp_path))
+    assert process.stdout is not None
+    seen = ""
+    while "===" not in seen:
+        seen += process.stdout.readline()
+    time.sleep(0.5)
+    rank_1 = next(p for p in processes.alive() if p.environ().get("RANK") == "1" and "launch.generate" in p.cmdline())
+    rank_1.kill()
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert "[partial: the run failed here]" in out
+    assert processes.wait_for_end(5) == []
