@@ -6,8 +6,9 @@ writing to a terminal is in no figure. `--cfg job` shows the keys.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TextIO
 
@@ -40,10 +41,6 @@ def generate(config: Config) -> None:
         pen = Pen(text, shows_colours(text))
         try:
             _continue_all(session, pen, report)
-        except Exception:
-            report.partial = True
-            pen.aside("\n[partial: the run failed here]\n")
-            raise
         finally:
             if report.results:
                 _show(report, config, table)
@@ -58,10 +55,22 @@ def _continue_all(session: Session, pen: Pen, report: Report) -> None:
             pen.legend()
         _warm_up(session)
         for prompt in session.prompts:
-            _continue(session, prompt, pen, report)
+            with _marked(pen, report):
+                _continue(session, prompt, pen, report)
     except KeyboardInterrupt:
         report.interrupted = True
         pen.note("")
+
+
+@contextlib.contextmanager
+def _marked(pen: Pen, report: Report) -> Iterator[None]:
+    """A text that an error cuts off must not look like a finished one."""
+    try:
+        yield
+    except Exception:
+        report.partial = True
+        pen.aside("\n[partial: the run failed here]\n")
+        raise
 
 
 def _warm_up(session: Session) -> None:

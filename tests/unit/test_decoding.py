@@ -65,13 +65,17 @@ def test_interrupt_keeps_what_was_generated(make: Any) -> None:
 
 def test_a_second_interrupt_is_immediate() -> None:
     """A step that hangs must still yield to Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
 
     def on_tokens(tokens: list[int], step: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(KeyboardInterrupt):
-        lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, 60, on_tokens=on_tokens)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, 60, on_tokens=on_tokens)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _AfterToken(StoppingCriteria):
