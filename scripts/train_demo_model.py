@@ -216,7 +216,7 @@ language: code
 # lp demo model
 
 A {parameters:.1f} M-parameter Llama for Python completion, trained by `scripts/train_demo_model.py` so that this
-repository can show and test decoding without a download. It is no assistant and knows little.
+repository can show and test decoding without a download. It knows little, and its greedy text soon repeats itself.
 
 | | |
 |---|---|

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from transformers import StopStringCriteria
 
 import lp
 from lp.bench.compare import first_difference, logit_gap
-from lp.bench.prompts import load_builtin
+from lp.bench.prompts import load_builtin, load_jsonl
+from lp.distributed import run_lockstep
 from lp.models.loader import DEMO_MODEL, Loaded, load
 from tests.tiny_models import plain_greedy
 
@@ -50,6 +52,22 @@ def test_float32_equals_generate_on_builtin_prompts(demo: Loaded) -> None:
             excused.append((prompt.task_id, at, gap))
         assert output.compression > 1.2
     print("near-ties:", excused)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_say_what_one_says(demo: Loaded, ranks: int) -> None:
+    """Real text accepts long paths, which ranks must catch up on; float32 must not make them drift."""
+    data = Path(os.environ.get("LP_DATA", "data")) / "humaneval.jsonl"
+    prompt = (load_jsonl(data, 1) if data.is_file() else load_builtin(1))[0]
+    ids = demo.tokenizer(prompt.text)["input_ids"]
+    alone = lp.LookaheadDecoder(demo.model).generate(ids, 64)
+    assert alone.tokens == plain_greedy(demo.model, ids, 64)
+    for sync in lp.KVSync:
+        config = lp.LookaheadConfig(kv_sync=sync)
+        outputs = run_lockstep(ranks, lambda c: lp.LookaheadDecoder(demo.model, config, c).generate(ids, 64))  # noqa: B023
+        for output in outputs:
+            assert output.tokens == alone.tokens
+            assert [s.accepted for s in output.step_stats] == [s.accepted for s in alone.step_stats]
 
 
 def test_coupled_sampling_is_one_text(demo: Loaded) -> None:
