@@ -47,6 +47,11 @@ class LookaheadConfig:
         candidate_depth: longest candidate path in tokens, beyond N - 1 by chaining n-grams; None is the paper's N - 1.
         prompt_ngrams: the prompt's n-grams enter the pool before the first step.
         output_ngrams: the n-grams of accepted text enter the pool.
+        window_ngrams: the window's n-grams enter the pool.
+        position_guesses: what rows read is remembered for its position.
+        recycled: K, logits kept of every row that is read, to guess again from; 0 keeps none.
+        renoise: under sampling recycled logits guess under the noise of the position they guess for.
+        learn: the weights of the pool's sources follow what turns out true.
         window_noise: under sampling the window iterates under the sampler's own noise; False guesses greedily.
         warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1; for ablations.
         kv_sync: how ranks get each other's accepted KV.
@@ -61,6 +66,11 @@ class LookaheadConfig:
     candidate_depth: int | None = 20
     prompt_ngrams: bool = True
     output_ngrams: bool = True
+    window_ngrams: bool = True
+    position_guesses: bool = True
+    recycled: int = 16
+    renoise: bool = True
+    learn: bool = True
     window_noise: bool = True
     warmup_steps: int = 0
     kv_sync: KVSync = KVSync.RECOMPUTE
@@ -71,6 +81,7 @@ class LookaheadConfig:
         check_int("guess_set_size (G)", self.guess_set_size, 0, 4096, "try G=W, or 0 for no candidates")
         if self.candidate_depth is not None:
             check_int("candidate_depth", self.candidate_depth, 1, 1024, "leave it null for N - 1")
+        check_int("recycled (K)", self.recycled, 0, 256, "try 16, or 0 for none")
         check_int("warmup_steps", self.warmup_steps, 0, math.inf, "leave it 0")
         if self.kv_sync not in list(KVSync):
             raise ValueError(f"kv_sync is {self.kv_sync!r}; it must be one of {[str(k) for k in KVSync]}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from lp.config import KVSync, LookaheadConfig
 from lp.decoding.base import Clock, GenerationOutput, Request, StepStats
+from lp.decoding.sampling import likeliest
 from lp.decoding.stopping import FINISH_REASON
 from lp.distributed import ParallelContext
 from lp.lookahead import exchange
-from lp.lookahead.candidates import CandidateSource, TokenTree
+from lp.lookahead.candidates import CandidateSource, StepReads, TokenTree
 from lp.lookahead.exchange import Stop
 from lp.lookahead.layout import StepLayout, full_layout
 from lp.lookahead.sharding import RankRows, ShardPlan
@@ -41,7 +43,8 @@ class Generation:
         self.text = list(request.prompt)
         self.window = LookaheadWindow(config.window_size, config.ngram_size, request.prompt)
         largest = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
-        self.row_size = exchange.row_size(ShardPlan.build(largest, context.world_size))
+        self.harvest = min(source.harvest, runner.vocabulary)
+        self.shape = exchange.RowShape.of(ShardPlan.build(largest, context.world_size), self.harvest)
         self.cache = runner.new_cache(len(request.prompt) + request.max_new_tokens + len(largest))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.owed = [0] * context.world_size  # how many every rank lacks
@@ -80,18 +83,18 @@ class Generation:
         plan = ShardPlan.build(layout, self.context.world_size, self.owed)
         rows = RankRows.build(layout, plan, self.context.rank, self.catch_up)
         clock.lap("host")
-        chosen = self._forward(layout, plan, rows)
+        chosen, harvest = self._forward(layout, plan, rows)
         clock.lap("forward")
-        row = exchange.pack(self._header(layout), chosen, plan, self.row_size)
+        row = exchange.pack(self._header(layout), chosen, harvest, plan, self.shape)
         clock.lap("host")
-        gathered = exchange.gather(row, self.row_size, self.context.all_gather, len(self.stats))
+        gathered = exchange.gather(row, self.shape, self.context.all_gather, len(self.stats))
         clock.lap("exchange")
-        read, told, keep = exchange.unpack(gathered, plan, layout)
+        read, harvest, told, keep = exchange.unpack(gathered, plan, layout, self.shape)
         if told:
             return self._told(told, keep)
         outcome = walk(layout, read, 0 if self._warming else None)
         self._commit(layout, plan, rows, outcome, clock)
-        self._learn(layout, read, outcome)
+        self._learn(layout, read, harvest, outcome)
         reason = self._deliver(outcome)
         clock.lap("host")
         self.stats.append(StepStats.of(clock, len(rows.tokens), len(layout) - layout.n_window, outcome.accepted))
@@ -102,7 +105,8 @@ class Generation:
         return len(self.stats) < self.config.warmup_steps
 
     def _propose(self) -> TokenTree:
-        return self.source.propose(self.text, 0 if self._warming else self.config.row_budget)
+        budget = 0 if self._warming else self.config.row_budget
+        return self.source.propose(self.text, budget, *self.window.chains())
 
     def _layout(self, candidates: TokenTree) -> StepLayout:
         position = len(self.text) - 1
@@ -111,13 +115,15 @@ class Generation:
             self.catch_up, self.owed = [], [0] * self.context.world_size
         return StepLayout(self.window, candidates, self.text[-1], position, self.request.limit_at(position))
 
-    def _forward(self, layout: StepLayout, plan: ShardPlan, rows: RankRows) -> torch.Tensor:
-        """What this rank's owned reads choose: int64 (owned reads,), on the device."""
+    def _forward(self, layout: StepLayout, plan: ShardPlan, rows: RankRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank's owned reads choose, int64 (owned reads,), and their likeliest tokens, on the device."""
         logits = self.runner.forward(rows.tokens, rows.positions, rows.visible, self.cache, rows.reads)
         slots = plan.reads[self.context.rank]
         positions, branches = [layout.positions[slot] for slot in slots], [layout.branch(slot) for slot in slots]
         drafts = [layout.drafts(slot) for slot in slots]
-        return self.request.chooser.choose(logits, positions, branches, drafts, self.text)
+        chooser = self.request.chooser
+        scores = chooser.scores(logits, branches, self.text)
+        return chooser.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
 
     def _header(self, layout: StepLayout) -> tuple[int, int, int]:
         self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], layout.tokens, layout.parents)
@@ -153,15 +159,16 @@ class Generation:
         self.cache.commit([*range(rows.catch_up), rows.place[0]])
         self.cache.append(flat, len(path))
 
-    def _learn(self, layout: StepLayout, read: dict[int, int], outcome: Outcome) -> None:
+    def _learn(self, layout: StepLayout, read: dict[int, int], harvest: np.ndarray, outcome: Outcome) -> None:
         new = [read[slot] for slot in layout.last_row()]
-        ngrams = self.window.ngrams(new)
-        guesses = [(layout.positions[slot], layout.tokens[slot], chosen) for slot, chosen in read.items()]
+        ngrams, slots = self.window.ngrams(new), layout.reads
         if self._warming:  # the reference's window has no full column yet
-            ngrams, guesses = [], []
+            ngrams, slots, harvest = [], [], harvest[:0]
+        chosen = [read[slot] for slot in slots]
+        seen = StepReads(layout.tokens, layout.positions, layout.parents, slots, chosen, harvest, ngrams)
         self.text += outcome.tokens
         self.window.advance(self.text, len(outcome.tokens), new)
-        self.source.observe(self.text, len(outcome.tokens), ngrams, guesses)
+        self.source.observe(self.text, len(outcome.tokens), seen)
 
     def _deliver(self, outcome: Outcome) -> Stop:
         """Stream the step's tokens and decide whether they end the text.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from transformers import PreTrainedModel
 
 from lp.config import Attention, LookaheadConfig, PromptLookupConfig
@@ -60,17 +58,15 @@ class LookaheadDecoder(Decoder):
         """What ranks must agree on."""
         return self.config
 
-    def source(self, prompt: Sequence[int]) -> CandidateSource:
+    def source(self, request: Request) -> CandidateSource:
         """What proposes candidates, made anew for every call."""
-        config = self.config
-        known = prompt if config.prompt_ngrams else ()
-        return NGramPool(config.ngram_size, config.guess_set_size, config.depth, known, config.output_ngrams)
+        return NGramPool(self.config, request.prompt, request.chooser.noise_key)
 
     def _decode(self, request: Request) -> GenerationOutput:
         asked = (self.settings, request.max_new_tokens, request.limit, request.stopping, request.chooser)
         items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
         check_same(self.context, items)
-        return Generation(self.config, self.context, self.runner, self.source(request.prompt), request).run()
+        return Generation(self.config, self.context, self.runner, self.source(request), request).run()
 
 
 class PromptLookupDecoder(LookaheadDecoder):
@@ -103,6 +99,6 @@ class PromptLookupDecoder(LookaheadDecoder):
         """How much to match and to copy."""
         return self.lookup
 
-    def source(self, prompt: Sequence[int]) -> CandidateSource:
+    def source(self, request: Request) -> CandidateSource:
         """The prompt's runs of tokens."""
-        return PromptLookup(self.lookup.max_matching_ngram, prompt)
+        return PromptLookup(self.lookup.max_matching_ngram, request.prompt)

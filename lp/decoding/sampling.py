@@ -221,11 +221,24 @@ class Chooser:
             drafts: the tokens that may follow each row, for rejection sampling.
             text: prompt and generated tokens, whose last is the first branch token's parent.
         """
-        if not self.processors and self.noise is None:
-            return logits.argmax(-1)
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.processors:
-            scores = self._processed(scores, branches, text)
+        return self.pick(self.scores(logits, branches, text), positions, branches, drafts)
+
+    def scores(
+        self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
+    ) -> torch.Tensor:
+        """Processed logits (n, V), before noise or draws."""
+        if not self.processors:
+            return logits
+        return self._processed(logits.to(torch.promote_types(logits.dtype, torch.float32)), branches, text)
+
+    def pick(
+        self,
+        scores: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        drafts: Sequence[Sequence[int]],
+    ) -> torch.Tensor:
+        """Tokens (n,) of rows with these scores."""
         if isinstance(self.noise, torch.Generator):
             return self._rejection(scores, branches, drafts, self.noise)
         if self.noise is not None:
@@ -234,6 +247,11 @@ class Chooser:
                 noise[[row for row, branch in enumerate(branches) if branch is None]] = 0
             scores = scores + noise
         return scores.argmax(-1)
+
+    @property
+    def noise_key(self) -> tuple[int, int] | None:
+        """(seed, sequence) of the noise under which text is chosen, if it is."""
+        return (self.noise.seed, self.noise.sequence) if isinstance(self.noise, NoiseRing) else None
 
     def _rejection(
         self,
@@ -270,6 +288,12 @@ class Chooser:
             if branch is not None:
                 groups.setdefault(0 if self.prefix_free else len(branch), []).append(row)
         return list(groups.values())
+
+
+def likeliest(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The k best tokens of every row, packed: int64 (n, k), token << 32 | bits of its float32 score."""
+    top = scores.float().topk(min(k, scores.shape[-1]), sorted=False)
+    return top.indices << 32 | top.values.view(torch.int32).long() & 0xFFFFFFFF
 
 
 def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], generator: torch.Generator) -> int:

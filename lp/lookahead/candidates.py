@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 
 class TokenTree:
@@ -17,6 +20,7 @@ class TokenTree:
         self.budget = budget
         self.tokens: list[int] = []
         self.parents: list[int] = []  # -1 is the root: the last generated token
+        self.chances: list[float] = []  # of being accepted, where the source states them
         self._child: dict[tuple[int, int], int] = {}
 
     def __len__(self) -> int:
@@ -40,26 +44,42 @@ class TokenTree:
             node = child
 
 
+@dataclass(frozen=True, slots=True)
+class StepReads:
+    """What a step read, the same on every rank.
+
+    Attributes:
+        tokens, positions, parents: of all slots, as in StepLayout.
+        slots: those that were read, n.
+        chosen: (n,) the token each chose.
+        harvest: (n, K) int64, the likeliest tokens of each: token << 32 | bits of its float32 logit.
+        ngrams: one of N tokens off every column of the window.
+    """
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    parents: Sequence[int]
+    slots: Sequence[int]
+    chosen: Sequence[int]
+    harvest: np.ndarray
+    ngrams: Sequence[tuple[int, ...]]
+
+
 class CandidateSource(Protocol):
     """What guesses the text to come. One is made for every `generate` call."""
 
-    def propose(self, text: Sequence[int], budget: int) -> TokenTree:
-        """A tree behind text[-1] of at most `budget` nodes."""
-        ...
+    harvest: int  # K, likeliest tokens wanted of every row that is read
 
-    def observe(
-        self,
-        text: Sequence[int],
-        moved: int,
-        ngrams: Sequence[tuple[int, ...]],
-        guesses: Sequence[tuple[int, int, int]],
-    ) -> None:
-        """Learn from a step.
+    def propose(self, text: Sequence[int], budget: int, row: Sequence[int], column: Sequence[int]) -> TokenTree:
+        """A tree behind text[-1] of at most `budget` nodes, not counting those that repeat the window's.
 
         Args:
-            text: prompt and generated tokens, of which the last `moved` are new.
-            moved: tokens of the step.
-            ngrams: one of N tokens off every column of the window.
-            guesses: (position, token there, token chosen behind it) of every row that was read.
+            text: prompt and generated tokens.
+            budget: candidate rows.
+            row, column: row 0 and column 0 of the window, text[-1] first; candidates that repeat them cost no row.
         """
+        ...
+
+    def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
+        """Learn from a step, whose `moved` tokens end the text."""
         ...

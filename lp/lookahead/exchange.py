@@ -1,6 +1,6 @@
 """THE gathered tensor of a step: what one rank tells the others, in one int64 row of fixed size.
 
-    [DIGEST, FLAGS, LENGTH, tokens of the owned reads in slot order, three an int64, padding]
+    [DIGEST, FLAGS, LENGTH, tokens of the owned reads in slot order, three an int64, padding, their harvest, padding]
 
 Every rank knows the global layout, so which slot a token belongs to is not sent. The size is that of a full step
 whatever this one needs: ranks whose states differ must still meet in one collective to learn that they do.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntFlag
 
 import numpy as np
@@ -48,17 +49,36 @@ def text_digest(text: str) -> int:
     return chain_digest(0, list(text.encode()))
 
 
-def row_size(full: ShardPlan) -> int:
-    """P for all steps of a generation.
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What a row has room for.
 
-    Args:
-        full: the plan of the largest step, `layout.full_layout`.
+    Attributes:
+        reads: owned reads.
+        harvest: K, harvested tokens of each.
     """
-    return HEADER + _words(full.most_reads + SPARE_READS)
 
+    reads: int
+    harvest: int
 
-def _words(reads: int) -> int:
-    return -(-reads // len(SHIFTS))
+    @classmethod
+    def of(cls, full: ShardPlan, harvest: int) -> RowShape:
+        """For all steps of a generation, given the plan of the largest, `layout.full_layout`."""
+        return cls(full.most_reads + SPARE_READS, harvest)
+
+    def holding(self, plan: ShardPlan) -> RowShape:
+        """The same, or larger where the step's reads need it."""
+        return RowShape(max(self.reads, plan.most_reads), self.harvest)
+
+    @property
+    def words(self) -> int:
+        """Int64s of the tokens."""
+        return -(-self.reads // len(SHIFTS))
+
+    @property
+    def size(self) -> int:
+        """P, int64s of the row."""
+        return HEADER + self.words + self.reads * self.harvest
 
 
 def check_vocabulary(size: int) -> None:
@@ -71,24 +91,30 @@ def check_vocabulary(size: int) -> None:
         raise ValueError(f"the model has {size} tokens; ranks exchange at most {1 << BITS}: use a smaller vocabulary")
 
 
-def pack(header: tuple[int, int, int], tokens: torch.Tensor, plan: ShardPlan, size: int) -> torch.Tensor:
-    """This rank's row, on the device of `tokens`: `size` int64s, or more where the step's reads need more.
+def pack(
+    header: tuple[int, int, int], tokens: torch.Tensor, harvest: torch.Tensor, plan: ShardPlan, shape: RowShape
+) -> torch.Tensor:
+    """This rank's row, on the device of `tokens`: P int64s, or more where the step's reads need more.
 
     Args:
         header: digest, flags, generated tokens to keep.
         tokens: what this rank's owned reads say, in slot order.
+        harvest: (len(tokens), K), their likeliest tokens, as in StepReads.
         plan: the step's.
-        size: P.
+        shape: of the rows of this generation.
     """
-    words = max(size - HEADER, _words(plan.most_reads))
-    padded = tokens.new_zeros(words * len(SHIFTS))
+    held = shape.holding(plan)
+    padded = tokens.new_zeros(held.words * len(SHIFTS))
     padded[: len(tokens)] = tokens
-    packed = (padded.view(words, len(SHIFTS)) << tokens.new_tensor(SHIFTS)).sum(-1)
-    return torch.cat([tokens.new_tensor(header), packed])
+    packed = (padded.view(held.words, len(SHIFTS)) << tokens.new_tensor(SHIFTS)).sum(-1)
+    rest = tokens.new_zeros(held.reads * held.harvest - harvest.numel())
+    return torch.cat([tokens.new_tensor(header), packed, harvest.flatten(), rest])
 
 
-def gather(row: torch.Tensor, size: int, all_gather: Callable[[torch.Tensor], torch.Tensor], step: int) -> torch.Tensor:
-    """Every rank's row, by one all-gather of `size` int64s; what is beyond follows once the digests agree.
+def gather(
+    row: torch.Tensor, shape: RowShape, all_gather: Callable[[torch.Tensor], torch.Tensor], step: int
+) -> torch.Tensor:
+    """Every rank's row, by one all-gather of P int64s; what is beyond follows once the digests agree.
 
     Returns:
         (R, at least P), on the host.
@@ -96,7 +122,7 @@ def gather(row: torch.Tensor, size: int, all_gather: Callable[[torch.Tensor], to
     Raises:
         RuntimeError: ranks' digests differ, so their states do; names ranks and step.
     """
-    first, *beyond = row.split(size)
+    first, *beyond = row.split(shape.size)
     gathered = all_gather(first)
     _check_digests(gathered[:, DIGEST].numpy(), step)
     return torch.cat([gathered, *map(all_gather, beyond)], dim=1)
@@ -115,16 +141,22 @@ def _check_digests(digests: np.ndarray, step: int) -> None:
     )
 
 
-def unpack(gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout) -> tuple[dict[int, int], Stop, int]:
-    """All ranks' read-offs by slot, in slot order, the union of their flags, and rank 0's length.
+def unpack(
+    gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout, shape: RowShape
+) -> tuple[dict[int, int], np.ndarray, Stop, int]:
+    """All ranks' read-offs by slot and their harvest (reads, K), in slot order, the union of flags, rank 0's length.
 
     Args:
         gathered: (R, at least P) int64, on the host.
     """
-    rows = gathered.numpy()
-    tokens = (rows[:, HEADER:, None] >> np.array(SHIFTS) & (1 << BITS) - 1).reshape(len(rows), -1)  # (R, reads)
-    said: dict[int, int] = {}
-    for rank, slots in enumerate(plan.reads):
-        said.update(zip(slots, tokens[rank, : len(slots)].tolist(), strict=True))
-    read = {slot: said[slot] for slot in layout.reads}  # an order that does not depend on the number of ranks
-    return read, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])
+    rows, held = gathered.numpy(), shape.holding(plan)
+    end = HEADER + held.words
+    tokens = (rows[:, HEADER:end, None] >> np.array(SHIFTS) & (1 << BITS) - 1).reshape(len(rows), -1)  # (R, reads)
+    tops = rows[:, end : end + held.reads * held.harvest].reshape(len(rows), held.reads, held.harvest)
+    order = np.argsort(np.concatenate(plan.reads), kind="stable")  # by slot, however many ranks there are
+    chosen, harvest = (
+        np.concatenate([said[rank, : len(slots)] for rank, slots in enumerate(plan.reads)])[order]
+        for said in (tokens, tops)
+    )
+    read = dict(zip(layout.reads, chosen.tolist(), strict=True))
+    return read, harvest, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])

@@ -8,30 +8,38 @@ Each slot sees the cached prefix, its ancestors and itself, so the parents say e
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from lp.lookahead.candidates import TokenTree
+from lp.lookahead.compiled import given, ints, jit
 from lp.lookahead.window import LookaheadWindow
 
 
-def ancestors(parents: list[int], known: np.ndarray | None = None) -> np.ndarray:
+def ancestors(parents: Sequence[int], known: np.ndarray | None = None) -> np.ndarray:
     """Visibility (S, S) of a tree given in topological order: [i, j] says slot i sees slot j.
 
     Args:
         parents: parent of every slot, -1 for the root.
         known: the same for the first slots, if computed before.
     """
-    visible = np.zeros((len(parents), len(parents)), dtype=bool)
+    visible = np.zeros((len(parents), len(parents)), dtype=np.bool_)
     done = 0 if known is None else len(known)
     if known is not None:
         visible[:done, :done] = known
+    _inherit(given(visible), ints(parents), done)
+    return visible
+
+
+@jit
+def _inherit(visible, parents, done):  # type: ignore[no-untyped-def]
     for slot in range(done, len(parents)):
         if parents[slot] >= 0:
-            visible[slot] = visible[parents[slot]]
+            for above in range(slot):
+                visible[slot, above] = visible[parents[slot], above]
         visible[slot, slot] = True
-    return visible
 
 
 @lru_cache(maxsize=256)

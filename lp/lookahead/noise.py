@@ -31,6 +31,15 @@ def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
+def _keyed(key: int, part: int) -> int:
+    return _mix((key + part * _GOLDEN + _GOLDEN) & _MASK)
+
+
+def sequence_key(seed: int, sequence: int) -> int:
+    """What the noise of a sequence's positions begins with: 64 bits, unsigned."""
+    return _keyed(_keyed(0, seed), sequence)
+
+
 def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: torch.device) -> torch.Tensor:
     """Standard Gumbel noise of one absolute position.
 
@@ -43,9 +52,7 @@ def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: tor
     Returns:
         (V,) float64.
     """
-    key = 0
-    for part in (seed, sequence, position):
-        key = _mix((key + part * _GOLDEN + _GOLDEN) & _MASK)
+    key = _keyed(sequence_key(seed, sequence), position)
     bits = torch.arange(1, vocabulary + 1, device=device) * _signed(_GOLDEN) + _signed(key)  # int64 wraps
     bits = (bits ^ _shift(bits, 30)) * _signed(_MIX_1)
     bits = (bits ^ _shift(bits, 27)) * _signed(_MIX_2)

@@ -91,8 +91,13 @@ class RankRows:
         """The rows of a rank that still lacks the KV of the tokens `catch_up`, which end right before `c`."""
         slots, missing = plan.slots[rank], len(catch_up)
         place = {slot: missing + row for row, slot in enumerate(slots)}
-        visible = np.tri(missing + len(slots), dtype=bool)
-        visible[missing:, missing:] = layout.visible()[np.ix_(slots, slots)]
+        visible = layout.visible()
+        if len(slots) < len(visible):
+            visible = visible[np.ix_(slots, slots)]
+        if missing:
+            below = visible
+            visible = np.tri(missing + len(slots), dtype=bool)
+            visible[missing:, missing:] = below
         start = layout.positions[0] - missing
         return cls(
             [*catch_up, *(layout.tokens[slot] for slot in slots)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lp.lookahead.candidates import TokenTree
+from lp.lookahead.candidates import StepReads, TokenTree
 
 
 class PromptLookup:
@@ -20,7 +20,11 @@ class PromptLookup:
         self._first: dict[tuple[int, ...], int] = {}  # n-gram -> where its earliest continuation starts
         self._index(prompt, len(prompt))
 
-    def propose(self, text: Sequence[int], budget: int) -> TokenTree:
+    harvest = 0
+
+    def propose(
+        self, text: Sequence[int], budget: int, row: Sequence[int] = (), column: Sequence[int] = ()
+    ) -> TokenTree:
         """One path: at most `budget` tokens behind the longest run found."""
         tree = TokenTree(budget)
         for n in range(min(self.max_matching_ngram, len(text)), 0, -1):
@@ -30,13 +34,7 @@ class PromptLookup:
                 break
         return tree
 
-    def observe(
-        self,
-        text: Sequence[int],
-        moved: int,
-        ngrams: Sequence[tuple[int, ...]],
-        guesses: Sequence[tuple[int, int, int]],
-    ) -> None:
+    def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """Index the runs that the new tokens gave a continuation."""
         self._index(text, moved)
 

@@ -31,6 +31,10 @@ class LookaheadWindow:
         """The n-gram of every column that read a new token: (columns, N)."""
         return [(*(row[j] for row in self.rows), token) for j, token in enumerate(new)]
 
+    def chains(self) -> tuple[list[int], list[int]]:
+        """Row 0 and column 0, `c` first: candidates at no extra row."""
+        return self.rows[0], [row[0] for row in self.rows] if self.window_size else []
+
     def advance(self, text: Sequence[int], moved: int, new: Sequence[int]) -> None:
         """Drop row 0, append the new tokens, move left so that every entry keeps its position, refill on the right.
 
