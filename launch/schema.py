@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from lp.config import LookaheadConfig, PromptLookupConfig
+from lp.config import LookaheadConfig, PromptLookupConfig, SuffixConfig
 from lp.decoding.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -181,6 +181,7 @@ def register() -> None:
     schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
     schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")
     schemas["prompt_lookup"] = mirror(PromptLookupConfig, "prompt_lookup")
+    schemas["suffix"] = mirror(SuffixConfig, "suffix")
     schemas["sample"] = mirror(SamplingParams, "sample")
     for name, schema in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=schema)

@@ -16,10 +16,12 @@ from launch.schema import Common, Config, frozen
 from lp.bench.prompts import Prompt, load_builtin, load_jsonl, read_text
 from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
+from lp.lookahead.suffix import native_tree
 from lp.models.loader import Loaded, load
 
 PLAIN = "autoregressive"  # the oracle the others are held against
-METHODS = ("lookahead", PLAIN, "prompt_lookup")
+METHODS = ("lookahead", PLAIN, "prompt_lookup")  # these are compared
+CHOICES = (*METHODS, "suffix")  # which needs an optional package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,14 +164,14 @@ def decoder_builders(config: Common, names: Iterable[str]) -> dict[str, Callable
     """How to build the decoders of these names; their configs are checked now.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value out of range, or a decoder whose package is not installed.
     """
     if config.attention.name not in list(lp.Attention):
         known = ", ".join(lp.Attention)
         raise ValueError(f"attention.name is {config.attention.name!r}; it must be one of {known}")
-    if config.decoder.name not in METHODS:
+    if config.decoder.name not in CHOICES:
         chosen = config.decoder.name
-        raise ValueError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(METHODS)}>")
+        raise ValueError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(CHOICES)}>")
     return {name: _builder(name, config) for name in names}
 
 
@@ -180,6 +182,10 @@ def _builder(name: str, config: Common) -> Callable[[Any, lp.ParallelContext], D
     if name == "prompt_lookup":
         lookup = frozen(lp.PromptLookupConfig, config.decoder) if chosen else lp.PromptLookupConfig()
         return lambda model, context: lp.PromptLookupDecoder(model, lookup, context, attention)
+    if name == "suffix":
+        native_tree()  # refused before the model is loaded
+        suffix = frozen(lp.SuffixConfig, config.decoder)
+        return lambda model, context: lp.SuffixDecoder(model, suffix, context, attention)
     shape = lp.LookaheadConfig(window_size=config.W, ngram_size=config.N, guess_set_size=config.G)
     own = frozen(lp.LookaheadConfig, config.decoder) if chosen else shape
     return lambda model, context: lp.LookaheadDecoder(model, own, context, attention)

@@ -1,10 +1,10 @@
 """lp: lookahead decoding and lookahead parallelism for any Hugging Face causal LM (arXiv 2402.02057)."""
 
-from lp.config import Attention, KVSync, LookaheadConfig, PromptLookupConfig
+from lp.config import Attention, KVSync, LookaheadConfig, PromptLookupConfig, SuffixConfig
 from lp.decoding.autoregressive import AutoregressiveDecoder
 from lp.decoding.base import Decoder, GenerationOutput, StepStats
 from lp.decoding.hf import generate
-from lp.decoding.lookahead import LookaheadDecoder, PromptLookupDecoder
+from lp.decoding.lookahead import LookaheadDecoder, PromptLookupDecoder, SuffixDecoder
 from lp.decoding.sampling import SamplingParams, Verifier
 from lp.distributed import ParallelContext
 
@@ -21,6 +21,8 @@ __all__ = [
     "PromptLookupDecoder",
     "SamplingParams",
     "StepStats",
+    "SuffixConfig",
+    "SuffixDecoder",
     "Verifier",
     "generate",
 ]

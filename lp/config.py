@@ -36,6 +36,16 @@ def check_int(name: str, value: object, low: int, high: float, remedy: str) -> N
         raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")
 
 
+def check_real(name: str, value: object, low: float, high: float, remedy: str) -> None:
+    """Refuse anything but a number in [low, high].
+
+    Raises:
+        ValueError: names the value, the limit and the remedy.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}; it must be a number in [{low}, {high}]; {remedy}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookaheadConfig:
     """The shape of a lookahead step, fixed for a decoder.
@@ -118,3 +128,39 @@ class PromptLookupConfig:
     def __post_init__(self) -> None:
         check_int("max_matching_ngram", self.max_matching_ngram, 1, 64, "try 2")
         check_int("num_tokens", self.num_tokens, 1, 1024, "try 10")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuffixConfig:
+    """Suffix decoding as arctic-inference has it: continue as the text did behind its last tokens, by frequency.
+
+    Args:
+        max_tree_depth: tokens of the longest path in the tree: a match and what follows it.
+        max_tokens: most tokens proposed, which is the candidate rows of a step.
+        max_spec_factor, max_spec_offset: a match of m tokens may propose max_spec_factor x m + max_spec_offset.
+        min_token_prob: a token rarer than this behind the match, by its path's frequency, is not proposed.
+        tree: propose a tree, best first; False the likeliest path.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    max_tree_depth: int = 64
+    max_tokens: int = 32
+    max_spec_factor: float = 1.0
+    max_spec_offset: float = 0.0
+    min_token_prob: float = 0.1
+    tree: bool = False
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        check_int("max_tree_depth", self.max_tree_depth, 2, 4096, "try 64")
+        check_int("max_tokens", self.max_tokens, 1, 1024, "try 32")
+        check_real("max_spec_factor", self.max_spec_factor, 0, 1024, "try 1.0")
+        check_real("max_spec_offset", self.max_spec_offset, -1024, 1024, "try 0.0")
+        check_real("min_token_prob", self.min_token_prob, 0, 1, "try 0.1")
+        if not isinstance(self.tree, bool):
+            raise ValueError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
+        if self.kv_sync not in list(KVSync):
+            raise ValueError(f"kv_sync is {self.kv_sync!r}; it must be one of {[str(k) for k in KVSync]}")

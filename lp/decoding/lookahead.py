@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from lp.config import Attention, LookaheadConfig, PromptLookupConfig
+from lp.config import Attention, KVSync, LookaheadConfig, PromptLookupConfig, SuffixConfig
 from lp.decoding.base import Decoder, GenerationOutput, Request
 from lp.decoding.generation import Generation
 from lp.distributed import ParallelContext
@@ -12,8 +12,11 @@ from lp.lookahead.candidates import CandidateSource
 from lp.lookahead.exchange import chain_digest, check_vocabulary, text_digest
 from lp.lookahead.pool import NGramPool
 from lp.lookahead.sources import PromptLookup
+from lp.lookahead.suffix import SuffixTree, native_tree
 from lp.models.replicas import check_same, model_digests
 from lp.models.runner import ModelRunner
+
+DecoderConfig = LookaheadConfig | PromptLookupConfig | SuffixConfig
 
 
 class LookaheadDecoder(Decoder):
@@ -54,7 +57,7 @@ class LookaheadDecoder(Decoder):
         return self.config.window_noise
 
     @property
-    def settings(self) -> LookaheadConfig | PromptLookupConfig:
+    def settings(self) -> DecoderConfig:
         """What ranks must agree on."""
         return self.config
 
@@ -67,6 +70,11 @@ class LookaheadDecoder(Decoder):
         items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
         check_same(self.context, items)
         return Generation(self.config, self.context, self.runner, self.source(request), request).run()
+
+
+def _windowless(rows: int, kv_sync: KVSync) -> LookaheadConfig:
+    """No window, and so many candidate rows, which may all be one path."""
+    return LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=rows, candidate_depth=rows, kv_sync=kv_sync)
 
 
 class PromptLookupDecoder(LookaheadDecoder):
@@ -85,20 +93,46 @@ class PromptLookupDecoder(LookaheadDecoder):
         attention: str = "auto",
     ) -> None:
         self.lookup = config or PromptLookupConfig()
-        shape = LookaheadConfig(
-            window_size=0,
-            ngram_size=2,
-            guess_set_size=self.lookup.num_tokens,
-            candidate_depth=self.lookup.num_tokens,  # all of them one path
-            kv_sync=self.lookup.kv_sync,
-        )
+        shape = _windowless(self.lookup.num_tokens, self.lookup.kv_sync)
         super().__init__(model, shape, context, attention)
 
     @property
-    def settings(self) -> LookaheadConfig | PromptLookupConfig:
+    def settings(self) -> DecoderConfig:
         """How much to match and to copy."""
         return self.lookup
 
     def source(self, request: Request) -> CandidateSource:
         """The prompt's runs of tokens."""
         return PromptLookup(self.lookup.max_matching_ngram, request.prompt)
+
+
+class SuffixDecoder(LookaheadDecoder):
+    """Suffix decoding: the same loop without a window, candidates by frequency from arctic-inference's suffix tree.
+
+    Args:
+        model, context, attention: as in LookaheadDecoder.
+        config: how much to match and to propose.
+
+    Raises:
+        ValueError: arctic-inference is not installed, or as in LookaheadDecoder.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: SuffixConfig | None = None,
+        context: ParallelContext | None = None,
+        attention: str = "auto",
+    ) -> None:
+        native_tree()  # refused here, not at the first call
+        self.suffix = config or SuffixConfig()
+        super().__init__(model, _windowless(self.suffix.max_tokens, self.suffix.kv_sync), context, attention)
+
+    @property
+    def settings(self) -> DecoderConfig:
+        """How much to match and to propose."""
+        return self.suffix
+
+    def source(self, request: Request) -> CandidateSource:
+        """The prompt's suffix tree."""
+        return SuffixTree(self.suffix, request.prompt)

@@ -34,14 +34,23 @@ class TokenTree:
         """Insert a path from the root; what it shares is there already, what exceeds the budget is cut."""
         node = -1
         for token in path:
-            child = self._child.get((node, token))
+            child = self.grow(node, token)
             if child is None:
-                if self.full:
-                    return
-                child = self._child[node, token] = len(self.tokens)
-                self.tokens.append(token)
-                self.parents.append(node)
+                return
             node = child
+
+    def grow(self, node: int, token: int) -> int | None:
+        """The child of a node (-1 is the root) that carries the token, made if the budget allows; else None."""
+        child = self._child.get((node, token))
+        if child is None and not self.full:
+            child = self._child[node, token] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(node)
+        return child
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of a node that carries the token, if there is one."""
+        return self._child.get((node, token))
 
 
 @dataclass(frozen=True, slots=True)
