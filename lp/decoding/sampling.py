@@ -271,6 +271,9 @@ class Chooser:
                 groups.setdefault(0 if self.prefix_free else len(branch), []).append(row)
         return list(groups.values())
 
+    def keep(self, reads: Sequence[int], slots: Sequence[int]) -> None:
+        """Told after the walk: of the rows just read, by slot, these chose the text's next tokens. Kept in `scores`."""
+
 
 def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], generator: torch.Generator) -> int:
     """One token of this distribution, by the paper's Algorithm 4 for drafts that are certain of themselves.

@@ -26,13 +26,13 @@ def model() -> PreTrainedModel:
 
 
 class _AtToken(StoppingCriteria):
-    """Ends a row at this token, once it is longer than the prompt by ten."""
+    """Ends a row at this token."""
 
     def __init__(self, token: int) -> None:
         self.token = token
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return (input_ids[:, -1] == self.token) & (input_ids.shape[1] > IDS.shape[1] + 10)
+        return input_ids[:, -1] == self.token
 
 
 @pytest.mark.parametrize(
@@ -57,15 +57,25 @@ def test_greedy_batch_equals_generate(model: PreTrainedModel, asked: dict[str, A
     assert model.generate(IDS, **asked, **LOOKAHEAD).tolist() == model.generate(IDS, **asked).tolist()
 
 
-def test_criteria_and_dict(model: PreTrainedModel) -> None:
-    """The user's criteria end each row where `generate` ends it; return_dict_in_generate is honoured."""
-    asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK}
-    token = int(model.generate(IDS, **asked)[0, 30])
-    expected = model.generate(IDS, **asked, stopping_criteria=[_AtToken(token)])
-    output = model.generate(
-        IDS, **asked, **LOOKAHEAD, stopping_criteria=[_AtToken(token)], return_dict_in_generate=True
-    )
-    assert output.sequences.tolist() == expected.tolist()
+@pytest.mark.parametrize("eos", [None, 50], ids="eos={}".format)
+def test_criteria_and_dict(model: PreTrainedModel, eos: int | None) -> None:
+    """The user's criteria end each row where `generate` ends it; return_dict_in_generate is honoured.
+
+    Behind its end a row is padded if the model has an EOS, else it goes on with the batch: transformers' way.
+    """
+    asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK, "eos_token_id": eos}
+    asked |= {"repetition_penalty": 1.4, "return_dict_in_generate": True, "output_scores": True}
+    uneven = 0
+    for token in (8, 40, 33, 13):
+        expected = model.generate(IDS, **asked, stopping_criteria=[_AtToken(token)])
+        output = model.generate(IDS, **asked, **LOOKAHEAD, stopping_criteria=[_AtToken(token)])
+        assert output.sequences.tolist() == expected.sequences.tolist()
+        new = expected.sequences[:, IDS.shape[1] :]
+        assert new.shape[1] < 40 and (new[:, -1] == token).any()
+        uneven += int((new[:, :-1] == token).any())
+        if eos is None:
+            torch.testing.assert_close(output.scores, expected.scores, rtol=1e-6, atol=1e-6)  # float32's roundings
+    assert uneven == 4  # one row met it before the other
 
 
 def test_sampling_reproduces_and_rows_differ(model: PreTrainedModel) -> None:
@@ -110,7 +120,8 @@ def test_streamer_bound_in_the_callable(model: PreTrainedModel) -> None:
     ("asked", "name"),
     [
         ({"num_beams": 2}, "num_beams=2"),
-        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"use_cache": False}, "use_cache=False"),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
     ],
