@@ -45,7 +45,8 @@ def generate(
     """Lookahead decoding for transformers' `generate`: greedy, or sampled when do_sample is set.
 
     Prompts of a batch run one after another. Two things transformers keeps from a `custom_generate` callable:
-    - a streamer, so bind it: `custom_generate=functools.partial(lp.generate, streamer=streamer)`;
+    - a streamer, which given to `generate` gets the prompt and nothing more, so bind it:
+      `custom_generate=functools.partial(lp.generate, streamer=streamer)`;
     - the tokenizer that `stop_strings=` needs (it raises), so pass the criterion ready-made:
       `stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]`.
 

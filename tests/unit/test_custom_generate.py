@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import lp
@@ -76,6 +84,24 @@ def test_criteria_and_dict(model: PreTrainedModel, eos: int | None) -> None:
         if eos is None:
             torch.testing.assert_close(output.scores, expected.scores, rtol=1e-6, atol=1e-6)  # float32's roundings
     assert uneven == 4  # one row met it before the other
+
+
+def test_stop_strings_as_a_criterion(tiny_folder: Path) -> None:
+    """A StopStringCriteria ends every row where `generate` itself ends it with `stop_strings`, which raises here."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=0)
+    ids = torch.randint(1, len(tokenizer), (2, 9))
+    asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "repetition_penalty": 1.3}
+    new = model.generate(ids, **asked)[:, 9:]
+    for row, at, length in [(0, 5, 4), (1, 10, 2), (0, 40, 9), (1, 25, 1)]:
+        stop = tokenizer.decode(new[row])[at : at + length]
+        expected = model.generate(ids, **asked, stop_strings=[stop, "absent"], tokenizer=tokenizer)
+        criteria = [StopStringCriteria(tokenizer, [stop, "absent"])]
+        assert model.generate(ids, **asked, **LOOKAHEAD, stopping_criteria=criteria).tolist() == expected.tolist()
+        assert (expected[row, 9:] != 0).sum() < 40, stop
+    with pytest.raises(ValueError, match="tokenizer"):
+        model.generate(ids, **asked, **LOOKAHEAD, stop_strings=["a"], tokenizer=tokenizer)
 
 
 def test_sampling_reproduces_and_rows_differ(model: PreTrainedModel) -> None:
