@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, sharp enough that greedy text is not one token for ever; and their prompts."""
+"""Tiny random models of many architectures, sharp enough that greedy text is not one token for ever, and prompts."""
 
 from __future__ import annotations
 
