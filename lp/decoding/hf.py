@@ -107,8 +107,11 @@ def generate(
     sequences = torch.cat([input_ids, input_ids.new_tensor(news)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    scores, logits = _by_step([output.scores for output in outputs]), _by_step([output.logits for output in outputs])
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
+    scores, logits = [output.scores for output in outputs], [output.logits for output in outputs]
+    device = input_ids.device
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences, scores=_by_step(scores, device), logits=_by_step(logits, device)
+    )
 
 
 def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | None) -> None:
@@ -137,9 +140,9 @@ def _of_row(processor: LogitsProcessor, index: int) -> LogitsProcessor:
     return processor
 
 
-def _by_step(rows: list[torch.Tensor | None]) -> tuple[torch.FloatTensor, ...] | None:
+def _by_step(rows: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:
     """From (new tokens, V) a prompt to transformers' T times (B, V), in float32; zeros behind the end of a text."""
-    given = [row.float() for row in rows if row is not None]
+    given = [row.to(device, torch.float32) for row in rows if row is not None]
     return tuple(torch.nn.utils.rnn.pad_sequence(given)) if given else None
 
 

@@ -1,6 +1,6 @@
 """The rows behind a text: what transformers calls `logits` and `scores`, kept only when asked for.
 
-n: rows of a step, V: vocabulary.
+V: vocabulary.
 """
 
 from __future__ import annotations

@@ -86,6 +86,17 @@ def test_criteria_and_dict(model: PreTrainedModel, eos: int | None) -> None:
     assert uneven == 4  # one row met it before the other
 
 
+def test_a_time_limit_lets_no_row_go_on(model: PreTrainedModel) -> None:
+    """Rows run one after another, so time that is up for a row is up for the rest of it: padded, not run again."""
+    asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK, "repetition_penalty": 1.4}
+    given = {"max_time": 1e6, "stopping_criteria": [_AtToken(8)]}
+    ended = model.generate(IDS, **asked, **LOOKAHEAD, **given)[:, IDS.shape[1] :]
+    for row, whole in zip(ended.tolist(), model.generate(IDS, **asked)[:, IDS.shape[1] :].tolist(), strict=True):
+        end = whole.index(8) + 1
+        assert row == whole[:end] + [0] * (len(row) - end)
+    assert (ended[:, -1] == 0).any()
+
+
 def test_stop_strings_as_a_criterion(tiny_folder: Path) -> None:
     """A StopStringCriteria ends every row where `generate` itself ends it with `stop_strings`, which raises here."""
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
