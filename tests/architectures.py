@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.models.support import check_supported
-from tests.tiny_models import MATRIX, VOCABULARY, plain_greedy, tiny_config, tiny_model
+from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_config, tiny_model
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 CASES = 40 if os.environ.get("LP_TEST_LONG") == "1" else 3
@@ -77,18 +77,13 @@ class Case:
 
 
 def draw(seed: str) -> Case:
-    """A prompt with repeats, so that the pool finds something, and a shape."""
+    """A prompt and a shape."""
     rng = random.Random(seed)
-    ids: list[int] = []
-    length = rng.randint(1, 60)
-    while len(ids) < length:
-        again = ids and rng.random() < 0.5
-        start = rng.randrange(len(ids)) if again else 0
-        ids += ids[start : start + rng.randint(1, 8)] if again else [rng.randrange(VOCABULARY)]
+    ids = drawn_text(rng, rng.randint(1, 60))
     config = lp.LookaheadConfig(
         window_size=rng.randint(0, 10), ngram_size=rng.randint(2, 6), guess_set_size=rng.randint(1, 10)
     )
-    return Case(ids[:length], rng.randint(25, 50), config)
+    return Case(ids, rng.randint(25, 50), config)
 
 
 @cache

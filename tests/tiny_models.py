@@ -1,7 +1,8 @@
-"""Tiny random models of many architectures, sharp enough that greedy text is not one token for ever."""
+"""Tiny random models of many architectures, sharp enough that greedy text is not one token for ever, and prompts."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -185,3 +186,13 @@ def plain_greedy(model: PreTrainedModel, ids: list[int], max_new_tokens: int, **
     kwargs = {"pad_token_id": 0, "do_sample": False} | kwargs
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **kwargs)
     return out[0, len(ids) :].tolist()
+
+
+def drawn_text(rng: random.Random, length: int) -> list[int]:
+    """Random tokens with repeats, so that the pool finds something."""
+    ids: list[int] = []
+    while len(ids) < length:
+        again = ids and rng.random() < 0.5
+        start = rng.randrange(len(ids)) if again else 0
+        ids += ids[start : start + rng.randint(1, 8)] if again else [rng.randrange(VOCABULARY)]
+    return ids[:length]

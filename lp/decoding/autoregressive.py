@@ -32,6 +32,7 @@ class AutoregressiveDecoder(Decoder):
             logits = self.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             text = request.prompt + tokens
             tokens.append(int(request.chooser.choose(logits, [len(text) - 1], [[]], [[]], text)))
+            request.chooser.keep([0], [0])
             token = prompt.new_tensor([tokens[-1:]])
             forward_s = clock.lap()
             reason, _ = request.stopping.check(tokens, 1)

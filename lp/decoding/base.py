@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from lp.config import check_int
 from lp.decoding.sampling import Chooser, SamplingParams
+from lp.decoding.scores import KeepingChooser
 from lp.decoding.signals import DeferredSignals
 from lp.decoding.stopping import Stopping
 from lp.distributed import ParallelContext
@@ -72,6 +73,7 @@ class GenerationOutput:
         prefill_s, decode_s: seconds before the first decode step, and from there on.
         cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
         signal: number of the signal that this rank got meanwhile, 0 for none.
+        logits, scores: (tokens, V), of the rows that chose the tokens, if asked for.
     """
 
     tokens: list[int]
@@ -81,6 +83,8 @@ class GenerationOutput:
     decode_s: float = 0.0
     cache_bytes: int = 0
     signal: int = 0
+    logits: torch.Tensor | None = field(default=None, repr=False)
+    scores: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def steps(self) -> int:
@@ -155,6 +159,8 @@ class Decoder(ABC):
         prefill_chunk: int = 512,
         padding: Sequence[int] = (),
         sequence: int = 0,
+        output_scores: bool = False,
+        output_logits: bool = False,
     ) -> GenerationOutput:
         """Generate from one prompt.
 
@@ -170,6 +176,8 @@ class Decoder(ABC):
             stopping_criteria: transformers' criteria, asked after every token; among ranks, rank 0's word counts.
             on_tokens: called once a step with (new tokens, step) before the next one starts.
             prefill_chunk: prompt rows a forward pass.
+            output_scores: return the processed logits of every token, warpers included, noise not; on one rank.
+            output_logits: return the model's own; on one rank.
 
         Returns:
             GenerationOutput; SIGINT or SIGTERM ends it after the current step as "interrupted".
@@ -180,6 +188,12 @@ class Decoder(ABC):
         prompt = self._checked_prompt(input_ids)
         check_int("max_new_tokens", max_new_tokens, 1, float("inf"), "ask for at least one token")
         check_int("prefill_chunk", prefill_chunk, 1, float("inf"), "try 512")
+        wanted = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
+        if wanted and self.context.world_size > 1:
+            raise ValueError(
+                f"output_{wanted[0]} is on among {self.context.world_size} ranks, of which each has only the rows that "
+                "it computed; leave it out, or generate on one rank"
+            )
         context = context_limit(self.model)
         stopping = Stopping.build(
             self._eos(eos_token_id),
@@ -192,15 +206,20 @@ class Decoder(ABC):
         )
         padding = list(padding)
         seeded, rank = self._seeded(sampling), self.context.rank
-        chooser = Chooser.build(
+        chooser = (KeepingChooser if wanted else Chooser).build(
             seeded, logits_processor, padding, sequence, rank, self.reach, self.guess_noise, self.model
         )
+        if isinstance(chooser, KeepingChooser):
+            chooser.kept = {name: [] for name in wanted}
         with torch.inference_mode(), DeferredSignals() as signals:
             limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
             boundary = rope_boundary(self.model.config.get_text_config())
-            return self._decode(
+            output = self._decode(
                 Request(prompt, max_new_tokens, limit, chooser, stopping, on_tokens, prefill_chunk, signals, boundary)
             )
+        if isinstance(chooser, KeepingChooser):
+            output.logits, output.scores = (chooser.stacked(name, len(output.tokens)) for name in ("logits", "scores"))
+        return output
 
     @property
     def reach(self) -> int:

@@ -93,6 +93,7 @@ class Generation:
         if told:
             return self._told(told, keep)
         outcome = walk(layout, read, 0 if self._warming else None)
+        self.request.chooser.keep(plan.reads[self.context.rank], outcome.chose)
         self._commit(layout, plan, rows, outcome, clock)
         self._learn(layout, read, harvest, outcome)
         reason = self._deliver(outcome)

@@ -1,6 +1,6 @@
 """`model.generate(..., custom_generate=lp.generate)`: lookahead behind transformers' own entry point.
 
-B: prompts of the batch, L: length of the padded prompts.
+B: prompts of the batch, L: length of the padded prompts, T: tokens of the longest text, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from lp.config import LookaheadConfig
+from lp.decoding.base import GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
 from lp.decoding.sampling import SamplingParams
 
@@ -41,8 +44,11 @@ def generate(
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Lookahead decoding for transformers' `generate`: greedy, or sampled when do_sample is set.
 
-    Prompts of a batch run one after another. transformers does not hand a streamer over: bind it,
-    `custom_generate=functools.partial(lp.generate, streamer=streamer)`.
+    Prompts of a batch run one after another. Two things transformers keeps from a `custom_generate` callable:
+    - a streamer, which given to `generate` gets the prompt and nothing more, so bind it:
+      `custom_generate=functools.partial(lp.generate, streamer=streamer)`;
+    - the tokenizer that `stop_strings=` needs (it raises), so pass the criterion ready-made:
+      `stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]`.
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config: as transformers hands them over.
@@ -51,10 +57,12 @@ def generate(
         streamer: gets the prompt, then the tokens as they come; for one prompt.
 
     Returns:
-        What `generate` would: LongTensor (B, L + new), or GenerateDecoderOnlyOutput if return_dict_in_generate.
+        What `generate` would: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate, with
+        `scores` (processed, before noise) and `logits` (raw) if asked for: T tensors (B, V). Where a row of the batch
+        is padding they are zero, while transformers has what its model says behind padding.
 
     Raises:
-        ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, scores, some processors.
+        ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors.
     """
     config = generation_config or model.generation_config
     _check_asked(config, len(input_ids), streamer)
@@ -67,35 +75,49 @@ def generate(
     eos = getattr(config, "_eos_token_tensor", None)
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    news = []
-    for index, row in enumerate(input_ids.tolist()):
+
+    def decode(index: int, new: int, criteria: list[StoppingCriteria]) -> GenerationOutput:
+        row = input_ids[index].tolist()
         padding = 0 if mask is None else int((mask[index] != 0).int().argmax())
-        output = decoder.generate(
+        return decoder.generate(
             row[padding:],
-            config.max_length - len(row),
+            new,
             sampling,
             logits_processor=[_of_row(processor, index) for processor in logits_processor or ()],
             eos_token_id=() if eos is None else eos.flatten().tolist(),
-            stopping_criteria=[
-                c for c in stopping_criteria or () if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)
-            ],
+            stopping_criteria=criteria,
             on_tokens=None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
             padding=row[:padding],
             sequence=index,
+            output_scores=bool(config.return_dict_in_generate and config.output_scores),
+            output_logits=bool(config.return_dict_in_generate and config.output_logits),
         )
-        news.append(output.tokens)
+
+    criteria = [c for c in stopping_criteria or () if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
+    outputs = [decode(index, config.max_length - input_ids.shape[1], criteria) for index in range(len(input_ids))]
+    if eos is None and not any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):
+        # transformers pads behind EOS alone: where there is none, a row that met a criterion goes on with the batch.
+        longest = max(len(output.tokens) for output in outputs)
+        for index, output in enumerate(outputs):
+            if output.finish_reason == "criteria" and len(output.tokens) < longest:
+                outputs[index] = decode(index, longest, [])
     if streamer is not None:
         streamer.end()
-    sequences = torch.cat([input_ids, input_ids.new_tensor(_padded(news, config))], dim=1)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+    news = _padded([output.tokens for output in outputs], config)
+    sequences = torch.cat([input_ids, input_ids.new_tensor(news)], dim=1)
+    if not config.return_dict_in_generate:
+        return sequences
+    scores, logits = [output.scores for output in outputs], [output.logits for output in outputs]
+    device = input_ids.device
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences, scores=_by_step(scores, device), logits=_by_step(logits, device)
+    )
 
 
 def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | None) -> None:
     asked = {
         f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
         "use_cache=False": config.use_cache is False,
-        "output_scores": bool(config.output_scores),
-        "output_logits": bool(config.output_logits),
         "output_attentions": bool(config.output_attentions),
         "output_hidden_states": bool(config.output_hidden_states),
         f"a streamer for {batch} prompts": streamer is not None and batch > 1,
@@ -116,6 +138,12 @@ def _of_row(processor: LogitsProcessor, index: int) -> LogitsProcessor:
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, torch.Tensor):
         return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=int(ignored[index]))
     return processor
+
+
+def _by_step(rows: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:
+    """From (new tokens, V) a prompt to transformers' T times (B, V), in float32; zeros behind the end of a text."""
+    given = [row.to(device, torch.float32) for row in rows if row is not None]
+    return tuple(torch.nn.utils.rnn.pad_sequence(given)) if given else None
 
 
 def _padded(news: list[list[int]], config: GenerationConfig) -> list[list[int]]:

@@ -289,6 +289,9 @@ class Chooser:
                 groups.setdefault(0 if self.prefix_free else len(branch), []).append(row)
         return list(groups.values())
 
+    def keep(self, reads: Sequence[int], slots: Sequence[int]) -> None:
+        """Told after the walk: of the rows just read, by slot, these chose the text's next tokens. Kept in `scores`."""
+
 
 def likeliest(scores: torch.Tensor, k: int) -> torch.Tensor:
     """The k best tokens of every row, packed: int64 (n, k), token << 32 | bits of its float32 score."""

@@ -15,10 +15,12 @@ class Outcome:
     Attributes:
         path: slots from `c` to the last accepted one, `c` included.
         tokens: the accepted tokens and the bonus token, at least one.
+        chose: slots whose read-offs the tokens are; of slots that repeat each other, perhaps not the one in `path`.
     """
 
     path: list[int]
     tokens: list[int]
+    chose: list[int]
 
     @property
     def accepted(self) -> int:
@@ -37,11 +39,11 @@ def walk(layout: StepLayout, read: Mapping[int, int], depth: int | None = None) 
         read: token chosen by every slot in `layout.reads`.
         depth: most tokens to accept; None for no limit, 0 verifies nothing.
     """
-    front, last, tokens = [0], 0, [read[0]]
+    front, chose, tokens = [0], [0], [read[0]]
     while depth is None or len(tokens) <= depth:
         front = [child for slot in front for child in layout.children(slot, tokens[-1])]
         if not front:
             break
-        last = front[0]
-        tokens.append(read[last])
-    return Outcome(layout.path(last), tokens)
+        chose.append(front[0])
+        tokens.append(read[front[0]])
+    return Outcome(layout.path(chose[-1]), tokens, chose)

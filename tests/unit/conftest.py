@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import lp
 from lp.models.loader import DEMO_MODEL
 
 CONTEXT = 256
@@ -88,3 +89,16 @@ def launch_chat(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) 
         return start_app(launch.chat.chat, "chat", *overrides)
 
     return start
+
+
+@pytest.fixture
+def wrong_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: prompt lookup says another token at new token 5."""
+    honest = lp.PromptLookupDecoder.generate
+
+    def wrong(self: lp.PromptLookupDecoder, *args: object, **options: object) -> lp.GenerationOutput:
+        output = honest(self, *args, **options)  # type: ignore[arg-type]
+        output.tokens[5] += 1
+        return output
+
+    monkeypatch.setattr(lp.PromptLookupDecoder, "generate", wrong)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StopStringCriteria,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import lp
@@ -26,13 +34,13 @@ def model() -> PreTrainedModel:
 
 
 class _AtToken(StoppingCriteria):
-    """Ends a row at this token, once it is longer than the prompt by ten."""
+    """Ends a row at this token."""
 
     def __init__(self, token: int) -> None:
         self.token = token
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return (input_ids[:, -1] == self.token) & (input_ids.shape[1] > IDS.shape[1] + 10)
+        return input_ids[:, -1] == self.token
 
 
 @pytest.mark.parametrize(
@@ -57,15 +65,54 @@ def test_greedy_batch_equals_generate(model: PreTrainedModel, asked: dict[str, A
     assert model.generate(IDS, **asked, **LOOKAHEAD).tolist() == model.generate(IDS, **asked).tolist()
 
 
-def test_criteria_and_dict(model: PreTrainedModel) -> None:
-    """The user's criteria end each row where `generate` ends it; return_dict_in_generate is honoured."""
-    asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK}
-    token = int(model.generate(IDS, **asked)[0, 30])
-    expected = model.generate(IDS, **asked, stopping_criteria=[_AtToken(token)])
-    output = model.generate(
-        IDS, **asked, **LOOKAHEAD, stopping_criteria=[_AtToken(token)], return_dict_in_generate=True
-    )
-    assert output.sequences.tolist() == expected.tolist()
+@pytest.mark.parametrize("eos", [None, 50], ids="eos={}".format)
+def test_criteria_and_dict(model: PreTrainedModel, eos: int | None) -> None:
+    """The user's criteria end each row where `generate` ends it; return_dict_in_generate is honoured.
+
+    Behind its end a row is padded if the model has an EOS, else it goes on with the batch: transformers' way.
+    """
+    asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK, "eos_token_id": eos}
+    asked |= {"repetition_penalty": 1.4, "return_dict_in_generate": True, "output_scores": True}
+    uneven = 0
+    for token in (8, 40, 33, 13):
+        expected = model.generate(IDS, **asked, stopping_criteria=[_AtToken(token)])
+        output = model.generate(IDS, **asked, **LOOKAHEAD, stopping_criteria=[_AtToken(token)])
+        assert output.sequences.tolist() == expected.sequences.tolist()
+        new = expected.sequences[:, IDS.shape[1] :]
+        assert new.shape[1] < 40 and (new[:, -1] == token).any()
+        uneven += int((new[:, :-1] == token).any())
+        if eos is None:
+            torch.testing.assert_close(output.scores, expected.scores, rtol=1e-6, atol=1e-6)  # float32's roundings
+    assert uneven == 4  # one row met it before the other
+
+
+def test_a_time_limit_lets_no_row_go_on(model: PreTrainedModel) -> None:
+    """Rows run one after another, so time that is up for a row is up for the rest of it: padded, not run again."""
+    asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK, "repetition_penalty": 1.4}
+    given = {"max_time": 1e6, "stopping_criteria": [_AtToken(8)]}
+    ended = model.generate(IDS, **asked, **LOOKAHEAD, **given)[:, IDS.shape[1] :]
+    for row, whole in zip(ended.tolist(), model.generate(IDS, **asked)[:, IDS.shape[1] :].tolist(), strict=True):
+        end = whole.index(8) + 1
+        assert row == whole[:end] + [0] * (len(row) - end)
+    assert (ended[:, -1] == 0).any()
+
+
+def test_stop_strings_as_a_criterion(tiny_folder: Path) -> None:
+    """A StopStringCriteria ends every row where `generate` itself ends it with `stop_strings`, which raises here."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=0)
+    ids = torch.randint(1, len(tokenizer), (2, 9))
+    asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40, "repetition_penalty": 1.3}
+    new = model.generate(ids, **asked)[:, 9:]
+    for row, at, length in [(0, 5, 4), (1, 10, 2), (0, 40, 9), (1, 25, 1)]:
+        stop = tokenizer.decode(new[row])[at : at + length]
+        expected = model.generate(ids, **asked, stop_strings=[stop, "absent"], tokenizer=tokenizer)
+        criteria = [StopStringCriteria(tokenizer, [stop, "absent"])]
+        assert model.generate(ids, **asked, **LOOKAHEAD, stopping_criteria=criteria).tolist() == expected.tolist()
+        assert (expected[row, 9:] != 0).sum() < 40, stop
+    with pytest.raises(ValueError, match="tokenizer"):
+        model.generate(ids, **asked, **LOOKAHEAD, stop_strings=["a"], tokenizer=tokenizer)
 
 
 def test_sampling_reproduces_and_rows_differ(model: PreTrainedModel) -> None:
@@ -110,7 +157,8 @@ def test_streamer_bound_in_the_callable(model: PreTrainedModel) -> None:
     ("asked", "name"),
     [
         ({"num_beams": 2}, "num_beams=2"),
-        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"use_cache": False}, "use_cache=False"),
         ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
     ],

@@ -8,20 +8,10 @@ import random
 import pytest
 
 import lp
-from tests.tiny_models import ARCHITECTURES, CONTEXT, VOCABULARY, plain_greedy, tiny_model
+from tests.tiny_models import ARCHITECTURES, CONTEXT, drawn_text, plain_greedy, tiny_model
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))
 CASES = 64 if LONG else 6  # by architecture: 512 in the long form
-
-
-def _text(rng: random.Random, length: int) -> list[int]:
-    """Random tokens with repeats, so that the pool finds something."""
-    ids: list[int] = []
-    while len(ids) < length:
-        again = ids and rng.random() < 0.5
-        start = rng.randrange(len(ids)) if again else 0
-        ids += ids[start : start + rng.randint(1, 8)] if again else [rng.randrange(VOCABULARY)]
-    return ids[:length]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -30,7 +20,7 @@ def test_greedy_equals_generate(arch: str) -> None:
     for case in range(CASES):
         rng = random.Random(f"{arch}-{case}")
         model = tiny_model(arch, seed=rng.randrange(8))
-        ids, new = _text(rng, rng.randint(1, 200)), rng.randint(1, 80)
+        ids, new = drawn_text(rng, rng.randint(1, 200)), rng.randint(1, 80)
         plain = plain_greedy(model, ids, new)
         eos = rng.choice(plain) if rng.random() < 0.5 else None
         expected = plain[: plain.index(eos) + 1] if eos is not None else plain
@@ -60,7 +50,7 @@ def test_eager_attention_equals_generate(arch: str) -> None:
     for case in range(24 if LONG else 3):
         rng = random.Random(f"eager-{arch}-{case}")
         model = tiny_model(arch, seed=case)
-        ids = _text(rng, rng.randint(1, 60))
+        ids = drawn_text(rng, rng.randint(1, 60))
         expected = plain_greedy(model, ids, 40)
         config = lp.LookaheadConfig(window_size=7, ngram_size=4, guess_set_size=7)
         assert lp.LookaheadDecoder(model, config, attention="eager").generate(ids, 40).tokens == expected
@@ -72,7 +62,7 @@ def test_oracle_and_prompt_lookup_equal_generate(arch: str) -> None:
     for case in range(24 if LONG else 3):
         rng = random.Random(f"oracle-{arch}-{case}")
         model = tiny_model(arch, seed=case)
-        ids = _text(rng, rng.randint(1, 120))
+        ids = drawn_text(rng, rng.randint(1, 120))
         expected = plain_greedy(model, ids, 50)
         assert lp.AutoregressiveDecoder(model).generate(ids, 50, prefill_chunk=rng.choice([5, 512])).tokens == expected
         lookup = lp.PromptLookupConfig(max_matching_ngram=rng.randint(1, 3), num_tokens=rng.randint(1, 20))
@@ -82,7 +72,7 @@ def test_oracle_and_prompt_lookup_equal_generate(arch: str) -> None:
 def test_context_end() -> None:
     """Slots past the model's context would index past its position table or change its rotary scaling."""
     model = tiny_model("llama", max_position_embeddings=64)
-    ids = _text(random.Random(1), 50)
+    ids = drawn_text(random.Random(1), 50)
     plain = lp.AutoregressiveDecoder(model).generate(ids, 100)
     output = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=9, ngram_size=4)).generate(ids, 100)
     assert (output.tokens, output.finish_reason) == (plain.tokens, plain.finish_reason)
@@ -92,7 +82,7 @@ def test_context_end() -> None:
 def test_long_prompt_in_chunks() -> None:
     """A chunked prefill that misplaces a chunk or its mask shows at the first token."""
     model = tiny_model("gemma3")
-    ids = _text(random.Random(2), CONTEXT - 40)
+    ids = drawn_text(random.Random(2), CONTEXT - 40)
     expected = plain_greedy(model, ids, 30)
     for chunk in (1, 13, 128, 4096):
         assert lp.LookaheadDecoder(model).generate(ids, 30, prefill_chunk=chunk).tokens == expected

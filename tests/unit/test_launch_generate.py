@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-import lp
 from launch.schema import AttentionSchema, Config, ModelSchema, settings
 from launch.stream import STEP_COLOURS
 from lp.bench.prompts import load_builtin
@@ -149,17 +148,9 @@ def test_a_sweep_runs_every_job(generate: Callable[..., Ran], monkeypatch: pytes
     assert ran.code == 0 and "W=2 N=3" in ran.out and "W=3 N=3" in ran.out
 
 
-def test_a_difference_is_shown_with_its_gap(generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("wrong_prompt_lookup")
+def test_a_difference_is_shown_with_its_gap(generate: Callable[..., Ran]) -> None:
     """A wrong token must not hide in a table of speeds."""
-    honest = lp.PromptLookupDecoder.generate
-
-    def wrong(self: lp.PromptLookupDecoder, *args: object, **options: object) -> lp.GenerationOutput:
-        output = honest(self, *args, **options)  # type: ignore[arg-type]
-        if isinstance(self, lp.PromptLookupDecoder):
-            output.tokens[5] += 1
-        return output
-
-    monkeypatch.setattr(lp.PromptLookupDecoder, "generate", wrong)
     ran = generate("limit=1")
     assert ran.code == 0
     assert "prompt_lookup differs from plain decoding at new token 5 (" in ran.out and "NOT a near-tie" in ran.out

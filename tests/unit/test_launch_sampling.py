@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import lp
 from tests.unit.conftest import Ran
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "prompt=x")
@@ -68,19 +67,9 @@ def test_rejection_is_equal_in_distribution_only(generate: Callable[..., Ran]) -
     assert found["prompts"][0]["differences"] == [] and found["sampling"]["verifier"] == "rejection"
 
 
-def test_a_wrong_token_under_sampling_is_no_near_tie(
-    generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("wrong_prompt_lookup")
+def test_a_wrong_token_under_sampling_is_no_near_tie(generate: Callable[..., Ran]) -> None:
     """The gap is that of the noisy scores: the raw logits' may be small by chance."""
-    honest = lp.PromptLookupDecoder.generate
-
-    def wrong(self: lp.PromptLookupDecoder, *args: object, **options: object) -> lp.GenerationOutput:
-        output = honest(self, *args, **options)  # type: ignore[arg-type]
-        if isinstance(self, lp.PromptLookupDecoder):
-            output.tokens[5] += 1
-        return output
-
-    monkeypatch.setattr(lp.PromptLookupDecoder, "generate", wrong)
     ran = generate("sampling=sample")
     assert "prompt_lookup differs from plain decoding at new token 5 (" in ran.out
     assert "the two best scores (processed logits with noise) are " in ran.out and "NOT a near-tie" in ran.out

@@ -18,19 +18,9 @@ from lp.decoding.generation import Generation
 from lp.distributed import ParallelContext, run_lockstep
 from lp.lookahead.candidates import TokenTree
 from lp.models.loader import DEMO_MODEL
-from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
+from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 ARCHS = ["llama", "llama", "llama", "gemma3", "mistral_sliding", "gpt_neox"]
-
-
-def drawn_text(rng: random.Random, length: int) -> list[int]:
-    """Random tokens with repeats, so that the pool finds something."""
-    ids: list[int] = []
-    while len(ids) < length:
-        again = ids and rng.random() < 0.5
-        start = rng.randrange(len(ids)) if again else 0
-        ids += ids[start : start + rng.randint(1, 8)] if again else [rng.randrange(VOCABULARY)]
-    return ids[:length]
 
 
 def on_ranks(

@@ -133,6 +133,7 @@ def test_walk_through_row_0_and_column_0() -> None:
     outcome = walk(layout, read)
     assert outcome.tokens == [1, 200, 33]
     assert outcome.path == [0, layout.slot(1, 0), layout.slot(2, 0)]
+    assert outcome.chose == [0, layout.slot(0, 1), layout.slot(2, 0)]  # row 0's word was taken, column 0's path was
 
 
 def test_tree_shares_prefixes_within_budget() -> None:

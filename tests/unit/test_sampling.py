@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -106,38 +107,108 @@ def test_coupled_equals_plain_sampling_on_any_ranks() -> None:
             assert tokens == expected, f"case {case}: {config} {asked}"
 
 
-def _joint(model: tf.PreTrainedModel, prompt: list[int], temperature: float) -> torch.Tensor:
-    """Exact probabilities of the first three tokens: (V * V * V,)."""
-    vocabulary = model.config.vocab_size
-    rows = torch.cartesian_prod(*[torch.arange(vocabulary)] * 3)
-    ids = torch.cat([torch.tensor(prompt).expand(len(rows), -1), rows], dim=1)
-    with torch.inference_mode():
-        logs = torch.log_softmax(model(ids).logits[:, len(prompt) - 1 : -1] / temperature, -1)
-    return logs.gather(2, rows[:, :, None]).sum((1, 2)).exp()
+def _joint(model: tf.PreTrainedModel, prompt: list[int], tokens: int, processors: list[Any]) -> torch.Tensor:
+    """Exact probabilities of the first tokens, by enumeration: (V ** tokens,)."""
+    ids, joint = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64)
+    every = torch.arange(model.config.vocab_size)
+    for _ in range(tokens):
+        with torch.inference_mode():
+            scores = model(ids).logits[:, -1]
+        for processor in processors:
+            scores = processor(ids, scores)
+        joint = (joint[:, None] * scores.softmax(-1)).flatten()
+        ids = torch.cat([ids.repeat_interleave(len(every), 0), every.repeat(len(ids))[:, None]], dim=1)
+    return joint
 
 
-def _rejection_p(ranks: int, draws: int) -> float:
-    """p of the chi-square test of rejection sampling's first three tokens at vocabulary 4."""
-    model, prompt = tiny_model(vocab_size=4, sharpness=1.0, seed=1), [1, 2, 3, 1, 2, 0, 1]
+PROMPT = [1, 2, 3, 1, 2, 0, 1]
+
+
+def _rejection_p(
+    ranks: int,
+    draws: int,
+    vocabulary: int = 4,
+    sharpness: float = 1.0,
+    tokens: int = 3,
+    processors: Sequence[Any] = (),
+    **warpers: Any,
+) -> float:
+    """p of the chi-square test of rejection sampling's first tokens; 0 if one came out that has no chance."""
+    model = tiny_model(vocab_size=vocabulary, sharpness=sharpness, seed=1)
     config = lp.LookaheadConfig(window_size=2, ngram_size=3, guess_set_size=3)
+    accepted = [0] * ranks
 
     def rank(context: ParallelContext) -> torch.Tensor:
-        decoder, counts = lp.LookaheadDecoder(model, config, context), torch.zeros(64, dtype=torch.float64)
+        decoder = lp.LookaheadDecoder(model, config, context)
+        counts = torch.zeros(vocabulary**tokens, dtype=torch.float64)
         for seed in range(draws):
-            params = lp.SamplingParams(temperature=0.7, seed=seed, verifier=lp.Verifier.REJECTION)
-            a, b, c = decoder.generate(prompt, 3, params).tokens
-            counts[16 * a + 4 * b + c] += 1
+            params = lp.SamplingParams(temperature=0.7, seed=seed, verifier=lp.Verifier.REJECTION, **warpers)
+            output = decoder.generate(PROMPT, tokens, params, logits_processor=processors)
+            counts[sum(token * vocabulary**at for at, token in enumerate(reversed(output.tokens)))] += 1
+            accepted[context.rank] += output.steps < tokens
         return counts
 
     counts = run_lockstep(ranks, rank)
     assert all(torch.equal(counts[0], other) for other in counts)
-    return _chi_square_p(counts[0], _joint(model, prompt, 0.7) * draws)
+    assert draws / 5 < accepted[0] < draws  # drafts are accepted and turned down
+    applied = [*processors, *lp.SamplingParams(temperature=0.7, **warpers).processors()]
+    expected = _joint(model, PROMPT, tokens, applied) * draws
+    if bool(counts[0][expected == 0].any()):
+        return 0.0
+    return _chi_square_p(*(_lumped(values, expected) for values in (counts[0], expected)))
+
+
+def _lumped(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Cells with too little expected for the chi-square approximation as one; those with nothing left out."""
+    rare = (expected > 0) & (expected < 5)
+    cells = values[expected >= 5]
+    return torch.cat([cells, values[rare].sum()[None]]) if bool(rare.any()) else cells
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rejection_has_the_joint_distribution(ranks: int) -> None:
     """Algorithm 4 must be lossless over several tokens, in a tree, with rows of one step on several ranks."""
     assert _rejection_p(ranks, DRAWS) > 0.001
+
+
+PAIRS: dict[str, Any] = {"draws": DRAWS // 3, "vocabulary": 5, "sharpness": 2.0, "tokens": 2}
+# Of the new tokens alone, so that a branch's own tokens matter: drafts of the first step are all in the prompt.
+PENALTY = tf.RepetitionPenaltyLogitsProcessor(20.0, prompt_ignore_length=len(PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked"),
+    [
+        (1, {"top_k": 3}),
+        (1, {"top_p": 0.8}),
+        (1, {"repetition_penalty": 2.0}),
+        (1, {"processors": [PENALTY]}),
+        (2, {"processors": [PENALTY], "repetition_penalty": 1.5, "top_k": 4, "top_p": 0.9}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_rejection_with_processors(ranks: int, asked: dict[str, Any]) -> None:
+    """Drafts are accepted by the processed distribution of their own branch, never by the model's bare one."""
+    assert _rejection_p(ranks, **PAIRS, **asked) > 0.001
+
+
+@pytest.mark.parametrize("fault", ["prefix", "processors", "dropped drafts"])
+def test_faulty_processing_under_rejection_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can tell: processors without the branch, none at all, and drafts that warpers had dropped."""
+    if fault == "prefix":
+        prefix = Chooser._prefix
+        monkeypatch.setattr(Chooser, "_prefix", lambda self, text, branch: prefix(self, text, []))
+        asked: dict[str, Any] = {"processors": [PENALTY]}
+    elif fault == "processors":
+        monkeypatch.setattr(Chooser, "_processed", lambda self, scores, branches, text: scores / self.temperature)
+        asked = {"top_p": 0.8}
+    else:
+        honest = sampling_module.accept_or_resample
+        monkeypatch.setattr(
+            sampling_module, "accept_or_resample", lambda p, drafts, g: honest(p + 0.05 * (p == 0), drafts, g)
+        )
+        asked = {"top_k": 3}
+    assert _rejection_p(1, **PAIRS, **asked) < 0.001
 
 
 def test_rejection_without_renormalising_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
