@@ -198,9 +198,11 @@ class Decoder(ABC):
         with torch.inference_mode(), DeferredSignals() as signals:
             limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
             boundary = rope_boundary(self.model.config.get_text_config())
-            return self._decode(
+            output = self._decode(
                 Request(prompt, max_new_tokens, limit, chooser, stopping, on_tokens, prefill_chunk, signals, boundary)
             )
+        output.signal = signals.received
+        return output
 
     @property
     def reach(self) -> int:

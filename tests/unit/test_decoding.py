@@ -57,7 +57,7 @@ def test_interrupt_keeps_what_was_generated(make: Any) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     output = make(tiny_model()).generate(PROMPT, 60, on_tokens=on_tokens)
-    assert output.finish_reason == "interrupted"
+    assert (output.finish_reason, output.signal) == ("interrupted", signal.SIGINT)
     assert 4 <= len(output.tokens) < 60
     assert output.tokens == plain_greedy(tiny_model(), PROMPT, 60)[: len(output.tokens)]
     assert signal.getsignal(signal.SIGINT) is before
