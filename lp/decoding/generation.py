@@ -42,7 +42,7 @@ class Generation:
         self.window = LookaheadWindow(config.window_size, config.ngram_size, request.prompt)
         largest = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
         self.row_size = exchange.row_size(ShardPlan.build(largest, context.world_size))
-        self.cache = runner.new_cache(len(request.prompt) + request.max_new_tokens + len(largest))
+        self.cache = runner.new_cache(request.limit + 1 + len(largest))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.owed = [0] * context.world_size  # how many every rank lacks
         self.digest, self.digested = exchange.chain_digest(0, request.prompt), len(request.prompt)

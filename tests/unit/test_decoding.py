@@ -132,6 +132,14 @@ def test_memory_does_not_grow_with_steps(steps: int) -> None:
     assert output.cache_bytes == 2 * layers * heads * head_dim * 8 * (len(PROMPT) + 4000 + 3 * 2)
 
 
+def test_the_cache_is_no_larger_than_the_context() -> None:
+    """Asking for "as much as fits" with a huge number must not allocate that many rows."""
+    huge = lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, 10**12)
+    assert huge.finish_reason == "context" and len(PROMPT) + len(huge.tokens) == CONTEXT
+    exact = lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, CONTEXT - len(PROMPT))
+    assert huge.cache_bytes == exact.cache_bytes
+
+
 class _After(StoppingCriteria):
     """Ends no sooner than after this many steps."""
 
