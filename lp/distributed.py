@@ -146,8 +146,13 @@ class _ProcessContext(ParallelContext):
         return tensor.contiguous().cpu() if self.backend == "gloo" else tensor.contiguous()
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()
+
+
+def leave() -> None:
+    """Leave the process group, if there is one, for good: a process that joined again would wait for ever."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Lockstep:
