@@ -187,7 +187,9 @@ def test_what_cannot_fit_drops_nothing(tiny_folder: Path) -> None:
     assert history.fit("y", 10**6)[1] == 0  # room for more than the context has does not empty the history
 
 
-def _signal_first_answer(monkeypatch: pytest.MonkeyPatch, prompts: list[dict[str, Any]], number: signal.Signals) -> None:
+def _signal_first_answer(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[dict[str, Any]], number: signal.Signals
+) -> None:
     noted = lp.LookaheadDecoder.generate
 
     def interrupted(self: lp.LookaheadDecoder, *args: Any, on_tokens: Any, **options: Any) -> lp.GenerationOutput:
