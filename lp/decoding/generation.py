@@ -117,7 +117,10 @@ class Generation:
         slots = plan.reads[self.context.rank]
         positions, branches = [layout.positions[slot] for slot in slots], [layout.branch(slot) for slot in slots]
         drafts = [layout.drafts(slot) for slot in slots]
-        return self.request.chooser.choose(logits, positions, branches, drafts, self.text)
+        chosen = self.request.chooser.choose(logits, positions, branches, drafts, self.text)
+        if chosen.is_cuda:  # or the exchange, which waits for it, would seem to take the model's time
+            torch.cuda.synchronize(chosen.device)
+        return chosen
 
     def _header(self, layout: StepLayout) -> tuple[int, int, int]:
         self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], layout.tokens, layout.parents)
