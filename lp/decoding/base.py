@@ -147,7 +147,7 @@ class Decoder(ABC):
         sampling: SamplingParams | None = None,
         *,
         logits_processor: Iterable[LogitsProcessor] = (),
-        eos_token_id: int | Iterable[int] | None = None,
+        eos_token_id: int | Iterable[int] | torch.Tensor | None = None,
         stop_strings: Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Iterable[StoppingCriteria] = (),
@@ -167,8 +167,10 @@ class Decoder(ABC):
             sequence: index of this sequence in a batch, which sampled noise depends on.
             eos_token_id: one or several; None takes the model's, an empty tuple none.
             stop_strings: end after the token that completes one of them; needs `tokenizer`.
-            stopping_criteria: transformers' criteria, asked after every token; among ranks, rank 0's word counts.
-            on_tokens: called once a step with (new tokens, step) before the next one starts.
+            stopping_criteria: transformers' criteria, asked after every token, without scores. Among ranks that share
+                steps, rank 0's word counts; plain decoding, which shares none, asks each rank's own.
+            on_tokens: called once a step with (new tokens, step) before the next one starts; among ranks that share
+                steps, where there are criteria, on rank 0 alone.
             prefill_chunk: prompt rows a forward pass.
 
         Returns:
@@ -189,6 +191,7 @@ class Decoder(ABC):
             stop_strings,
             tokenizer,
             stopping_criteria,
+            self.model.device,
         )
         padding = list(padding)
         seeded, rank = self._seeded(sampling), self.context.rank
@@ -224,11 +227,13 @@ class Decoder(ABC):
     @abstractmethod
     def _decode(self, request: Request) -> GenerationOutput: ...
 
-    def _eos(self, eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+    def _eos(self, eos_token_id: int | Iterable[int] | torch.Tensor | None) -> frozenset[int]:
         if eos_token_id is None:
             eos_token_id = self.model.generation_config.eos_token_id
         if eos_token_id is None:
             return frozenset()
+        if isinstance(eos_token_id, torch.Tensor):  # whose elements equal no int as members of a set
+            eos_token_id = eos_token_id.flatten().tolist()
         return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
 
     def _checked_prompt(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:

@@ -6,13 +6,14 @@ import gc
 import os
 import random
 import signal
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteria
 
 import lp
+from lp.decoding.stopping import Stopping
 from lp.models.runner import ModelRunner
 from tests.tiny_models import CONTEXT, VOCABULARY, plain_greedy, tiny_model
 
@@ -95,6 +96,28 @@ def test_criteria_cut_inside_a_step(make: Any) -> None:
     output = make(tiny_model()).generate(PROMPT, 60, stopping_criteria=[_AfterToken(token)])
     assert (output.tokens, output.finish_reason) == (expected, "criteria")
     assert make(tiny_model()).generate(PROMPT, 60, stopping_criteria=[MaxTimeCriteria(0.0)]).finish_reason == "criteria"
+
+
+def test_criteria_get_ids_on_the_models_device() -> None:
+    """A criterion that holds tensors on the GPU, as those of `generate` may, fails on ids from elsewhere."""
+    seen: list[torch.device] = []
+
+    def criterion(ids: torch.Tensor, scores: Any) -> bool:
+        seen.append(ids.device)
+        return False
+
+    stopping = Stopping.build(frozenset(), 9, None, PROMPT, None, None, [cast(Any, criterion)], torch.device("meta"))
+    assert stopping.check([1, 2], 2)[1] == 2
+    assert [device.type for device in seen] == ["meta", "meta"]
+
+
+@pytest.mark.parametrize("make", DECODERS)
+def test_eos_in_every_form(make: Any) -> None:
+    """A tensor's elements are no ints: taken as they are, none would ever end a text."""
+    plain = plain_greedy(tiny_model(), PROMPT, 40)
+    eos = plain[25]
+    for given in (eos, [eos], {eos}, torch.tensor(eos), torch.tensor([eos])):
+        assert make(tiny_model()).generate(PROMPT, 40, eos_token_id=given).tokens == plain[: plain.index(eos) + 1]
 
 
 def test_a_failing_callback_is_the_callers_error() -> None:
