@@ -222,6 +222,11 @@ def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
         if not torch.cuda.is_available():
             raise ValueError("device is 'cuda' but torch sees no GPU; use device=cpu or a CUDA build of torch")
         return torch.device("cuda", local_rank % torch.cuda.device_count())
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # no such device, a build without it, or one that holds no values
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"torch cannot compute on device {device!r} ({reason}); use device=cpu or auto") from error
     return torch.device(device)
 
 
