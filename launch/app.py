@@ -7,9 +7,11 @@ traceback. HYDRA_FULL_ERROR=1 keeps every traceback.
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import os
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
 
 from launch.schema import register, settings, unknown_key
+from lp.distributed import leave
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 USER_ERROR, INTERRUPTED, READER_LEFT = 2, 130, 141
@@ -43,15 +46,18 @@ def run(task: Callable[[Any], None], config_name: str = "config") -> None:
     """
     register()
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver("sweep_dir", _sweep_dir, replace=True)
     app = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)
     if os.environ.get(FULL_ERROR) == "1":
         app(_job(task))()
+        leave()
         return
     os.environ[FULL_ERROR] = "1"
     try:
         with reported():
             # Around the job too: what leaves a job makes Hydra print a line of its own.
             app(reported()(_job(task)))()
+            leave()  # not after a job: the next one of a sweep shares the group
     finally:
         del os.environ[FULL_ERROR]
 
@@ -69,6 +75,16 @@ def _job(task: Callable[[Any], None]) -> Callable[[DictConfig], None]:
 def _run_dir(default: str) -> str:
     """Where rank 0 writes. Hydra makes the folder it is told: the other ranks, which write nothing, name this one."""
     return "." if _rank() > 0 else os.environ.get("LP_RUN_DIR", default)
+
+
+def _sweep_dir(default: str) -> str:
+    """The same of a sweep, in which Hydra also writes a file: the other ranks' is gone when they end."""
+    return _nowhere().name if _rank() > 0 else _run_dir(default)
+
+
+@functools.cache
+def _nowhere() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="lp-")
 
 
 def _tidy(run_dir: Path) -> None:

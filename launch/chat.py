@@ -214,7 +214,6 @@ def chat(config: ChatConfig) -> None:
     finally:
         if keyboard:
             keyboard.close()
-    context.close()
 
 
 if __name__ == "__main__":

@@ -44,8 +44,8 @@ def generate(config: Config) -> None:
         finally:
             if report.results:
                 _show(report, config, table)
-    session.context.close()
     if report.interrupted:
+        session.context.close()
         raise SystemExit(INTERRUPTED)
 
 

@@ -18,10 +18,12 @@ class Keyboard:
         history_file: lines of former chats, for the arrow keys of a terminal; None keeps none.
 
     Raises:
-        ValueError: a history file that cannot be read or written.
+        ValueError: stdin is closed, or a history file cannot be read or written.
     """
 
     def __init__(self, history_file: str | None = None) -> None:
+        if sys.stdin is None:
+            raise ValueError("stdin is closed; give the chat a terminal, or a pipe with a line for every turn")
         self._terminal, self._history = sys.stdin.isatty(), None
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # one bad byte must not end a chat

@@ -127,6 +127,8 @@ def describe(session: Session) -> dict[str, Any]:
     setting = {"model": config.model.name, "parameters": model.num_parameters(), "dtype": _short(model.dtype)}
     setting |= {"device": _device(model.device), "threads": torch.get_num_threads()}
     setting |= {"ranks": session.context.world_size}
+    runners = [decoder.runner for decoder in session.decoders.values() if isinstance(decoder, lp.LookaheadDecoder)]
+    setting |= {"exact": all(runner.exact for runner in runners)}
     lookahead = session.decoders.get("lookahead")
     if isinstance(lookahead, lp.LookaheadDecoder):
         shape = lookahead.config
@@ -186,9 +188,11 @@ def caption(report: Report) -> str:
     s = report.setting
     shape = f"W={s['W']} N={s['N']} G={s['G']}, " if "W" in s else ""
     model = f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters), {s['dtype']}, {s['device']}"
+    rounded = "activations are quantised, so tokens may differ, " * (not s["exact"])
     chosen = f"{describe_sampling(report.sampling)}, " * (report.sampling is not None)
     stops = f"stop strings: {s['stop_strings']}, " * bool(s["stop_strings"])
-    return f"{model}, threads: {s['threads']}, ranks: {s['ranks']}, {shape}{chosen}{stops}median of {s['repeats']}"
+    where = f"{model}, threads: {s['threads']}, ranks: {s['ranks']}"
+    return f"{where}, {shape}{chosen}{stops}{rounded}median of {s['repeats']}"
 
 
 def print_table(report: Report, console: Console) -> None:

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from lp.config import LookaheadConfig, PromptLookupConfig, SuffixConfig
-from lp.decoding.sampling import SamplingParams
+from lp.config import LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
+from lp.decoding.params import SamplingParams
 
 T = TypeVar("T")
 
@@ -181,6 +181,8 @@ def register() -> None:
     schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
     schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")
     schemas["prompt_lookup"] = mirror(PromptLookupConfig, "prompt_lookup")
+    schemas["lookahead_paper"] = mirror(PaperConfig, "lookahead_paper")
+    schemas["token_recycling"] = mirror(RecyclingConfig, "token_recycling")
     schemas["suffix"] = mirror(SuffixConfig, "suffix")
     schemas["sample"] = mirror(SamplingParams, "sample")
     for name, schema in schemas.items():

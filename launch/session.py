@@ -21,7 +21,7 @@ from lp.models.loader import Loaded, load
 
 PLAIN = "autoregressive"  # the oracle the others are held against
 METHODS = ("lookahead", PLAIN, "prompt_lookup")  # these are compared
-CHOICES = (*METHODS, "suffix")  # which needs an optional package
+CHOICES = (*METHODS, "lookahead_paper", "token_recycling", "suffix")  # the last needs an optional package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +182,12 @@ def _builder(name: str, config: Common) -> Callable[[Any, lp.ParallelContext], D
     if name == "prompt_lookup":
         lookup = frozen(lp.PromptLookupConfig, config.decoder) if chosen else lp.PromptLookupConfig()
         return lambda model, context: lp.PromptLookupDecoder(model, lookup, context, attention)
+    if name == "lookahead_paper":
+        paper = frozen(lp.PaperConfig, config.decoder)
+        return lambda model, context: lp.PaperDecoder(model, paper, context, attention)
+    if name == "token_recycling":
+        recycling = frozen(lp.RecyclingConfig, config.decoder)
+        return lambda model, context: lp.RecyclingDecoder(model, recycling, context, attention)
     if name == "suffix":
         native_tree()  # refused before the model is loaded
         suffix = frozen(lp.SuffixConfig, config.decoder)

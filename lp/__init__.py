@@ -1,11 +1,11 @@
 """lp: lookahead decoding and lookahead parallelism for any Hugging Face causal LM (arXiv 2402.02057)."""
 
-from lp.config import Attention, KVSync, LookaheadConfig, PromptLookupConfig, SuffixConfig
+from lp.config import Attention, KVSync, LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
 from lp.decoding.autoregressive import AutoregressiveDecoder
 from lp.decoding.base import Decoder, GenerationOutput, StepStats
 from lp.decoding.hf import generate
-from lp.decoding.lookahead import LookaheadDecoder, PromptLookupDecoder, SuffixDecoder
-from lp.decoding.sampling import SamplingParams, Verifier
+from lp.decoding.lookahead import LookaheadDecoder, PaperDecoder, PromptLookupDecoder, RecyclingDecoder, SuffixDecoder
+from lp.decoding.params import SamplingParams, Verifier
 from lp.distributed import ParallelContext
 
 __all__ = [
@@ -16,9 +16,13 @@ __all__ = [
     "KVSync",
     "LookaheadConfig",
     "LookaheadDecoder",
+    "PaperConfig",
+    "PaperDecoder",
     "ParallelContext",
     "PromptLookupConfig",
     "PromptLookupDecoder",
+    "RecyclingConfig",
+    "RecyclingDecoder",
     "SamplingParams",
     "StepStats",
     "SuffixConfig",

@@ -48,6 +48,9 @@ class _PreallocatedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.owner.capacity
 
+    def get_max_cache_shape(self) -> int:  # its name in transformers 5.0, which refuses a layer without it
+        return self.owner.capacity
+
     def reset(self) -> None:
         """The rows stay; the owner forgets their number."""
 
@@ -76,15 +79,15 @@ class StaticKVCache(Cache):
         start, kept = self.length, len(rows)
         moved = next((i for i, row in enumerate(rows) if row != i), kept)  # rows before it lie where they belong
         if moved < kept:
-            source = torch.tensor(rows[moved:], device=self.layers[0].keys.device) + start
+            places = self._places(rows[moved:])
             for buffer in self._buffers():
-                buffer[:, :, start + moved : start + kept] = buffer[:, :, source]
+                buffer[:, :, start + moved : start + kept] = buffer[:, :, places[buffer.device]]
         self.length = start + kept
 
     def rows(self, rows: Sequence[int]) -> torch.Tensor:
         """Keys and values of these rows of the last step, flat, to send to other ranks."""
-        source = torch.tensor(rows, device=self.layers[0].keys.device) + self.length
-        return torch.cat([buffer[:, :, source].flatten() for buffer in self._buffers()])
+        places, device = self._places(rows), self._buffers()[0].device
+        return torch.cat([buffer[:, :, places[buffer.device]].flatten().to(device) for buffer in self._buffers()])
 
     def append(self, flat: torch.Tensor, count: int) -> None:
         """Write `count` rows that another rank sent behind the prefix and commit them."""
@@ -98,6 +101,11 @@ class StaticKVCache(Cache):
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers())
+
+    def _places(self, rows: Sequence[int]) -> dict[torch.device, torch.Tensor]:
+        """Where these rows of the last step lie, once for every device that holds layers."""
+        devices = {buffer.device for buffer in self._buffers()}
+        return {device: torch.tensor(rows, device=device) + self.length for device in devices}
 
     def _buffers(self) -> list[torch.Tensor]:
         """Of every layer that has some: layers may share those of another."""

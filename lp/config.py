@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 
@@ -128,6 +128,58 @@ class PromptLookupConfig:
     def __post_init__(self) -> None:
         check_int("max_matching_ngram", self.max_matching_ngram, 1, 64, "try 2")
         check_int("num_tokens", self.num_tokens, 1, 1024, "try 10")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperConfig:
+    """The paper's own lookahead: candidates keyed by one token, N - 1 deep, side by side.
+
+    Args:
+        window_size, ngram_size, guess_set_size: W, N, G.
+        prompt_ngrams: the n-grams of the prompt and of the accepted text enter the pool ("prompt as reference").
+        warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    window_size: int = 15
+    ngram_size: int = 5
+    guess_set_size: int = 15
+    prompt_ngrams: bool = True
+    warmup_steps: int = 0
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        self.shape()
+
+    def shape(self) -> LookaheadConfig:
+        """The same step for the loop."""
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        return LookaheadConfig(**own, output_ngrams=self.prompt_ngrams, candidate_depth=None, recycled=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecyclingConfig:
+    """Token recycling (arXiv 2408.08696): a static tree over the successors that every token was last seen with.
+
+    Args:
+        successors: kept of every token.
+        nodes: of the tree, which is the candidate rows of a step.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    successors: int = 8
+    nodes: int = 80
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        check_int("successors", self.successors, 1, 256, "try 8")
+        check_int("nodes", self.nodes, 1, 4096, "try 80")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

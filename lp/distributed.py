@@ -146,8 +146,13 @@ class _ProcessContext(ParallelContext):
         return tensor.contiguous().cpu() if self.backend == "gloo" else tensor.contiguous()
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()
+
+
+def leave() -> None:
+    """Leave the process group, if there is one, for good: a process that joined again would wait for ever."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Lockstep:
@@ -217,6 +222,11 @@ def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
         if not torch.cuda.is_available():
             raise ValueError("device is 'cuda' but torch sees no GPU; use device=cpu or a CUDA build of torch")
         return torch.device("cuda", local_rank % torch.cuda.device_count())
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # no such device, a build without it, or one that holds no values
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"torch cannot compute on device {device!r} ({reason}); use device=cpu or auto") from error
     return torch.device(device)
 
 

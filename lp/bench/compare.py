@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lp.decoding.base import GenerationOutput
-from lp.decoding.sampling import SamplingParams, Verifier
+from lp.decoding.params import SamplingParams, Verifier
 from lp.lookahead.noise import gumbel
 
 # Two logits this close may swap places when a kernel adds in another order: measured in units in the last place at the

@@ -60,12 +60,14 @@ def read_text(path: str | Path, name: str = "prompt file") -> str:
     """The text of a file, newlines as they are.
 
     Raises:
-        ValueError: it does not exist or is not UTF-8; `name` is what the message calls it.
+        ValueError: it does not exist, may not be read, or is not UTF-8; `name` is what the message calls it.
     """
     if not Path(path).is_file():
         raise ValueError(f"{name} {path} does not exist or is not a file; give the path of a text file")
     try:
         return Path(path).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{name} {path} cannot be read: {error.strerror}; give a file that you may read") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 

@@ -12,7 +12,8 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from lp.config import check_int
-from lp.decoding.sampling import Chooser, SamplingParams
+from lp.decoding.params import SamplingParams
+from lp.decoding.sampling import Chooser
 from lp.decoding.scores import KeepingChooser
 from lp.decoding.signals import DeferredSignals
 from lp.decoding.stopping import Stopping
@@ -151,7 +152,7 @@ class Decoder(ABC):
         sampling: SamplingParams | None = None,
         *,
         logits_processor: Iterable[LogitsProcessor] = (),
-        eos_token_id: int | Iterable[int] | None = None,
+        eos_token_id: int | Iterable[int] | torch.Tensor | None = None,
         stop_strings: Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Iterable[StoppingCriteria] = (),
@@ -173,8 +174,10 @@ class Decoder(ABC):
             sequence: index of this sequence in a batch, which sampled noise depends on.
             eos_token_id: one or several; None takes the model's, an empty tuple none.
             stop_strings: end after the token that completes one of them; needs `tokenizer`.
-            stopping_criteria: transformers' criteria, asked after every token; among ranks, rank 0's word counts.
-            on_tokens: called once a step with (new tokens, step) before the next one starts.
+            stopping_criteria: transformers' criteria, asked after every token, without scores. Among ranks that share
+                steps, rank 0's word counts; plain decoding, which shares none, asks each rank's own.
+            on_tokens: called once a step with (new tokens, step) before the next one starts; among ranks that share
+                steps, where there are criteria, on rank 0 alone.
             prefill_chunk: prompt rows a forward pass.
             output_scores: return the processed logits of every token, warpers included, noise not; on one rank.
             output_logits: return the model's own; on one rank.
@@ -203,6 +206,7 @@ class Decoder(ABC):
             stop_strings,
             tokenizer,
             stopping_criteria,
+            self.model.device,
         )
         padding = list(padding)
         seeded, rank = self._seeded(sampling), self.context.rank
@@ -219,6 +223,7 @@ class Decoder(ABC):
             )
         if isinstance(chooser, KeepingChooser):
             output.logits, output.scores = (chooser.stacked(name, len(output.tokens)) for name in ("logits", "scores"))
+        output.signal = signals.received
         return output
 
     @property
@@ -241,11 +246,13 @@ class Decoder(ABC):
     @abstractmethod
     def _decode(self, request: Request) -> GenerationOutput: ...
 
-    def _eos(self, eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+    def _eos(self, eos_token_id: int | Iterable[int] | torch.Tensor | None) -> frozenset[int]:
         if eos_token_id is None:
             eos_token_id = self.model.generation_config.eos_token_id
         if eos_token_id is None:
             return frozenset()
+        if isinstance(eos_token_id, torch.Tensor):  # whose elements equal no int as members of a set
+            eos_token_id = eos_token_id.flatten().tolist()
         return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
 
     def _checked_prompt(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:

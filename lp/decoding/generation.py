@@ -45,7 +45,7 @@ class Generation:
         largest = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
         self.harvest = min(source.harvest, runner.vocabulary)
         self.shape = exchange.RowShape.of(ShardPlan.build(largest, context.world_size), self.harvest)
-        self.cache = runner.new_cache(len(request.prompt) + request.max_new_tokens + len(largest))
+        self.cache = runner.new_cache(request.limit + 1 + len(largest))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.owed = [0] * context.world_size  # how many every rank lacks
         self.digest, self.digested = exchange.chain_digest(0, request.prompt), len(request.prompt)
@@ -83,9 +83,9 @@ class Generation:
         plan = ShardPlan.build(layout, self.context.world_size, self.owed)
         rows = RankRows.build(layout, plan, self.context.rank, self.catch_up)
         clock.lap("host")
-        chosen, harvest = self._forward(layout, plan, rows)
+        chosen, likely = self._forward(layout, plan, rows)
         clock.lap("forward")
-        row = exchange.pack(self._header(layout), chosen, harvest, plan, self.shape)
+        row = exchange.pack(self._header(layout), chosen, likely, plan, self.shape)
         clock.lap("host")
         gathered = exchange.gather(row, self.shape, self.context.all_gather, len(self.stats))
         clock.lap("exchange")
@@ -124,7 +124,10 @@ class Generation:
         drafts = [layout.drafts(slot) for slot in slots]
         chooser = self.request.chooser
         scores = chooser.scores(logits, branches, self.text)
-        return chooser.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
+        said = chooser.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
+        if scores.is_cuda:  # or the exchange, which waits for it, would seem to take the model's time
+            torch.cuda.synchronize(scores.device)
+        return said
 
     def _header(self, layout: StepLayout) -> tuple[int, int, int]:
         self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], layout.tokens, layout.parents)

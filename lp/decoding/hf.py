@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 from lp.config import LookaheadConfig
 from lp.decoding.base import GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
-from lp.decoding.sampling import SamplingParams
+from lp.decoding.params import SamplingParams
 
 
 def generate(

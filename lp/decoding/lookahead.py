@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from lp.config import Attention, KVSync, LookaheadConfig, PromptLookupConfig, SuffixConfig
+from lp.config import Attention, KVSync, LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
 from lp.decoding.base import Decoder, GenerationOutput, Request
 from lp.decoding.generation import Generation
 from lp.distributed import ParallelContext
 from lp.lookahead.candidates import CandidateSource
 from lp.lookahead.exchange import chain_digest, check_vocabulary, text_digest
 from lp.lookahead.pool import NGramPool
-from lp.lookahead.sources import PromptLookup
+from lp.lookahead.sources import PaperPool, PromptLookup, TokenRecycling
 from lp.lookahead.suffix import SuffixTree, native_tree
 from lp.models.replicas import check_same, model_digests
 from lp.models.runner import ModelRunner
 
-DecoderConfig = LookaheadConfig | PromptLookupConfig | SuffixConfig
+DecoderConfig = LookaheadConfig | PaperConfig | PromptLookupConfig | RecyclingConfig | SuffixConfig
 
 
 class LookaheadDecoder(Decoder):
@@ -63,7 +63,7 @@ class LookaheadDecoder(Decoder):
 
     def source(self, request: Request) -> CandidateSource:
         """What proposes candidates, made anew for every call."""
-        return NGramPool(self.config, request.prompt, request.chooser.noise_key)
+        return NGramPool(self.config, request.prompt, request.chooser.noise_key, self.runner.vocabulary)
 
     def _decode(self, request: Request) -> GenerationOutput:
         asked = (self.settings, request.max_new_tokens, request.limit, request.stopping, request.chooser)
@@ -136,3 +136,59 @@ class SuffixDecoder(LookaheadDecoder):
     def source(self, request: Request) -> CandidateSource:
         """The prompt's suffix tree."""
         return SuffixTree(self.suffix, request.prompt)
+
+
+class PaperDecoder(LookaheadDecoder):
+    """Lookahead decoding as the paper has it, for comparison.
+
+    Args:
+        model, context, attention: as in LookaheadDecoder.
+        config: W, N, G and whether the text is a reference.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: PaperConfig | None = None,
+        context: ParallelContext | None = None,
+        attention: str = "auto",
+    ) -> None:
+        self.paper = config or PaperConfig()
+        super().__init__(model, self.paper.shape(), context, attention)
+
+    @property
+    def settings(self) -> DecoderConfig:
+        """W, N, G."""
+        return self.paper
+
+    def source(self, request: Request) -> CandidateSource:
+        """The paper's pool."""
+        return PaperPool(self.paper, request.prompt)
+
+
+class RecyclingDecoder(LookaheadDecoder):
+    """Token recycling: the same loop without a window, candidates from the logits of rows read before.
+
+    Args:
+        model, context, attention: as in LookaheadDecoder.
+        config: successors and nodes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: RecyclingConfig | None = None,
+        context: ParallelContext | None = None,
+        attention: str = "auto",
+    ) -> None:
+        self.recycling = config or RecyclingConfig()
+        super().__init__(model, _windowless(self.recycling.nodes, self.recycling.kv_sync), context, attention)
+
+    @property
+    def settings(self) -> DecoderConfig:
+        """Successors and nodes."""
+        return self.recycling
+
+    def source(self, request: Request) -> CandidateSource:
+        """The adjacency of tokens."""
+        return TokenRecycling(self.recycling)

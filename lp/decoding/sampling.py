@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from typing import Any
 
 import torch
 import transformers as tf
 from transformers import LogitsProcessor, PreTrainedModel
 
-from lp.config import check_int
+from lp.decoding.params import SamplingParams, Verifier
 from lp.lookahead.exchange import chain_digest
 from lp.lookahead.noise import NoiseRing
 
@@ -49,74 +48,6 @@ BY_PREFIX = (
     tf.ExponentialDecayLengthPenalty,
     tf.SuppressTokensAtBeginLogitsProcessor,
 )
-
-
-class Verifier(StrEnum):
-    """How sampled text is verified."""
-
-    COUPLED = "coupled"
-    REJECTION = "rejection"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """Sampling that reproduces: one seed gives one text with lookahead on or off, on any number of ranks.
-
-    Args:
-        temperature: > 0; greedy decoding is `sampling=None`.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
-        min_p: drop tokens less likely than this share of the likeliest's chance; 0 keeps all.
-        typical_p: locally typical sampling; 1 keeps all.
-        repetition_penalty: > 0; 1 is none.
-        seed: 0 <= seed < 2**63; None draws one from torch's generator, rank 0's for all.
-        verifier: "coupled", or "rejection", which is equal to plain sampling in distribution only.
-
-    Raises:
-        ValueError: a value out of range, with the limit and the remedy.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    verifier: Verifier = Verifier.COUPLED
-
-    def __post_init__(self) -> None:
-        _check_real(
-            "temperature", self.temperature, 0, math.inf, "greedy is sampling=None, in the apps sampling=greedy"
-        )
-        _check_real("top_p", self.top_p, 0, 1, "1.0 keeps every token")
-        _check_real("typical_p", self.typical_p, 0, 1, "1.0 keeps every token")
-        _check_real("repetition_penalty", self.repetition_penalty, 0, math.inf, "1.0 is no penalty")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p is {self.min_p!r}; it must be in [0, 1); 0 keeps every token")
-        check_int("top_k", self.top_k, 0, math.inf, "0 keeps every token")
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, 2**63 - 1, "leave it null to draw one")
-        if self.verifier not in list(Verifier):
-            raise ValueError(f"verifier is {self.verifier!r}; it must be one of {[str(v) for v in Verifier]}")
-        object.__setattr__(self, "verifier", Verifier(self.verifier))
-
-    def processors(self) -> list[LogitsProcessor]:
-        """transformers' processors for these settings, in its order."""
-        made: list[LogitsProcessor] = []
-        if self.repetition_penalty != 1:
-            made.append(tf.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
-        if self.temperature != 1:
-            made.append(tf.TemperatureLogitsWarper(float(self.temperature)))
-        if self.top_k:
-            made.append(tf.TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            made.append(tf.TopPLogitsWarper(self.top_p))
-        if self.min_p > 0:
-            made.append(tf.MinPLogitsWarper(self.min_p))
-        if self.typical_p < 1:
-            made.append(tf.TypicalLogitsWarper(self.typical_p))
-        return made
 
 
 def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
@@ -202,7 +133,7 @@ class Chooser:
     def __repr__(self) -> str:
         """What ranks must agree on."""
         seed = (self.noise.seed, self.noise.sequence) if isinstance(self.noise, NoiseRing) else type(self.noise)
-        return f"Chooser({[type(p).__name__ for p in self.processors]}, {self.temperature}, {seed})"
+        return f"Chooser({[(type(p).__name__, _plain(vars(p))) for p in self.processors]}, {seed})"
 
     def choose(
         self,
@@ -315,7 +246,12 @@ def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], gener
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _check_real(name: str, value: object, low: float, high: float, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high or math.isinf(value):
-        limit = f"a number > {low:g}" if math.isinf(high) else f"a number in ({low:g}, {high:g}]"
-        raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")
+def _plain(values: Any) -> Any:
+    """What of a processor's settings reads the same on every rank: no objects, whose names may hold addresses."""
+    if isinstance(values, dict):
+        return sorted((str(key), _plain(value)) for key, value in values.items())
+    if isinstance(values, torch.Tensor):
+        return values.tolist()
+    if isinstance(values, list | tuple | set | frozenset):
+        return [_plain(value) for value in (sorted(values) if isinstance(values, set | frozenset) else values)]
+    return values if isinstance(values, int | float | str | None) else type(values).__name__

@@ -27,14 +27,11 @@ class KeepingChooser(Chooser):
         self.kept: dict[str, list[torch.Tensor]] = {}
         self._step: dict[str, torch.Tensor] = {}
 
-    def choose(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As `Chooser.choose`; the step's rows are held until `keep`."""
-        self._step = {"logits": logits, "scores": logits}
-        return super().choose(logits, *args, **kwargs)
-
-    def _processed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._step["scores"] = super()._processed(*args, **kwargs)
-        return self._step["scores"]
+    def scores(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `Chooser.scores`; the step's rows are held until `keep`."""
+        scores = super().scores(logits, *args, **kwargs)
+        self._step = {"logits": logits, "scores": scores}
+        return scores
 
     def keep(self, reads: Sequence[int], slots: Sequence[int]) -> None:
         """Copy the rows that chose the step's tokens."""

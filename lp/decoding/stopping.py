@@ -31,6 +31,7 @@ class Stopping:
         prompt: its ids, padding included, which criteria see too.
         stop_strings: transformers' criterion, or None.
         criteria: the user's; possibly not a function of the tokens alone.
+        device: the model's, where criteria expect the ids, as in `generate`.
     """
 
     eos: frozenset[int]
@@ -39,6 +40,7 @@ class Stopping:
     prompt: list[int]
     stop_strings: StopStringCriteria | None
     criteria: list[StoppingCriteria]
+    device: torch.device
 
     @classmethod
     def build(
@@ -50,6 +52,7 @@ class Stopping:
         stop_strings: Sequence[str] | None,
         tokenizer: PreTrainedTokenizerBase | None,
         criteria: Iterable[StoppingCriteria],
+        device: torch.device,
     ) -> Stopping:
         """Check and gather the stops of one call.
 
@@ -61,7 +64,7 @@ class Stopping:
             if tokenizer is None:
                 raise ValueError(f"stop_strings is {list(stop_strings)!r} but no tokenizer was given; pass tokenizer=")
             strings = StopStringCriteria(tokenizer, list(stop_strings))
-        return cls(eos, max_new_tokens, room, prompt, strings, list(criteria))
+        return cls(eos, max_new_tokens, room, prompt, strings, list(criteria), device)
 
     def __repr__(self) -> str:
         """What ranks must agree on; of criteria, only whether there are any."""
@@ -87,7 +90,8 @@ class Stopping:
             ids = torch.tensor([[*self.prompt, *tokens[:count]]])
             if self.stop_strings and bool(self.stop_strings(ids, None)):
                 return Stop.STOP_STRING
-            if any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.criteria):
+            there = ids.to(self.device) if self.criteria else ids
+            if any(bool(torch.as_tensor(criterion(there, None)).all()) for criterion in self.criteria):
                 return Stop.CRITERIA
         if count >= self.max_new_tokens:
             return Stop.MAX_LENGTH

@@ -14,10 +14,11 @@ class TokenTree:
 
     Args:
         budget: most nodes the tree may hold.
+        shared: paths share slots with each other and with the window; False lays each out on its own.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+    def __init__(self, budget: int, shared: bool = True) -> None:
+        self.budget, self.shared = budget, shared
         self.tokens: list[int] = []
         self.parents: list[int] = []  # -1 is the root: the last generated token
         self.chances: list[float] = []  # of being accepted, where the source states them
@@ -41,7 +42,7 @@ class TokenTree:
 
     def grow(self, node: int, token: int) -> int | None:
         """The child of a node (-1 is the root) that carries the token, made if the budget allows; else None."""
-        child = self._child.get((node, token))
+        child = self._child.get((node, token)) if self.shared else None
         if child is None and not self.full:
             child = self._child[node, token] = len(self.tokens)
             self.tokens.append(token)

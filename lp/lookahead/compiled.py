@@ -24,7 +24,7 @@ else:
 
 def given(array: np.ndarray) -> Any:
     """An array as compiled functions take it; Python indexes a memoryview far faster."""
-    return array if COMPILED else memoryview(np.ascontiguousarray(array))
+    return array if COMPILED else memoryview(np.ascontiguousarray(array))  # type: ignore[arg-type]
 
 
 def zeros(size: int, dtype: str) -> Any:

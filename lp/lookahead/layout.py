@@ -79,7 +79,7 @@ class StepLayout:
         self.parents = list(parents)
         self.positions = [position + offset for offset in offsets]
         self.n_window = len(self.tokens)
-        self._child = self._window_children()
+        self._child = self._window_children() if candidates.shared else {}
         self._graft(candidates, limit)
         self._drafts: dict[int, list[int]] = {}
         for slot, follower in self._child:
@@ -138,12 +138,12 @@ class StepLayout:
                 slots.append(-1)
                 continue
             there = self._child.setdefault((above, token), [])
-            if not there:
+            if not there or not tree.shared:
                 there.append(len(self.tokens))
                 self.tokens.append(token)
                 self.parents.append(above)
                 self.positions.append(self.positions[above] + 1)
-            slots.append(there[0])
+            slots.append(there[0] if tree.shared else there[-1])
 
     def _reads(self) -> list[int]:
         if self.rows == 1 or not self.columns:

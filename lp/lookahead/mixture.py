@@ -14,19 +14,29 @@ K: harvested tokens of a row; M: followers remembered of a context.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
 
 from lp.lookahead.compiled import I64, U64, jit
+from lp.lookahead.tables import (
+    DEEPEST,
+    GOLDEN,
+    GUESS,
+    MASK,
+    ORDERS,
+    RECYCLED,
+    S11,
+    TEXT,
+    VOTED,
+    WINDOW,
+    M,
+    find,
+    hash_history,
+    mix,
+    recycled_key,
+    tagged,
+)
 
-MASK, GOLDEN = U64((1 << 64) - 1), U64(0x9E3779B97F4A7C15)
-MIX_1, MIX_2, ONE = U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB), U64(1)
-S11, S27, S30, S31 = U64(11), U64(27), U64(30), U64(31)
-
-M, WAYS, DEEPEST, VOTED = 4, 4, 8, 32  # followers; ways of a table; longest context; tokens voted for at a node
-ORDERS = (1, 2, 3, 4, 6, 8)  # of text contexts
 THRESHOLDS = (0.25, 0.75, 1.5, 3.0, 5.0)  # of a gap in logits
 GAPS = len(THRESHOLDS) + 1
-TEXT, WINDOW, GUESS, RECYCLED = 1, 2, 3, 4  # sources; bit 1 << source switches one on
 # Where the features of each source begin.
 TEXT_0 = 0
 WINDOW_0 = TEXT_0 + len(ORDERS) * M * 6
@@ -35,52 +45,7 @@ RECYCLED_0 = GUESS_0 + 3 * M
 NONE_0 = RECYCLED_0 + 4 * 2 * 4 * GAPS
 FEATURES = NONE_0 + (len(ORDERS) + 1) * 5
 ROOT_HALF, LN_2 = math.sqrt(0.5), math.log(2)
-RATE, FLOOR = 0.3, 1e-7
-
-
-class Tables(NamedTuple):
-    """What is remembered; flat arrays, whose sizes are powers of two times their width."""
-
-    keys: Any  # uint64 (E,): contexts, tagged by source; 0 is empty
-    stamps: Any  # int64 (E,): when a context was last written
-    followers: Any  # int32 (E * M,): token + 1, the newest first; 0 is empty
-    counts: Any  # int32 (E * M,)
-    recycled_keys: Any  # uint64 (F,)
-    recycled_stamps: Any  # int64 (F,)
-    recycled_at: Any  # int64 (F,): position that the logits were for
-    recycled_tokens: Any  # int32 (F * K,)
-    recycled_logits: Any  # float32 (F * K,)
-    weights: Any  # float64 (FEATURES,)
-    squares: Any  # float64 (FEATURES,): of the gradients seen
-    clock: Any  # int64 (1,)
-
-
-class Scratch(NamedTuple):
-    """Room for one prediction and for the tree."""
-
-    history: Any  # int64 (DEEPEST,): the context, newest token first
-    hashes: Any  # uint64 (DEEPEST + 1,): of its last tokens, by how many
-    votes: Any  # int64 (2 * most votes,): (token's index, feature)
-    tokens: Any  # int64 (VOTED,)
-    scores: Any  # float64 (VOTED + 1,): then chances; the last is "none of them"
-    noised: Any  # float64 (K,)
-    node_tokens: Any  # int64 (nodes,)
-    node_parents: Any  # int64 (nodes,)
-    node_depths: Any  # int64 (nodes,)
-    node_chances: Any  # float64 (nodes,): of being accepted
-    node_next: Any  # int64 (nodes,): the voted token to try next
-    node_values: Any  # float64 (nodes,): its chance of being accepted
-    node_row: Any  # int64 (nodes,): place in row 0, -1 for none
-    node_column: Any  # int64 (nodes,): place in column 0, -1 for none
-    voted_tokens: Any  # int64 (nodes * VOTED,), likeliest first
-    voted_chances: Any  # float64 (nodes * VOTED,)
-
-
-@jit
-def mix(value):  # splitmix64
-    value = ((value ^ (value >> S30)) * MIX_1) & MASK
-    value = ((value ^ (value >> S27)) * MIX_2) & MASK
-    return value ^ (value >> S31)
+RATE, FLOOR = 0.3, 1e-7  # of learning; the least chance worth a row
 
 
 @jit
@@ -110,64 +75,6 @@ def gumbel(key, token):
     """The noise that lp.lookahead.noise gives this token at the key's position."""
     bits = mix((U64(token + 1) * GOLDEN + key) & MASK)
     return -log(-log((float(bits >> S11) + 0.5) * 2.0**-53))
-
-
-@jit
-def find(keys, key):
-    """Where a context is, or -1."""
-    first = I64(key >> S11) & (len(keys) // WAYS - 1)
-    for place in range(first * WAYS, first * WAYS + WAYS):
-        if keys[place] == key:
-            return place
-    return -1
-
-
-@jit
-def claim(keys, stamps, key, now):
-    """Where a context is, or the oldest place that it may take, and whether it was there."""
-    first = I64(key >> S11) & (len(keys) // WAYS - 1)
-    oldest = first * WAYS
-    for place in range(first * WAYS, first * WAYS + WAYS):
-        if keys[place] == key:
-            stamps[place] = now
-            return place, True
-        if stamps[place] < stamps[oldest]:
-            oldest = place
-    keys[oldest], stamps[oldest] = key, now
-    return oldest, False
-
-
-@jit
-def tagged(hashed, source, extra):
-    return mix((hashed + U64(source) * GOLDEN + U64(extra) * MIX_1) & MASK) | ONE
-
-
-@jit
-def hash_history(s, known):
-    """Hashes of the newest 1, 2, ... `known` tokens of the context."""
-    value = s.hashes[0] = GOLDEN
-    for order in range(1, known + 1):
-        value = mix((value + U64(s.history[order - 1] + 1) * GOLDEN) & MASK)
-        s.hashes[order] = value
-
-
-@jit
-def remember(t, key, token):
-    """Make a token the newest follower of a context."""
-    entry, there = claim(t.keys, t.stamps, key, t.clock[0])
-    base = entry * M
-    if not there:
-        for rank in range(M):
-            t.followers[base + rank] = t.counts[base + rank] = 0
-    rank = 0
-    while rank < M - 1 and t.followers[base + rank] != token + 1 and t.followers[base + rank] != 0:
-        rank += 1
-    count = t.counts[base + rank] + 1 if t.followers[base + rank] == token + 1 else 1
-    while rank > 0:
-        t.followers[base + rank] = t.followers[base + rank - 1]
-        t.counts[base + rank] = t.counts[base + rank - 1]
-        rank -= 1
-    t.followers[base], t.counts[base] = token + 1, count
 
 
 @jit
@@ -216,12 +123,6 @@ def vote_text(t, s, known, voted, votes):
             feature = TEXT_0 + ((index * M + rank) * 3 + count) * 2 + single
             voted, votes = vote(t, s, voted, votes, t.followers[base + rank] - 1, feature)
     return matched, voted, votes
-
-
-@jit
-def recycled_key(s, order, position):
-    """The newest `order` tokens of the context; none of them stands for the position alone."""
-    return tagged(s.hashes[order], RECYCLED, 0 if order else position)
 
 
 @jit
@@ -311,3 +212,89 @@ def learn(t, s, voted, votes, truth):
         gradient = (1.0 if index == right else 0.0) - s.scores[index]
         t.squares[feature] += gradient * gradient
         t.weights[feature] += RATE * gradient / math.sqrt(t.squares[feature])
+
+
+@jit
+def study(t, s, text, start, base_key, noisy, sources):
+    """Learn the weights from the tokens from `start` on."""
+    for end in range(start, len(text)):
+        known = min(end, DEEPEST)
+        for place in range(known):
+            s.history[place] = text[end - 1 - place]
+        voted, votes = predict(t, s, known, end, base_key, noisy, sources)
+        learn(t, s, voted, votes, text[end])
+
+
+@jit
+def recall(s, node, tail, n_tail):
+    """Fill the history with the tokens up to a node, newest first; returns how many."""
+    known = 0
+    while node > 0 and known < DEEPEST:
+        s.history[known] = s.node_tokens[node]
+        node = s.node_parents[node]
+        known += 1
+    place = 0
+    while place < n_tail and known < DEEPEST:
+        s.history[known] = tail[place]
+        known, place = known + 1, place + 1
+    return known
+
+
+@jit
+def expand(t, s, node, tail, n_tail, position, base_key, noisy, sources):
+    """Predict what follows a node and line its tokens up, likeliest first."""
+    known = recall(s, node, tail, n_tail)
+    voted, _ = predict(t, s, known, position + s.node_depths[node] + 1, base_key, noisy, sources)
+    base = node * VOTED
+    for index in range(voted):
+        chance, place = s.scores[index], index
+        while place > 0 and s.voted_chances[base + place - 1] < chance:
+            s.voted_chances[base + place] = s.voted_chances[base + place - 1]
+            s.voted_tokens[base + place] = s.voted_tokens[base + place - 1]
+            place -= 1
+        s.voted_chances[base + place], s.voted_tokens[base + place] = chance, s.tokens[index]
+    if voted < VOTED:
+        s.voted_chances[base + voted] = 0.0
+    s.node_next[node], s.node_values[node] = 0, s.node_chances[node] * s.voted_chances[base]
+
+
+@jit
+def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest, row, column):
+    """Grow the tree behind `c`, always by the token most likely to be accepted; returns its nodes, the root included.
+
+    Nodes that repeat row 0 or column 0 of the window cost no row.
+    """
+    s.node_tokens[0] = tail[0]
+    s.node_parents[0], s.node_depths[0], s.node_chances[0], s.node_row[0], s.node_column[0] = -1, 0, 1.0, 0, 0
+    nodes, rows = 1, 0
+    expand(t, s, 0, tail, n_tail, position, base_key, noisy, sources)
+    while nodes < len(s.node_tokens):
+        parent = 0
+        for node in range(1, nodes):
+            if s.node_values[node] > s.node_values[parent]:
+                parent = node
+        if s.node_values[parent] < FLOOR:
+            break
+        choice = parent * VOTED + s.node_next[parent]
+        token, place = s.voted_tokens[choice], s.node_row[parent]
+        in_row = place + 1 if 0 <= place < len(row) - 1 and row[place + 1] == token else -1
+        place = s.node_column[parent]
+        in_column = place + 1 if 0 <= place < len(column) - 1 and column[place + 1] == token else -1
+        if in_row < 0 and in_column < 0:
+            if rows == budget:
+                break
+            rows += 1
+        s.node_tokens[nodes], s.node_parents[nodes] = token, parent
+        s.node_depths[nodes] = s.node_depths[parent] + 1
+        s.node_chances[nodes] = s.node_values[parent]
+        s.node_row[nodes], s.node_column[nodes] = in_row, in_column
+        s.node_values[nodes] = 0.0
+        s.node_next[parent] += 1
+        following = choice + 1
+        s.node_values[parent] = 0.0
+        if s.node_next[parent] < VOTED:
+            s.node_values[parent] = s.node_chances[parent] * s.voted_chances[following]
+        if s.node_depths[nodes] < deepest:
+            expand(t, s, nodes, tail, n_tail, position, base_key, noisy, sources)
+        nodes += 1
+    return nodes

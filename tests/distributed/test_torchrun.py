@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Processes
+from tests.conftest import ROOT, Processes
 from tests.unit.conftest import save_tiny_model
 
 APP = "launch.generate"
@@ -39,6 +39,16 @@ def test_two_ranks_say_what_one_says(processes: Processes, settings: list[str], 
     assert json.dumps(two).count('"equal": true') >= 2
     assert [p["text"] for p in one["prompts"]] == [p["text"] for p in two["prompts"]]
     assert processes.wait_for_end(5) == []
+
+
+def test_ranks_sweep(processes: Processes, settings: list[str], tmp_path: Path) -> None:
+    """A process group left after the first job could not be joined again; ranks but the first leave no files."""
+    before = set(ROOT.iterdir())
+    asked = ["-m", *settings, "max_new_tokens=4,5", "compare=false", "output=json"]
+    ran = processes.run(processes.torchrun(2, APP, *asked), _run_dir(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    assert [json.loads(line)["max_new_tokens"] for line in ran.stdout.splitlines()] == [4, 5]
+    assert set(ROOT.iterdir()) == before
 
 
 def test_a_user_error_is_said_once(processes: Processes, settings: list[str], tmp_path: Path) -> None:

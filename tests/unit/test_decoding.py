@@ -6,13 +6,14 @@ import gc
 import os
 import random
 import signal
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteria
 
 import lp
+from lp.decoding.stopping import Stopping
 from lp.models.runner import ModelRunner
 from tests.tiny_models import CONTEXT, VOCABULARY, plain_greedy, tiny_model
 
@@ -57,7 +58,7 @@ def test_interrupt_keeps_what_was_generated(make: Any) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     output = make(tiny_model()).generate(PROMPT, 60, on_tokens=on_tokens)
-    assert output.finish_reason == "interrupted"
+    assert (output.finish_reason, output.signal) == ("interrupted", signal.SIGINT)
     assert 4 <= len(output.tokens) < 60
     assert output.tokens == plain_greedy(tiny_model(), PROMPT, 60)[: len(output.tokens)]
     assert signal.getsignal(signal.SIGINT) is before
@@ -97,6 +98,28 @@ def test_criteria_cut_inside_a_step(make: Any) -> None:
     assert make(tiny_model()).generate(PROMPT, 60, stopping_criteria=[MaxTimeCriteria(0.0)]).finish_reason == "criteria"
 
 
+def test_criteria_get_ids_on_the_models_device() -> None:
+    """A criterion that holds tensors on the GPU, as those of `generate` may, fails on ids from elsewhere."""
+    seen: list[torch.device] = []
+
+    def criterion(ids: torch.Tensor, scores: Any) -> bool:
+        seen.append(ids.device)
+        return False
+
+    stopping = Stopping.build(frozenset(), 9, None, PROMPT, None, None, [cast(Any, criterion)], torch.device("meta"))
+    assert stopping.check([1, 2], 2)[1] == 2
+    assert [device.type for device in seen] == ["meta", "meta"]
+
+
+@pytest.mark.parametrize("make", DECODERS)
+def test_eos_in_every_form(make: Any) -> None:
+    """A tensor's elements are no ints: taken as they are, none would ever end a text."""
+    plain = plain_greedy(tiny_model(), PROMPT, 40)
+    eos = plain[25]
+    for given in (eos, [eos], {eos}, torch.tensor(eos), torch.tensor([eos])):
+        assert make(tiny_model()).generate(PROMPT, 40, eos_token_id=given).tokens == plain[: plain.index(eos) + 1]
+
+
 def test_a_failing_callback_is_the_callers_error() -> None:
     """Swallowed, it would hide a full disk; wrapped, it could not be caught by its type."""
 
@@ -130,6 +153,14 @@ def test_memory_does_not_grow_with_steps(steps: int) -> None:
     assert held[1] == held[0]
     heads, head_dim, layers = 2, 8, 2
     assert output.cache_bytes == 2 * layers * heads * head_dim * 8 * (len(PROMPT) + 4000 + 3 * 2)
+
+
+def test_the_cache_is_no_larger_than_the_context() -> None:
+    """Asking for "as much as fits" with a huge number must not allocate that many rows."""
+    huge = lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, 10**12)
+    assert huge.finish_reason == "context" and len(PROMPT) + len(huge.tokens) == CONTEXT
+    exact = lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, CONTEXT - len(PROMPT))
+    assert huge.cache_bytes == exact.cache_bytes
 
 
 class _After(StoppingCriteria):

@@ -187,23 +187,46 @@ def test_what_cannot_fit_drops_nothing(tiny_folder: Path) -> None:
     assert history.fit("y", 10**6)[1] == 0  # room for more than the context has does not empty the history
 
 
-def test_ctrl_c_keeps_the_answer_so_far(
-    talk_turns: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, prompts: list[dict[str, Any]]
+def _signal_first_answer(
+    monkeypatch: pytest.MonkeyPatch, prompts: list[dict[str, Any]], number: signal.Signals
 ) -> None:
-    """The reader has seen that text, and may ask about it."""
     noted = lp.LookaheadDecoder.generate
 
     def interrupted(self: lp.LookaheadDecoder, *args: Any, on_tokens: Any, **options: Any) -> lp.GenerationOutput:
         def press(tokens: list[int], step: int) -> None:
             on_tokens(tokens, step)
             if step == 2 and not prompts:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
 
         return noted(self, *args, on_tokens=press, **options)
 
     monkeypatch.setattr(lp.LookaheadDecoder, "generate", interrupted)
+
+
+def test_ctrl_c_keeps_the_answer_so_far(
+    talk_turns: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, prompts: list[dict[str, Any]]
+) -> None:
+    """The reader has seen that text, and may ask about it."""
+    _signal_first_answer(monkeypatch, prompts, signal.SIGINT)
     ran = talk_turns("one\ntwo\n", "max_new_tokens=30")
     first, second = prompts
     assert ran.code == 0 and ran.out.count("(stopped by Ctrl-C)") == 1
     assert 0 < len(first["output"].tokens) < 30 == len(second["output"].tokens)
     assert second["text"] == f"{first['text']}{first['answer']}\n<user>two\n<assistant>"
+
+
+def test_sigterm_ends_the_chat(
+    talk_turns: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, prompts: list[dict[str, Any]]
+) -> None:
+    """Who asks a process to end does not mean the answer under way: a chat that goes on must be killed."""
+    _signal_first_answer(monkeypatch, prompts, signal.SIGTERM)
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        ran = talk_turns("one\ntwo\n", "max_new_tokens=30")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ran.code == 143 and len(prompts) == 1 and prompts[0]["output"].signal == signal.SIGTERM

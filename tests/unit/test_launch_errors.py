@@ -53,6 +53,8 @@ BAD = {
     "decoder.name=none": "decoder.name is 'none'",
     "model.dtype=int3": "dtype is 'int3'; it must be one of",
     "model.device=toaster": "model.device is 'toaster'; it must be auto, cpu",
+    "model.device=meta": "torch cannot compute on device 'meta'",
+    "model.device=cuda:99": "torch cannot compute on device 'cuda:99'",
     "prompt=": "the prompt is empty",
     "prompt=f(x": "cannot read the override 'prompt=f(x'; quote",
     "prompt_file=none.txt": "prompt_file none.txt does not exist",

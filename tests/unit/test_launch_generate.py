@@ -112,6 +112,17 @@ def test_json_is_the_whole_of_stdout(generate: Callable[..., Ran]) -> None:
         assert prompt["text"] in ran.err
 
 
+@pytest.mark.filterwarnings("ignore:tokens may differ")
+def test_a_model_that_is_not_exact_is_labelled(generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warning scrolls away; a table that says "equal" by luck must not look like a promise."""
+    label = "activations are quantised, so tokens may differ"
+    short = ("max_new_tokens=4", "limit=1")
+    assert label not in generate(*short).out
+    monkeypatch.setattr("lp.models.runner.inexact_quantisation", lambda config: "it rounds")
+    assert label in generate(*short).out
+    assert json.loads(generate(*short, "output=json").out)["exact"] is False
+
+
 def test_lookahead_takes_fewer_steps_than_tokens(generate: Callable[..., Ran]) -> None:
     methods = json.loads(generate("output=json").out)["methods"]
     assert methods["autoregressive"]["S"] == 1.0 < methods["lookahead"]["S"]

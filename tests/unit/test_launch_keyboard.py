@@ -121,3 +121,10 @@ def test_every_rank_gets_the_text_of_rank_0(text: str | None) -> None:
 
     assert run_lockstep(3, body) == [text] * 3
     assert ParallelContext().share_text(text) == text
+
+
+def test_a_closed_stdin_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launch.chat <&-`, as some supervisors start it, has no stdin at all."""
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="stdin is closed; give"):
+        Keyboard()

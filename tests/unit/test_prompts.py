@@ -66,3 +66,16 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"prompt_file .*latin is not UTF-8 \(byte 3\)"):
         read_text(tmp_path / "latin", "prompt_file")
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, whom no permission stops."""
+    file = tmp_path / "secret.py"
+    file.write_text("x")
+
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"prompt_file .*secret.py cannot be read: Permission denied"):
+        read_text(file, "prompt_file")

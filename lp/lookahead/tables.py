@@ -1,0 +1,210 @@
+"""What the pool remembers: followers of contexts, and logits of rows, in hash tables of fixed size.
+
+A context is the hash of its last tokens and of who remembers it; the oldest of a bucket makes room. All arithmetic of
+the compiled functions is of integers and of + - * / on doubles in a fixed order, logarithm and exponential included:
+ranks on unlike processors compute the same bits.
+
+E: contexts, F: rows of logits, K: logits of a row, M: followers of a context.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lp.lookahead.compiled import I64, U64, given, jit, zeros
+
+MASK, GOLDEN = U64((1 << 64) - 1), U64(0x9E3779B97F4A7C15)
+MIX_1, MIX_2, ONE = U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB), U64(1)
+S11, S27, S30, S31 = U64(11), U64(27), U64(30), U64(31)
+
+M, WAYS, DEEPEST, VOTED = 4, 4, 8, 32  # followers; ways of a table; longest context; tokens voted for at a node
+CONTEXTS, ROWS = 1 << 17, 1 << 15  # E and F: 48 bytes a context, 24 + 8 K a row
+ORDERS = (1, 2, 3, 4, 6, 8)  # of text contexts
+TEXT, WINDOW, GUESS, RECYCLED = 1, 2, 3, 4  # who remembers; bit 1 << source switches a source on
+
+
+class Tables(NamedTuple):
+    """What is remembered; flat arrays, whose sizes are powers of two times their width."""
+
+    keys: Any  # uint64 (E,): contexts, tagged by source; 0 is empty
+    stamps: Any  # int64 (E,): when a context was last written
+    followers: Any  # int32 (E * M,): token + 1, the newest first; 0 is empty
+    counts: Any  # int32 (E * M,)
+    recycled_keys: Any  # uint64 (F,)
+    recycled_stamps: Any  # int64 (F,)
+    recycled_at: Any  # int64 (F,): position that the logits were for
+    recycled_tokens: Any  # int32 (F * K,)
+    recycled_logits: Any  # float32 (F * K,)
+    weights: Any  # float64 (FEATURES,)
+    squares: Any  # float64 (FEATURES,): of the gradients seen
+    clock: Any  # int64 (1,)
+
+
+class Scratch(NamedTuple):
+    """Room for one prediction and for the tree."""
+
+    history: Any  # int64 (DEEPEST,): the context, newest token first
+    hashes: Any  # uint64 (DEEPEST + 1,): of its last tokens, by how many
+    votes: Any  # int64 (2 * most votes,): (token's index, feature)
+    tokens: Any  # int64 (VOTED,)
+    scores: Any  # float64 (VOTED + 1,): then chances; the last is "none of them"
+    noised: Any  # float64 (K,)
+    node_tokens: Any  # int64 (nodes,)
+    node_parents: Any  # int64 (nodes,)
+    node_depths: Any  # int64 (nodes,)
+    node_chances: Any  # float64 (nodes,): of being accepted
+    node_next: Any  # int64 (nodes,): the voted token to try next
+    node_values: Any  # float64 (nodes,): its chance of being accepted
+    node_row: Any  # int64 (nodes,): place in row 0, -1 for none
+    node_column: Any  # int64 (nodes,): place in column 0, -1 for none
+    voted_tokens: Any  # int64 (nodes * VOTED,), likeliest first
+    voted_chances: Any  # float64 (nodes * VOTED,)
+
+
+def new_tables(recycled: int, weights: np.ndarray, squares: np.ndarray) -> Tables:
+    """Empty tables for K = `recycled`, with these weights of the mixture."""
+    contexts, rows = CONTEXTS, ROWS if recycled else WAYS
+    return Tables(
+        zeros(contexts, "u8"), zeros(contexts, "i8"), zeros(contexts * M, "i4"), zeros(contexts * M, "i4"),
+        zeros(rows, "u8"), zeros(rows, "i8"), zeros(rows, "i8"), zeros(rows * recycled, "i4"),
+        zeros(rows * recycled, "f4"), given(weights.copy()), given(squares.copy()), zeros(1, "i8"),
+    )  # fmt: skip
+
+
+def new_scratch(nodes: int, recycled: int) -> Scratch:
+    """Room for trees of so many nodes."""
+    votes = 2 * (len(ORDERS) * M + 5 * M + recycled + 1)
+    return Scratch(
+        zeros(DEEPEST, "i8"), zeros(DEEPEST + 1, "u8"), zeros(votes, "i8"), zeros(VOTED, "i8"),
+        zeros(VOTED + 1, "f8"), zeros(recycled, "f8"), zeros(nodes, "i8"), zeros(nodes, "i8"), zeros(nodes, "i8"),
+        zeros(nodes, "f8"), zeros(nodes, "i8"), zeros(nodes, "f8"), zeros(nodes, "i8"), zeros(nodes, "i8"),
+        zeros(nodes * VOTED, "i8"), zeros(nodes * VOTED, "f8"),
+    )  # fmt: skip
+
+
+@jit
+def mix(value):  # splitmix64
+    value = ((value ^ (value >> S30)) * MIX_1) & MASK
+    value = ((value ^ (value >> S27)) * MIX_2) & MASK
+    return value ^ (value >> S31)
+
+
+@jit
+def find(keys, key):
+    """Where a context is, or -1."""
+    first = I64(key >> S11) & (len(keys) // WAYS - 1)
+    for place in range(first * WAYS, first * WAYS + WAYS):
+        if keys[place] == key:
+            return place
+    return -1
+
+
+@jit
+def claim(keys, stamps, key, now):
+    """Where a context is, or the oldest place that it may take, and whether it was there."""
+    first = I64(key >> S11) & (len(keys) // WAYS - 1)
+    oldest = first * WAYS
+    for place in range(first * WAYS, first * WAYS + WAYS):
+        if keys[place] == key:
+            stamps[place] = now
+            return place, True
+        if stamps[place] < stamps[oldest]:
+            oldest = place
+    keys[oldest], stamps[oldest] = key, now
+    return oldest, False
+
+
+@jit
+def tagged(hashed, source, extra):
+    return mix((hashed + U64(source) * GOLDEN + U64(extra) * MIX_1) & MASK) | ONE
+
+
+@jit
+def hash_history(s, known):
+    """Hashes of the newest 1, 2, ... `known` tokens of the context."""
+    value = s.hashes[0] = GOLDEN
+    for order in range(1, known + 1):
+        value = mix((value + U64(s.history[order - 1] + 1) * GOLDEN) & MASK)
+        s.hashes[order] = value
+
+
+@jit
+def remember(t, key, token):
+    """Make a token the newest follower of a context."""
+    entry, there = claim(t.keys, t.stamps, key, t.clock[0])
+    base = entry * M
+    if not there:
+        for rank in range(M):
+            t.followers[base + rank] = t.counts[base + rank] = 0
+    rank = 0
+    while rank < M - 1 and t.followers[base + rank] != token + 1 and t.followers[base + rank] != 0:
+        rank += 1
+    count = t.counts[base + rank] + 1 if t.followers[base + rank] == token + 1 else 1
+    while rank > 0:
+        t.followers[base + rank] = t.followers[base + rank - 1]
+        t.counts[base + rank] = t.counts[base + rank - 1]
+        rank -= 1
+    t.followers[base], t.counts[base] = token + 1, count
+
+
+@jit
+def recycled_key(s, order, position):
+    """The newest `order` tokens of the context; none of them stands for the position alone."""
+    return tagged(s.hashes[order], RECYCLED, 0 if order else position)
+
+
+@jit
+def absorb_text(t, s, text, start):
+    """Remember what followed every context of the text, for the tokens from `start` on."""
+    for end in range(max(start, 1), len(text)):
+        known = min(end, DEEPEST)
+        for place in range(known):
+            s.history[place] = text[end - 1 - place]
+        hash_history(s, known)
+        for index in range(len(ORDERS)):
+            if ORDERS[index] <= known:
+                remember(t, tagged(s.hashes[ORDERS[index]], TEXT, 0), text[end])
+
+
+@jit
+def absorb_reads(t, s, context, tokens, parents, positions, said, sources):
+    """Remember what every row read said: its token at this position, and its logits behind its last tokens."""
+    (tail, n_tail), (reads, chosen, top_tokens, top_logits) = context, said
+    width = len(s.noised)
+    for place in range(len(reads)):
+        slot, known = reads[place], 0
+        position = positions[slot] + 1
+        while slot > 0 and known < 3:
+            s.history[known] = tokens[slot]
+            slot, known = parents[slot], known + 1
+        back = 0
+        while slot == 0 and back < n_tail and known < 3:
+            s.history[known] = tail[back]
+            known, back = known + 1, back + 1
+        hash_history(s, known)
+        if sources >> GUESS & 1:
+            for order in range(min(known, 2) + 1):
+                remember(t, tagged(s.hashes[order], GUESS, position), chosen[place])
+        if sources >> RECYCLED & 1:
+            for order in range(known + 1):
+                key = recycled_key(s, order, position)
+                entry, _ = claim(t.recycled_keys, t.recycled_stamps, key, t.clock[0])
+                t.recycled_at[entry] = position
+                for k in range(width):
+                    t.recycled_tokens[entry * width + k] = top_tokens[2 * (place * width + k) + 1]
+                    t.recycled_logits[entry * width + k] = top_logits[2 * (place * width + k)]
+
+
+@jit
+def absorb_ngrams(t, s, ngrams, length):
+    """Remember what followed one and two tokens within the window's n-grams of `length` tokens."""
+    for first in range(0, len(ngrams), length):
+        for end in range(first + 1, first + length):
+            known = min(end - first, 2)
+            for place in range(known):
+                s.history[place] = ngrams[end - 1 - place]
+            hash_history(s, known)
+            for order in range(1, known + 1):
+                remember(t, tagged(s.hashes[order], WINDOW, 0), ngrams[end])
