@@ -17,6 +17,13 @@ class KVSync(StrEnum):
     BROADCAST = "broadcast"
 
 
+class PoolScope(StrEnum):
+    """How long the pool remembers."""
+
+    REQUEST = "request"
+    SESSION = "session"
+
+
 class Attention(StrEnum):
     """Attention backends; `auto` keeps what the model was loaded with when that can take a tree mask."""
 
@@ -62,6 +69,10 @@ class LookaheadConfig:
         recycled: K, logits kept of every row that is read, to guess again from; 0 keeps none.
         renoise: under sampling recycled logits guess under the noise of the position they guess for.
         learn: the weights of the pool's sources follow what turns out true.
+        pool_scope: "session" keeps the pool from one call of a decoder to its next; what a prompt's tokens are does
+            not change, which candidates they get does.
+        pool_mib: most memory of the pool, MiB; the oldest makes room.
+        pool_file: with "session", a safetensors file to begin with, if it exists, and to keep up to date.
         window_noise: under sampling the window iterates under the sampler's own noise; False guesses greedily.
         warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1; for ablations.
         kv_sync: how ranks get each other's accepted KV.
@@ -73,7 +84,7 @@ class LookaheadConfig:
     window_size: int = 15
     ngram_size: int = 5
     guess_set_size: int = 15
-    candidate_depth: int | None = 20
+    candidate_depth: int | None = 48
     prompt_ngrams: bool = True
     output_ngrams: bool = True
     window_ngrams: bool = True
@@ -81,6 +92,9 @@ class LookaheadConfig:
     recycled: int = 16
     renoise: bool = True
     learn: bool = True
+    pool_scope: PoolScope = PoolScope.REQUEST
+    pool_mib: int = 16
+    pool_file: str | None = None
     window_noise: bool = True
     warmup_steps: int = 0
     kv_sync: KVSync = KVSync.RECOMPUTE
@@ -92,6 +106,14 @@ class LookaheadConfig:
         if self.candidate_depth is not None:
             check_int("candidate_depth", self.candidate_depth, 1, 1024, "leave it null for N - 1")
         check_int("recycled (K)", self.recycled, 0, 256, "try 16, or 0 for none")
+        check_int("pool_mib", self.pool_mib, 1, 1 << 16, "try 16, or 128 for a session")
+        if self.pool_scope not in list(PoolScope):
+            raise ValueError(f"pool_scope is {self.pool_scope!r}; it must be one of {[str(k) for k in PoolScope]}")
+        object.__setattr__(self, "pool_scope", PoolScope(self.pool_scope))
+        if self.pool_file is not None and self.pool_scope is not PoolScope.SESSION:
+            raise ValueError(
+                f"pool_file is {self.pool_file!r}, but the pool is made anew for every call; add pool_scope=session"
+            )
         check_int("warmup_steps", self.warmup_steps, 0, math.inf, "leave it 0")
         if self.kv_sync not in list(KVSync):
             raise ValueError(f"kv_sync is {self.kv_sync!r}; it must be one of {[str(k) for k in KVSync]}")

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PreTrainedModel
 
-from lp.config import Attention, KVSync, LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
+from lp.config import (
+    Attention,
+    KVSync,
+    LookaheadConfig,
+    PaperConfig,
+    PoolScope,
+    PromptLookupConfig,
+    RecyclingConfig,
+    SuffixConfig,
+)
 from lp.decoding.base import Decoder, GenerationOutput, Request
 from lp.decoding.generation import Generation
 from lp.distributed import ParallelContext
 from lp.lookahead.candidates import CandidateSource
 from lp.lookahead.exchange import chain_digest, check_vocabulary, text_digest
-from lp.lookahead.pool import NGramPool
+from lp.lookahead.pool import NGramPool, fresh_tables, load_tables, save_tables, tables_digest
 from lp.lookahead.sources import PaperPool, PromptLookup, TokenRecycling
 from lp.lookahead.suffix import SuffixTree, native_tree
+from lp.lookahead.tables import Tables
 from lp.models.replicas import check_same, model_digests
 from lp.models.runner import ModelRunner
 
@@ -42,6 +54,7 @@ class LookaheadDecoder(Decoder):
         super().__init__(model, context)
         self.config = config or LookaheadConfig()
         self.runner = ModelRunner(model, Attention(attention))
+        self._tables: Tables | None = None  # of a session's pool
         check_vocabulary(model.get_input_embeddings().weight.shape[0])
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
             check_same(self.context, model_digests(model))
@@ -63,13 +76,27 @@ class LookaheadDecoder(Decoder):
 
     def source(self, request: Request) -> CandidateSource:
         """What proposes candidates, made anew for every call."""
-        return NGramPool(self.config, request.prompt, request.chooser.noise_key, self.runner.vocabulary)
+        tables = self._tables or fresh_tables(self.config, self.runner.vocabulary)
+        if self.config.pool_scope is PoolScope.SESSION and self._tables is None:
+            self._begin(tables)
+        return NGramPool(self.config, request.prompt, request.chooser.noise_key, tables)
+
+    def _begin(self, tables: Tables) -> None:
+        """A session's tables, from the file if there is one: the same on every rank."""
+        file = self.config.pool_file
+        if file and Path(file).exists():
+            load_tables(tables, file)
+        check_same(self.context, {"pool": tables_digest(tables)})
+        self._tables = tables
 
     def _decode(self, request: Request) -> GenerationOutput:
         asked = (self.settings, request.max_new_tokens, request.limit, request.stopping, request.chooser)
         items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
         check_same(self.context, items)
-        return Generation(self.config, self.context, self.runner, self.source(request), request).run()
+        output = Generation(self.config, self.context, self.runner, self.source(request), request).run()
+        if self._tables and self.config.pool_file and self.context.is_main:
+            save_tables(self._tables, self.config.pool_file)
+        return output
 
 
 def _windowless(rows: int, kv_sync: KVSync) -> LookaheadConfig:

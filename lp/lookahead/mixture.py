@@ -31,6 +31,7 @@ from lp.lookahead.tables import (
     find,
     hash_history,
     mix,
+    placed,
     recycled_key,
     tagged,
 )
@@ -134,11 +135,11 @@ def gap_bucket(gap):
 
 
 @jit
-def vote_recycled(t, s, known, position, key, noisy, voted, votes):
-    """Votes of the logits last seen behind the longest known context, under the noise of this position."""
+def vote_recycled(t, s, known, place, key, noisy, voted, votes):
+    """Votes of the logits last seen behind the longest known context, under the noise of this place."""
     width = len(s.noised)
     for order in range(min(known, 3), -1, -1):
-        entry = find(t.recycled_keys, recycled_key(s, order, position))
+        entry = find(t.recycled_keys, recycled_key(s, order, place))
         if entry < 0:
             continue
         base, first, second, third = entry * width, -math.inf, -math.inf, -math.inf
@@ -153,7 +154,7 @@ def vote_recycled(t, s, known, position, key, noisy, voted, votes):
                 second, third = score, second
             elif score > third:
                 third = score
-        here = 1 if t.recycled_at[entry] == position else 0
+        here = 1 if t.recycled_at[entry] == place else 0
         group = RECYCLED_0 + (order * 2 + here) * 4 * GAPS
         for k in range(width):
             score = s.noised[k]
@@ -175,18 +176,18 @@ def predict(t, s, known, position, base_key, noisy, sources):
     """
     hash_history(s, known)
     key = mix((base_key + U64(position) * GOLDEN + GOLDEN) & MASK)
-    voted, votes, matched, order = 0, 0, 0, -1
+    voted, votes, matched, order, here = 0, 0, 0, -1, placed(t, position)
     if sources >> RECYCLED & 1:
-        order, voted, votes = vote_recycled(t, s, known, position, key, noisy, voted, votes)
+        order, voted, votes = vote_recycled(t, s, known, here, key, noisy, voted, votes)
     if sources >> TEXT & 1:
         matched, voted, votes = vote_text(t, s, known, voted, votes)
     for length in range(min(known, 2) + 1):
         if sources >> WINDOW & 1 and length:
-            place = tagged(s.hashes[length], WINDOW, 0)
-            voted, votes = vote_followers(t, s, voted, votes, place, WINDOW_0 + (length - 1) * M)
+            context = tagged(s.hashes[length], WINDOW, 0)
+            voted, votes = vote_followers(t, s, voted, votes, context, WINDOW_0 + (length - 1) * M)
         if sources >> GUESS & 1:
-            place = tagged(s.hashes[length], GUESS, position)
-            voted, votes = vote_followers(t, s, voted, votes, place, GUESS_0 + length * M)
+            context = tagged(s.hashes[length], GUESS, here)
+            voted, votes = vote_followers(t, s, voted, votes, context, GUESS_0 + length * M)
     none = NONE_0 + matched * 5 + order + 1
     s.votes[2 * votes], s.votes[2 * votes + 1] = voted, none
     s.scores[voted] = t.weights[none]

@@ -5,15 +5,19 @@ K: harvested tokens of a row, n: rows read, S: slots of a step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from lp.config import LookaheadConfig
 from lp.lookahead.candidates import StepReads, TokenTree
 from lp.lookahead.compiled import U64, given, ints
-from lp.lookahead.mixture import FEATURES, grow, study
+from lp.lookahead.exchange import chain_digest
+from lp.lookahead.mixture import grow, study
 from lp.lookahead.noise import sequence_key
 from lp.lookahead.tables import (
     DEEPEST,
@@ -21,12 +25,15 @@ from lp.lookahead.tables import (
     RECYCLED,
     TEXT,
     WINDOW,
+    Tables,
     absorb_ngrams,
     absorb_reads,
     absorb_text,
     new_scratch,
     new_tables,
 )
+
+MOST_SQUARES = 50.0
 
 
 class NGramPool:
@@ -36,24 +43,25 @@ class NGramPool:
         config: its sources, depth and shape.
         prompt: the text so far.
         noise: (seed, sequence) of the sampler's noise; None when text is not chosen under it.
-        vocabulary: V.
+        tables: what it remembers, from `fresh_tables` or an earlier text.
     """
 
     def __init__(
-        self, config: LookaheadConfig, prompt: Sequence[int], noise: tuple[int, int] | None, vocabulary: int
+        self, config: LookaheadConfig, prompt: Sequence[int], noise: tuple[int, int] | None, tables: Tables
     ) -> None:
-        self.config, self.harvest = config, min(config.recycled, vocabulary)
-        on = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, RECYCLED: config.recycled > 0}
+        self.config, self.harvest = config, len(tables.recycled_tokens) // len(tables.recycled_keys)
+        on = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, RECYCLED: self.harvest > 0}
         self._sources = sum(1 << source for source, wanted in on.items() if wanted)
         self._noise = (U64(sequence_key(*noise)), True) if noise and config.renoise else (U64(0), False)
-        self._tables = new_tables(self.harvest, *_prior())
+        self._tables = tables
+        tables.clock[1] += 1
         nodes = 2 + config.row_budget + config.window_size + config.ngram_size
         self._scratch = new_scratch(nodes, self.harvest)
         self._text = np.zeros(2 * len(prompt) + 1024, np.int64)
         self._length = 0
         self._extend(prompt)
         if config.prompt_ngrams:
-            absorb_text(self._tables, self._scratch, self._said(), 0)
+            absorb_text(tables, self._scratch, self._said(), 0)
 
     def propose(
         self, text: Sequence[int], budget: int, row: Sequence[int] = (), column: Sequence[int] = ()
@@ -102,5 +110,38 @@ class NGramPool:
         self._length = end
 
 
-def _prior() -> tuple[np.ndarray, np.ndarray]:
-    return np.zeros(FEATURES), np.ones(FEATURES)
+def fresh_tables(config: LookaheadConfig, vocabulary: int) -> Tables:
+    """Empty, with the weights that scripts/train_pool_weights.py learned."""
+    prior = load_file(Path(__file__).with_name("weights.safetensors"))
+    squares = 1 + np.minimum(prior["squares"], MOST_SQUARES)  # so that they still move
+    return new_tables(min(config.recycled, vocabulary), config.pool_mib, prior["weights"], squares)
+
+
+def save_tables(tables: Tables, path: str) -> None:
+    """Write them to one safetensors file, whole or not at all."""
+    arrays = {name: np.asarray(values) for name, values in tables._asdict().items()}
+    scratch = Path(f"{path}.{os.getpid()}.part")
+    save_file(arrays, scratch)
+    scratch.replace(path)
+
+
+def load_tables(tables: Tables, path: str) -> None:
+    """Replace what fresh tables remember by what a file does.
+
+    Raises:
+        ValueError: it is no pool, or one of another size.
+    """
+    try:
+        arrays = load_file(path)
+    except Exception as error:
+        raise ValueError(f"pool_file {path} can't be read as safetensors ({error}); delete it to begin anew") from None
+    for name, values in tables._asdict().items():
+        mine, theirs = np.asarray(values), arrays.get(name)
+        if theirs is None or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+            raise ValueError(f"pool_file {path} is of another pool_mib, recycled or version; delete it to begin anew")
+        mine[:] = theirs
+
+
+def tables_digest(tables: Tables) -> int:
+    """A digest of everything remembered, equal on every machine."""
+    return chain_digest(0, *(np.asarray(values).view(np.int32).tolist() for values in tables))

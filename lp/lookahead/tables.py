@@ -20,7 +20,6 @@ MIX_1, MIX_2, ONE = U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB), U64(1)
 S11, S27, S30, S31 = U64(11), U64(27), U64(30), U64(31)
 
 M, WAYS, DEEPEST, VOTED = 4, 4, 8, 32  # followers; ways of a table; longest context; tokens voted for at a node
-CONTEXTS, ROWS = 1 << 17, 1 << 15  # E and F: 48 bytes a context, 24 + 8 K a row
 ORDERS = (1, 2, 3, 4, 6, 8)  # of text contexts
 TEXT, WINDOW, GUESS, RECYCLED = 1, 2, 3, 4  # who remembers; bit 1 << source switches a source on
 
@@ -39,7 +38,7 @@ class Tables(NamedTuple):
     recycled_logits: Any  # float32 (F * K,)
     weights: Any  # float64 (FEATURES,)
     squares: Any  # float64 (FEATURES,): of the gradients seen
-    clock: Any  # int64 (1,)
+    clock: Any  # int64 (2,): steps, texts
 
 
 class Scratch(NamedTuple):
@@ -63,14 +62,24 @@ class Scratch(NamedTuple):
     voted_chances: Any  # float64 (nodes * VOTED,)
 
 
-def new_tables(recycled: int, weights: np.ndarray, squares: np.ndarray) -> Tables:
-    """Empty tables for K = `recycled`, with these weights of the mixture."""
-    contexts, rows = CONTEXTS, ROWS if recycled else WAYS
+def new_tables(recycled: int, mebibytes: int, weights: np.ndarray, squares: np.ndarray) -> Tables:
+    """Empty tables of at most so many bytes, the larger part for contexts, with these weights of the mixture.
+
+    Args:
+        recycled: K.
+    """
+    room = (mebibytes << 20) - 2 * weights.nbytes - 16
+    contexts = _power_below(room // (48 if recycled else 24) // 2)
+    rows = _power_below((room - 48 * contexts) // (24 + 8 * recycled)) if recycled else WAYS
     return Tables(
         zeros(contexts, "u8"), zeros(contexts, "i8"), zeros(contexts * M, "i4"), zeros(contexts * M, "i4"),
         zeros(rows, "u8"), zeros(rows, "i8"), zeros(rows, "i8"), zeros(rows * recycled, "i4"),
-        zeros(rows * recycled, "f4"), given(weights.copy()), given(squares.copy()), zeros(1, "i8"),
+        zeros(rows * recycled, "f4"), given(weights.copy()), given(squares.copy()), zeros(2, "i8"),
     )  # fmt: skip
+
+
+def _power_below(count: int) -> int:
+    return 1 << max(count.bit_length() - 1, 2)
 
 
 def new_scratch(nodes: int, recycled: int) -> Scratch:
@@ -150,9 +159,15 @@ def remember(t, key, token):
 
 
 @jit
-def recycled_key(s, order, position):
-    """The newest `order` tokens of the context; none of them stands for the position alone."""
-    return tagged(s.hashes[order], RECYCLED, 0 if order else position)
+def placed(t, position):
+    """A position of this very text, which a later one does not share."""
+    return position + (t.clock[1] << 32)
+
+
+@jit
+def recycled_key(s, order, place):
+    """The newest `order` tokens of the context; none of them stands for the place alone."""
+    return tagged(s.hashes[order], RECYCLED, 0 if order else place)
 
 
 @jit
@@ -175,7 +190,7 @@ def absorb_reads(t, s, context, tokens, parents, positions, said, sources):
     width = len(s.noised)
     for place in range(len(reads)):
         slot, known = reads[place], 0
-        position = positions[slot] + 1
+        position = placed(t, positions[slot] + 1)
         while slot > 0 and known < 3:
             s.history[known] = tokens[slot]
             slot, known = parents[slot], known + 1

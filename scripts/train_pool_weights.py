@@ -1,0 +1,80 @@
+"""Learn the weights that the pool's mixture begins with, and write them into the package.
+
+    python scripts/train_pool_weights.py --task data/humaneval.jsonl:100:124 --task data/mtbench.jsonl:60:80
+
+Every prompt is continued at a temperature drawn for it, with a window or none, and the weights pass from text to text.
+They only say how far each source is to be trusted: no token of any text is kept. Prompts that a table is measured on
+must not be among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import track
+from safetensors.numpy import save_file
+
+import lp
+from lp.bench.prompts import load_builtin, load_jsonl
+from lp.decoding.base import Request
+from lp.lookahead import pool
+from lp.lookahead.candidates import CandidateSource
+from lp.lookahead.mixture import FEATURES
+from lp.lookahead.tables import new_tables
+from lp.models.loader import load
+
+TEMPERATURES = (0.0, 0.3, 0.8, 1.0)
+SHAPES = ((0, 2, 49), (8, 2, 42), (8, 3, 17), (32, 2, 120))  # W, N, G
+
+
+class Learner(lp.LookaheadDecoder):
+    """Its pools forget their text, and share their weights."""
+
+    weights, squares = np.zeros(FEATURES), np.ones(FEATURES)
+
+    def source(self, request: Request) -> CandidateSource:
+        """A pool with the weights as they are, which it moves."""
+        tables = new_tables(self.config.recycled, self.config.pool_mib, self.weights, self.squares)
+        tables = tables._replace(weights=self.weights, squares=self.squares)
+        return pool.NGramPool(self.config, request.prompt, request.chooser.noise_key, tables)
+
+
+def prompts(tasks: list[str]) -> list[str]:
+    """The built-in prompts and, of every FILE:FIRST:END, those from FIRST on."""
+    texts = [prompt.text for prompt in load_builtin(None)]
+    for task in tasks:
+        path, first, end = task.rsplit(":", 2)
+        texts += [prompt.text for prompt in load_jsonl(Path(path), int(end))[int(first) :]]
+    return texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--task", action="append", default=[], help="FILE:FIRST:END, prompts of a JSONL file")
+    parser.add_argument("--max-new-tokens", type=int, default=192)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=Path(pool.__file__).with_name("weights.safetensors"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    loaded, drawn = load(args.model, "float32"), random.Random(0)
+    decoders = [
+        Learner(loaded.model, lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g)) for w, n, g in SHAPES
+    ]
+    jobs = list(product(prompts(args.task), TEMPERATURES))
+    drawn.shuffle(jobs)
+    for index, (text, temperature) in enumerate(track(jobs, "texts")):
+        ids = loaded.tokenizer(text)["input_ids"][-1536:]
+        sampling = lp.SamplingParams(temperature=temperature, seed=index) if temperature else None
+        drawn.choice(decoders).generate(ids, args.max_new_tokens, sampling)
+    save_file({"weights": Learner.weights, "squares": Learner.squares}, args.output)
+    print(f"{len(jobs)} texts; {np.count_nonzero(Learner.weights)} of {FEATURES} weights learned; {args.output}")
+
+
+if __name__ == "__main__":
+    main()
