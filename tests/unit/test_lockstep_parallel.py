@@ -88,7 +88,7 @@ def _corrupt(generation: Any, what: str) -> bool:
     else:
         tree = TokenTree(1)
         tree.add([VOCABULARY - 1])
-        generation.source.propose = lambda text, budget: tree
+        generation.source.propose = lambda text, budget, row, column: tree
     return True
 
 
