@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from lp.config import LookaheadConfig
-from lp.lookahead.candidates import StepReads
-from lp.lookahead.mixture import FEATURES
-from lp.lookahead.pool import NGramPool
-from lp.lookahead.tables import Tables, new_tables
+from lp.lookahead.candidates import StepReads, TokenTree
+from lp.lookahead.compiled import COMPILED
+from lp.lookahead.exchange import chain_digest
+from lp.lookahead.mixture import FEATURES, GUESS_0, NONE_0, RECYCLED_0, TEXT_0, WINDOW_0, predict
+from lp.lookahead.pool import NGramPool, tables_digest
+from lp.lookahead.tables import DEEPEST, ORDERS, Tables, new_tables
 
 TEXT_ONLY: dict[str, Any] = {"window_ngrams": False, "position_guesses": False, "recycled": 0}
 
@@ -34,7 +39,7 @@ def pool_of(
 def harvested(rows: Iterable[Iterable[tuple[int, float]]]) -> np.ndarray:
     """(token, logit) of every row as a step packs them: (n, K) int64."""
     packed = [[token << 32 | int(np.float32(logit).view(np.uint32)) for token, logit in row] for row in rows]
-    return np.array(packed, np.int64).reshape(len(packed), -1)
+    return np.array(packed, np.int64).reshape(len(packed), len(packed[0]) if packed else 0)
 
 
 def reads_of(
@@ -64,3 +69,79 @@ def drawn_switches(rng: random.Random) -> dict[str, Any]:
     switches = ("prompt_ngrams", "output_ngrams", "window_ngrams", "position_guesses", "renoise", "learn")
     on: dict[str, Any] = {name: rng.random() < 0.7 for name in switches}
     return on | {"recycled": rng.choice([0, 4, 16, 16, 100]), "pool_mib": rng.choice([1, 16])}
+
+
+def graded_weights() -> np.ndarray:
+    """Longer contexts of the text weigh more; all else is as good as nothing."""
+    weights, each = np.zeros(FEATURES), (WINDOW_0 - TEXT_0) // len(ORDERS)
+    for index in range(len(ORDERS)):
+        weights[TEXT_0 + index * each : TEXT_0 + (index + 1) * each] = 2 * index + 2
+    return weights
+
+
+@dataclass
+class Ballot:
+    """What was voted for behind a text."""
+
+    tokens: list[int]
+    votes: list[tuple[int, int]]  # (token's index, feature); one index more is "none of them"
+    chances: list[float]  # of the tokens, then of none
+
+    def sources(self) -> set[str]:
+        """Names of those who voted."""
+        starts = {"text": TEXT_0, "window": WINDOW_0, "guess": GUESS_0, "recycled": RECYCLED_0}
+        voters = [feature for _, feature in self.votes if feature < NONE_0]
+        return {max(starts, key=lambda name: starts[name] * (starts[name] <= voter)) for voter in voters}
+
+    def log_chance(self, weights: np.ndarray, truth: int) -> float:
+        """Of a token, "none" where nobody voted for it: from the votes and nothing else."""
+        scores = [0.0] * (len(self.tokens) + 1)
+        for index, feature in self.votes:
+            scores[index] += weights[feature]
+        right = self.tokens.index(truth) if truth in self.tokens else len(self.tokens)
+        return scores[right] - math.log(math.fsum(map(math.exp, scores)))
+
+
+def ballot(pool: NGramPool, text: Sequence[int]) -> Ballot:
+    """The votes for what follows the text."""
+    scratch, known = pool._scratch, min(len(text), DEEPEST)
+    for place in range(known):
+        scratch.history[place] = text[-1 - place]
+    voted, votes = predict(pool._tables, scratch, known, len(text), *pool._noise, pool._sources)
+    pairs = np.asarray(scratch.votes)[: 2 * votes].reshape(-1, 2).tolist()
+    chances = np.asarray(scratch.scores)[: voted + 1].tolist()
+    return Ballot(np.asarray(scratch.tokens)[:voted].tolist(), list(map(tuple, pairs)), chances)
+
+
+def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[TokenTree], list[Tables]]]:
+    """Pools alike through drawn steps: after each, what every one of them proposes and remembers."""
+    rng = random.Random(seed)
+    text = [rng.randrange(99) for _ in range(30)]
+    alike = [pool_of(text, noise=(seed, 1), guess_set_size=8) for _ in range(pools)]
+    for _ in range(steps):
+        row, column = ([text[-1], *(rng.choice(text) for _ in range(4))] for _ in range(2))
+        budget = rng.randint(0, 30)
+        yield [pool.propose(text, budget, row, column) for pool in alike], [p._tables for p in alike]
+        new, seen = drawn_step(rng, text, 99, 16)
+        text += new
+        for pool in alike:
+            pool.observe(list(text), len(new), replace(seen, harvest=seen.harvest.copy()))
+
+
+def proposal_digest(previous: int, tree: TokenTree) -> int:
+    """Of its nodes and of every bit of their chances."""
+    return chain_digest(previous, tree.tokens, tree.parents, np.array(tree.chances, np.float64).view(np.int64))
+
+
+def run_digests(seed: int, steps: int) -> list[int]:
+    """Of all proposals of a drawn run, and of the tables behind it."""
+    digest, remembered = 0, 0
+    for step, ((tree,), (tables,)) in enumerate(drawn_run(seed, steps), 1):
+        digest = proposal_digest(digest, tree)
+        if step % 50 == 0:
+            remembered = chain_digest(remembered, [tables_digest(tables)])
+    return [digest, remembered]
+
+
+if __name__ == "__main__":
+    print(COMPILED, *run_digests(int(sys.argv[1]), int(sys.argv[2])))

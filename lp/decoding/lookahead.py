@@ -86,6 +86,8 @@ class LookaheadDecoder(Decoder):
         file = self.config.pool_file
         if file and Path(file).exists():
             load_tables(tables, file)
+        elif file and not Path(file).parent.is_dir():  # said now, not when a text that took minutes is done
+            raise ValueError(f"pool_file is {file!r}, but there is no folder {str(Path(file).parent)!r}; make it first")
         check_same(self.context, {"pool": tables_digest(tables)})
         self._tables = tables
 

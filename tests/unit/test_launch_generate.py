@@ -205,3 +205,13 @@ def test_the_demo_model_by_default(launch_generate: Callable[..., Ran]) -> None:
     assert found["model"] == "demo" and len(found["prompts"]) == 4
     assert found["methods"]["lookahead"]["S"] > 1.0
     assert all(d["near_tie"] for prompt in found["prompts"] for d in prompt["differences"])
+
+
+@pytest.mark.parametrize("decoder", ["lookahead_paper", "token_recycling"])
+def test_peers_run(generate: Callable[..., Ran], decoder: str) -> None:
+    """The group must reach the decoder, and what it says be the reference's."""
+    ran = generate(f"decoder={decoder}", "limit=1", "output=json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["equal"] is True and found["method"] == decoder
+    assert found["methods"][decoder]["equal"] is True and found["methods"][decoder]["tokens"] == 40

@@ -1,0 +1,235 @@
+"""The pool: what it remembers and for how long, within how many bytes, and that every rank has the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lp.lookahead.compiled import COMPILED, U64
+from lp.lookahead.mixture import FEATURES
+from lp.lookahead.pool import fresh_tables, tables_digest
+from lp.lookahead.tables import ORDERS, TEXT, WAYS, M, claim, find, hash_history, new_tables, remember, tagged
+from tests.conftest import Processes
+from tests.pools import (
+    TEXT_ONLY,
+    ballot,
+    drawn_run,
+    drawn_step,
+    empty_tables,
+    graded_weights,
+    harvested,
+    pool_of,
+    proposal_digest,
+    reads_of,
+    run_digests,
+)
+
+
+def test_100_000_insertions_take_no_more_memory() -> None:
+    """A pool that grows ends a long session by running out of memory."""
+    rng, insertions = random.Random(0), 0
+    text = [rng.randrange(30_000) for _ in range(2000)]
+    pool = pool_of(text, pool_mib=1)
+    arrays = [np.asarray(values) for values in pool._tables]
+    before = [(array.ctypes.data, array.nbytes) for array in arrays]
+    evicted = set(np.asarray(pool._tables.keys).tolist())
+    while insertions < 100_000:
+        new = [rng.randrange(30_000) for _ in range(500)]
+        _, seen = drawn_step(rng, text, 30_000, 16)
+        text += new
+        pool.observe(text, len(new), seen)
+        insertions += len(new) * len(ORDERS)
+        after = [(np.asarray(values).ctypes.data, np.asarray(values).nbytes) for values in pool._tables]
+        assert after == before
+    assert sum(nbytes for _, nbytes in before) <= 1 << 20
+    keys = np.asarray(pool._tables.keys)
+    assert np.count_nonzero(keys) > 0.95 * len(keys) and evicted - set(keys.tolist()), "it was never full"
+
+
+@pytest.mark.parametrize("recycled", [0, 1, 16, 256])
+@pytest.mark.parametrize("mebibytes", [1, 4, 16])
+def test_tables_keep_to_their_bound(mebibytes: int, recycled: int) -> None:
+    """The bound is the user's, whatever K is, and most of it is of use."""
+    tables = new_tables(recycled, mebibytes, np.zeros(FEATURES), np.ones(FEATURES))
+    size = sum(np.asarray(values).nbytes for values in tables)
+    assert (mebibytes << 20) / 4 < size <= mebibytes << 20
+    rows = len(tables.recycled_keys)
+    assert len(tables.recycled_tokens) == len(tables.recycled_logits) == rows * recycled
+    assert len(tables.followers) == len(tables.counts) == M * len(tables.keys)
+    assert not any(size & size - 1 for size in (len(tables.keys), rows)), "places are found by a mask"
+
+
+def test_same_bytes_give_the_same_pool() -> None:
+    """Ranks lay out what they propose on their own: one difference in 2,000 steps ends the job."""
+    digests = [0, 0]
+    for step, (trees, tables) in enumerate(drawn_run(1, 2000, pools=2)):
+        digests = [proposal_digest(digest, tree) for digest, tree in zip(digests, trees, strict=True)]
+        assert digests[0] == digests[1], f"step {step}"
+        if step % 100 == 99:
+            assert tables_digest(tables[0]) == tables_digest(tables[1]), f"step {step}"
+
+
+def test_digest_covers_all_tables() -> None:
+    """What it leaves out may differ among ranks without a word."""
+    tables = pool_of([1, 2, 3])._tables
+    digests = {tables_digest(tables)}
+    for values in tables:
+        changed = np.asarray(values)
+        changed.view(np.uint8)[-1] ^= 1
+        digests.add(tables_digest(tables))
+    assert len(digests) == len(tables) + 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed: nothing is compiled")
+def test_compiled_equals_plain(processes: Processes) -> None:
+    """A rank without numba, or with another, must propose the same, to the last bit of every chance."""
+    ran = processes.run([sys.executable, "-m", "tests.pools", "5", "200"], {"NUMBA_DISABLE_JIT": str(int(COMPILED))})
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [str(not COMPILED), *map(str, run_digests(5, 200))]
+
+
+def test_shipped_weights_fit() -> None:
+    """Compiled code looks up a weight that is not there without complaint."""
+    pool = pool_of([1, 2, 3], pool_mib=1)
+    tables = fresh_tables(pool.config, 8)  # a vocabulary smaller than K
+    assert len(tables.weights) == len(tables.squares) == FEATURES
+    assert np.isfinite(np.asarray(tables.weights)).all() and (np.asarray(tables.squares) >= 1).all()
+    assert len(tables.recycled_tokens) == 8 * len(tables.recycled_keys)
+
+
+def test_oldest_of_a_bucket_makes_room() -> None:
+    """Any other order forgets what was just said and keeps what is past."""
+    tables = empty_tables(pool_of([1]).config)
+    sets = len(tables.keys) // WAYS
+    keys = [U64(((7 + sets * i) << 11) | 1) for i in range(WAYS + 2)]  # all of bucket 7
+    for now, key in enumerate(keys[:WAYS], 1):
+        tables.clock[0] = now
+        remember(tables, key, now)
+        remember(tables, key, 50 + now)
+    tables.clock[0] = WAYS + 1
+    remember(tables, keys[0], 9)  # so the second is the oldest
+    remember(tables, keys[WAYS], 99)
+    found = [find(tables.keys, key) for key in keys]
+    assert found[1] == found[-1] == -1 and sorted(place % WAYS for place in found if place >= 0) == list(range(WAYS))
+    base = found[WAYS] * M
+    assert np.asarray(tables.followers)[base : base + M].tolist() == [100, 0, 0, 0], "followers of the context before"
+    assert np.asarray(tables.followers)[found[0] * M :][:M].tolist() == [10, 52, 2, 0]
+    tables.clock[0] += 1
+    assert claim(tables.keys, tables.stamps, keys[-1], tables.clock[0]) == (found[2], False)
+
+
+def test_prompt_fills_empty_places_first() -> None:
+    """Contexts that push each other out of a table almost empty are lost for the whole text."""
+    rng = random.Random(3)
+    text = [rng.randrange(30_000) for _ in range(200)]
+    pool = pool_of(text, pool_mib=16)
+    for end in range(8, len(text)):
+        for place in range(8):
+            pool._scratch.history[place] = text[end - 1 - place]
+        hash_history(pool._scratch, 8)
+        for order in ORDERS:
+            assert find(pool._tables.keys, U64(tagged(pool._scratch.hashes[order], TEXT, 0))) >= 0, (end, order)
+
+
+def test_newest_follower_first() -> None:
+    """A pool that keeps the oldest misses what the text says now."""
+    pool = pool_of([9, 1], prompt_ngrams=False, output_ngrams=False)
+    ngrams = [(1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7)]
+    pool.observe([9, 1, 1], 1, reads_of(1, [], harvested([]), ngrams))
+    tree = pool.propose([9, 1, 1], 99)
+    assert tree.tokens[:3] == [6, 2, 4] and tree.parents[:3] == [-1] * 3
+    assert {(tree.tokens[parent], token) for parent, token in zip(tree.parents[3:], tree.tokens[3:], strict=True)} >= {
+        (6, 7), (2, 3), (4, 5)
+    }  # fmt: skip
+    more = [(1, token, 0) for token in range(20, 20 + M)]
+    pool.observe([9, 1, 1, 1], 1, reads_of(2, [], harvested([]), more))
+    assert ballot(pool, [9, 1, 1, 1]).tokens == [*reversed(range(20, 20 + M))]
+
+
+def test_longer_contexts_know_better() -> None:
+    """One token of context leaves a loop at the first token that stands in it twice."""
+    text = [1, 2, 1, 3, 1, 2, 1, 3, 1, 2]
+    config = {"candidate_depth": 6, **TEXT_ONLY}
+    pool = pool_of(text, tables=empty_tables(pool_of([1], **config).config, graded_weights()), **config)
+    assert pool.propose(text, 6).tokens == [1, 3, 1, 2, 1, 3]
+    pool = pool_of([9], **TEXT_ONLY | {"window_ngrams": True})
+    pool.observe([9, 8], 1, reads_of(0, [], harvested([]), [(9, 8, 7), (5, 8, 6)]))
+    votes = [len([pair for pair in ballot(pool, [9, 8]).votes if pair[0] == index]) for index in range(2)]
+    assert ballot(pool, [9, 8]).tokens == [6, 7] and votes == [1, 2], "(9, 8) says 7 too"
+
+
+def test_chains_to_depth() -> None:
+    """Depth beyond N - 1 is what a looping text pays for."""
+    text = [1, 2, 3, 4, 1]
+    for depth in (None, 2, 7):
+        pool = pool_of(text, candidate_depth=depth, **TEXT_ONLY)
+        tree = pool.propose(text, 99)
+        assert tree.tokens == [2, 3, 4, 1, 2, 3, 4][: depth or 4]
+        assert tree.parents == list(range(-1, len(tree) - 1))
+
+
+def _after_a_step(**config: Any) -> set[str]:
+    """Who votes behind 1, 2 once the text, the window, a row and its logits have each said what follows 2."""
+    pool = pool_of([2, 9, 7, 8, 1], **config)
+    rows = [[(2, 3.0)] + [(50 + k, 0.0) for k in range(pool.harvest - 1)]] * 2 if pool.harvest else [[], []]
+    pool.observe([2, 9, 7, 8, 1, 2], 1, reads_of(4, [(1, -1, 2), (2, 0, 31)], harvested(rows), [(5, 2, 32)]))
+    return ballot(pool, [2, 9, 7, 8, 1, 2]).sources()
+
+
+@pytest.mark.parametrize(
+    ("off", "silent"),
+    [
+        ({}, set()),
+        ({"prompt_ngrams": False}, {"text"}),
+        ({"output_ngrams": False}, set()),
+        ({"window_ngrams": False}, {"window"}),
+        ({"position_guesses": False}, {"guess"}),
+        ({"recycled": 0}, {"recycled"}),
+        (TEXT_ONLY, {"window", "guess", "recycled"}),
+    ],
+    ids=str,
+)
+def test_switches_silence_their_source(off: dict[str, Any], silent: set[str]) -> None:
+    """An ablation of a source that still votes measures nothing."""
+    assert _after_a_step(**off) == {"text", "window", "guess", "recycled"} - silent
+
+
+def test_output_is_known_if_wanted() -> None:
+    """The text's own n-grams are the larger part of what a long text repeats."""
+    for output_ngrams in (True, False):
+        pool = pool_of([9], output_ngrams=output_ngrams, **TEXT_ONLY)
+        pool.observe([9, 1, 2, 1], 3, reads_of(0, [], harvested([])))
+        assert ballot(pool, [9, 1, 2, 1]).tokens == ([2] if output_ngrams else [])
+
+
+def test_guesses_are_for_their_position() -> None:
+    """A guess for another position is worth little under sampling; one for a past position nothing."""
+    pool = pool_of([7, 7, 7, 1], prompt_ngrams=False, output_ngrams=False, window_ngrams=False, recycled=0)
+    slots = [(1, -1, 4), (4, 0, 5), (5, 1, 2), (4, 0, 6)]  # 1 at position 3
+    pool.observe([7, 7, 7, 1, 4], 1, reads_of(3, slots, harvested([[]] * 4)))
+    assert ballot(pool, [7, 7, 7, 1, 4]).tokens == [6, 5]  # position 5, behind 4
+    assert ballot(pool, [7, 7, 7, 1, 4, 5]).tokens == [2]
+    assert ballot(pool, [7, 7, 7, 1, 4, 9]).tokens == [2], "no context is needed"
+    assert ballot(pool, [7, 7, 7, 7, 7, 1, 4]).tokens == [], "the same context elsewhere"
+
+
+def test_guesses_do_not_reach_the_next_text() -> None:
+    """Positions begin again with every text of a session: an earlier text's guesses for them are of another text."""
+    config: dict[str, Any] = {"prompt_ngrams": False, "output_ngrams": False, "window_ngrams": False, "recycled": 2}
+    first = pool_of([7, 7, 7, 1], **config)
+    slots, rows = [(1, -1, 4), (4, 0, 5)], harvested([[(4, 1.0), (3, 0.0)], [(5, 1.0), (3, 0.0)]])
+    first.observe([7, 7, 7, 1, 4], 1, reads_of(3, slots, rows))
+    assert ballot(first, [7, 7, 7, 1, 4]).sources() == {"guess", "recycled"}
+    assert ballot(first, [7, 7, 7, 8, 9]).tokens, "by the position alone"
+    second = pool_of([7, 7, 7, 1], tables=first._tables, **config)
+    assert ballot(second, [7, 7, 7, 1, 4]).sources() == {"recycled"}, "logits of a context are of any text"
+    assert ballot(second, [7, 7, 7, 8, 9]).tokens == []
+    elsewhere = {feature for _, feature in ballot(second, [7, 7, 7, 1, 4]).votes}
+    third = pool_of([7, 7, 7, 1], **config)
+    third.observe([7, 7, 7, 1, 4], 1, reads_of(3, slots, rows))
+    assert elsewhere != {feature for _, feature in ballot(third, [7, 7, 7, 1, 4]).votes}, "but not of this position"

@@ -1,0 +1,135 @@
+"""How long the pool remembers: for a call, for a decoder's session, or in a file."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import lp
+from lp.decoding.lookahead import LookaheadDecoder
+from lp.distributed import ParallelContext, run_lockstep
+from lp.lookahead.pool import fresh_tables, load_tables, tables_digest
+from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
+
+SAMPLING = lp.SamplingParams(temperature=0.7, seed=11)
+
+
+def config_of(**values: Any) -> lp.LookaheadConfig:
+    """A small session."""
+    small: dict[str, Any] = {"window_size": 5, "ngram_size": 4, "guess_set_size": 4, "pool_mib": 1}
+    return lp.LookaheadConfig(**{"pool_scope": "session"} | small | values)
+
+
+def digest(decoder: LookaheadDecoder) -> int:
+    """Of what a session remembers."""
+    assert decoder._tables is not None
+    return tables_digest(decoder._tables)
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLING], ids=["greedy", "coupled"])
+def test_a_session_remembers_and_stays_exact(sampling: lp.SamplingParams | None) -> None:
+    """What an earlier call left must speed the next up, and must never reach its tokens."""
+    model, rng = tiny_model(), random.Random(1)
+    decoder, steps = lp.LookaheadDecoder(model, config_of()), []
+    for ids in [drawn_text(rng, 30), drawn_text(rng, 45), drawn_text(rng, 20)] * 2:
+        output = decoder.generate(ids, 48, sampling)
+        assert output.tokens == lp.AutoregressiveDecoder(model).generate(ids, 48, sampling).tokens
+        steps.append(output.steps)
+    assert all(again < first for first, again in zip(steps[:3], steps[3:], strict=True)), steps
+
+
+def test_a_request_leaves_nothing() -> None:
+    """Nothing of one prompt reaches the next unless the user asks for it."""
+    model, ids, other = tiny_model(), drawn_text(random.Random(1), 30), drawn_text(random.Random(2), 30)
+    decoder = lp.LookaheadDecoder(model, config_of(pool_scope="request"))
+    stats = []
+    for prompt in (ids, ids, other, ids):
+        output = decoder.generate(prompt, 48)
+        stats.append([(step.candidates, step.accepted) for step in output.step_stats])
+    assert stats[0] == stats[1] == stats[3] and decoder._tables is None
+
+
+def test_the_file_carries_a_session_on(tmp_path: Path) -> None:
+    """A pool that comes back another one, or half of one, is a session lost without a word."""
+    model, ids, file = tiny_model(), drawn_text(random.Random(1), 30), tmp_path / "pool.safetensors"
+    config = config_of(pool_file=str(file))
+    first = lp.LookaheadDecoder(model, config)
+    alone = first.generate(ids, 48)
+    loaded = fresh_tables(config, VOCABULARY)
+    load_tables(loaded, str(file))
+    assert tables_digest(loaded) == digest(first)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    second = lp.LookaheadDecoder(model, config)
+    again = second.generate(ids, 48)
+    assert again.tokens == alone.tokens and again.steps < alone.steps
+    assert digest(second) != digest(first), "it learned nothing more"
+    load_tables(loaded, str(file))
+    assert tables_digest(loaded) == digest(second), "the file was left behind"
+
+
+def test_a_file_that_is_no_such_pool_is_refused(tmp_path: Path) -> None:
+    """Tables of another size would be read past their end by compiled code."""
+    model, ids, file = tiny_model(), [1, 2, 3], tmp_path / "pool.safetensors"
+    whole = config_of(pool_file=str(file))
+    lp.LookaheadDecoder(model, whole).generate(ids, 4)
+    for other in ({"pool_mib": 2}, {"recycled": 4}):
+        with pytest.raises(ValueError, match=f"{file} is of another pool_mib, recycled or version; delete it"):
+            lp.LookaheadDecoder(model, config_of(pool_file=str(file), **other)).generate(ids, 4)
+    arrays = load_file(file)
+    save_file(arrays | {"weights": arrays["weights"][:-1].copy()}, file)
+    with pytest.raises(ValueError, match=f"{file} is of another pool_mib, recycled or version"):
+        lp.LookaheadDecoder(model, whole).generate(ids, 4)
+    save_file({name: values.astype(np.float64) for name, values in arrays.items()}, file)
+    with pytest.raises(ValueError, match=f"{file} is of another"):
+        lp.LookaheadDecoder(model, whole).generate(ids, 4)
+    file.write_bytes(b"half a pool")
+    with pytest.raises(ValueError, match=f"pool_file {file} can't be read as safetensors"):
+        lp.LookaheadDecoder(model, whole).generate(ids, 4)
+    assert file.read_bytes() == b"half a pool"
+    with pytest.raises(ValueError, match="there is no folder"):
+        lp.LookaheadDecoder(model, config_of(pool_file=str(tmp_path / "none" / "pool"))).generate(ids, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"pool_scope": "request", "pool_file": "x"}, "pool_file is 'x'.*add pool_scope=session"),
+        ({"pool_scope": "ever"}, "pool_scope is 'ever'; it must be one of"),
+        ({"pool_mib": 0}, "pool_mib is 0"),
+        ({"recycled": 257}, r"recycled \(K\) is 257"),
+    ],
+)
+def test_config_checks_itself(values: dict[str, Any], message: str) -> None:
+    """A file that nothing is ever written to would be waited for."""
+    with pytest.raises(ValueError, match=message):
+        config_of(**values)
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLING], ids=["greedy", "coupled"])
+def test_ranks_share_one_session(tmp_path: Path, sampling: lp.SamplingParams | None) -> None:
+    """Each rank has its own tables, and one bit that differs ends the job at some later prompt."""
+    model, rng = tiny_model(), random.Random(3)
+    prompts = [drawn_text(rng, 30), drawn_text(rng, 25)] * 2
+    config = config_of(pool_file=str(tmp_path / "pool"))
+    alone = lp.LookaheadDecoder(model, config_of())
+    expected = [alone.generate(ids, 40, sampling) for ids in prompts]
+
+    def body(context: ParallelContext) -> list[Any]:
+        decoder, seen = lp.LookaheadDecoder(model, config, context), []
+        for ids in prompts:
+            output = decoder.generate(ids, 40, sampling)
+            seen.append((output.tokens, [step.accepted for step in output.step_stats], digest(decoder)))
+        return seen
+
+    ranks = run_lockstep(2, body)
+    assert ranks[0] == ranks[1]
+    for output, (tokens, accepted, _) in zip(expected, ranks[0], strict=True):
+        assert tokens == output.tokens and accepted == [step.accepted for step in output.step_stats]
+    assert plain_greedy(model, prompts[0], 40) == ranks[0][0][0] or sampling
+    assert ranks[0][-1][-1] == digest(alone), "the number of ranks reached the pool"
+    assert [path.name for path in tmp_path.iterdir()] == ["pool"]
