@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from lp.lookahead.candidates import TokenTree
+import numpy as np
+
+from lp.lookahead.candidates import StepReads, TokenTree
 from lp.lookahead.layout import StepLayout
 from lp.lookahead.window import LookaheadWindow
 
+NOTHING = StepReads([], [], [], [], [], np.zeros((0, 0), np.int64), [])  # what a source learns besides the text
 FIRST = 1000  # tokens from here on stand in no window entry
 
 

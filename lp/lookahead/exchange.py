@@ -35,7 +35,7 @@ class Stop(IntFlag):
     EOS, MAX_LENGTH, CRITERIA, STOP_STRING, CONTEXT = 4, 8, 16, 32, 64  # rank 0's verdict, with the LENGTH kept
 
 
-def chain_digest(previous: int, *parts: Sequence[int]) -> int:
+def chain_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
     """A 63-bit digest of the previous one and these lists of ints, equal on every machine."""
     hasher = hashlib.blake2b(previous.to_bytes(8, "little"), digest_size=8)
     for part in parts:

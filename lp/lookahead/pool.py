@@ -54,6 +54,7 @@ class NGramPool:
         self._sources = sum(1 << source for source, wanted in on.items() if wanted)
         self._noise = (U64(sequence_key(*noise)), True) if noise and config.renoise else (U64(0), False)
         self._tables = tables
+        tables.clock[0] += 1  # so that what the prompt leaves is newer than an empty place
         tables.clock[1] += 1
         nodes = 2 + config.row_budget + config.window_size + config.ngram_size
         self._scratch = new_scratch(nodes, self.harvest)
@@ -144,4 +145,4 @@ def load_tables(tables: Tables, path: str) -> None:
 
 def tables_digest(tables: Tables) -> int:
     """A digest of everything remembered, equal on every machine."""
-    return chain_digest(0, *(np.asarray(values).view(np.int32).tolist() for values in tables))
+    return chain_digest(0, *(np.asarray(values).view(np.int32) for values in tables))

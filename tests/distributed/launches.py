@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import lp
+from lp.lookahead.exchange import SPARE_READS
+from lp.lookahead.layout import full_layout
+from lp.lookahead.sharding import ShardPlan
 from tests.conftest import Processes
 from tests.distributed.workers.cases import Case
 from tests.distributed.workers.faults import STEP
-from tests.tiny_models import plain_greedy, tiny_model
+from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
 
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -43,14 +46,14 @@ def check_cases(
         for rank, results in enumerate(by_rank):
             assert results[i]["tokens"] == expected, f"seed {seed}, rank {rank} of {ranks}"
             assert results[i]["accepted"] == [step.accepted for step in alone.step_stats], f"seed {seed}, rank {rank}"
-            check_collectives(results[i], case)
+            check_collectives(results[i], case, ranks)
             broadcasts += sum(len(step["calls"]) - 1 for step in results[i]["steps"])
     assert broadcasts, "no case of the launch had anything to broadcast"
     cases = [result for results in by_rank for result in results]
     return {case["backend"] for case in cases}, {case["device"] for case in cases}
 
 
-def check_collectives(result: dict[str, Any], case: Case) -> None:
+def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
     """One all-gather a step; with kv_sync=broadcast one more, if some rank lacks what was accepted; nothing else."""
     names = {name for step in [result["before"], *result["steps"], result["after"]] for name, _ in step["calls"]}
     assert not [name for name in names if "object" in name], "pickles"
@@ -66,7 +69,10 @@ def check_collectives(result: dict[str, Any], case: Case) -> None:
         assert accepted or not more
     assert len(payloads) == 1, "the size of the gathered tensor depends on the step"
     most_reads = max(step["most_reads"] for step in result["steps"])
-    assert payloads.pop() <= 8 * (most_reads + case.config.window_size + 16)
+    config = case.config
+    full = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
+    room, k = ShardPlan.build(full, ranks).most_reads + SPARE_READS, min(config.recycled, VOCABULARY)
+    assert payloads.pop() <= 8 * (most_reads + config.window_size + 16 + room * k)
 
 
 def pid_of(folder: Path, generation: int, rank: int, process: subprocess.Popen[str]) -> int:

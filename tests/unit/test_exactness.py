@@ -8,6 +8,7 @@ import random
 import pytest
 
 import lp
+from tests.pools import drawn_switches
 from tests.tiny_models import ARCHITECTURES, CONTEXT, drawn_text, plain_greedy, tiny_model
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))
@@ -31,9 +32,8 @@ def test_greedy_equals_generate(arch: str) -> None:
         }
         policy = {
             "candidate_depth": rng.choice([None, 1, 12]),
-            "prompt_ngrams": rng.random() < 0.8,
-            "output_ngrams": rng.random() < 0.8,
             "warmup_steps": rng.choice([0, 0, 3]),
+            **drawn_switches(rng),
         }
         config = lp.LookaheadConfig(**shape, **policy)
         output = lp.LookaheadDecoder(model, config).generate(

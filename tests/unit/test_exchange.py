@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from lp.config import LookaheadConfig
 from lp.lookahead import exchange
-from lp.lookahead.exchange import Stop
-from lp.lookahead.layout import StepLayout, full_layout
+from lp.lookahead.exchange import RowShape, Stop
+from lp.lookahead.layout import full_layout
 from lp.lookahead.sharding import ShardPlan
 from tests.layouts import chains, drawn_layout, layout_of
 
 LARGEST_TOKEN = 2**21 - 1
 
 
-def trade(rows: list[torch.Tensor], size: int, step: int = 0) -> tuple[torch.Tensor, int]:
+def trade(rows: list[torch.Tensor], shape: RowShape, step: int = 0) -> tuple[torch.Tensor, int]:
     """What rank 0 gathers, and by how many collectives."""
-    parts = [row.split(size) for row in rows]
+    parts = [row.split(shape.size) for row in rows]
     calls = 0
 
     def all_gather(mine: torch.Tensor) -> torch.Tensor:
@@ -29,17 +31,25 @@ def trade(rows: list[torch.Tensor], size: int, step: int = 0) -> tuple[torch.Ten
         assert torch.equal(mine, parts[0][calls - 1])
         return torch.stack([part[calls - 1] for part in parts])  # fails, as a collective would, where sizes differ
 
-    return exchange.gather(rows[0], size, all_gather, step), calls
+    return exchange.gather(rows[0], shape, all_gather, step), calls
 
 
 def packed(
-    layout: StepLayout, plan: ShardPlan, said: dict[int, int], size: int, flags: list[Stop]
+    plan: ShardPlan, said: dict[int, int], tops: dict[int, list[int]], shape: RowShape, flags: list[Stop]
 ) -> list[torch.Tensor]:
     """The rows of all ranks; rank r keeps 10 + r tokens, of which rank 0's number counts."""
-    return [
-        exchange.pack((7, int(flags[rank]), 10 + rank), torch.tensor([said[slot] for slot in mine]).long(), plan, size)
-        for rank, mine in enumerate(plan.reads)
-    ]
+    rows = []
+    for rank, mine in enumerate(plan.reads):
+        tokens = torch.tensor([said[slot] for slot in mine]).long()
+        harvest = torch.tensor([tops[slot] for slot in mine]).long().view(len(mine), shape.harvest)
+        rows.append(exchange.pack((7, int(flags[rank]), 10 + rank), tokens, harvest, plan, shape))
+    return rows
+
+
+def drawn_top(rng: random.Random) -> int:
+    """A harvested token and its logit, of either sign."""
+    bits = int(np.float32(rng.choice([0.0, rng.gauss(0, 9), -np.inf])).view(np.uint32))
+    return rng.choice([0, LARGEST_TOKEN, rng.randrange(10**5)]) << 32 | bits
 
 
 def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
@@ -48,15 +58,19 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
         rng = random.Random(seed)
         layout, ranks = drawn_layout(rng), 1 + seed % 5
         plan = ShardPlan.build(layout, ranks)
+        # Too small a row must cost a collective, nothing else.
+        shape = RowShape(rng.choice([1, 3, 9, 300]), harvest=rng.choice([0, 0, 1, 3, 16]))
         said = {slot: rng.choice([0, LARGEST_TOKEN, rng.randrange(10**5)]) for slot in layout.reads}
+        tops = {slot: [drawn_top(rng) for _ in range(shape.harvest)] for slot in layout.reads}
         flags = [rng.choice([Stop.NONE, Stop.NONE, Stop.INTERRUPTED, Stop.EOS, Stop.FAILED]) for _ in range(ranks)]
-        size = exchange.HEADER + rng.choice([1, 3, 100])  # too small a size must cost a collective, nothing else
-        rows = packed(layout, plan, said, size, flags)
-        gathered, calls = trade(rows, size)
-        assert len({len(row) for row in rows}) == 1 and calls == -(-len(rows[0]) // size)
-        read, told, keep = exchange.unpack(gathered, plan, layout)
+        rows = packed(plan, said, tops, shape, flags)
+        gathered, calls = trade(rows, shape)
+        assert len({len(row) for row in rows}) == 1 and calls == -(-len(rows[0]) // shape.size)
+        read, harvest, told, keep = exchange.unpack(gathered, plan, layout, shape)
         assert read == said
         assert list(read) == layout.reads, "an order that depends on the ranks would reach the pool"
+        assert harvest.dtype == np.int64 and harvest.shape == (len(layout.reads), shape.harvest)
+        assert harvest.tolist() == [tops[slot] for slot in layout.reads]
         assert (told, keep) == (Stop(sum({int(flag) for flag in flags})), 10)
 
 
@@ -74,19 +88,20 @@ def test_a_digest_that_differs_names_ranks_and_step(digests: list[int], odd: str
     """Someone must find the rank, so the message has to name it, also where that rank is 0."""
     rows = [torch.tensor([digest, 0, 0, 0, 0]) for digest in digests]
     with pytest.raises(RuntimeError, match=f"rank {odd} differs from rank {rest} at step 17"):
-        trade(rows, 5, step=17)
+        trade(rows, RowShape(6, 0), step=17)
 
 
 def test_digests_are_compared_before_sizes_matter() -> None:
     """A rank whose candidates differ needs another size; it must be told apart, not hang or tear the collective."""
     few, many = layout_of(0, 5, []), layout_of(0, 5, chains(15, 4))
-    rows = []
+    shape, rows = RowShape(2, 2), []
     for digest, layout in ((1, few), (2, many)):
         plan = ShardPlan.build(layout, 2)
-        rows.append(exchange.pack((digest, 0, 0), torch.zeros(len(plan.reads[0])).long(), plan, 8))
+        reads = len(plan.reads[0])
+        rows.append(exchange.pack((digest, 0, 0), torch.zeros(reads).long(), torch.zeros(reads, 2).long(), plan, shape))
     assert len(rows[0]) != len(rows[1])
     with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 at step 3"):
-        trade(rows, 8, step=3)
+        trade(rows, shape, step=3)
 
 
 def test_a_vocabulary_too_large_to_pack_is_refused() -> None:
@@ -96,29 +111,34 @@ def test_a_vocabulary_too_large_to_pack_is_refused() -> None:
         exchange.check_vocabulary(LARGEST_TOKEN + 2)
 
 
-def size_of(config: LookaheadConfig, ranks: int) -> int:
-    """int64s of a rank's row, as the decode loop chooses it."""
+def shape_of(config: LookaheadConfig, ranks: int) -> RowShape:
+    """A rank's row, as the decode loop chooses it."""
     full = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
-    return exchange.row_size(ShardPlan.build(full, ranks))
+    return RowShape.of(ShardPlan.build(full, ranks), config.recycled)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize(
     ("w", "n", "g"), [(15, 5, 15), (10, 5, 10), (7, 5, 7), (5, 4, 2), (20, 7, 20), (0, 5, 10), (15, 2, 0)]
 )
-def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int) -> None:
+@pytest.mark.parametrize("depth", [None, 48])
+def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int, depth: int | None) -> None:
     """A step waits for its collective; at most 8 bytes x (reads of the largest rank + fresh columns + 16) are promised.
 
-    The size is the same in every step, so the bound is that of a full one, and with no column fresh. At the usual sizes
-    even a step without candidates is within its own.
+    The size is the same in every step, so the bound is that of a full one, and with no column fresh. At the paper's
+    depth, and with a window at any, even a step without candidates is within its own. The harvest comes on top: K
+    int64s of every read that there is room for.
     """
-    config = LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g)
-    size = size_of(config, ranks)
+    config = LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=depth, recycled=0)
+    size = shape_of(config, ranks).size
     full = ShardPlan.build(full_layout(w, n, config.row_budget, config.depth), ranks)
     assert size <= full.most_reads + 16
-    if ranks > 1 and g <= 15:
+    if ranks > 1 and g <= 15 and (w or depth is None):
         bare = ShardPlan.build(layout_of(w, n, []), ranks)
         assert size <= bare.most_reads + 16
+    room = full.most_reads + exchange.SPARE_READS
+    for k in (1, 16):
+        assert shape_of(replace(config, recycled=k), ranks).size == exchange.HEADER + -(-room // 3) + room * k
 
 
 def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range]) -> None:
@@ -138,6 +158,6 @@ def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range
                 paths, nodes = [*paths, path], more
         ranks = rng.randint(1, 8)
         plan = ShardPlan.build(layout_of(config.window_size, config.ngram_size, paths), ranks)
-        room = len(exchange.SHIFTS) * (size_of(config, ranks) - exchange.HEADER)
-        larger += plan.most_reads > room
+        shape = shape_of(config, ranks)
+        larger += shape.holding(plan) != shape
     assert larger == 0

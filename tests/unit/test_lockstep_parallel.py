@@ -18,6 +18,7 @@ from lp.decoding.generation import Generation
 from lp.distributed import ParallelContext, run_lockstep
 from lp.lookahead.candidates import TokenTree
 from lp.models.loader import DEMO_MODEL
+from tests.pools import drawn_switches
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 ARCHS = ["llama", "llama", "llama", "gemma3", "mistral_sliding", "gpt_neox"]
@@ -60,6 +61,7 @@ def test_ranks_give_plain_greedy(cases: Callable[[int, int], range]) -> None:
             guess_set_size=rng.randint(0, 10),
             candidate_depth=rng.choice([None, None, 9]),
             kv_sync=rng.choice(list(lp.KVSync)),
+            **drawn_switches(rng),
         )
         alone = lp.LookaheadDecoder(model, config).generate(ids, new, eos_token_id=eos)
         accepted = [step.accepted for step in alone.step_stats]
@@ -88,7 +90,7 @@ def _corrupt(generation: Any, what: str) -> bool:
     else:
         tree = TokenTree(1)
         tree.add([VOCABULARY - 1])
-        generation.source.propose = lambda text, budget: tree
+        generation.source.propose = lambda text, budget, row, column: tree
     return True
 
 

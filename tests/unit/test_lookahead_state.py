@@ -1,18 +1,16 @@
-"""Window, candidate tree, pool, layout and verification, without a model."""
+"""Window, candidate tree, layout, verification and prompt lookup, without a model."""
 
 from __future__ import annotations
-
-import random
 
 import numpy as np
 import pytest
 
 from lp.lookahead.candidates import TokenTree
 from lp.lookahead.layout import StepLayout, ancestors
-from lp.lookahead.pool import NGramPool
 from lp.lookahead.sources import PromptLookup
 from lp.lookahead.verify import walk
 from lp.lookahead.window import LookaheadWindow
+from tests.layouts import NOTHING
 
 
 def _tree(*paths: list[int], budget: int = 100) -> TokenTree:
@@ -143,57 +141,6 @@ def test_tree_shares_prefixes_within_budget() -> None:
     assert len(_tree(*[[i, i] for i in range(9)], budget=5)) == 5
 
 
-def test_pool_newest_first_and_bounded() -> None:
-    """A pool that keeps the oldest, or grows, misses what the text says now."""
-    pool = NGramPool(3, 2, 2)
-    for ngram in [(1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7)]:
-        pool.add(ngram)
-    tree = pool.propose([1], 10)
-    assert tree.tokens == [6, 7, 2, 3]
-    rng = random.Random(0)
-    pool = NGramPool(4, 5, 3)
-    for _ in range(20_000):
-        pool.add([rng.randrange(50) for _ in range(4)])
-    assert sum(map(len, pool._behind.values())) <= 50 * 5
-
-
-def test_pool_knows_prompt_and_output() -> None:
-    """The switches of the paper's ablation must switch what they say."""
-    prompt = [1, 2, 3, 1]
-    assert NGramPool(3, 4, 2, prompt).propose(prompt, 9).tokens == [2, 3]
-    assert len(NGramPool(3, 4, 2, ()).propose(prompt, 9)) == 0
-    for output_ngrams in (True, False):
-        pool = NGramPool(3, 4, 2, (), output_ngrams)
-        pool.observe([9, 1, 2, 3], 1, [], [])
-        assert (len(pool.propose([1], 9)) > 0) is output_ngrams
-
-
-def test_pool_guesses_by_position() -> None:
-    """A guess for another position is worth little under sampling; one for a past position nothing."""
-    pool = NGramPool(3, 4, 4, ())
-    text = [7, 7, 7, 1]  # the last token stands at position 3
-    pool.observe(text, 1, [], [(2, 7, 1), (3, 9, 8), (3, 1, 4), (3, 2, 6), (4, 4, 5), (5, 3, 2)])
-    assert pool.propose(text, 9).tokens == [4, 5, 2]  # behind 1, behind 4, then position 5's newest
-    pool.observe([*text, 4], 1, [], [])
-    assert pool.propose([*text, 4], 9).tokens == [5, 2]
-    assert set(pool._guesses) == {4, 5}
-
-
-def test_pool_continues_by_two_tokens() -> None:
-    """One token of context leaves a loop at the first token that stands in it twice."""
-    text = [1, 2, 1, 3, 1, 2, 1, 3, 1, 2]
-    assert NGramPool(2, 4, 6, text).propose(text, 6).tokens == [1, 3, 1, 2, 1, 3]
-    pool = NGramPool(3, 4, 6, ())
-    pool.observe([9, 8], 1, [(9, 8, 7)], [])
-    assert pool.propose([9, 8], 6).tokens == [7]
-
-
-def test_pool_chains_to_depth() -> None:
-    """Depth beyond N - 1 is what a looping text pays for."""
-    pool = NGramPool(3, 4, 7, [1, 2, 3, 4, 1])
-    assert pool.propose([1], 99).tokens == [2, 3, 4, 1, 2, 3, 4]
-
-
 def test_prompt_lookup_longest_then_earliest() -> None:
     """As transformers' own: the longest run of last tokens, its first occurrence."""
     text = [1, 2, 3, 9, 2, 7, 8, 1, 2]
@@ -201,5 +148,5 @@ def test_prompt_lookup_longest_then_earliest() -> None:
     assert source.propose(text, 3).tokens == [3, 9, 2]
     source = PromptLookup(1, text)
     assert source.propose(text, 2).tokens == [3, 9]
-    source.observe([*text, 42, 8], 2, [], [])
+    source.observe([*text, 42, 8], 2, NOTHING)
     assert source.propose([*text, 42, 8], 2).tokens == [1, 2]

@@ -11,7 +11,7 @@ import pytest
 import lp
 from lp.bench.prompts import load_builtin
 from lp.bench.replay import Text, load_texts, replay
-from lp.lookahead.candidates import TokenTree
+from lp.lookahead.candidates import StepReads, TokenTree
 from lp.lookahead.sources import PromptLookup
 from lp.models.loader import DEMO_MODEL, load
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
@@ -46,16 +46,19 @@ def test_replay_equals_the_demo_run(temperature: float) -> None:
 class _Forks:
     """Proposes two branches, of which the second holds the truth 5, 6, 7."""
 
+    harvest = 0
+
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
 
-    def propose(self, text: list[int], budget: int) -> TokenTree:
+    def propose(self, text: list[int], budget: int, row: object, column: object) -> TokenTree:
         tree = TokenTree(budget)
         tree.add([5, 9, 9])
         tree.add([5, 6, 7])
         return tree
 
-    def observe(self, text: list[int], moved: int, ngrams: object, guesses: object) -> None:
+    def observe(self, text: list[int], moved: int, seen: StepReads) -> None:
+        assert not seen.ngrams and not seen.slots
         self.seen.append((len(text), moved))
 
 

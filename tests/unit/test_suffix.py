@@ -17,6 +17,7 @@ from lp.bench.replay import replay
 from lp.distributed import ParallelContext, run_lockstep
 from lp.lookahead.suffix import SuffixTree, native_tree
 from tests.conftest import ROOT, Processes
+from tests.layouts import NOTHING
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
 from tests.unit.conftest import Ran
 
@@ -115,7 +116,7 @@ def test_proposals_equal_arctics_own(cases: Callable[[int, int], range]) -> None
             new = [rng.choice(text) for _ in range(rng.randint(1, 4))]
             text += new
             cache.add_active_response(0, new)
-            source.observe(text, len(new), [], [])
+            source.observe(text, len(new), NOTHING)
 
 
 @needs_tree

@@ -16,6 +16,7 @@ import torch
 
 import lp
 from tests.distributed.workers.collectives import Watch
+from tests.pools import drawn_switches
 from tests.tiny_models import VOCABULARY, tiny_model
 
 
@@ -41,6 +42,7 @@ class Case:
             guess_set_size=rng.randint(0, 10),
             candidate_depth=rng.choice([None, None, 9]),
             kv_sync=list(lp.KVSync)[seed % 2],
+            **drawn_switches(rng),
         )
         arch = rng.choice(["llama", "llama", "gemma3", "mistral_sliding"])
         return cls(arch, rng.randrange(8), ids, rng.randint(8, 40), rng.randrange(VOCABULARY), config)
