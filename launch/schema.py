@@ -78,6 +78,15 @@ class AutoregressiveSchema:
 
 
 @dataclass
+class PoolSchema:
+    """How long the pool remembers, and how much."""
+
+    scope: str = "request"
+    mib: int = 16
+    file: str | None = None
+
+
+@dataclass
 class Common:
     """What every app is given. The comments are in conf/base.yaml."""
 
@@ -86,6 +95,7 @@ class Common:
     attention: AttentionSchema = field(default_factory=AttentionSchema)
     sampling: Any = None
     parallel: ParallelSchema = field(default_factory=ParallelSchema)
+    pool: PoolSchema = field(default_factory=PoolSchema)
     W: int = 15
     N: int = 5
     G: int = 15

@@ -1,6 +1,15 @@
 """lp: lookahead decoding and lookahead parallelism for any Hugging Face causal LM (arXiv 2402.02057)."""
 
-from lp.config import Attention, KVSync, LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
+from lp.config import (
+    Attention,
+    KVSync,
+    LookaheadConfig,
+    PaperConfig,
+    PoolScope,
+    PromptLookupConfig,
+    RecyclingConfig,
+    SuffixConfig,
+)
 from lp.decoding.autoregressive import AutoregressiveDecoder
 from lp.decoding.base import Decoder, GenerationOutput, StepStats
 from lp.decoding.hf import generate
@@ -19,6 +28,7 @@ __all__ = [
     "PaperConfig",
     "PaperDecoder",
     "ParallelContext",
+    "PoolScope",
     "PromptLookupConfig",
     "PromptLookupDecoder",
     "RecyclingConfig",

@@ -78,9 +78,12 @@ def sampling() -> list[Variant]:
             for verifier in lp.Verifier:
                 params = lp.SamplingParams(temperature=temperature, top_p=top_p, seed=0, verifier=verifier)
                 made.append((f"{verifier}, T={temperature}, top-p {top_p}", _lookahead(), params))
-            params = lp.SamplingParams(temperature=temperature, top_p=top_p, seed=0)
-            name = f"coupled, T={temperature}, top-p {top_p}, greedy window"
-            made.append((name, _lookahead(window_noise=False), params))
+        params, name = lp.SamplingParams(temperature=temperature, seed=0), f"coupled, T={temperature}, top-p 1.0"
+        made.append((f"{name}, greedy window", _lookahead(window_noise=False), params))
+        made.append((f"{name}, all guesses greedy", _lookahead(window_noise=False, renoise=False), params))
+        bare = _lookahead(recycled=0), _lookahead(recycled=0, window_noise=False)
+        made.append((f"{name}, no recycled logits", bare[0], params))
+        made.append((f"{name}, no recycled logits, greedy window", bare[1], params))
     return made
 
 

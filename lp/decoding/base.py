@@ -47,6 +47,7 @@ class StepStats:
         candidates: candidate rows of the whole step, beyond the window's.
         accepted: accepted tokens, without the bonus.
         forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else.
+        learn_s: of host_s, what the candidate source and the window took to learn from the step.
     """
 
     slots: int
@@ -55,12 +56,15 @@ class StepStats:
     forward_s: float
     exchange_s: float
     host_s: float
+    learn_s: float = 0.0
 
     @classmethod
     def of(cls, clock: Clock, slots: int, candidates: int, accepted: int) -> StepStats:
-        """The stats of a step whose laps were named forward, exchange and host."""
-        forward_s, exchange_s, host_s = (clock.shares.get(name, 0.0) for name in ("forward", "exchange", "host"))
-        return cls(slots, candidates, accepted, forward_s, exchange_s, host_s)
+        """The stats of a step whose laps were named forward, exchange, host and learn."""
+        forward_s, exchange_s, host_s, learn_s = (
+            clock.shares.get(name, 0.0) for name in ("forward", "exchange", "host", "learn")
+        )
+        return cls(slots, candidates, accepted, forward_s, exchange_s, host_s + learn_s, learn_s)
 
 
 @dataclass

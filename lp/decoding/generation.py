@@ -95,7 +95,9 @@ class Generation:
         outcome = walk(layout, read, 0 if self._warming else None)
         self.request.chooser.keep(plan.reads[self.context.rank], outcome.chose)
         self._commit(layout, plan, rows, outcome, clock)
+        clock.lap("host")
         self._learn(layout, read, harvest, outcome)
+        clock.lap("learn")
         reason = self._deliver(outcome)
         clock.lap("host")
         self.stats.append(StepStats.of(clock, len(rows.tokens), len(layout) - layout.n_window, outcome.accepted))
@@ -119,10 +121,10 @@ class Generation:
     def _forward(self, layout: StepLayout, plan: ShardPlan, rows: RankRows) -> tuple[torch.Tensor, torch.Tensor]:
         """What this rank's owned reads choose, int64 (owned reads,), and their likeliest tokens, on the device."""
         logits = self.runner.forward(rows.tokens, rows.positions, rows.visible, self.cache, rows.reads)
-        slots = plan.reads[self.context.rank]
-        positions, branches = [layout.positions[slot] for slot in slots], [layout.branch(slot) for slot in slots]
-        drafts = [layout.drafts(slot) for slot in slots]
-        chooser = self.request.chooser
+        chooser, slots = self.request.chooser, plan.reads[self.context.rank]
+        positions = [layout.positions[slot] for slot in slots]
+        branches = [layout.branch(slot, chooser.prefix_free) for slot in slots]
+        drafts = [layout.drafts(slot) for slot in slots] if chooser.rejects else []
         scores = chooser.scores(logits, branches, self.text)
         said = chooser.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
         if scores.is_cuda:  # or the exchange, which waits for it, would seem to take the model's time

@@ -180,6 +180,11 @@ class Chooser:
         return scores.argmax(-1)
 
     @property
+    def rejects(self) -> bool:
+        """Whether a row's choice depends on the drafts behind it."""
+        return isinstance(self.noise, torch.Generator)
+
+    @property
     def noise_key(self) -> tuple[int, int] | None:
         """(seed, sequence) of the noise under which text is chosen, if it is."""
         return (self.noise.seed, self.noise.sequence) if isinstance(self.noise, NoiseRing) else None
@@ -225,8 +230,8 @@ class Chooser:
 
 
 def likeliest(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best tokens of every row, packed: int64 (n, k), token << 32 | bits of its float32 score."""
-    top = scores.float().topk(min(k, scores.shape[-1]), sorted=False)
+    """The k best tokens of every row, best first, packed: int64 (n, k), token << 32 | bits of its float32 score."""
+    top = scores.float().topk(min(k, scores.shape[-1]))
     return top.indices << 32 | top.values.view(torch.int32).long() & 0xFFFFFFFF
 
 

@@ -81,9 +81,7 @@ class StepLayout:
         self.n_window = len(self.tokens)
         self._child = self._window_children() if candidates.shared else {}
         self._graft(candidates, limit)
-        self._drafts: dict[int, list[int]] = {}
-        for slot, follower in self._child:
-            self._drafts.setdefault(slot, []).append(follower)
+        self._drafts: dict[int, list[int]] = {}  # made when first asked for
         self.reads = self._reads()
 
     def __len__(self) -> int:
@@ -103,6 +101,9 @@ class StepLayout:
 
     def drafts(self, slot: int) -> list[int]:
         """The different tokens that may follow the slot in a walk, in the order they were laid out."""
+        if not self._drafts:
+            for parent, follower in self._child:
+                self._drafts.setdefault(parent, []).append(follower)
         return self._drafts.get(slot, [])
 
     def path(self, slot: int) -> list[int]:
@@ -112,10 +113,10 @@ class StepLayout:
             path.append(slot)
         return path[::-1]
 
-    def branch(self, slot: int) -> list[int] | None:
-        """Tokens after `c` up to the slot; None for a slot that only guesses, which no walk can reach."""
+    def branch(self, slot: int, bare: bool = False) -> list[int] | None:
+        """Tokens after `c` up to the slot (none if `bare`); None for a slot that only guesses: no walk reaches it."""
         if slot >= self.n_window or slot < max(self.columns, 1) or (slot - self.columns) % self.columns == 0:
-            return [self.tokens[above] for above in self.path(slot)[1:]]
+            return [] if bare else [self.tokens[above] for above in self.path(slot)[1:]]
         return None
 
     def visible(self) -> np.ndarray:

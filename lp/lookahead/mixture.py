@@ -47,6 +47,7 @@ NONE_0 = RECYCLED_0 + 4 * 2 * 4 * GAPS
 FEATURES = NONE_0 + (len(ORDERS) + 1) * 5
 ROOT_HALF, LN_2 = math.sqrt(0.5), math.log(2)
 RATE, FLOOR = 0.3, 1e-7  # of learning; the least chance worth a row
+FAR = 10.0  # logits behind the best that are not voted for
 
 
 @jit
@@ -145,7 +146,7 @@ def vote_recycled(t, s, known, place, key, noisy, voted, votes):
         base, first, second, third = entry * width, -math.inf, -math.inf, -math.inf
         for k in range(width):
             score = t.recycled_logits[base + k] * 1.0
-            if noisy and score > -1e30:
+            if noisy and score > first - 2 * FAR:  # noise above FAR is once in e^FAR times
                 score += gumbel(key, t.recycled_tokens[base + k])
             s.noised[k] = score
             if score > first:
@@ -158,7 +159,7 @@ def vote_recycled(t, s, known, place, key, noisy, voted, votes):
         group = RECYCLED_0 + (order * 2 + here) * 4 * GAPS
         for k in range(width):
             score = s.noised[k]
-            if first - score > 10.0:
+            if first - score > FAR:
                 continue
             rank = 0 if score >= first else 1 if score >= second else 2 if score >= third else 3
             gap = first - second if rank == 0 else first - score
