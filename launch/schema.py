@@ -96,9 +96,9 @@ class Common:
     sampling: Any = None
     parallel: ParallelSchema = field(default_factory=ParallelSchema)
     pool: PoolSchema = field(default_factory=PoolSchema)
-    W: int = 15
-    N: int = 5
-    G: int = 15
+    W: int = 16
+    N: int = 2
+    G: int = 104
     W_per_rank: int | None = None
     G_per_rank: int | None = None
     max_new_tokens: int = 128

@@ -63,6 +63,7 @@ class LookaheadConfig:
         guess_set_size: G; candidates get G x (N - 1) rows a step, 0 verifies none.
         candidate_depth: longest candidate path in tokens, beyond N - 1 by chaining n-grams; None is the paper's N - 1.
         prompt_ngrams: the prompt's n-grams enter the pool before the first step.
+        prompt_logits: with prompt_ngrams, the logits of the prompt's rows enter it too; they pass the LM head for it.
         output_ngrams: the n-grams of accepted text enter the pool.
         window_ngrams: the window's n-grams enter the pool.
         position_guesses: what rows read is remembered for its position.
@@ -81,11 +82,12 @@ class LookaheadConfig:
         ValueError: a value out of range, with the limit and the remedy.
     """
 
-    window_size: int = 15
-    ngram_size: int = 5
-    guess_set_size: int = 15
+    window_size: int = 16
+    ngram_size: int = 2
+    guess_set_size: int = 104
     candidate_depth: int | None = 48
     prompt_ngrams: bool = True
+    prompt_logits: bool = True
     output_ngrams: bool = True
     window_ngrams: bool = True
     position_guesses: bool = True

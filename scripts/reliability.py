@@ -43,6 +43,9 @@ class Recorder:
         self.tree = self.source.propose(text, budget, row, column)
         return self.tree
 
+    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+        self.source.begin(prompt, harvest)
+
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         tree, truth = self.tree, text[len(text) - moved :]
         depths = {-1: 0}  # of the nodes that are true

@@ -66,7 +66,7 @@ class Generation:
             BaseException: what a callback raised on this rank, once all ranks have stopped.
         """
         clock = Clock()
-        self.runner.prefill(self.request.prompt[:-1], self.cache, self.request.prefill_chunk)
+        self._prefill()
         prefill_s, reason = clock.lap(), Stop.NONE
         while not reason:
             reason = self.step()
@@ -75,6 +75,18 @@ class Generation:
         return GenerationOutput(
             self.tokens[: self.keep], FINISH_REASON[reason], self.stats, prefill_s, clock.lap(), self.cache.nbytes()
         )
+
+    def _prefill(self) -> None:
+        """Cache the prompt; what its rows say is rank 0's word, since ranks may round it differently."""
+        prompt, chooser, rows = self.request.prompt, self.request.chooser, list[torch.Tensor]()
+        wanted = self.harvest if self.config.prompt_logits and self.config.prompt_ngrams else 0
+
+        def read(logits: torch.Tensor) -> None:
+            rows.append(likeliest(chooser.scores(logits, [None] * len(logits), prompt), wanted))
+
+        self.runner.prefill(prompt[:-1], self.cache, self.request.prefill_chunk, read if wanted else None)
+        if rows:
+            self.source.begin(prompt, self.context.broadcast(torch.cat(rows), 0).cpu().numpy())
 
     def step(self) -> Stop:
         """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""

@@ -90,6 +90,10 @@ class CandidateSource(Protocol):
         """
         ...
 
+    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+        """What the rows before the prompt's last said: (L - 1, K), as in StepReads; not called with K = 0."""
+        ...
+
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """Learn from a step, whose `moved` tokens end the text."""
         ...

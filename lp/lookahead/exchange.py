@@ -104,11 +104,14 @@ def pack(
         shape: of the rows of this generation.
     """
     held = shape.holding(plan)
-    padded = tokens.new_zeros(held.words * len(SHIFTS))
-    padded[: len(tokens)] = tokens
-    packed = (padded.view(held.words, len(SHIFTS)) << tokens.new_tensor(SHIFTS)).sum(-1)
-    rest = tokens.new_zeros(held.reads * held.harvest - harvest.numel())
-    return torch.cat([tokens.new_tensor(header), packed, harvest.flatten(), rest])
+    row = tokens.new_zeros(held.size)
+    row[:HEADER] = torch.tensor(header)
+    for place, shift in enumerate(SHIFTS):
+        mine = tokens[place :: len(SHIFTS)]
+        row[HEADER : HEADER + len(mine)] |= mine << shift
+    start = HEADER + held.words
+    row[start : start + harvest.numel()] = harvest.flatten()
+    return row
 
 
 def gather(
@@ -125,7 +128,7 @@ def gather(
     first, *beyond = row.split(shape.size)
     gathered = all_gather(first)
     _check_digests(gathered[:, DIGEST].numpy(), step)
-    return torch.cat([gathered, *map(all_gather, beyond)], dim=1)
+    return torch.cat([gathered, *map(all_gather, beyond)], dim=1) if beyond else gathered
 
 
 def _check_digests(digests: np.ndarray, step: int) -> None:
@@ -154,9 +157,8 @@ def unpack(
     tokens = (rows[:, HEADER:end, None] >> np.array(SHIFTS) & (1 << BITS) - 1).reshape(len(rows), -1)  # (R, reads)
     tops = rows[:, end : end + held.reads * held.harvest].reshape(len(rows), held.reads, held.harvest)
     order = np.argsort(np.concatenate(plan.reads), kind="stable")  # by slot, however many ranks there are
-    chosen, harvest = (
-        np.concatenate([said[rank, : len(slots)] for rank, slots in enumerate(plan.reads)])[order]
-        for said in (tokens, tops)
-    )
+    ranks = np.repeat(np.arange(len(rows)), [len(slots) for slots in plan.reads])[order]
+    places = np.concatenate([np.arange(len(slots)) for slots in plan.reads])[order]
+    chosen, harvest = tokens[ranks, places], tops[ranks, places]
     read = dict(zip(layout.reads, chosen.tolist(), strict=True))
     return read, harvest, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])

@@ -103,7 +103,8 @@ def vote_followers(t, s, voted, votes, key, feature):
         for rank in range(M):
             if t.followers[entry * M + rank] == 0:
                 break
-            voted, votes = vote(t, s, voted, votes, t.followers[entry * M + rank] - 1, feature + rank)
+            token = (t.followers[entry * M + rank] >> 32) - 1
+            voted, votes = vote(t, s, voted, votes, token, feature + rank)
     return voted, votes
 
 
@@ -121,9 +122,9 @@ def vote_text(t, s, known, voted, votes):
         for rank in range(M):
             if t.followers[base + rank] == 0:
                 break
-            count = min(t.counts[base + rank], 3) - 1
+            count = min(t.followers[base + rank] & 0xFFFFFFFF, 3) - 1
             feature = TEXT_0 + ((index * M + rank) * 3 + count) * 2 + single
-            voted, votes = vote(t, s, voted, votes, t.followers[base + rank] - 1, feature)
+            voted, votes = vote(t, s, voted, votes, (t.followers[base + rank] >> 32) - 1, feature)
     return matched, voted, votes
 
 

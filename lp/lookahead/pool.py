@@ -78,6 +78,12 @@ class NGramPool:
         tree.chances = np.asarray(s.node_chances)[1:nodes].tolist()
         return tree
 
+    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+        """The prompt's rows leave their logits behind its tokens."""
+        rows, tail = range(len(harvest)), ints(prompt[:1])
+        slots = StepReads(prompt, rows, range(-1, len(rows) - 1), rows, prompt[1:], harvest, ())
+        self._absorb((tail, 1), slots, self._sources & 1 << RECYCLED)
+
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """Learn the weights from the step's tokens, then remember what it read and said."""
         t, s, sources = self._tables, self._scratch, self._sources
@@ -86,15 +92,18 @@ class NGramPool:
         self._extend(text[len(text) - moved :])
         if self.config.learn:
             study(t, s, self._said(), start, *self._noise, sources)
-        packed = np.ascontiguousarray(seen.harvest)
-        tokens, parents, positions = map(ints, (seen.tokens, seen.parents, seen.positions))
-        tops = [given(packed.view(dtype).ravel()) for dtype in (np.int32, np.float32)]
-        said = ints(seen.slots), ints(seen.chosen), tops[0], tops[1]
-        absorb_reads(t, s, tail, tokens, parents, positions, said, sources)
+        self._absorb(tail, seen, sources)
         if self._sources >> WINDOW & 1 and seen.ngrams:
             absorb_ngrams(t, s, ints([token for ngram in seen.ngrams for token in ngram]), len(seen.ngrams[0]))
         if self.config.output_ngrams:
             absorb_text(t, s, self._said(), start)
+
+    def _absorb(self, tail: tuple[Any, int], seen: StepReads, sources: int) -> None:
+        packed = np.ascontiguousarray(seen.harvest)
+        tokens, parents, positions = map(ints, (seen.tokens, seen.parents, seen.positions))
+        tops = [given(packed.view(dtype).ravel()) for dtype in (np.int32, np.float32)]
+        said = ints(seen.slots), ints(seen.chosen), tops[0], tops[1]
+        absorb_reads(self._tables, self._scratch, tail, tokens, parents, positions, said, sources)
 
     def _said(self) -> Any:
         return given(self._text[: self._length])

@@ -39,6 +39,9 @@ class PromptLookup:
                 break
         return tree
 
+    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+        """Nothing: it reads no logits."""
+
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """Index the runs that the new tokens gave a continuation."""
         self._index(text, moved)
@@ -72,6 +75,9 @@ class PaperPool:
         for tail in reversed(self._behind.get(text[-1], {})):
             tree.add(tail)
         return tree
+
+    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+        """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """The window's n-grams, then the text's."""
@@ -130,9 +136,15 @@ class TokenRecycling:
             places.append(tree.grow(node, known[rank]) if node is not None and rank < len(known) else None)
         return tree
 
+    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+        """The prompt's rows leave their tokens' successors."""
+        self._learn(prompt[: len(harvest)], harvest)
+
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """Every row read replaces its token's successors."""
-        logits = np.ascontiguousarray(seen.harvest).view(np.float32)[:, ::2]
-        ranked = np.take_along_axis(seen.harvest >> 32, np.argsort(-logits, axis=1, kind="stable"), axis=1).tolist()
-        for slot, successors in zip(seen.slots, ranked, strict=True):
-            self._successors[seen.tokens[slot]] = successors
+        self._learn([seen.tokens[slot] for slot in seen.slots], seen.harvest)
+
+    def _learn(self, tokens: Sequence[int], harvest: np.ndarray) -> None:
+        logits = np.ascontiguousarray(harvest).view(np.float32)[:, ::2]
+        ranked = np.take_along_axis(harvest >> 32, np.argsort(-logits, axis=1, kind="stable"), axis=1).tolist()
+        self._successors.update(zip(tokens, ranked, strict=True))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from lp.config import SuffixConfig
 from lp.lookahead.candidates import StepReads, TokenTree
 
@@ -61,6 +63,9 @@ class SuffixTree:
         for token, parent in zip(draft.token_ids, draft.parents, strict=True):
             tree.grow(parent, token)  # nodes keep their places: parents come first, and no token twice behind one
         return tree
+
+    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+        """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """Index the new tokens."""

@@ -29,8 +29,7 @@ class Tables(NamedTuple):
 
     keys: Any  # uint64 (E,): contexts, tagged by source; 0 is empty
     stamps: Any  # int64 (E,): when a context was last written
-    followers: Any  # int32 (E * M,): token + 1, the newest first; 0 is empty
-    counts: Any  # int32 (E * M,)
+    followers: Any  # int64 (E * M,): token + 1 << 32 | how often, the newest first; 0 is empty
     recycled_keys: Any  # uint64 (F,)
     recycled_stamps: Any  # int64 (F,)
     recycled_at: Any  # int64 (F,): position that the logits were for
@@ -72,7 +71,7 @@ def new_tables(recycled: int, mebibytes: int, weights: np.ndarray, squares: np.n
     contexts = _power_below(room // (48 if recycled else 24) // 2)
     rows = _power_below((room - 48 * contexts) // (24 + 8 * recycled)) if recycled else WAYS
     return Tables(
-        zeros(contexts, "u8"), zeros(contexts, "i8"), zeros(contexts * M, "i4"), zeros(contexts * M, "i4"),
+        zeros(contexts, "u8"), zeros(contexts, "i8"), zeros(contexts * M, "i8"),
         zeros(rows, "u8"), zeros(rows, "i8"), zeros(rows, "i8"), zeros(rows * recycled, "i4"),
         zeros(rows * recycled, "f4"), given(weights.copy()), given(squares.copy()), zeros(2, "i8"),
     )  # fmt: skip
@@ -146,16 +145,15 @@ def remember(t, key, token):
     base = entry * M
     if not there:
         for rank in range(M):
-            t.followers[base + rank] = t.counts[base + rank] = 0
+            t.followers[base + rank] = 0
     rank = 0
-    while rank < M - 1 and t.followers[base + rank] != token + 1 and t.followers[base + rank] != 0:
+    while rank < M - 1 and t.followers[base + rank] >> 32 != token + 1 and t.followers[base + rank] != 0:
         rank += 1
-    count = t.counts[base + rank] + 1 if t.followers[base + rank] == token + 1 else 1
+    known = t.followers[base + rank]
     while rank > 0:
         t.followers[base + rank] = t.followers[base + rank - 1]
-        t.counts[base + rank] = t.counts[base + rank - 1]
         rank -= 1
-    t.followers[base], t.counts[base] = token + 1, count
+    t.followers[base] = known + 1 if known >> 32 == token + 1 else (token + 1 << 32) + 1
 
 
 @jit

@@ -6,7 +6,7 @@ T: rows of the step, L: cached rows, V: vocabulary.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -60,10 +60,19 @@ class ModelRunner:
         """An empty cache of `capacity` rows."""
         return StaticKVCache(self.config.num_hidden_layers, capacity)
 
-    def prefill(self, tokens: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        cache: StaticKVCache,
+        chunk: int,
+        read: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
         """Cache the KV of the tokens before `c`, `chunk` rows a pass, so that no mask is larger than chunk x prompt.
 
         Where frequencies depend on the largest position, every chunk has a row at `c`'s, as if there were one chunk.
+
+        Args:
+            read: is given the logits (rows, V) of every pass, if anyone wants them.
         """
         boundary, end = self.boundary, len(tokens)
         if boundary and boundary.grows and not cache.length:
@@ -72,7 +81,9 @@ class ModelRunner:
         for start in range(0, end, chunk):
             part = tokens[start : start + chunk]
             places = [*range(start, start + len(part)), *anchor]
-            self._chain([*part, *tokens[: len(anchor)]], places, cache)
+            logits = self._chain([*part, *tokens[: len(anchor)]], places, cache, len(part) if read else 1)
+            if read:
+                read(logits)
             cache.commit(range(len(part)))
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
@@ -88,9 +99,11 @@ class ModelRunner:
             self._chain(missing, range(cache.length, len(text) - 1), cache)
             cache.commit(range(len(missing)))
 
-    def _chain(self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache) -> None:
-        """Rows in a row, for their KV alone."""
-        self.forward(tokens, positions, np.tri(len(tokens), dtype=bool), cache, reads=[0])
+    def _chain(
+        self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache, reads: int = 1
+    ) -> torch.Tensor:
+        """Rows in a row, for their KV and the logits of the first."""
+        return self.forward(tokens, positions, np.tri(len(tokens), dtype=bool), cache, range(reads))
 
     def forward(
         self,
