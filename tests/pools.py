@@ -15,6 +15,7 @@ from lp.config import LookaheadConfig
 from lp.lookahead.candidates import StepReads, TokenTree
 from lp.lookahead.compiled import COMPILED
 from lp.lookahead.exchange import chain_digest
+from lp.lookahead.layout import ancestors
 from lp.lookahead.mixture import FEATURES, GUESS_0, NONE_0, RECYCLED_0, TEXT_0, WINDOW_0, predict
 from lp.lookahead.pool import NGramPool, tables_digest
 from lp.lookahead.tables import DEEPEST, ORDERS, Tables, new_tables
@@ -134,10 +135,11 @@ def proposal_digest(previous: int, tree: TokenTree) -> int:
 
 
 def run_digests(seed: int, steps: int) -> list[int]:
-    """Of all proposals of a drawn run, and of the tables behind it."""
+    """Of all proposals of a drawn run and what their nodes see, and of the tables behind it."""
     digest, remembered = 0, 0
     for step, ((tree,), (tables,)) in enumerate(drawn_run(seed, steps), 1):
-        digest = proposal_digest(digest, tree)
+        visible = ancestors([-1, *(parent + 1 for parent in tree.parents)])
+        digest = chain_digest(proposal_digest(digest, tree), visible.ravel())
         if step % 50 == 0:
             remembered = chain_digest(remembered, [tables_digest(tables)])
     return [digest, remembered]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,33 @@ try:
 except ImportError:
     COMPILED = False
 
+
+def _compiled(function: Any) -> Any:
+    """Compiled at the first call and kept on disk, in a folder for these very sources.
+
+    numba alone would look at the function's own file, and go on with what it once made of the files that it calls.
+    """
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_folder())
+    try:
+        return numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no folder that may be written to
+        return numba.njit(nogil=True)(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def _folder() -> Path:
+    here = Path(__file__).parent
+    sources = [path.read_bytes() for path in sorted(here.glob("*.py"))]
+    digest = hashlib.blake2b(b"".join(source for source in sources if b"jit" in source), digest_size=8).hexdigest()
+    return Path(numba.config.CACHE_DIR or here / "__pycache__") / f"compiled-{digest}"
+
+
 jit: Any
 U64: Any  # unsigned 64-bit arithmetic: wrap it with & MASK, which Python's ints need
 I64: Any
 if COMPILED:
-    jit, U64, I64 = numba.njit(cache=True, nogil=True), np.uint64, np.int64
+    jit, U64, I64 = _compiled, np.uint64, np.int64
 else:
     jit, U64, I64 = (lambda function: function), int, int
 

@@ -288,15 +288,13 @@ def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest
                 break
             rows += 1
         s.node_tokens[nodes], s.node_parents[nodes] = token, parent
-        s.node_depths[nodes] = s.node_depths[parent] + 1
+        s.node_depths[nodes], s.node_values[nodes] = s.node_depths[parent] + 1, 0.0
         s.node_chances[nodes] = s.node_values[parent]
         s.node_row[nodes], s.node_column[nodes] = in_row, in_column
-        s.node_values[nodes] = 0.0
         s.node_next[parent] += 1
-        following = choice + 1
         s.node_values[parent] = 0.0
         if s.node_next[parent] < VOTED:
-            s.node_values[parent] = s.node_chances[parent] * s.voted_chances[following]
+            s.node_values[parent] = s.node_chances[parent] * s.voted_chances[choice + 1]
         if s.node_depths[nodes] < deepest:
             expand(t, s, nodes, tail, n_tail, position, base_key, noisy, sources)
         nodes += 1

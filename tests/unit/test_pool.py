@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import random
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from lp.lookahead.compiled import COMPILED, U64
 from lp.lookahead.mixture import FEATURES
 from lp.lookahead.pool import fresh_tables, tables_digest
 from lp.lookahead.tables import ORDERS, TEXT, WAYS, M, claim, find, hash_history, new_tables, remember, tagged
-from tests.conftest import Processes
+from tests.conftest import ROOT, Processes
 from tests.pools import (
     TEXT_ONLY,
     ballot,
@@ -91,6 +93,26 @@ def test_compiled_equals_plain(processes: Processes) -> None:
     ran = processes.run([sys.executable, "-m", "tests.pools", "5", "200"], {"NUMBA_DISABLE_JIT": str(int(COMPILED))})
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == [str(not COMPILED), *map(str, run_digests(5, 200))]
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
+def test_compiled_code_is_of_these_sources(processes: Processes, tmp_path: Path) -> None:
+    """numba keeps compiled code by its own file: a change of another would reach some ranks and not others."""
+    (tmp_path / "lp").mkdir()
+    (tmp_path / "lp" / "__init__.py").touch()
+    tables = tmp_path / "lp" / "lookahead" / "tables.py"
+    shutil.copytree(ROOT / "lp" / "lookahead", tables.parent, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "from lp.lookahead import mixture, compiled; print(mixture.gumbel(compiled.U64(5), 3))"
+
+    def noise(plain: str) -> float:
+        env = {"NUMBA_DISABLE_JIT": plain, "PYTHONPATH": str(tmp_path)}
+        ran = processes.run([sys.executable, "-c", code], env, cwd=tmp_path)
+        assert ran.returncode == 0, ran.stderr
+        return float(ran.stdout)
+
+    first = noise("0")
+    tables.write_text(tables.read_text().replace("U64(30)", "U64(29)"))
+    assert noise("0") == noise("1") != first
 
 
 def test_shipped_weights_fit() -> None:

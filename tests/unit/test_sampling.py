@@ -219,7 +219,8 @@ def test_rejection_without_renormalising_is_caught(monkeypatch: pytest.MonkeyPat
             if float(torch.rand((), generator=generator)) < float(probabilities[draft]):
                 return draft
             probabilities[draft] = 0
-        return int(torch.multinomial(probabilities, 1, generator=generator))
+        left = probabilities if probabilities.any() else torch.ones(len(probabilities))  # all four may be drafts
+        return int(torch.multinomial(left, 1, generator=generator))
 
     monkeypatch.setattr(sampling_module, "accept_or_resample", faulty)
     assert _rejection_p(1, DRAWS) < 0.001
