@@ -59,14 +59,15 @@ def scaling(rows: int) -> dict[str, Make]:
 
 def ablation(rows: int) -> dict[str, Make]:
     """Every idea off, and other windows."""
-    off = ("prompt_ngrams", "output_ngrams", "window_ngrams", "position_guesses", "renoise", "learn", "window_noise")
+    off = ("prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
+    off += ("renoise", "learn", "window_noise")
     made = {f"all, {rows} rows": ours(rows)}
     made |= {f"without {name}": ours(rows, **{name: False}) for name in off}
     made["without text n-grams"] = ours(rows, prompt_ngrams=False, output_ngrams=False)
     made["without recycled logits"] = ours(rows, recycled=0)
-    made |= {f"K = {k}": ours(rows, recycled=k) for k in (4, 8, 32)}
-    made |= {f"depth {depth}": ours(rows, candidate_depth=depth) for depth in (4, 12, 24)}
-    made |= {f"W = {w}, N = {n}": ours(rows, w, n) for w, n in ((0, 2), (4, 2), (16, 2), (8, 3), (7, 5))}
+    made |= {f"K = {k}": ours(rows, recycled=k) for k in (4, 32)}
+    made |= {f"depth {depth}": ours(rows, candidate_depth=depth) for depth in (4, 12)}
+    made |= {f"W = {w}, N = {n}": ours(rows, w, n) for w, n in ((0, 2), (16, 2), (8, 3), (7, 5))}
     return made | {"lookahead_paper": paper(), "lookahead_paper, no text": paper(prompt_ngrams=False)}
 
 
