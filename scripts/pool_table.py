@@ -59,8 +59,8 @@ def scaling(rows: int) -> dict[str, Make]:
 
 def ablation(rows: int) -> dict[str, Make]:
     """Every idea off, and other windows."""
-    off = ("prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
-    off += ("renoise", "learn", "window_noise")
+    off = ["prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses"]
+    off += ["renoise", "learn", "window_noise"]
     made = {f"all, {rows} rows": ours(rows)}
     made |= {f"without {name}": ours(rows, **{name: False}) for name in off}
     made["without text n-grams"] = ours(rows, prompt_ngrams=False, output_ngrams=False)
