@@ -67,8 +67,8 @@ def drawn_step(rng: random.Random, text: Sequence[int], kinds: int, k: int) -> t
 
 def drawn_switches(rng: random.Random) -> dict[str, Any]:
     """What the pool listens to; K may be more than the tiny models' vocabulary."""
-    switches = ("prompt_ngrams", "output_ngrams", "window_ngrams", "position_guesses", "renoise", "learn")
-    on: dict[str, Any] = {name: rng.random() < 0.7 for name in switches}
+    sources = ("prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
+    on: dict[str, Any] = {name: rng.random() < 0.7 for name in (*sources, "renoise", "learn")}
     return on | {"recycled": rng.choice([0, 4, 16, 16, 100]), "pool_mib": rng.choice([1, 16])}
 
 

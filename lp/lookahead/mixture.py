@@ -103,8 +103,7 @@ def vote_followers(t, s, voted, votes, key, feature):
         for rank in range(M):
             if t.followers[entry * M + rank] == 0:
                 break
-            token = (t.followers[entry * M + rank] >> 32) - 1
-            voted, votes = vote(t, s, voted, votes, token, feature + rank)
+            voted, votes = vote(t, s, voted, votes, (t.followers[entry * M + rank] >> 32) - 1, feature + rank)
     return voted, votes
 
 

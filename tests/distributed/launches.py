@@ -54,11 +54,17 @@ def check_cases(
 
 
 def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
-    """One all-gather a step; with kv_sync=broadcast one more, if some rank lacks what was accepted; nothing else."""
+    """One all-gather a step; with kv_sync=broadcast one more, if some rank lacks what was accepted; nothing else.
+
+    Before the first step, one broadcast of what the prompt's rows said, if the pool wants it.
+    """
     names = {name for step in [result["before"], *result["steps"], result["after"]] for name, _ in step["calls"]}
     assert not [name for name in names if "object" in name], "pickles"
     assert len(result["steps"]) == len(result["accepted"])
     assert result["after"]["calls"] == []
+    config = case.config
+    told = config.prompt_ngrams and config.prompt_logits and config.recycled > 0 and len(case.ids) > 1
+    assert [name for name, _ in result["before"]["calls"]].count("broadcast") == told  # what the prompt's rows said
     payloads = set()
     for step, accepted in zip(result["steps"], result["accepted"], strict=True):
         (name, payload), *more = step["calls"]
@@ -69,7 +75,6 @@ def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
         assert accepted or not more
     assert len(payloads) == 1, "the size of the gathered tensor depends on the step"
     most_reads = max(step["most_reads"] for step in result["steps"])
-    config = case.config
     full = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
     room, k = ShardPlan.build(full, ranks).most_reads + SPARE_READS, min(config.recycled, VOCABULARY)
     assert payloads.pop() <= 8 * (most_reads + config.window_size + 16 + room * k)

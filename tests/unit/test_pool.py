@@ -256,3 +256,13 @@ def test_guesses_do_not_reach_the_next_text() -> None:
     third = pool_of([7, 7, 7, 1], **config)
     third.observe([7, 7, 7, 1, 4], 1, reads_of(3, slots, rows))
     assert elsewhere != {feature for _, feature in ballot(third, [7, 7, 7, 1, 4]).votes}, "but not of this position"
+
+
+def test_prompt_rows_leave_their_logits() -> None:
+    """A row off by one would tell of another context; the prompt's last token is read by the first step."""
+    pool = pool_of([4, 5, 6], prompt_ngrams=False, recycled=2)
+    pool.begin([4, 5, 6], harvested([[(20, 2.0), (21, 1.0)], [(22, 2.0), (23, 1.0)]]))
+    assert [ballot(pool, text).tokens for text in ([4], [4, 5], [9, 4, 5], [4, 5, 6])] == [
+        [20, 21], [22, 23], [22, 23], []
+    ]  # fmt: skip
+    assert ballot(pool, [4, 5]).sources() == {"recycled"}

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from lp.decoding.generation import Generation
-from lp.models.runner import ModelRunner
 
 WORDS = ("gather", "reduce", "broadcast", "scatter", "all_to_all", "barrier", "send", "recv", "object")
 NOT_CALLS = {"is_", "get_", "supports", "Reduce"}  # prefixes of names that hold such a word and move nothing
@@ -31,12 +30,13 @@ class Watch:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.before, self.steps, self._depth = Step(), Step(), list[Step](), 0
+        self._begun = False
         for name in dir(dist):
             function = getattr(dist, name)
             moves = any(word in name for word in WORDS) and not name.startswith(tuple(NOT_CALLS))
             if moves and not name.startswith("_") and callable(function) and not isinstance(function, type):
                 patch.setattr(dist, name, self._watched(name, function))
-        self._mark(patch, ModelRunner, "prefill", self._started)
+        self._mark(patch, Generation, "step", self._started)
         self._mark(patch, Generation, "_commit", self._committed)
 
     def on_tokens(self, tokens: list[int], step: int) -> None:
@@ -70,7 +70,8 @@ class Watch:
         patch.setattr(owner, name, marked)
 
     def _started(self, *args: Any) -> None:
-        self.before, self.now = self.now, Step()  # what start-up called is none of the steps'
+        if not self._begun:  # what start-up and prefill called is none of the steps'
+            self._begun, self.before, self.now = True, self.now, Step()
 
     def _committed(self, generation: Generation, layout: Any, plan: Any, rows: Any, outcome: Any, *rest: Any) -> None:
         self.now.most_reads = plan.most_reads
