@@ -107,7 +107,7 @@ class LookaheadConfig:
         check_int("guess_set_size (G)", self.guess_set_size, 0, 4096, "try G=W, or 0 for no candidates")
         if self.candidate_depth is not None:
             check_int("candidate_depth", self.candidate_depth, 1, 1024, "leave it null for N - 1")
-        check_int("recycled (K)", self.recycled, 0, 256, "try 16, or 0 for none")
+        check_int("recycled (K)", self.recycled, 0, 32, "try 16, or 0 for none")
         check_int("pool_mib", self.pool_mib, 1, 1 << 16, "try 16, or 128 for a session")
         if self.pool_scope not in list(PoolScope):
             raise ValueError(f"pool_scope is {self.pool_scope!r}; it must be one of {[str(k) for k in PoolScope]}")

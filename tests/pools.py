@@ -69,7 +69,7 @@ def drawn_switches(rng: random.Random) -> dict[str, Any]:
     """What the pool listens to; K may be more than the tiny models' vocabulary."""
     sources = ("prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
     on: dict[str, Any] = {name: rng.random() < 0.7 for name in (*sources, "renoise", "learn")}
-    return on | {"recycled": rng.choice([0, 4, 16, 16, 100]), "pool_mib": rng.choice([1, 16])}
+    return on | {"recycled": rng.choice([0, 4, 16, 16, 32]), "pool_mib": rng.choice([1, 16])}
 
 
 def graded_weights() -> np.ndarray:

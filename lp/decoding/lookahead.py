@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from lp.config import (
@@ -97,7 +99,10 @@ class LookaheadDecoder(Decoder):
         check_same(self.context, items)
         output = Generation(self.config, self.context, self.runner, self.source(request), request).run()
         if self._tables and self.config.pool_file and self.context.is_main:
-            save_tables(self._tables, self.config.pool_file)
+            try:
+                save_tables(self._tables, self.config.pool_file)
+            except (OSError, SafetensorError) as error:  # a full disk must not cost the text
+                warnings.warn(f"pool_file {self.config.pool_file} was not written: {error}", stacklevel=3)
         return output
 
 

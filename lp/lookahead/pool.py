@@ -131,8 +131,11 @@ def save_tables(tables: Tables, path: str) -> None:
     """Write them to one safetensors file, whole or not at all."""
     arrays = {name: np.asarray(values) for name, values in tables._asdict().items()}
     scratch = Path(f"{path}.{os.getpid()}.part")
-    save_file(arrays, scratch)
-    scratch.replace(path)
+    try:
+        save_file(arrays, scratch)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def load_tables(tables: Tables, path: str) -> None:

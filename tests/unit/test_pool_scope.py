@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,19 @@ def test_a_file_that_is_no_such_pool_is_refused(tmp_path: Path) -> None:
     assert file.read_bytes() == b"half a pool"
     with pytest.raises(ValueError, match="there is no folder"):
         lp.LookaheadDecoder(model, config_of(pool_file=str(tmp_path / "none" / "pool"))).generate(ids, 4)
+
+
+def test_a_pool_that_cannot_be_written_costs_no_text(tmp_path: Path) -> None:
+    """A disk that fills up after minutes of generating must not take them along."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    model, ids = tiny_model(), drawn_text(random.Random(4), 20)
+    decoder = lp.LookaheadDecoder(model, config_of(pool_file=str(folder / "pool")))
+    decoder.generate(ids, 4)
+    shutil.rmtree(folder)
+    with pytest.warns(UserWarning, match="gone/pool was not written"):
+        output = decoder.generate(ids, 12)
+    assert output.tokens == plain_greedy(model, ids, 12)
 
 
 @pytest.mark.parametrize(
