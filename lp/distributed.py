@@ -7,6 +7,7 @@ R: ranks, P: int64s a rank sends.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable
@@ -146,13 +147,19 @@ class _ProcessContext(ParallelContext):
         return tensor.contiguous().cpu() if self.backend == "gloo" else tensor.contiguous()
 
     def close(self) -> None:
+        object.__setattr__(self, "mesh", None)  # it keeps the group's threads running
+        self.__dict__.pop("_patient", None)
         leave()
 
 
 def leave() -> None:
-    """Leave the process group, if there is one, for good: a process that joined again would wait for ever."""
+    """Leave the process group, if there is one, for good: a process that joined again would wait for ever.
+
+    A group's threads end with the last reference to it. One that still runs when Python ends may abort the process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 class _Lockstep:

@@ -48,6 +48,8 @@ def test_one_rank_stops_them_all(processes: Processes, tmp_path: Path) -> None:
         assert len({end["steps"] for end in generation if "steps" in end}) == 1
     for generation in others[:2]:
         assert {end["reason"] for end in generation} == {"interrupted"}
+    left = [name for rank in range(RANKS) for name in (tmp_path / f"{rank}.threads").read_text().split()]
+    assert not [name for name in left if "gloo" in name], "a thread of the group may abort the process as it ends"
     assert processes.wait_for_end(10) == []
 
 

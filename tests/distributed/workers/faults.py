@@ -102,7 +102,11 @@ def main(folder: Path, faults: list[str]) -> None:
     for fault in faults:
         getattr(rank, fault)()
     (folder / f"{rank.context.rank}.json").write_text(json.dumps(rank.ended))
+    number = rank.context.rank
     rank.context.close()
+    tasks = Path("/proc/self/task")  # Linux alone has it
+    names = [task.joinpath("comm").read_text().strip() for task in tasks.iterdir()] if tasks.exists() else []
+    (folder / f"{number}.threads").write_text("\n".join(names))
 
 
 if __name__ == "__main__":
