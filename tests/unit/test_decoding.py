@@ -177,11 +177,15 @@ class _After(StoppingCriteria):
 def test_only_read_rows_go_through_the_head() -> None:
     """The LM head over every slot costs a fifth of a small model's step."""
     model, rows = tiny_model(), []
-    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=6, ngram_size=5, guess_set_size=0))
+    shape = {"window_size": 6, "ngram_size": 5, "guess_set_size": 0}
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(**shape, prompt_logits=False))
     model.lm_head.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[1]))
     decoder.generate(PROMPT, 60)
-    # c and row 0 (6), column 0's middle rows (2), the last row (6): 14 of 24 slots; prefill reads one.
+    # c and row 0 (6), column 0's middle rows (2), the last row (6): 14 of 24 slots; prefill reads one, for the pool all.
     assert rows[0] == 1 and max(rows) == 14
+    rows.clear()
+    lp.LookaheadDecoder(model, lp.LookaheadConfig(**shape)).generate(PROMPT, 60)
+    assert rows[0] == len(PROMPT) - 1 and max(rows[1:]) == 14
 
 
 @pytest.mark.parametrize("value", [-1, 4097, 2.5, "7", True, None])
