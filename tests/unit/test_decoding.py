@@ -181,7 +181,7 @@ def test_only_read_rows_go_through_the_head() -> None:
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(**shape, prompt_logits=False))
     model.lm_head.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[1]))
     decoder.generate(PROMPT, 60)
-    # c and row 0 (6), column 0's middle rows (2), the last row (6): 14 of 24 slots; prefill reads one, for the pool all.
+    # c and row 0 (6), column 0's middle rows (2), the last row (6): 14 of 24 slots; prefill reads one, or all.
     assert rows[0] == 1 and max(rows) == 14
     rows.clear()
     lp.LookaheadDecoder(model, lp.LookaheadConfig(**shape)).generate(PROMPT, 60)
