@@ -43,6 +43,18 @@ def check_int(name: str, value: object, low: int, high: float, remedy: str) -> N
         raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")
 
 
+def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:
+    """Refuse anything but a member or its value, and make a field of a frozen config the member.
+
+    Raises:
+        ValueError: names the value and the choices.
+    """
+    value = getattr(config, name)
+    if value not in list(choices):
+        raise ValueError(f"{name} is {value!r}; it must be one of {[str(choice) for choice in choices]}")
+    object.__setattr__(config, name, choices(value))
+
+
 def check_real(name: str, value: object, low: float, high: float, remedy: str) -> None:
     """Refuse anything but a number in [low, high].
 
@@ -102,24 +114,24 @@ class LookaheadConfig:
     kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
-        check_int("window_size (W)", self.window_size, 0, 4096, "try W=15, or 0 for no window")
-        check_int("ngram_size (N)", self.ngram_size, 2, 64, "try N=5")
-        check_int("guess_set_size (G)", self.guess_set_size, 0, 4096, "try G=W, or 0 for no candidates")
+        check_int("window_size (W)", self.window_size, 0, 4096, "try W=16, or 0 for no window")
+        check_int("ngram_size (N)", self.ngram_size, 2, 64, "try N=2")
+        check_int("guess_set_size (G)", self.guess_set_size, 0, 4096, "try G=104, or 0 for no candidates")
         if self.candidate_depth is not None:
             check_int("candidate_depth", self.candidate_depth, 1, 1024, "leave it null for N - 1")
         check_int("recycled (K)", self.recycled, 0, 32, "try 16, or 0 for none")
         check_int("pool_mib", self.pool_mib, 1, 1 << 16, "try 16, or 128 for a session")
-        if self.pool_scope not in list(PoolScope):
-            raise ValueError(f"pool_scope is {self.pool_scope!r}; it must be one of {[str(k) for k in PoolScope]}")
-        object.__setattr__(self, "pool_scope", PoolScope(self.pool_scope))
+        check_choice(self, "pool_scope", PoolScope)
         if self.pool_file is not None and self.pool_scope is not PoolScope.SESSION:
             raise ValueError(
                 f"pool_file is {self.pool_file!r}, but the pool is made anew for every call; add pool_scope=session"
             )
         check_int("warmup_steps", self.warmup_steps, 0, math.inf, "leave it 0")
-        if self.kv_sync not in list(KVSync):
-            raise ValueError(f"kv_sync is {self.kv_sync!r}; it must be one of {[str(k) for k in KVSync]}")
-        object.__setattr__(self, "kv_sync", KVSync(self.kv_sync))
+        check_choice(self, "kv_sync", KVSync)
+
+    def shape(self) -> LookaheadConfig:
+        """The step it takes, which is what it says; the peers' configs make one of their own settings."""
+        return self
 
     @property
     def row_budget(self) -> int:
@@ -130,6 +142,11 @@ class LookaheadConfig:
     def depth(self) -> int:
         """Longest candidate path, in tokens."""
         return self.candidate_depth or self.ngram_size - 1
+
+
+def _windowless(rows: int, kv_sync: KVSync) -> LookaheadConfig:
+    """No window, and so many candidate rows, which may all be one path."""
+    return LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=rows, candidate_depth=rows, kv_sync=kv_sync)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +169,11 @@ class PromptLookupConfig:
     def __post_init__(self) -> None:
         check_int("max_matching_ngram", self.max_matching_ngram, 1, 64, "try 2")
         check_int("num_tokens", self.num_tokens, 1, 1024, "try 10")
+        check_choice(self, "kv_sync", KVSync)
+
+    def shape(self) -> LookaheadConfig:
+        """The step it takes."""
+        return _windowless(self.num_tokens, self.kv_sync)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +201,7 @@ class PaperConfig:
         self.shape()
 
     def shape(self) -> LookaheadConfig:
-        """The same step for the loop."""
+        """The step it takes."""
         own = {item.name: getattr(self, item.name) for item in fields(self)}
         return LookaheadConfig(**own, output_ngrams=self.prompt_ngrams, candidate_depth=None, recycled=0)
 
@@ -203,7 +225,12 @@ class RecyclingConfig:
 
     def __post_init__(self) -> None:
         check_int("successors", self.successors, 1, 256, "try 8")
-        check_int("nodes", self.nodes, 1, 4096, "try 80")
+        check_int("nodes", self.nodes, 1, 1024, "try 80")
+        check_choice(self, "kv_sync", KVSync)
+
+    def shape(self) -> LookaheadConfig:
+        """The step it takes."""
+        return _windowless(self.nodes, self.kv_sync)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,5 +265,8 @@ class SuffixConfig:
         check_real("min_token_prob", self.min_token_prob, 0, 1, "try 0.1")
         if not isinstance(self.tree, bool):
             raise ValueError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
-        if self.kv_sync not in list(KVSync):
-            raise ValueError(f"kv_sync is {self.kv_sync!r}; it must be one of {[str(k) for k in KVSync]}")
+        check_choice(self, "kv_sync", KVSync)
+
+    def shape(self) -> LookaheadConfig:
+        """The step it takes."""
+        return _windowless(self.max_tokens, self.kv_sync)

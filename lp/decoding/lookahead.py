@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from lp.config import (
     Attention,
-    KVSync,
     LookaheadConfig,
     PaperConfig,
     PoolScope,
@@ -31,6 +31,7 @@ from lp.models.replicas import check_same, model_digests
 from lp.models.runner import ModelRunner
 
 DecoderConfig = LookaheadConfig | PaperConfig | PromptLookupConfig | RecyclingConfig | SuffixConfig
+C = TypeVar("C", PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig)
 
 
 class LookaheadDecoder(Decoder):
@@ -106,12 +107,28 @@ class LookaheadDecoder(Decoder):
         return output
 
 
-def _windowless(rows: int, kv_sync: KVSync) -> LookaheadConfig:
-    """No window, and so many candidate rows, which may all be one path."""
-    return LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=rows, candidate_depth=rows, kv_sync=kv_sync)
+class _Peer(LookaheadDecoder, Generic[C]):
+    """A method of the loop with settings of its own."""
+
+    made: type[C]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: C | None = None,
+        context: ParallelContext | None = None,
+        attention: str = "auto",
+    ) -> None:
+        self._settings: C = config or self.made()
+        super().__init__(model, self._settings.shape(), context, attention)
+
+    @property
+    def settings(self) -> C:
+        """What the method may be told."""
+        return self._settings
 
 
-class PromptLookupDecoder(LookaheadDecoder):
+class PromptLookupDecoder(_Peer[PromptLookupConfig]):
     """Prompt lookup decoding: the same loop without a window, candidates copied from the text.
 
     Args:
@@ -119,28 +136,14 @@ class PromptLookupDecoder(LookaheadDecoder):
         config: how much to match and to copy.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: PromptLookupConfig | None = None,
-        context: ParallelContext | None = None,
-        attention: str = "auto",
-    ) -> None:
-        self.lookup = config or PromptLookupConfig()
-        shape = _windowless(self.lookup.num_tokens, self.lookup.kv_sync)
-        super().__init__(model, shape, context, attention)
-
-    @property
-    def settings(self) -> DecoderConfig:
-        """How much to match and to copy."""
-        return self.lookup
+    made = PromptLookupConfig
 
     def source(self, request: Request) -> CandidateSource:
         """The prompt's runs of tokens."""
-        return PromptLookup(self.lookup.max_matching_ngram, request.prompt)
+        return PromptLookup(self.settings.max_matching_ngram, request.prompt)
 
 
-class SuffixDecoder(LookaheadDecoder):
+class SuffixDecoder(_Peer[SuffixConfig]):
     """Suffix decoding: the same loop without a window, candidates by frequency from arctic-inference's suffix tree.
 
     Args:
@@ -151,28 +154,18 @@ class SuffixDecoder(LookaheadDecoder):
         ValueError: arctic-inference is not installed, or as in LookaheadDecoder.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: SuffixConfig | None = None,
-        context: ParallelContext | None = None,
-        attention: str = "auto",
-    ) -> None:
-        native_tree()  # refused here, not at the first call
-        self.suffix = config or SuffixConfig()
-        super().__init__(model, _windowless(self.suffix.max_tokens, self.suffix.kv_sync), context, attention)
+    made = SuffixConfig
 
-    @property
-    def settings(self) -> DecoderConfig:
-        """How much to match and to propose."""
-        return self.suffix
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        native_tree()  # refused here, not at the first call
+        super().__init__(*args, **kwargs)
 
     def source(self, request: Request) -> CandidateSource:
         """The prompt's suffix tree."""
-        return SuffixTree(self.suffix, request.prompt)
+        return SuffixTree(self.settings, request.prompt)
 
 
-class PaperDecoder(LookaheadDecoder):
+class PaperDecoder(_Peer[PaperConfig]):
     """Lookahead decoding as the paper has it, for comparison.
 
     Args:
@@ -180,27 +173,14 @@ class PaperDecoder(LookaheadDecoder):
         config: W, N, G and whether the text is a reference.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: PaperConfig | None = None,
-        context: ParallelContext | None = None,
-        attention: str = "auto",
-    ) -> None:
-        self.paper = config or PaperConfig()
-        super().__init__(model, self.paper.shape(), context, attention)
-
-    @property
-    def settings(self) -> DecoderConfig:
-        """W, N, G."""
-        return self.paper
+    made = PaperConfig
 
     def source(self, request: Request) -> CandidateSource:
         """The paper's pool."""
-        return PaperPool(self.paper, request.prompt)
+        return PaperPool(self.settings, request.prompt)
 
 
-class RecyclingDecoder(LookaheadDecoder):
+class RecyclingDecoder(_Peer[RecyclingConfig]):
     """Token recycling: the same loop without a window, candidates from the logits of rows read before.
 
     Args:
@@ -208,21 +188,8 @@ class RecyclingDecoder(LookaheadDecoder):
         config: successors and nodes.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        config: RecyclingConfig | None = None,
-        context: ParallelContext | None = None,
-        attention: str = "auto",
-    ) -> None:
-        self.recycling = config or RecyclingConfig()
-        super().__init__(model, _windowless(self.recycling.nodes, self.recycling.kv_sync), context, attention)
-
-    @property
-    def settings(self) -> DecoderConfig:
-        """Successors and nodes."""
-        return self.recycling
+    made = RecyclingConfig
 
     def source(self, request: Request) -> CandidateSource:
         """The adjacency of tokens."""
-        return TokenRecycling(self.recycling)
+        return TokenRecycling(self.settings)

@@ -9,7 +9,7 @@ from enum import StrEnum
 import transformers as tf
 from transformers import LogitsProcessor
 
-from lp.config import check_int
+from lp.config import check_choice, check_int
 
 
 class Verifier(StrEnum):
@@ -58,9 +58,7 @@ class SamplingParams:
         check_int("top_k", self.top_k, 0, math.inf, "0 keeps every token")
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**63 - 1, "leave it null to draw one")
-        if self.verifier not in list(Verifier):
-            raise ValueError(f"verifier is {self.verifier!r}; it must be one of {[str(v) for v in Verifier]}")
-        object.__setattr__(self, "verifier", Verifier(self.verifier))
+        check_choice(self, "verifier", Verifier)
 
     def processors(self) -> list[LogitsProcessor]:
         """transformers' processors for these settings, in its order."""
