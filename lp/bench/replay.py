@@ -116,9 +116,9 @@ def replay(
 
 def _accepted(tree: TokenTree, truth: Sequence[int]) -> int:
     """How many tokens the walk accepts; the one after them is the bonus, so the last of the text never is accepted."""
-    node = -1
+    node, children = -1, {edge: child for child, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
     for count, token in enumerate(truth[:-1]):
-        child = tree.child(node, token)
+        child = children.get((node, token))
         if child is None:
             return count
         node = child

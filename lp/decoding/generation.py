@@ -17,6 +17,7 @@ from lp.lookahead.layout import StepLayout, full_layout
 from lp.lookahead.sharding import RankRows, ShardPlan
 from lp.lookahead.verify import Outcome, walk
 from lp.lookahead.window import LookaheadWindow
+from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
 
 
@@ -43,7 +44,7 @@ class Generation:
         self.text = list(request.prompt)
         self.window = LookaheadWindow(config.window_size, config.ngram_size, request.prompt)
         largest = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
-        self.harvest = min(source.harvest, runner.vocabulary)
+        self.harvest = min(source.harvest, vocabulary_size(runner.model))
         self.shape = exchange.RowShape.of(ShardPlan.build(largest, context.world_size), self.harvest)
         self.cache = runner.new_cache(request.limit + 1 + len(largest))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks

@@ -27,6 +27,7 @@ from lp.lookahead.pool import NGramPool, fresh_tables, load_tables, save_tables,
 from lp.lookahead.sources import PaperPool, PromptLookup, TokenRecycling
 from lp.lookahead.suffix import SuffixTree, native_tree
 from lp.lookahead.tables import Tables
+from lp.models.loader import vocabulary_size
 from lp.models.replicas import check_same, model_digests
 from lp.models.runner import ModelRunner
 
@@ -79,7 +80,7 @@ class LookaheadDecoder(Decoder):
 
     def source(self, request: Request) -> CandidateSource:
         """What proposes candidates, made anew for every call."""
-        tables = self._tables or fresh_tables(self.config, self.runner.vocabulary)
+        tables = self._tables or fresh_tables(self.config, vocabulary_size(self.model))
         if self.config.pool_scope is PoolScope.SESSION and self._tables is None:
             self._begin(tables)
         return NGramPool(self.config, request.prompt, request.chooser.noise_key, tables)

@@ -21,6 +21,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 from lp.decoding.params import SamplingParams, Verifier
 from lp.lookahead.exchange import chain_digest
 from lp.lookahead.noise import NoiseRing
+from lp.models.loader import vocabulary_size
 
 # Functions of the scores alone: one call does for rows of any prefix.
 PREFIX_FREE = (
@@ -124,10 +125,8 @@ class Chooser:
         if sampling.verifier is Verifier.REJECTION:
             mixed = chain_digest(sampling.seed, [sequence, rank])  # a row's owner alone draws for it
             return cls(made, torch.Generator().manual_seed(mixed), padding)
-        head = model.get_output_embeddings()
-        vocabulary = getattr(head, "out_features", None) or head.weight.shape[0]  # a quantised weight may be packed
         dtype = torch.promote_types(model.dtype, torch.float32)
-        noise = NoiseRing(sampling.seed, sequence, vocabulary, reach, model.device, dtype)
+        noise = NoiseRing(sampling.seed, sequence, vocabulary_size(model), reach, model.device, dtype)
         return cls(made, noise, padding, guess_noise)
 
     def __repr__(self) -> str:

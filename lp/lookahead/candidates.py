@@ -49,10 +49,6 @@ class TokenTree:
             self.parents.append(node)
         return child
 
-    def child(self, node: int, token: int) -> int | None:
-        """The child of a node that carries the token, if there is one."""
-        return self._child.get((node, token))
-
 
 @dataclass(frozen=True, slots=True)
 class StepReads:

@@ -91,9 +91,15 @@ class StepLayout:
         """The slot of a window entry."""
         return column if row == 0 else max(self.columns, 1) + (row - 1) * self.columns + column
 
-    def last_row(self) -> list[int]:
+    def last_row(self) -> range:
         """Slots whose read-offs are the columns' new tokens: (columns,)."""
-        return [self.slot(self.rows - 1, j) for j in range(self.columns)]
+        first = self.slot(self.rows - 1, 0)
+        return range(first, first + self.columns)
+
+    def column_0(self) -> range:
+        """Slots of column 0 below row 0."""
+        first = self.slot(1, 0)
+        return range(first, first + (self.rows - 1) * self.columns, max(self.columns, 1))
 
     def children(self, slot: int, token: int) -> list[int]:
         """The slots right behind `slot` that carry `token` and are read: row 0's, column 0's or a candidate's."""
@@ -126,31 +132,38 @@ class StepLayout:
     def _window_children(self) -> dict[tuple[int, int], list[int]]:
         """Row 0 and column 0 are candidates at no extra row; the same token may stand in both."""
         child: dict[tuple[int, int], list[int]] = {}
-        chains = [*range(1, self.columns), *(self.slot(k, 0) for k in range(1, self.rows) if self.columns)]
-        for slot in chains:
+        for slot in (*range(1, self.columns), *self.column_0()):
             child.setdefault((self.parents[slot], self.tokens[slot]), []).append(slot)
         return child
 
     def _graft(self, tree: TokenTree, limit: int) -> None:
+        tokens, parents, positions, children = self.tokens, self.parents, self.positions, self._child
         slots: list[int] = []  # of every tree node; -1 where it was dropped
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             above = slots[parent] if parent >= 0 else 0
-            if above < 0 or self.positions[above] + 1 >= limit:
+            position = positions[above] + 1
+            if above < 0 or position >= limit:
                 slots.append(-1)
                 continue
-            there = self._child.setdefault((above, token), [])
-            if not there or not tree.shared:
-                there.append(len(self.tokens))
-                self.tokens.append(token)
-                self.parents.append(above)
-                self.positions.append(self.positions[above] + 1)
-            slots.append(there[0] if tree.shared else there[-1])
+            there = children.get((above, token))
+            if there is None or not tree.shared:
+                slot = len(tokens)
+                if there is None:
+                    children[above, token] = [slot]
+                else:
+                    there.append(slot)
+                slots.append(slot)
+                tokens.append(token)
+                parents.append(above)
+                positions.append(position)
+            else:
+                slots.append(there[0])
 
     def _reads(self) -> list[int]:
         if self.rows == 1 or not self.columns:
             return list(range(len(self.tokens)))
-        row_0_and_column_0 = [*range(self.columns), *(self.slot(k, 0) for k in range(1, self.rows - 1))]
-        return [*row_0_and_column_0, *self.last_row(), *range(self.n_window, len(self.tokens))]
+        guesses = [*range(self.columns), *self.column_0()[:-1]]  # column 0's last slot is of the last row
+        return [*guesses, *self.last_row(), *range(self.n_window, len(self.tokens))]
 
 
 def full_layout(window_size: int, ngram_size: int, budget: int, depth: int) -> StepLayout:

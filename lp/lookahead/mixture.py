@@ -15,25 +15,23 @@ from __future__ import annotations
 
 import math
 
-from lp.lookahead.compiled import I64, U64, jit
+from lp.lookahead.compiled import U64, exp, jit, log
 from lp.lookahead.tables import (
     DEEPEST,
     GOLDEN,
-    GUESS,
+    GUESSES,
     MASK,
     ORDERS,
-    RECYCLED,
+    ROWS,
     S11,
-    TEXT,
     VOTED,
-    WINDOW,
+    WINDOWS,
     M,
-    find,
     hash_history,
+    look_up,
     mix,
     placed,
-    recycled_key,
-    tagged,
+    recall_text,
 )
 
 THRESHOLDS = (0.25, 0.75, 1.5, 3.0, 5.0)  # of a gap in logits
@@ -45,31 +43,8 @@ GUESS_0 = WINDOW_0 + 2 * M
 RECYCLED_0 = GUESS_0 + 3 * M
 NONE_0 = RECYCLED_0 + 4 * 2 * 4 * GAPS
 FEATURES = NONE_0 + (len(ORDERS) + 1) * 5
-ROOT_HALF, LN_2 = math.sqrt(0.5), math.log(2)
 RATE, FLOOR = 0.3, 1e-7  # of learning; the least chance worth a row
 FAR = 10.0  # logits behind the best that are not voted for
-
-
-@jit
-def log(value):
-    """Natural logarithm, to about 1e-10; only + - * / so that every processor gives the same."""
-    mantissa, exponent = math.frexp(value)
-    if mantissa < ROOT_HALF:
-        mantissa, exponent = mantissa * 2, exponent - 1
-    s = (mantissa - 1) / (mantissa + 1)
-    z = s * s
-    return 2 * s * (1 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z / 11))))) + exponent * LN_2
-
-
-@jit
-def exp(value):
-    """Exponential, to about 1e-9."""
-    if value < -700.0:
-        return 0.0
-    power = math.floor(value / LN_2 + 0.5)
-    r = value - power * LN_2
-    series = 1 + r * (1 + r / 2 * (1 + r / 3 * (1 + r / 4 * (1 + r / 5 * (1 + r / 6 * (1 + r / 7 * (1 + r / 8)))))))
-    return math.ldexp(series, I64(power))
 
 
 @jit
@@ -82,9 +57,9 @@ def gumbel(key, token):
 @jit
 def vote(t, s, voted, votes, token, feature):
     """Count a vote; returns how many tokens and votes there are."""
-    index = 0
-    while index < voted and s.tokens[index] != token:
-        index += 1
+    index = voted
+    for place in range(voted):  # to the end: no branch for the processor to guess
+        index = place if s.tokens[place] == token else index
     if index == VOTED:
         return voted, votes
     if index == voted:
@@ -96,9 +71,8 @@ def vote(t, s, voted, votes, token, feature):
 
 
 @jit
-def vote_followers(t, s, voted, votes, key, feature):
+def vote_followers(t, s, voted, votes, entry, feature):
     """Votes of a context's followers by rank alone."""
-    entry = find(t.keys, key)
     if entry >= 0:
         for rank in range(M):
             if t.followers[entry * M + rank] == 0:
@@ -108,12 +82,11 @@ def vote_followers(t, s, voted, votes, key, feature):
 
 
 @jit
-def vote_text(t, s, known, voted, votes):
+def vote_text(t, s, voted, votes):
     """Votes of the text's n-grams, by order, rank, count, and whether the context had one follower only."""
     matched = 0
     for index in range(len(ORDERS)):
-        order = ORDERS[index]
-        entry = find(t.keys, tagged(s.hashes[order], TEXT, 0)) if order <= known else -1
+        entry = s.entries[index]
         if entry < 0:
             break  # a longer context is no more known than a shorter one
         matched, base = index + 1, entry * M
@@ -136,11 +109,11 @@ def gap_bucket(gap):
 
 
 @jit
-def vote_recycled(t, s, known, place, key, noisy, voted, votes):
+def vote_recycled(t, s, place, key, noisy, voted, votes):
     """Votes of the logits last seen behind the longest known context, under the noise of this place."""
     width = len(s.noised)
-    for order in range(min(known, 3), -1, -1):
-        entry = find(t.recycled_keys, recycled_key(s, order, place))
+    for order in range(3, -1, -1):
+        entry = s.entries[ROWS + order]
         if entry < 0:
             continue
         base, first, second, third = entry * width, -math.inf, -math.inf, -math.inf
@@ -177,18 +150,15 @@ def predict(t, s, known, position, base_key, noisy, sources):
     """
     hash_history(s, known)
     key = mix((base_key + U64(position) * GOLDEN + GOLDEN) & MASK)
-    voted, votes, matched, order, here = 0, 0, 0, -1, placed(t, position)
-    if sources >> RECYCLED & 1:
-        order, voted, votes = vote_recycled(t, s, known, here, key, noisy, voted, votes)
-    if sources >> TEXT & 1:
-        matched, voted, votes = vote_text(t, s, known, voted, votes)
-    for length in range(min(known, 2) + 1):
-        if sources >> WINDOW & 1 and length:
-            context = tagged(s.hashes[length], WINDOW, 0)
-            voted, votes = vote_followers(t, s, voted, votes, context, WINDOW_0 + (length - 1) * M)
-        if sources >> GUESS & 1:
-            context = tagged(s.hashes[length], GUESS, here)
-            voted, votes = vote_followers(t, s, voted, votes, context, GUESS_0 + length * M)
+    here = placed(t, position)
+    look_up(t, s, known, here, sources)
+    order, voted, votes = vote_recycled(t, s, here, key, noisy, 0, 0)
+    matched, voted, votes = vote_text(t, s, voted, votes)
+    for length in range(3):
+        if length:
+            entry, feature = s.entries[WINDOWS + length], WINDOW_0 + (length - 1) * M
+            voted, votes = vote_followers(t, s, voted, votes, entry, feature)
+        voted, votes = vote_followers(t, s, voted, votes, s.entries[GUESSES + length], GUESS_0 + length * M)
     none = NONE_0 + matched * 5 + order + 1
     s.votes[2 * votes], s.votes[2 * votes + 1] = voted, none
     s.scores[voted] = t.weights[none]
@@ -220,9 +190,7 @@ def learn(t, s, voted, votes, truth):
 def study(t, s, text, start, base_key, noisy, sources):
     """Learn the weights from the tokens from `start` on."""
     for end in range(start, len(text)):
-        known = min(end, DEEPEST)
-        for place in range(known):
-            s.history[place] = text[end - 1 - place]
+        known = recall_text(s, text, 0, end)
         voted, votes = predict(t, s, known, end, base_key, noisy, sources)
         learn(t, s, voted, votes, text[end])
 
@@ -244,20 +212,25 @@ def recall(s, node, tail, n_tail):
 
 @jit
 def expand(t, s, node, tail, n_tail, position, base_key, noisy, sources):
-    """Predict what follows a node and line its tokens up, likeliest first."""
+    """Predict what follows a node."""
     known = recall(s, node, tail, n_tail)
     voted, _ = predict(t, s, known, position + s.node_depths[node] + 1, base_key, noisy, sources)
     base = node * VOTED
     for index in range(voted):
-        chance, place = s.scores[index], index
-        while place > 0 and s.voted_chances[base + place - 1] < chance:
-            s.voted_chances[base + place] = s.voted_chances[base + place - 1]
-            s.voted_tokens[base + place] = s.voted_tokens[base + place - 1]
-            place -= 1
-        s.voted_chances[base + place], s.voted_tokens[base + place] = chance, s.tokens[index]
-    if voted < VOTED:
-        s.voted_chances[base + voted] = 0.0
-    s.node_next[node], s.node_values[node] = 0, s.node_chances[node] * s.voted_chances[base]
+        s.voted_tokens[base + index], s.voted_chances[base + index] = s.tokens[index], s.scores[index]
+    s.node_voted[node] = voted
+    choose(s, node)
+
+
+@jit
+def choose(s, node):
+    """Find the likeliest token behind a node that is not in the tree yet; of equals, the one voted for first."""
+    base = node * VOTED
+    best, chance = base, 0.0
+    for choice in range(base, base + s.node_voted[node]):
+        if s.voted_chances[choice] > chance:
+            best, chance = choice, s.voted_chances[choice]
+    s.node_next[node], s.node_values[node] = best, s.node_chances[node] * chance
 
 
 @jit
@@ -277,7 +250,7 @@ def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest
                 parent = node
         if s.node_values[parent] < FLOOR:
             break
-        choice = parent * VOTED + s.node_next[parent]
+        choice = s.node_next[parent]
         token, place = s.voted_tokens[choice], s.node_row[parent]
         in_row = place + 1 if 0 <= place < len(row) - 1 and row[place + 1] == token else -1
         place = s.node_column[parent]
@@ -290,10 +263,8 @@ def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest
         s.node_depths[nodes], s.node_values[nodes] = s.node_depths[parent] + 1, 0.0
         s.node_chances[nodes] = s.node_values[parent]
         s.node_row[nodes], s.node_column[nodes] = in_row, in_column
-        s.node_next[parent] += 1
-        s.node_values[parent] = 0.0
-        if s.node_next[parent] < VOTED:
-            s.node_values[parent] = s.node_chances[parent] * s.voted_chances[choice + 1]
+        s.voted_chances[choice] = 0.0
+        choose(s, parent)
         if s.node_depths[nodes] < deepest:
             expand(t, s, nodes, tail, n_tail, position, base_key, noisy, sources)
         nodes += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,14 @@ class NGramPool:
 
 def fresh_tables(config: LookaheadConfig, vocabulary: int) -> Tables:
     """Empty, with the weights that scripts/train_pool_weights.py learned."""
-    prior = load_file(Path(__file__).with_name("weights.safetensors"))
+    prior = _prior()
     squares = 1 + np.minimum(prior["squares"], MOST_SQUARES)  # so that they still move
     return new_tables(min(config.recycled, vocabulary), config.pool_mib, prior["weights"], squares)
+
+
+@lru_cache(maxsize=1)
+def _prior() -> dict[str, np.ndarray]:
+    return load_file(Path(__file__).with_name("weights.safetensors"))
 
 
 def save_tables(tables: Tables, path: str) -> None:

@@ -90,7 +90,7 @@ class RankRows:
     def build(cls, layout: StepLayout, plan: ShardPlan, rank: int, catch_up: Sequence[int]) -> RankRows:
         """The rows of a rank that still lacks the KV of the tokens `catch_up`, which end right before `c`."""
         slots, missing = plan.slots[rank], len(catch_up)
-        place = {slot: missing + row for row, slot in enumerate(slots)}
+        place = dict(zip(slots, range(missing, missing + len(slots)), strict=True))
         visible = layout.visible()
         if len(slots) < len(visible):
             visible = visible[np.ix_(slots, slots)]
@@ -100,10 +100,10 @@ class RankRows:
             visible[missing:, missing:] = below
         start = layout.positions[0] - missing
         return cls(
-            [*catch_up, *(layout.tokens[slot] for slot in slots)],
-            [*range(start, start + missing), *(layout.positions[slot] for slot in slots)],
+            [*catch_up, *map(layout.tokens.__getitem__, slots)],
+            [*range(start, start + missing), *map(layout.positions.__getitem__, slots)],
             visible,
-            [place[slot] for slot in plan.reads[rank]],
+            [*map(place.__getitem__, plan.reads[rank])],
             place,
             missing,
         )

@@ -22,6 +22,9 @@ S11, S27, S30, S31 = U64(11), U64(27), U64(30), U64(31)
 M, WAYS, DEEPEST, VOTED = 4, 4, 8, 32  # followers; ways of a table; longest context; tokens voted for at a node
 ORDERS = (1, 2, 3, 4, 6, 8)  # of text contexts
 TEXT, WINDOW, GUESS, RECYCLED = 1, 2, 3, 4  # who remembers; bit 1 << source switches a source on
+# Of the contexts that may vote for one token, the first of each source (by order, from 0 on; the window's from 1 on).
+WINDOWS, GUESSES, ROWS = len(ORDERS) - 1, len(ORDERS) + 2, len(ORDERS) + 5
+CONTEXTS = ROWS + 4
 
 
 class Tables(NamedTuple):
@@ -45,6 +48,8 @@ class Scratch(NamedTuple):
 
     history: Any  # int64 (DEEPEST,): the context, newest token first
     hashes: Any  # uint64 (DEEPEST + 1,): of its last tokens, by how many
+    contexts: Any  # uint64 (CONTEXTS,): that may vote, 0 for one that is off
+    entries: Any  # int64 (CONTEXTS + 1,): where they are, -1 for nowhere
     votes: Any  # int64 (2 * most votes,): (token's index, feature)
     tokens: Any  # int64 (VOTED,)
     scores: Any  # float64 (VOTED + 1,): then chances; the last is "none of them"
@@ -53,12 +58,13 @@ class Scratch(NamedTuple):
     node_parents: Any  # int64 (nodes,)
     node_depths: Any  # int64 (nodes,)
     node_chances: Any  # float64 (nodes,): of being accepted
-    node_next: Any  # int64 (nodes,): the voted token to try next
+    node_voted: Any  # int64 (nodes,): how many tokens may follow
+    node_next: Any  # int64 (nodes,): which of them is the next to try
     node_values: Any  # float64 (nodes,): its chance of being accepted
     node_row: Any  # int64 (nodes,): place in row 0, -1 for none
     node_column: Any  # int64 (nodes,): place in column 0, -1 for none
-    voted_tokens: Any  # int64 (nodes * VOTED,), likeliest first
-    voted_chances: Any  # float64 (nodes * VOTED,)
+    voted_tokens: Any  # int64 (nodes * VOTED,)
+    voted_chances: Any  # float64 (nodes * VOTED,), 0 for what is in the tree
 
 
 def new_tables(recycled: int, mebibytes: int, weights: np.ndarray, squares: np.ndarray) -> Tables:
@@ -68,8 +74,9 @@ def new_tables(recycled: int, mebibytes: int, weights: np.ndarray, squares: np.n
         recycled: K.
     """
     room = (mebibytes << 20) - 2 * weights.nbytes - 16
-    contexts = _power_below(room // (48 if recycled else 24) // 2)
-    rows = _power_below((room - 48 * contexts) // (24 + 8 * recycled)) if recycled else WAYS
+    context, row = 16 + 8 * M, 24 + 8 * recycled  # bytes of one
+    contexts = _power_below(room // context // (2 if recycled else 1))
+    rows = _power_below((room - context * contexts) // row) if recycled else WAYS
     return Tables(
         zeros(contexts, "u8"), zeros(contexts, "i8"), zeros(contexts * M, "i8"),
         zeros(rows, "u8"), zeros(rows, "i8"), zeros(rows, "i8"), zeros(rows * recycled, "i4"),
@@ -85,9 +92,10 @@ def new_scratch(nodes: int, recycled: int) -> Scratch:
     """Room for trees of so many nodes."""
     votes = 2 * (len(ORDERS) * M + 5 * M + recycled + 1)
     return Scratch(
-        zeros(DEEPEST, "i8"), zeros(DEEPEST + 1, "u8"), zeros(votes, "i8"), zeros(VOTED, "i8"),
-        zeros(VOTED + 1, "f8"), zeros(recycled, "f8"), zeros(nodes, "i8"), zeros(nodes, "i8"), zeros(nodes, "i8"),
-        zeros(nodes, "f8"), zeros(nodes, "i8"), zeros(nodes, "f8"), zeros(nodes, "i8"), zeros(nodes, "i8"),
+        zeros(DEEPEST, "i8"), zeros(DEEPEST + 1, "u8"), zeros(CONTEXTS, "u8"), zeros(CONTEXTS + 1, "i8"),
+        zeros(votes, "i8"), zeros(VOTED, "i8"), zeros(VOTED + 1, "f8"), zeros(recycled, "f8"), zeros(nodes, "i8"),
+        zeros(nodes, "i8"), zeros(nodes, "i8"), zeros(nodes, "f8"), zeros(nodes, "i8"), zeros(nodes, "i8"),
+        zeros(nodes, "f8"), zeros(nodes, "i8"), zeros(nodes, "i8"),
         zeros(nodes * VOTED, "i8"), zeros(nodes * VOTED, "f8"),
     )  # fmt: skip
 
@@ -100,21 +108,25 @@ def mix(value):  # splitmix64
 
 
 @jit
+def bucket(keys, key):
+    """The first of the places that a context may take."""
+    return (I64(key >> S11) & (len(keys) // WAYS - 1)) * WAYS
+
+
+@jit
 def find(keys, key):
     """Where a context is, or -1."""
-    first = I64(key >> S11) & (len(keys) // WAYS - 1)
-    for place in range(first * WAYS, first * WAYS + WAYS):
-        if keys[place] == key:
-            return place
-    return -1
+    first, found = bucket(keys, key), -1
+    for place in range(first, first + WAYS):  # to the end: no branch for the processor to guess
+        found = place if keys[place] == key else found
+    return found if key != 0 else -1
 
 
 @jit
 def claim(keys, stamps, key, now):
     """Where a context is, or the oldest place that it may take, and whether it was there."""
-    first = I64(key >> S11) & (len(keys) // WAYS - 1)
-    oldest = first * WAYS
-    for place in range(first * WAYS, first * WAYS + WAYS):
+    first = oldest = bucket(keys, key)
+    for place in range(first, first + WAYS):
         if keys[place] == key:
             stamps[place] = now
             return place, True
@@ -130,12 +142,54 @@ def tagged(hashed, source, extra):
 
 
 @jit
+def recall_text(s, text, start, end):
+    """Fill the history with the tokens of a text from `start` up to `end`; returns how many fitted."""
+    known = min(end - start, DEEPEST)
+    for place in range(known):
+        s.history[place] = text[end - 1 - place]
+    return known
+
+
+@jit
 def hash_history(s, known):
     """Hashes of the newest 1, 2, ... `known` tokens of the context."""
     value = s.hashes[0] = GOLDEN
     for order in range(1, known + 1):
         value = mix((value + U64(s.history[order - 1] + 1) * GOLDEN) & MASK)
         s.hashes[order] = value
+
+
+@jit
+def look_up(t, s, known, here, sources):
+    """Find every context that may vote.
+
+    Memory answers many questions as fast as one where none waits for another: first a key of every bucket is read,
+    then the entries are found and a follower of each is read.
+    """
+    for index in range(CONTEXTS):
+        s.contexts[index] = 0
+    for index in range(len(ORDERS)):
+        if sources >> TEXT & 1 and ORDERS[index] <= known:
+            s.contexts[index] = tagged(s.hashes[ORDERS[index]], TEXT, 0)
+    for length in range(min(known, 2) + 1):
+        if sources >> WINDOW & 1 and length:
+            s.contexts[WINDOWS + length] = tagged(s.hashes[length], WINDOW, 0)
+        if sources >> GUESS & 1:
+            s.contexts[GUESSES + length] = tagged(s.hashes[length], GUESS, here)
+    for order in range(min(known, 3) + 1):
+        if sources >> RECYCLED & 1:
+            s.contexts[ROWS + order] = recycled_key(s, order, here)
+    touched = I64(0)
+    for index in range(ROWS):
+        touched += I64(t.keys[bucket(t.keys, s.contexts[index])] & ONE)
+    for index in range(ROWS, CONTEXTS):
+        touched += I64(t.recycled_keys[bucket(t.recycled_keys, s.contexts[index])] & ONE)
+    for index in range(ROWS):
+        s.entries[index] = entry = find(t.keys, s.contexts[index])
+        touched += t.followers[max(entry, 0) * M] & 1
+    for index in range(ROWS, CONTEXTS):
+        s.entries[index] = find(t.recycled_keys, s.contexts[index])
+    s.entries[CONTEXTS] = touched  # or the compiler would leave the reads out
 
 
 @jit
@@ -172,9 +226,7 @@ def recycled_key(s, order, place):
 def absorb_text(t, s, text, start):
     """Remember what followed every context of the text, for the tokens from `start` on."""
     for end in range(max(start, 1), len(text)):
-        known = min(end, DEEPEST)
-        for place in range(known):
-            s.history[place] = text[end - 1 - place]
+        known = recall_text(s, text, 0, end)
         hash_history(s, known)
         for index in range(len(ORDERS)):
             if ORDERS[index] <= known:
@@ -215,9 +267,7 @@ def absorb_ngrams(t, s, ngrams, length):
     """Remember what followed one and two tokens within the window's n-grams of `length` tokens."""
     for first in range(0, len(ngrams), length):
         for end in range(first + 1, first + length):
-            known = min(end - first, 2)
-            for place in range(known):
-                s.history[place] = ngrams[end - 1 - place]
+            known = recall_text(s, ngrams, max(first, end - 2), end)
             hash_history(s, known)
             for order in range(1, known + 1):
                 remember(t, tagged(s.hashes[order], WINDOW, 0), ngrams[end])

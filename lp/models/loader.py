@@ -81,6 +81,12 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         )
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """V, of the LM head."""
+    head = model.get_output_embeddings()
+    return getattr(head, "out_features", None) or head.weight.shape[0]  # a quantised weight may be packed
+
+
 def context_limit(model: PreTrainedModel) -> int | None:
     """Positions the model can take, or None where its config names no limit."""
     config = model.config.get_text_config()

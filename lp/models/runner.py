@@ -50,12 +50,6 @@ class ModelRunner:
         if probe:
             check_tree_mask(self)
 
-    @property
-    def vocabulary(self) -> int:
-        """V, of the LM head."""
-        head = self.model.get_output_embeddings()
-        return getattr(head, "out_features", None) or head.weight.shape[0]  # a quantised weight may be packed
-
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of `capacity` rows."""
         return StaticKVCache(self.config.num_hidden_layers, capacity)
