@@ -41,9 +41,10 @@ class ModelSchema:
 
 @dataclass
 class AttentionSchema:
-    """The lookahead step's attention backend."""
+    """How the rows of a step are run."""
 
     name: str = MISSING
+    capture: str = "auto"
 
 
 @dataclass

@@ -166,9 +166,12 @@ def decoder_builders(config: Common, names: Iterable[str]) -> dict[str, Callable
     Raises:
         ValueError: a value out of range, or a decoder whose package is not installed.
     """
-    if config.attention.name not in list(lp.Attention):
-        known = ", ".join(lp.Attention)
-        raise ValueError(f"attention.name is {config.attention.name!r}; it must be one of {known}")
+    for key, value, known in (
+        ("name", config.attention.name, list(lp.Attention)),
+        ("capture", config.attention.capture, list(lp.Capture)),
+    ):
+        if value not in known:
+            raise ValueError(f"attention.{key} is {value!r}; it must be one of {', '.join(known)}")
     if config.decoder.name not in CHOICES:
         chosen = config.decoder.name
         raise ValueError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(CHOICES)}>")
@@ -176,25 +179,25 @@ def decoder_builders(config: Common, names: Iterable[str]) -> dict[str, Callable
 
 
 def _builder(name: str, config: Common) -> Callable[[Any, lp.ParallelContext], Decoder]:
-    chosen, attention = config.decoder.name == name, config.attention.name
+    chosen, how = config.decoder.name == name, (config.attention.name, config.attention.capture)
     if name == PLAIN:
         return lambda model, context: lp.AutoregressiveDecoder(model, context)
     if name == "prompt_lookup":
         lookup = frozen(lp.PromptLookupConfig, config.decoder) if chosen else lp.PromptLookupConfig()
-        return lambda model, context: lp.PromptLookupDecoder(model, lookup, context, attention)
+        return lambda model, context: lp.PromptLookupDecoder(model, lookup, context, *how)
     if name == "lookahead_paper":
         paper = frozen(lp.PaperConfig, config.decoder)
-        return lambda model, context: lp.PaperDecoder(model, paper, context, attention)
+        return lambda model, context: lp.PaperDecoder(model, paper, context, *how)
     if name == "token_recycling":
         recycling = frozen(lp.RecyclingConfig, config.decoder)
-        return lambda model, context: lp.RecyclingDecoder(model, recycling, context, attention)
+        return lambda model, context: lp.RecyclingDecoder(model, recycling, context, *how)
     if name == "suffix":
         native_tree()  # refused before the model is loaded
         suffix = frozen(lp.SuffixConfig, config.decoder)
-        return lambda model, context: lp.SuffixDecoder(model, suffix, context, attention)
+        return lambda model, context: lp.SuffixDecoder(model, suffix, context, *how)
     shape = lp.LookaheadConfig(window_size=config.W, ngram_size=config.N, guess_set_size=config.G)
     own = frozen(lp.LookaheadConfig, config.decoder) if chosen else shape
-    return lambda model, context: lp.LookaheadDecoder(model, own, context, attention)
+    return lambda model, context: lp.LookaheadDecoder(model, own, context, *how)
 
 
 def known_device(device: str) -> str:

@@ -2,6 +2,7 @@
 
 from lp.config import (
     Attention,
+    Capture,
     KVSync,
     LookaheadConfig,
     PaperConfig,
@@ -20,6 +21,7 @@ from lp.distributed import ParallelContext
 __all__ = [
     "Attention",
     "AutoregressiveDecoder",
+    "Capture",
     "Decoder",
     "GenerationOutput",
     "KVSync",

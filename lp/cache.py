@@ -5,7 +5,8 @@ L: cached rows, T: rows of a step, C: capacity, H: KV heads, D: head dimension. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -22,8 +23,9 @@ class _PreallocatedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
+        make = torch.Tensor.new_zeros if self.owner.zeroed else torch.Tensor.new_empty
         self.keys, self.values = (
-            states.new_empty(*states.shape[:2], self.owner.capacity, states.shape[3])  # (1, H, C, D)
+            make(states, (*states.shape[:2], self.owner.capacity, states.shape[3]))  # (1, H, C, D)
             for states in (key_states, value_states)
         )
         self.is_initialized = True
@@ -34,6 +36,10 @@ class _PreallocatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
+        if self.owner.places is not None:
+            self.keys.index_copy_(2, self.owner.places, key_states)
+            self.values.index_copy_(2, self.owner.places, value_states)
+            return self.keys, self.values
         start, rows = self.owner.length, key_states.shape[2]
         self.keys[:, :, start : start + rows] = key_states
         self.values[:, :, start : start + rows] = value_states
@@ -61,14 +67,26 @@ class StaticKVCache(Cache):
     Args:
         num_layers: decoder layers of the model.
         capacity: C, rows; prefix and step together must fit.
+        zeroed: rows never written are zeros, for readers of whole buffers: a mask does not hide a NaN.
 
     Attributes:
         length: L, committed rows.
+        places: (T,) int64, where a captured step writes its rows; its layers hand out whole buffers. None otherwise.
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    def __init__(self, num_layers: int, capacity: int, zeroed: bool = False) -> None:
         super().__init__(layers=[_PreallocatedLayer(self) for _ in range(num_layers)])
-        self.capacity, self.length = capacity, 0
+        self.capacity, self.length, self.zeroed = capacity, 0, zeroed
+        self.places: torch.Tensor | None = None
+
+    @contextmanager
+    def writing_at(self, places: torch.Tensor) -> Iterator[None]:
+        """Write rows at these places of the buffers, and hand out the whole of them."""
+        self.places = places
+        try:
+            yield
+        finally:
+            self.places = None
 
     def commit(self, rows: Sequence[int]) -> None:
         """Make these rows of the last step part of the prefix, in this order, and forget the others.

@@ -25,11 +25,22 @@ class PoolScope(StrEnum):
 
 
 class Attention(StrEnum):
-    """Attention backends; `auto` keeps what the model was loaded with when that can take a tree mask."""
+    """Attention backends; `auto` takes flash where a model loaded with sdpa can, else what it was loaded with."""
 
     AUTO = "auto"
     SDPA = "sdpa"
     EAGER = "eager"
+    FLASH = "flash"
+    FLEX = "flex"
+
+
+class Capture(StrEnum):
+    """Whether a step's shape is fixed and its kernels replayed: `auto` is a CUDA graph on a GPU and off elsewhere."""
+
+    AUTO = "auto"
+    OFF = "off"
+    GRAPH = "graph"
+    COMPILE = "compile"
 
 
 def check_int(name: str, value: object, low: int, high: float, remedy: str) -> None:

@@ -1,52 +1,21 @@
-"""Masks for `sdpa` and `eager`: additive, 4-D, passed through transformers as they are.
+"""Masks of a tree-shaped step, passed through transformers as they are.
 
-T: rows of the step, L: cached rows (row i at position i). A float mask serves both backends; a bool one
-would be added by `eager`, silently wrong.
+T: rows of the step, L: cached rows (row i at position i), C: capacity of the cache. `sdpa` and `eager` take an additive
+4-D mask, (1, 1, T, L + T): a bool one would be added by `eager`, silently wrong. `flash` takes that of the step's own
+rows, (1, 1, T, T), and as `sdpa` does where a sliding window hides cached rows; `flex` takes a BlockMask.
 """
 
 from __future__ import annotations
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import PretrainedConfig
 
 from lp.config import Attention
 
+Mask = torch.Tensor | BlockMask
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = {FULL, SLIDING}
-
-
-def resolve(model: PreTrainedModel, attention: Attention) -> Attention:
-    """The backend to use; an explicit choice is set on the model, `auto` keeps what it was loaded with.
-
-    Raises:
-        ValueError: the model's own implementation takes no tree mask, or it has none of that name.
-    """
-    if attention is Attention.AUTO:
-        current = model.config._attn_implementation
-        if current not in (Attention.SDPA, Attention.EAGER):
-            raise ValueError(
-                f"the model's attention is {current!r}, which takes no tree mask; "
-                "load it with attn_implementation='sdpa' or 'eager', or choose attention=sdpa"
-            )
-        attention = Attention(current)
-    name = type(model).__name__
-    if attention is Attention.SDPA and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        raise ValueError(f"{name} caps its attention scores, which sdpa leaves out; choose attention=eager")
-    if attention != model.config._attn_implementation:
-        _set(model, attention)
-    return attention
-
-
-def _set(model: PreTrainedModel, attention: Attention) -> None:
-    name, before = type(model).__name__, model.config._attn_implementation
-    if attention is Attention.SDPA and not getattr(model, "_supports_sdpa", True):
-        raise ValueError(f"{name} has no sdpa attention in transformers; choose attention={before}")
-    model.set_attn_implementation(str(attention))
-    if model.config._attn_implementation != attention:  # transformers only warns
-        raise ValueError(
-            f"{name} cannot change its attention once loaded with {before!r}; "
-            f"load it with attn_implementation={str(attention)!r}, or choose attention={before}"
-        )
 
 
 def layer_kinds(config: PretrainedConfig) -> set[str]:
@@ -67,31 +36,58 @@ def layer_kinds(config: PretrainedConfig) -> set[str]:
 
 
 class StepMasks:
-    """Builds the attention mask of a step for one model."""
+    """Builds the attention mask of a step for one model and backend."""
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.config, self.kinds = config, layer_kinds(config)
+    def __init__(
+        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: Attention = Attention.SDPA
+    ) -> None:
+        self.config, self.kinds, self.attention = config, layer_kinds(config), attention
         self.dtype, self.device = dtype, device
 
     def build(
-        self, visible: torch.Tensor, positions: torch.Tensor, length: int
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        self,
+        visible: torch.Tensor,
+        positions: torch.Tensor,
+        length: int,
+        places: torch.Tensor | None = None,
+    ) -> Mask | dict[str, Mask]:
         """The mask, or one by kind of layer where a model mixes them.
 
         Args:
             visible: (T, T) bool, within the step.
             positions: (T,) int64.
-            length: L, all of whose rows every row of the step sees, but for a sliding window.
+            length: L, all of whose rows every row of the step sees, but for a sliding window; C, if `places` is given.
+            places: (T,) int64, where the step's rows lie in a buffer of C rows: what is before them is seen, nothing
+                that is behind.
         """
-        seen = torch.ones(len(positions), length + len(positions), dtype=torch.bool, device=self.device)
-        seen[:, length:] = visible
-        masks = {kind: self._additive(seen, positions, length, kind) for kind in sorted(self.kinds)}
+        masks = {kind: self._mask(visible, positions, length, places, kind) for kind in sorted(self.kinds)}
         return masks if len(masks) > 1 else masks.popitem()[1]
 
-    def _additive(self, seen: torch.Tensor, positions: torch.Tensor, length: int, kind: str) -> torch.Tensor:
-        window = getattr(self.config, "sliding_window", None)  # in tokens, the row itself included
-        if kind == SLIDING and window is not None:
+    def _mask(
+        self, visible: torch.Tensor, positions: torch.Tensor, length: int, places: torch.Tensor | None, kind: str
+    ) -> Mask:
+        window = getattr(self.config, "sliding_window", None) if kind == SLIDING else None  # tokens, the row's included
+        if self.attention is Attention.FLASH and window is None:
+            return self._additive(visible)
+        if places is None:
             keys = torch.cat([torch.arange(length, device=self.device), positions])
+            seen = torch.cat([visible.new_ones(len(visible), length), visible], 1)
+        else:
+            row = torch.arange(length, device=self.device) - places[0]  # of the step, by place
+            own = row.clamp(0, len(visible) - 1)
+            seen = (row < 0) | (row < len(visible)) & visible[:, own]
+            keys = torch.where(row < 0, row + places[0], positions[own])
+        if window is not None:
             seen = seen & (positions[:, None] - keys[None] < window)
+        return block_mask(seen) if self.attention is Attention.FLEX else self._additive(seen)
+
+    def _additive(self, seen: torch.Tensor) -> torch.Tensor:
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~seen, torch.finfo(self.dtype).min)[None, None]  # (1, 1, T, L + T)
+
+
+def block_mask(seen: torch.Tensor) -> BlockMask:
+    """For FlexAttention, which skips the blocks of keys that no row sees: from (T, N) bool."""
+    return create_block_mask(
+        lambda b, h, row, key: seen[row, key], None, None, seen.shape[0], seen.shape[1], seen.device
+    )

@@ -98,7 +98,12 @@ class Generation:
         clock.lap("host")
         chosen, likely = self._forward(layout, plan, rows)
         clock.lap("forward")
-        row = exchange.pack(self._header(layout), chosen, likely, plan, self.shape)
+        header = self._header(layout)  # while a GPU is still at the step
+        clock.lap("host")
+        if chosen.is_cuda:  # or the exchange, which waits for it, would seem to take the model's time
+            torch.cuda.synchronize(chosen.device)
+        clock.lap("forward")
+        row = exchange.pack(header, chosen, likely, plan, self.shape)
         clock.lap("host")
         gathered = exchange.gather(row, self.shape, self.context.all_gather, len(self.stats))
         clock.lap("exchange")
@@ -139,10 +144,7 @@ class Generation:
         branches = [layout.branch(slot, chooser.prefix_free) for slot in slots]
         drafts = [layout.drafts(slot) for slot in slots] if chooser.rejects else []
         scores = chooser.scores(logits, branches, self.text)
-        said = chooser.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
-        if scores.is_cuda:  # or the exchange, which waits for it, would seem to take the model's time
-            torch.cuda.synchronize(scores.device)
-        return said
+        return chooser.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
 
     def _header(self, layout: StepLayout) -> tuple[int, int, int]:
         self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], layout.tokens, layout.parents)

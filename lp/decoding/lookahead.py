@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from lp.config import (
     Attention,
+    Capture,
     LookaheadConfig,
     PaperConfig,
     PoolScope,
@@ -42,10 +43,11 @@ class LookaheadDecoder(Decoder):
         model: an HF causal LM, loaded and on its device.
         config: W, N, G and policies; None takes the defaults.
         context: the ranks to share each step with; None is this process alone.
-        attention: "auto", "sdpa" or "eager"; an explicit one is set on the model.
+        attention: "auto", "sdpa", "eager", "flash" or "flex"; what is chosen is set on the model.
+        capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
 
     Raises:
-        ValueError: a model whose architecture or attention takes no tree mask.
+        ValueError: a model whose architecture or attention takes no tree mask, or whose steps can't be captured.
     """
 
     def __init__(
@@ -54,10 +56,11 @@ class LookaheadDecoder(Decoder):
         config: LookaheadConfig | None = None,
         context: ParallelContext | None = None,
         attention: str = "auto",
+        capture: str = "auto",
     ) -> None:
         super().__init__(model, context)
         self.config = config or LookaheadConfig()
-        self.runner = ModelRunner(model, Attention(attention))
+        self.runner = ModelRunner(model, Attention(attention), Capture(capture))
         self._tables: Tables | None = None  # of a session's pool
         check_vocabulary(model.get_input_embeddings().weight.shape[0])
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
@@ -119,9 +122,10 @@ class _Peer(LookaheadDecoder, Generic[C]):
         config: C | None = None,
         context: ParallelContext | None = None,
         attention: str = "auto",
+        capture: str = "auto",
     ) -> None:
         self._settings: C = config or self.made()
-        super().__init__(model, self._settings.shape(), context, attention)
+        super().__init__(model, self._settings.shape(), context, attention, capture)
 
     @property
     def settings(self) -> C:
@@ -133,7 +137,7 @@ class PromptLookupDecoder(_Peer[PromptLookupConfig]):
     """Prompt lookup decoding: the same loop without a window, candidates copied from the text.
 
     Args:
-        model, context, attention: as in LookaheadDecoder.
+        model, context, attention, capture: as in LookaheadDecoder.
         config: how much to match and to copy.
     """
 
@@ -148,7 +152,7 @@ class SuffixDecoder(_Peer[SuffixConfig]):
     """Suffix decoding: the same loop without a window, candidates by frequency from arctic-inference's suffix tree.
 
     Args:
-        model, context, attention: as in LookaheadDecoder.
+        model, context, attention, capture: as in LookaheadDecoder.
         config: how much to match and to propose.
 
     Raises:
@@ -170,7 +174,7 @@ class PaperDecoder(_Peer[PaperConfig]):
     """Lookahead decoding as the paper has it, for comparison.
 
     Args:
-        model, context, attention: as in LookaheadDecoder.
+        model, context, attention, capture: as in LookaheadDecoder.
         config: W, N, G and whether the text is a reference.
     """
 
@@ -185,7 +189,7 @@ class RecyclingDecoder(_Peer[RecyclingConfig]):
     """Token recycling: the same loop without a window, candidates from the logits of rows read before.
 
     Args:
-        model, context, attention: as in LookaheadDecoder.
+        model, context, attention, capture: as in LookaheadDecoder.
         config: successors and nodes.
     """
 

@@ -29,7 +29,7 @@ def _compiled(function: Any) -> Any:
     # Nothing here allocates. With numba's runtime every call would count references to all arrays: half the time.
     options = {"nogil": True, "_nrt": False}
     try:
-        return numba.njit(cache=True, **options)(function)
+        return numba.njit(cache=True, nogil=True, _nrt=False, forceinline=True)(function)
     except RuntimeError:  # no folder that may be written to
         return numba.njit(**options)(function)
     finally:

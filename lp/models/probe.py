@@ -117,5 +117,6 @@ def _name(runner: ModelRunner) -> str:
 
 
 def _remedy(runner: ModelRunner) -> str:
-    other = "" if runner.attention == "eager" else "try attention=eager, or "
+    others = {"flash": "try attention=sdpa, or ", "eager": ""}
+    other = others.get(runner.attention, "try attention=eager, or ")
     return f"{other}decode it with AutoregressiveDecoder"

@@ -5,6 +5,7 @@ T: rows of the step, L: cached rows, V: vocabulary.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -12,12 +13,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lp.attention import StepMasks, resolve
+from lp.attention import StepMasks, choices, set_attention
 from lp.cache import StaticKVCache
-from lp.config import Attention
+from lp.config import Attention, Capture
+from lp.models.graph import CapturedSteps, capture_mode
 from lp.models.probe import check_tree_mask
 from lp.models.rope import rope_boundary
 from lp.models.support import check_supported, inexact_quantisation
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -27,18 +31,27 @@ class ModelRunner:
         model: any HF causal LM that honours a 4-D mask; its attention implementation is set if `attention`
             names another one.
         attention: backend.
+        capture: whether steps have a few fixed shapes and their kernels are replayed.
         probe: ask the model itself whether it honours the mask, the first time it is used.
 
     Attributes:
+        attention: the backend that `auto` or the caller chose.
+        captured: runs captured steps; None where they are not.
         exact: False for a quantised model whose kernels let rows of a step change each other; a warning says so.
 
     Raises:
         ValueError: an architecture or attention that takes no tree mask.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: Attention = Attention.AUTO, probe: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: Attention = Attention.AUTO,
+        capture: Capture = Capture.AUTO,
+        probe: bool = True,
+    ) -> None:
         check_supported(model.config)
-        self.model, self.attention = model, resolve(model, attention)
+        self.model = model
         self.device = model.get_input_embeddings().weight.device
         self.config = model.config.get_text_config()
         inexact = inexact_quantisation(model.config)
@@ -46,12 +59,32 @@ class ModelRunner:
         if inexact:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)
         self.boundary = rope_boundary(self.config)
-        self.masks = StepMasks(self.config, model.dtype, self.device)
-        if probe:
-            check_tree_mask(self)
+        self.captured: CapturedSteps | None = None
+        self._settle(attention, probe)
+        if how := capture_mode(capture, self.device, self.boundary is not None, self.attention):
+            self.captured = CapturedSteps(model, self.masks, how)
+
+    def _settle(self, attention: Attention, probe: bool) -> None:
+        """Take the first backend that the model honours a tree mask with."""
+        loaded, tried = self.model.config._attn_implementation, choices(self.model, attention)
+        for choice in tried:
+            try:
+                set_attention(self.model, choice)
+                self.attention = choice
+                self.masks = StepMasks(self.config, self.model.dtype, self.device, choice)
+                if probe:
+                    check_tree_mask(self)
+                break
+            except ValueError:
+                if choice is tried[-1]:
+                    raise
+                self.model.set_attn_implementation(loaded)
+        logger.info("attention is %s", self.attention)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
-        """An empty cache of `capacity` rows."""
+        """An empty cache of at least `capacity` rows; with captured steps always the same one."""
+        if self.captured:
+            return self.captured.take_cache(capacity)
         return StaticKVCache(self.config.num_hidden_layers, capacity)
 
     def prefill(
@@ -97,7 +130,7 @@ class ModelRunner:
         self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache, reads: int = 1
     ) -> torch.Tensor:
         """Rows in a row, for their KV and the logits of the first."""
-        return self.forward(tokens, positions, np.tri(len(tokens), dtype=bool), cache, range(reads))
+        return self._eager(tokens, positions, np.tri(len(tokens), dtype=bool), cache, range(reads))
 
     def forward(
         self,
@@ -116,8 +149,20 @@ class ModelRunner:
             reads: rows to read; only these go through the LM head.
 
         Returns:
-            (len(reads), V).
+            (len(reads), V), valid until the next step.
         """
+        if self.captured and cache is self.captured.cache and self.captured.fits(len(tokens)):
+            return self.captured.run(tokens, positions, visible, reads)
+        return self._eager(tokens, positions, visible, cache, reads)
+
+    def _eager(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        visible: np.ndarray,
+        cache: StaticKVCache,
+        reads: Sequence[int],
+    ) -> torch.Tensor:
         at = torch.tensor(positions, device=self.device)
         mask = self.masks.build(torch.from_numpy(visible).to(self.device), at, cache.length)
         output = self.model(

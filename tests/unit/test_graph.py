@@ -1,0 +1,103 @@
+"""Captured steps: the same logits as steps of any shape, whatever lies in the buffers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import lp
+from lp.config import Attention, Capture
+from lp.models.graph import BUCKETS, CapturedSteps
+from lp.models.runner import ModelRunner
+from tests.layouts import drawn_layout
+from tests.tiny_models import drawn_text, tiny_model
+
+ARCHS = ["llama", "gpt_neox", "mistral_sliding", "gemma3", "gpt2"]
+BACKENDS = [Attention.SDPA, Attention.EAGER, Attention.FLASH]
+
+
+def _placed(model: PreTrainedModel, attention: Attention) -> ModelRunner:
+    """Captured steps without a compiler or a GPU: static buffers, padding and places, and the model's own kernels."""
+    runner = ModelRunner(model, attention)
+    runner.captured = CapturedSteps(model, runner.masks, Capture.GRAPH)
+    return runner
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_logits_are_those_of_an_open_shape(arch: str, backend: Attention) -> None:
+    """A padding row that is seen, a stale row of a rejected candidate, or a place off by one."""
+    model = tiny_model(arch)
+    plain, placed = ModelRunner(model, backend), _placed(model, backend)
+    for seed in range(4):
+        rng = random.Random(seed)
+        text = drawn_text(rng, rng.randint(1, 60))
+        with torch.inference_mode():
+            caches = [runner.new_cache(len(text) + 200) for runner in (plain, placed)]
+            for runner, cache in zip((plain, placed), caches, strict=True):
+                runner.prefill(text, cache, 16)
+            for _ in range(3):
+                visible = np.array(drawn_layout(rng).visible())
+                tokens = drawn_text(rng, len(visible))
+                positions = [caches[0].length + int(row.sum()) - 1 for row in visible]
+                reads = sorted(rng.sample(range(len(tokens)), rng.randint(1, len(tokens))))
+                kept = [row for row in range(len(tokens)) if visible[len(tokens) - 1, row]]
+                said = []
+                for runner, cache in zip((plain, placed), caches, strict=True):
+                    said.append(runner.forward(tokens, positions, visible, cache, reads).clone())
+                    cache.commit(kept)
+                assert said[0].shape == said[1].shape
+                tolerance = 1e-5 if backend is Attention.EAGER else 1e-12  # eager takes its softmax in float32
+                assert float((said[0] - said[1]).abs().max()) < tolerance
+    assert placed.captured and set(placed.captured._steps) <= set(BUCKETS)
+
+
+def test_texts_one_after_the_other() -> None:
+    """What an earlier text left in the cache, or a longer one that needs a larger cache, must not show."""
+    model = tiny_model("llama")
+    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
+    decoder = lp.LookaheadDecoder(model, config)
+    decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, Capture.GRAPH)
+    rng, capacities = random.Random(0), set()
+    for length in (5, 60, 5, 400, 5):
+        ids = drawn_text(rng, length)
+        plain = lp.AutoregressiveDecoder(model).generate(ids, 30)
+        assert decoder.generate(ids, 30).tokens == plain.tokens
+        assert decoder.runner.captured.cache is not None
+        capacities.add(decoder.runner.captured.cache.capacity)
+    assert len(capacities) == 2
+    decoder.runner.captured.release()
+    assert decoder.generate(ids, 30).tokens == plain.tokens
+
+
+def test_compiled_steps_give_the_same_tokens(compiler: None) -> None:
+    """One graph a bucket, compiled once: a length that were shape would compile again at every step."""
+    model = tiny_model("llama", dtype=torch.float32)
+    config = lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=3)
+    ids = drawn_text(random.Random(3), 40)
+    plain = lp.LookaheadDecoder(model, config).generate(ids, 40)
+    decoder = lp.LookaheadDecoder(model, config, capture="compile")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        captured = decoder.generate(ids, 40)
+    assert (captured.tokens, captured.steps) == (plain.tokens, plain.steps)
+    assert decoder.runner.captured and 1 <= len(decoder.runner.captured._steps) <= 3 < captured.steps
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    """A graph of frequencies that change with the length would go on with those it was recorded with."""
+    with pytest.raises(ValueError, match="need a GPU; choose capture=off"):
+        lp.LookaheadDecoder(tiny_model("llama"), capture="graph")
+    with pytest.raises(ValueError, match="rotary frequencies change"):
+        lp.LookaheadDecoder(tiny_model("llama_dynamic"), capture="compile")
+    assert lp.LookaheadDecoder(tiny_model("llama_dynamic")).runner.captured is None
