@@ -17,6 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lp.config import LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
 from lp.decoding.params import SamplingParams
+from lp.models.shapes import SHAPES
 
 T = TypeVar("T")
 
@@ -130,6 +131,29 @@ class ChatConfig(Common):
     history_file: str | None = None
 
 
+@dataclass
+class ScaleSchema:
+    """How a shape is scaled down."""
+
+    layers: int | None = None
+    divide: int = 1
+
+
+@dataclass
+class ProfileConfig(Common):
+    """What launch.profile is given. The comments are in conf/profile.yaml."""
+
+    shape: ScaleSchema = field(default_factory=ScaleSchema)
+    prefix: int = 1024
+    rows: list[int] = field(default_factory=list)
+    R: int | None = None
+    rank: int | None = None
+    rounds: int = 9
+    compare: bool = True
+    plot: bool = True
+    output: Output = Output.table
+
+
 def mirror(config: type, name: str) -> type:
     """An unfrozen dataclass with the fields of `config` and a `name`, which tells the decoders apart.
 
@@ -187,7 +211,7 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 
 def register() -> None:
     """Put the schemas where the defaults lists of conf/ find them: group `schema`."""
-    schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig}
+    schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig}
     schemas |= {"model": ModelSchema, "attention": AttentionSchema, "parallel": ParallelSchema, "task": TaskSchema}
     schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
     schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")
@@ -198,3 +222,5 @@ def register() -> None:
     schemas["sample"] = mirror(SamplingParams, "sample")
     for name, schema in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=schema)
+    for name in SHAPES:
+        ConfigStore.instance().store(group="model", name=name, node=ModelSchema(name=name, dtype="bfloat16"))

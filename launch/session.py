@@ -18,6 +18,7 @@ from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
 from lp.lookahead.suffix import native_tree
 from lp.models.loader import Loaded, load
+from lp.models.shapes import SHAPES
 
 PLAIN = "autoregressive"  # the oracle the others are held against
 METHODS = ("lookahead", PLAIN, "prompt_lookup")  # these are compared
@@ -79,14 +80,33 @@ def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
     Raises:
         ValueError: a user error, with its remedy.
     """
+    context = open_context(config)
+    return context, load_model(config, context)
+
+
+def open_context(config: Common) -> lp.ParallelContext:
+    """Find this rank's place, and seed torch.
+
+    Raises:
+        ValueError: a device or backend that there is not.
+    """
     if config.seed is not None:
         torch.manual_seed(config.seed)
-    context = lp.ParallelContext.from_env(backend=config.parallel.backend, device=known_device(config.model.device))
+    return lp.ParallelContext.from_env(backend=config.parallel.backend, device=known_device(config.model.device))
+
+
+def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
+    """The model and its tokenizer, on this rank's device.
+
+    Raises:
+        ValueError: a user error, with its remedy.
+    """
+    model = config.model
+    if model.name in SHAPES:
+        raise ValueError(f"{model.name} is a shape without weights, for launch.profile; model=hf takes a model")
     if not (context.is_main and sys.stderr.isatty()):
         disable_progress_bar()  # of the weights
-    model = config.model
-    loaded = load(model.name, model.dtype, context.device, model.attn_implementation, model.trust_remote_code)
-    return context, loaded
+    return load(model.name, model.dtype, context.device, model.attn_implementation, model.trust_remote_code)
 
 
 def drawn_seed(context: lp.ParallelContext) -> int:

@@ -92,6 +92,17 @@ def launch_chat(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
+def launch_profile(
+    start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Ran]:
+    """`python -m launch.profile` with these overrides, in a folder of its own."""
+    import launch.profile
+
+    monkeypatch.chdir(tmp_path)
+    return partial(start_app, launch.profile.profile_model, "profile")
+
+
+@pytest.fixture
 def wrong_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: prompt lookup says another token at new token 5."""
     honest = lp.PromptLookupDecoder.generate

@@ -1,0 +1,155 @@
+"""`python -m launch.profile`: where a step's time goes, against what the device can do.
+
+    python -m launch.profile                                            # the demo model
+    python -m launch.profile model=codellama_7b W=15 N=5 G=15           # a shape with random weights, no download
+    python -m launch.profile model=codellama_7b R=4 rank=3              # what rank 3 of 4 computes, on one device
+    python -m launch.profile model=codellama_7b shape.layers=2 shape.divide=16 model.dtype=float32   # on a CPU
+
+`--cfg job` shows the keys.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from rich.console import Console
+from transformers import PreTrainedModel
+
+import lp
+from launch.app import run
+from launch.profile_report import Report, as_json, draw, print_tables
+from launch.schema import Output, ProfileConfig
+from launch.session import PLAIN, check_common, decoder_builders, load_model, open_context, sampling_of
+from launch.stream import on_rank_0
+from lp.bench.ceilings import device_name
+from lp.bench.profile import Build, Plan, profile
+from lp.bench.prompts import load_builtin
+from lp.bench.speed import speeds, transformers_greedy
+from lp.decoding.base import GenerationOutput
+from lp.models.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
+
+TRANSFORMERS = "transformers generate"
+
+
+def profile_model(config: ProfileConfig) -> None:
+    """The app.
+
+    Raises:
+        ValueError: a user error.
+    """
+    check_common(config)
+    if config.decoder.name == PLAIN:
+        raise ValueError(
+            "decoder.name is 'autoregressive', which runs no steps of rows; W=0 G=0 is plain decoding here"
+        )
+    builder = decoder_builders(config, [config.decoder.name])[config.decoder.name]
+    context = open_context(config)
+    plan = _plan(config, context)
+    model, ids = (_shape if config.model.name in SHAPES else _loaded)(config, plan, context)
+    build = cast("Build", partial(builder, model))
+    with Console(stderr=True).status("measuring"):
+        found = profile(model, build, ids, plan, context)
+        compared = config.compare and plan.ranks == 1 and plan.sampling is None
+        methods = _methods(model, build, ids, config) if compared else {}
+        compared_speeds = speeds(methods, plan.rounds) if methods else {}
+    setting = _setting(config, plan, model, build(lp.ParallelContext(device=model.device)))
+    report = Report(setting=setting, found=found, speeds=compared_speeds)
+    if config.plot and context.is_main:
+        draw(report, Path(HydraConfig.get().runtime.output_dir))
+    with on_rank_0(context, sys.stdout) as file:
+        if config.output is Output.json:
+            print(as_json(report), file=file)
+        else:
+            console = Console(file=file)
+            print_tables(report, console if console.is_terminal else Console(file=file, width=100))
+
+
+def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
+    """What to measure; under torchrun R and rank are the launch's."""
+    ranks, rank, running = config.R, config.rank, context.world_size
+    if running > 1 and (ranks not in (None, running) or rank not in (None, context.rank)):
+        raise ValueError(
+            f"R is {ranks} and rank {rank}, but torchrun runs rank {context.rank} of {running}; leave them"
+        )
+    if running > 1:
+        ranks, rank = running, context.rank
+    return Plan(
+        prefix=config.prefix,
+        rows=tuple(config.rows),
+        tokens=config.max_new_tokens,
+        rounds=config.rounds,
+        ranks=1 if ranks is None else ranks,
+        rank=rank or 0,
+        sampling=sampling_of(config),
+    )
+
+
+def _shape(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tuple[PreTrainedModel, list[int]]:
+    """Random weights and random text."""
+    model = config.model
+    shape = shape_config(model.name, config.shape.layers, config.shape.divide)
+    drawn = sketch(shape, model.dtype)
+    plan.check_room(drawn, 0, context.device, weight_bytes(drawn))  # now, not when the weights have been made
+    rng = random.Random(config.seed)
+    return build_shape(shape, model.dtype, context.device), rng.choices(range(shape.vocab_size), k=plan.prefix + 1)
+
+
+def _loaded(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tuple[PreTrainedModel, list[int]]:
+    """A model's own weights, and the built-in prompts over and over."""
+    if (config.shape.layers, config.shape.divide) != (None, 1):
+        raise ValueError(
+            f"shape.layers and shape.divide scale a shape, not {config.model.name}; model=codellama_7b is one"
+        )
+    loaded = load_model(config, context)
+    text = [token for prompt in load_builtin() for token in loaded.tokenizer(prompt.text)["input_ids"]]
+    return loaded.model, [text[i % len(text)] for i in range(plan.prefix + 1)]
+
+
+def _methods(
+    model: PreTrainedModel, build: Build, ids: list[int], config: ProfileConfig
+) -> Mapping[str, Callable[[], GenerationOutput]]:
+    """Ways to decode the same text, by name."""
+    context, tokens = lp.ParallelContext(device=model.device), config.max_new_tokens
+    single = lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
+    decoders = {
+        config.decoder.name: build(context),
+        "one row a step": lp.LookaheadDecoder(model, single, context, config.attention.name),
+    }
+    methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
+    return {TRANSFORMERS: partial(transformers_greedy, model, ids, tokens), **methods}
+
+
+def _setting(
+    config: ProfileConfig, plan: Plan, model: PreTrainedModel, decoder: lp.LookaheadDecoder
+) -> dict[str, object]:
+    shape = decoder.config
+    return {
+        "model": config.model.name,
+        "random": config.model.name in SHAPES,
+        "layers": model.config.get_text_config().num_hidden_layers,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(model.device),
+        "threads": torch.get_num_threads(),
+        "attention": str(decoder.runner.attention),
+        "W": shape.window_size,
+        "N": shape.ngram_size,
+        "G": shape.guess_set_size,
+        "R": plan.ranks,
+        "rank": plan.rank,
+        "decoder": config.decoder.name,
+        "prefix": plan.prefix,
+        "max_new_tokens": plan.tokens,
+        "rounds": plan.rounds,
+    }
+
+
+if __name__ == "__main__":
+    run(profile_model, "profile")

@@ -1,0 +1,158 @@
+"""What a device can do, as figures to hold a step against, and how calls on it are timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from transformers import PreTrainedModel
+
+COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # beyond the caches; on a CPU also soon done
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 768}
+WARM_UP = 2  # the first call may capture or compile, the second finds memory allocated
+
+Call = Callable[[], object]
+
+
+def seconds(call: Call, device: torch.device) -> float:
+    """How long a call keeps the device, from idle to idle: by events on a GPU, by the clock elsewhere."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def alternated(
+    calls: Mapping[str, Call],
+    rounds: int,
+    device: torch.device,
+    around: Mapping[str, AbstractContextManager[object]] | None = None,
+) -> dict[str, float]:
+    """Median seconds of every call, run in turn, each round beginning with another one.
+
+    Args:
+        calls: by name.
+        rounds: counted ones, after WARM_UP others.
+        device: that they keep busy.
+        around: what to be in, unmeasured, while a call runs.
+    """
+    names, taken = list(calls), {name: list[float]() for name in calls}
+    for turn in range(WARM_UP + rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            with (around or {}).get(name, nullcontext()):
+                taken[name].append(seconds(calls[name], device))
+    return {name: median(times[WARM_UP:]) for name, times in taken.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What the device did in this run.
+
+    Args:
+        bytes_per_s: of a copy, read and written bytes together.
+        flop_per_s: of a matrix product in the model's dtype, on random data.
+    """
+
+    bytes_per_s: float
+    flop_per_s: float
+
+
+class CeilingCalls:
+    """The calls to time for the ceilings, and what their seconds mean.
+
+    Args:
+        device: to be measured.
+        dtype: of the product.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        size, kind = PRODUCT_SIZE.get(device.type, PRODUCT_SIZE["cpu"]), torch.float32
+        self.source = torch.randn(copy_bytes(device) // kind.itemsize, device=device, dtype=kind)
+        self.target = torch.empty_like(self.source)
+        self.left, self.right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        self.product = torch.empty_like(self.left)
+
+    def calls(self) -> dict[str, Call]:
+        """By name."""
+        return {
+            "copy": lambda: self.target.copy_(self.source),
+            "product": lambda: torch.mm(self.left, self.right, out=self.product),
+        }
+
+    def read(self, times: Mapping[str, float]) -> Ceilings:
+        """From the seconds of the calls."""
+        return Ceilings(
+            bytes_per_s=2 * self.source.nbytes / times["copy"],
+            flop_per_s=2 * self.left.shape[0] ** 3 / times["product"],
+        )
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls it, where torch knows."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def copy_bytes(device: torch.device) -> int:
+    """Bytes of what is copied; a copy needs as much again."""
+    return COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a forward pass must do at least, by the model's sizes; of experts, as if all of them ran.
+
+    Args:
+        weight_bytes: read once, but for an embedding that is no LM head: of that a step reads a few rows.
+        kv_row_bytes: keys and values of one cached row, all layers.
+        row_flop: of the layers' matrices, for one row.
+        head_flop: of the LM head, for one row that is read.
+        key_flop: of attention, for one row and one key it sees.
+    """
+
+    weight_bytes: int
+    kv_row_bytes: int
+    row_flop: int
+    head_flop: int
+    key_flop: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Work:
+        """Counted from parameters and config."""
+        config = model.config.get_text_config()
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        own = [p for p in model.parameters() if p is not embedding or p is head]
+        heads, layers = config.num_attention_heads, config.num_hidden_layers
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(
+            weight_bytes=sum(p.nbytes for p in own),
+            kv_row_bytes=2 * layers * kv_heads * width * head.element_size(),
+            row_flop=2 * sum(p.numel() for p in own if p.ndim > 1 and p is not head),
+            head_flop=2 * head.numel(),
+            key_flop=4 * layers * heads * width,
+        )
+
+    def flop(self, rows: int, prefix: int) -> int:
+        """Of a pass of `rows` rows, all read, behind `prefix` cached ones."""
+        return rows * (self.row_flop + self.head_flop + self.key_flop * (prefix + rows))
+
+    def moved_bytes(self, rows: int, prefix: int) -> int:
+        """Of the same: weights and cached rows."""
+        return self.weight_bytes + self.kv_row_bytes * (prefix + rows)
+
+    def floor_s(self, rows: int, prefix: int, ceilings: Ceilings) -> float:
+        """Seconds below which the same cannot be, whichever ceiling it meets."""
+        moved_s = self.moved_bytes(rows, prefix) / ceilings.bytes_per_s
+        return max(moved_s, self.flop(rows, prefix) / ceilings.flop_per_s)

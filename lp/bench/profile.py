@@ -1,0 +1,280 @@
+"""Where the time of a step goes: t(T) against the device's ceilings, the parts of a step, and tokens a second.
+
+T: rows of a step, L: cached rows (the prefix), R: ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lp.attention.ablation import WithoutAttention
+from lp.bench.ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
+from lp.bench.one_rank import record, replayed
+from lp.bench.passes import HEAD_CALLS, Passes, head_call, reads_of
+from lp.config import check_int
+from lp.decoding.base import Decoder, GenerationOutput
+from lp.decoding.lookahead import LookaheadDecoder
+from lp.decoding.params import SamplingParams
+from lp.distributed import ParallelContext
+from lp.lookahead.layout import StepLayout, full_layout
+from lp.lookahead.sharding import RankRows, ShardPlan
+from lp.models.loader import context_limit
+from lp.models.shapes import check_memory
+
+Build = Callable[[ParallelContext], LookaheadDecoder]
+PREFILL_ROWS = 512  # of a pass, as `generate` has it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure.
+
+    Args:
+        prefix: L, cached rows.
+        rows: the T of t(T).
+        tokens: of every decode.
+        rounds: of every measurement, whose medians count.
+        ranks, rank: R, and which of them runs here.
+        sampling: of the decodes; None is greedy.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    prefix: int = 1024
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    tokens: int = 32
+    rounds: int = 9
+    ranks: int = 1
+    rank: int = 0
+    sampling: SamplingParams | None = None
+
+    def __post_init__(self) -> None:
+        check_int("prefix", self.prefix, 1, float("inf"), "try 1024")
+        if not self.rows:
+            raise ValueError("rows is empty; name at least one T, as in rows=[1,64]")
+        for rows in self.rows:
+            check_int("rows", rows, 1, 4096, "try rows=[1,8,64]")
+        check_int("max_new_tokens", self.tokens, 2, float("inf"), "try 32")
+        check_int("rounds", self.rounds, 1, float("inf"), "measure at least once")
+        check_int("R", self.ranks, 1, 1024, "try 1")
+        check_int("rank", self.rank, 0, self.ranks - 1, f"the ranks of R={self.ranks} are numbered from 0")
+
+    def check_room(self, model: PreTrainedModel, step: int, device: torch.device, weights: int = 0) -> None:
+        """Refuse what the model's context or the free memory of the device has no room for.
+
+        Args:
+            model: to be profiled, or its sketch.
+            step: rows of the largest step.
+            weights: bytes that are still to be made there.
+
+        Raises:
+            ValueError: what is needed and what there is.
+        """
+        rows, limit = max(step, *self.rows), context_limit(model)
+        needed = self.prefix + self.tokens + rows
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"prefix is {self.prefix}, with the text and the rows behind it {needed} positions; the model's "
+                f"context is {limit}: take a shorter prefix or fewer rows"
+            )
+        work, vocabulary = Work.of(model), model.get_output_embeddings().weight.shape[0]
+        caches = (3 + self.ranks * (self.ranks > 1)) * needed * work.kv_row_bytes
+        logits = 3 * 4 * max(rows, PREFILL_ROWS) * vocabulary  # as they come, in float32, and what is made of them
+        check_memory(weights + caches + logits + 2 * copy_bytes(device), device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """t(T) of one T, all of whose rows are read.
+
+    Args:
+        rows: T.
+        seconds: of the forward pass.
+        ratio: to the least T measured.
+        floor: seconds over what the device's ceilings allow at best.
+        bytes_per_s, flop_per_s: achieved.
+    """
+
+    rows: int
+    seconds: float
+    ratio: float
+    floor: float
+    bytes_per_s: float
+    flop_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Where a step of the decode loop goes, as medians over its steps.
+
+    Args:
+        rows: that this rank computed, its catch-up among them.
+        most_rows: of the largest step there can be, without catch-up.
+        steps, compression: of a decode, and its S; of random weights S says nothing.
+        seconds: of a step.
+        parts: seconds by name, which add up to `seconds`. Exchange, host and forward are the loop's own; of the last,
+            attention is what a pass of these rows takes beyond the same without attention (nothing where a model does
+            not let it be left out), the LM head is timed alone, the rest is other layers and the choice of tokens.
+        pass_s: of a forward pass of these rows outside the loop.
+        real_exchange: whether R ranks ran; if not, the exchange is a single rank's.
+    """
+
+    rows: int
+    most_rows: int
+    steps: int
+    compression: float
+    seconds: float
+    parts: dict[str, float]
+    pass_s: float
+    real_exchange: bool
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts over the whole."""
+        return {name: took / self.seconds for name, took in self.parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """All that was measured of one model.
+
+    Args:
+        ceilings: the device's.
+        work: what a pass must do.
+        curve: by T, ascending.
+        step: of the decode loop.
+    """
+
+    ceilings: Ceilings
+    work: Work
+    curve: list[Point]
+    step: Step
+
+    @property
+    def over_weights(self) -> float:
+        """The first point's seconds over those of reading the weights as fast as a copy goes."""
+        return self.curve[0].seconds * self.ceilings.bytes_per_s / self.work.weight_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        return asdict(self) | {"over_weights": self.over_weights, "shares": self.step.shares}
+
+
+def largest_step(decoder: LookaheadDecoder) -> StepLayout:
+    """All columns, and as many candidates as there may be."""
+    shape = decoder.config
+    return full_layout(shape.window_size, shape.ngram_size, shape.row_budget, shape.depth)
+
+
+def profile(model: PreTrainedModel, build: Build, ids: Sequence[int], plan: Plan, context: ParallelContext) -> Profile:
+    """Measure a model where it is.
+
+    Args:
+        model: an HF causal LM, loaded.
+        build: a decoder of it in a context.
+        ids: the text so far, L + 1 tokens: the last one is not cached yet.
+        plan: what to measure.
+        context: this process's own: a single rank, or one of R that all call this.
+
+    Raises:
+        ValueError: the plan does not fit the model or the device.
+        KeyboardInterrupt: Ctrl-C came while it decoded.
+    """
+    device = model.device
+    alone = partial(build, ParallelContext(device=device))
+    layout = largest_step(alone())
+    plan.check_room(model, len(layout), device)
+    shard = ShardPlan.build(layout, plan.ranks)
+    most_rows = len(shard.slots[plan.rank])
+    decode, outputs = _decode(build, ids, plan, context), list[GenerationOutput]()
+    count = _typical_rows([decode()])
+    catch_up = [0] * (count - most_rows)  # among many ranks that is most of a step; which tokens costs the same
+    rows = RankRows.build(layout, shard, plan.rank, catch_up)
+    ceilings, left_out = CeilingCalls(device, model.dtype), WithoutAttention(model)
+    with torch.inference_mode():
+        most = max(len(layout), *plan.rows)
+        whole, bare = (Passes(alone().runner, ids[:-1], most, PREFILL_ROWS) for _ in range(2))
+        calls: dict[str, Call] = {
+            **ceilings.calls(),
+            "decode": lambda: outputs.append(decode()),
+            "model": whole.shard(rows, count),
+            "bare": bare.shard(rows, count),
+            "head": head_call(model, len(reads_of(rows, count))),
+            **{_name(points): whole.chain(points) for points in plan.rows},
+        }
+        times = alternated(calls, plan.rounds, device, {"bare": left_out})
+    work, found = Work.of(model), ceilings.read(times)
+    del outputs[:WARM_UP]
+    step = _step(outputs, times, most_rows, left_out.calls > 0, context.world_size > 1)
+    return Profile(ceilings=found, work=work, curve=_curve(times, plan, work, found), step=step)
+
+
+def _name(rows: int) -> str:
+    return f"t({rows})"
+
+
+def _decode(build: Build, ids: Sequence[int], plan: Plan, context: ParallelContext) -> Callable[[], GenerationOutput]:
+    """The decode loop of this plan's rank: in earnest, or with the others on tape where they do not run."""
+
+    def decode(decoder: Decoder) -> GenerationOutput:
+        output = decoder.generate(ids, plan.tokens, plan.sampling, eos_token_id=())
+        if output.finish_reason == "interrupted":
+            raise KeyboardInterrupt
+        return output
+
+    if context.world_size > 1 or plan.ranks == 1:
+        return partial(decode, build(context))
+    return replayed(build, decode, plan.rank, plan.ranks, record(build, decode, plan.rank, plan.ranks))
+
+
+def _typical_rows(outputs: Sequence[GenerationOutput]) -> int:
+    return round(median(step.slots for output in outputs for step in output.step_stats))
+
+
+def _curve(times: Mapping[str, float], plan: Plan, work: Work, ceilings: Ceilings) -> list[Point]:
+    least = times[_name(min(plan.rows))]
+    return [
+        Point(
+            rows=rows,
+            seconds=(took := times[_name(rows)]),
+            ratio=took / least,
+            floor=took / work.floor_s(rows, plan.prefix, ceilings),
+            bytes_per_s=work.moved_bytes(rows, plan.prefix) / took,
+            flop_per_s=work.flop(rows, plan.prefix) / took,
+        )
+        for rows in sorted(set(plan.rows))
+    ]
+
+
+def _step(
+    outputs: Sequence[GenerationOutput],
+    times: Mapping[str, float],
+    most_rows: int,
+    left_out: bool,
+    real_exchange: bool,
+) -> Step:
+    stats = [step for output in outputs for step in output.step_stats]
+    forward_s, exchange_s, host_s = (
+        median(getattr(step, f"{name}_s") for step in stats) for name in ("forward", "exchange", "host")
+    )
+    attention_s, head_s = times["model"] - times["bare"] if left_out else 0.0, times["head"] / HEAD_CALLS
+    parts = {"attention": attention_s, "LM head": head_s, "other layers": forward_s - attention_s - head_s}
+    parts |= {"exchange": exchange_s, "host": host_s}
+    return Step(
+        rows=_typical_rows(outputs),
+        most_rows=most_rows,
+        steps=outputs[0].steps,
+        compression=outputs[0].compression,
+        seconds=sum(parts.values()),
+        parts=parts,
+        pass_s=times["model"],
+        real_exchange=real_exchange,
+    )

@@ -1,0 +1,126 @@
+"""Shapes of published models, to be built with random weights where they are to run: nothing is downloaded.
+
+The figures are those of each model's config.json.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from lp.config import check_int
+from lp.models.loader import DTYPES
+
+# Fields that `divide` divides; the head dimension stays, so that the kernels of attention are the same.
+_WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def _shape(
+    model_type: str, sizes: tuple[int, int, int, int, int, int], context: int, theta: float, eps: float
+) -> dict[str, Any]:
+    """The fields of a config; sizes: vocabulary, hidden, intermediate, query heads, KV heads, layers."""
+    fields: dict[str, Any] = dict(zip((*_WIDTHS, "num_hidden_layers"), sizes, strict=True))
+    fields |= {"model_type": model_type, "max_position_embeddings": context, "rms_norm_eps": eps}
+    fields |= {"rope_parameters": {"rope_type": "default", "rope_theta": theta}, "tie_word_embeddings": False}
+    return fields | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "codellama_7b": _shape("llama", (32016, 4096, 11008, 32, 32, 32), 16384, 1e6, 1e-5),
+    "codellama_13b": _shape("llama", (32016, 5120, 13824, 40, 40, 40), 16384, 1e6, 1e-5),
+    "codellama_34b": _shape("llama", (32000, 8192, 22016, 64, 8, 48), 16384, 1e6, 1e-5),
+    "llama2_7b": _shape("llama", (32000, 4096, 11008, 32, 32, 32), 4096, 1e4, 1e-5),
+    "llama2_13b": _shape("llama", (32000, 5120, 13824, 40, 40, 40), 4096, 1e4, 1e-5),
+    "llama2_70b": _shape("llama", (32000, 8192, 28672, 64, 8, 80), 4096, 1e4, 1e-5),
+    "llama3_8b": _shape("llama", (128256, 4096, 14336, 32, 8, 32), 8192, 5e5, 1e-5),
+    "qwen2_5_coder_7b": _shape("qwen2", (152064, 3584, 18944, 28, 4, 28), 32768, 1e6, 1e-6),
+    "qwen2_5_coder_32b": _shape("qwen2", (152064, 5120, 27648, 40, 8, 64), 32768, 1e6, 1e-6),
+}
+
+
+def shape_config(name: str, layers: int | None = None, divide: int = 1) -> Any:
+    """The config of a shape, whole or scaled down.
+
+    Args:
+        name: one of SHAPES.
+        layers: decoder layers; None takes all.
+        divide: every width by this: vocabulary, hidden, intermediate, heads; the head dimension stays.
+
+    Raises:
+        ValueError: an unknown name, or a scale the shape cannot take.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"model.name is {name!r}; the shapes are {', '.join(SHAPES)}")
+    fields = dict(SHAPES[name])
+    heads = fields["num_attention_heads"]
+    if layers is not None:
+        check_int("shape.layers", layers, 1, fields["num_hidden_layers"], "or null for all of them")
+        fields["num_hidden_layers"] = layers
+    check_int("shape.divide", divide, 1, heads, "try 8, or 1 for the whole width")
+    if heads % divide:
+        raise ValueError(f"shape.divide is {divide}; it must divide the {heads} heads of {name}; try a power of two")
+    fields |= {width: max(fields[width] // divide, 1) for width in _WIDTHS}
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def sketch(config: Any, dtype: str) -> PreTrainedModel:
+    """The model without memory for its weights, to be counted.
+
+    Raises:
+        ValueError: an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {list(DTYPES)}: a shape has no checkpoint to ask")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+
+
+def build_shape(config: Any, dtype: str, device: torch.device) -> PreTrainedModel:
+    """A causal LM of this config with weights of transformers' own initialisation, drawn on the device.
+
+    Args:
+        config: of `shape_config`.
+        dtype: of the weights, as `load` takes it, but for "auto".
+        device: where they are made.
+
+    Raises:
+        ValueError: an unknown dtype, or weights that the device's free memory can't hold.
+    """
+    check_memory(weight_bytes(sketch(config, dtype)), device)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    model.generation_config = GenerationConfig(do_sample=False)
+    return model.eval().requires_grad_(False)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's parameters."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def check_memory(needed: int, device: torch.device) -> None:
+    """Refuse what the device has no room for.
+
+    Raises:
+        ValueError: the bytes needed and those free.
+    """
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"too little memory on {device}: {needed} bytes needed, {free} free; take a smaller model or prefix, "
+            "or scale the shape down with shape.layers=... or shape.divide=..."
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes free on a device; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")  # Linux's
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -1,0 +1,181 @@
+"""What launch.profile measures is what it says: work counted, attention left out, the right rank's rows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import lp
+from lp.attention.ablation import WithoutAttention
+from lp.bench.ceilings import WARM_UP, CeilingCalls, Ceilings, Work, alternated
+from lp.bench.one_rank import record, replayed
+from lp.bench.profile import Build, Plan, profile
+from lp.bench.speed import speeds, transformers_greedy
+from lp.decoding.base import Decoder, GenerationOutput
+from lp.distributed import ParallelContext, run_lockstep
+from lp.models.shapes import build_shape, shape_config
+from tests.tiny_models import plain_greedy, tiny_model
+
+CPU = torch.device("cpu")
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+CONFIG = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6)
+
+
+def _build(model: object) -> Build:
+    return lambda context: lp.LookaheadDecoder(model, CONFIG, context)  # type: ignore[arg-type]
+
+
+def _decode(decoder: Decoder) -> GenerationOutput:
+    return decoder.generate(IDS, 12, eos_token_id=())
+
+
+def test_the_work_counted_is_the_work_done() -> None:
+    """torch's own counter of floating-point operations is the oracle, GQA and an untied head included."""
+    rows, prefix = 5, 11
+    for name in ("codellama_34b", "qwen2_5_coder_7b"):
+        model = build_shape(shape_config(name, layers=2, divide=4), "float32", CPU)
+        model.set_attn_implementation("eager")
+        with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+            past = model(torch.arange(prefix)[None]).past_key_values
+            before = counter.get_total_flops()
+            model(torch.arange(rows)[None], past_key_values=past)
+        done = counter.get_total_flops() - before
+        assert Work.of(model).flop(rows, prefix) == pytest.approx(done, rel=1e-3)
+        keys = past.layers[0].keys
+        assert Work.of(model).kv_row_bytes == 2 * 2 * keys.nbytes // keys.shape[2]
+        bytes_of_all = sum(p.nbytes for p in model.parameters())
+        assert Work.of(model).weight_bytes == bytes_of_all - model.get_input_embeddings().weight.nbytes
+
+
+def test_the_floor_is_the_dearer_of_bytes_and_products() -> None:
+    """Few rows wait for weights, many for arithmetic."""
+    work = Work(weight_bytes=1000, kv_row_bytes=10, row_flop=90, head_flop=10, key_flop=1)
+    ceilings = Ceilings(bytes_per_s=100.0, flop_per_s=100.0)
+    assert work.floor_s(1, 9, ceilings) == (1000 + 10 * 10) / 100
+    assert work.floor_s(100, 0, ceilings) == 100 * (90 + 10 + 100) / 100
+
+
+def test_calls_are_alternated_and_medians_taken() -> None:
+    """Measured one after the other, drift of the machine would look like a difference."""
+    order: list[str] = []
+    calls = {name: partial(order.append, name) for name in "abc"}
+    times = alternated(calls, 3, CPU)
+    assert set(times) == set("abc") and all(took > 0 for took in times.values())
+    assert len(order) == 3 * (WARM_UP + 3)
+    assert {order[3 * turn] for turn in range(3)} == set("abc")  # each round begins with another one
+
+
+def test_ceilings_are_those_of_a_copy_and_a_product() -> None:
+    calls = CeilingCalls(CPU, torch.float32)
+    for call in calls.calls().values():
+        call()
+    assert torch.equal(calls.target, calls.source)
+    torch.testing.assert_close(calls.product, calls.left @ calls.right)
+    found = calls.read({"copy": 2.0, "product": 4.0})
+    assert found.bytes_per_s == calls.source.nbytes
+    assert found.flop_per_s == 2 * len(calls.left) ** 3 / 4
+
+
+def test_attention_is_left_out_and_comes_back() -> None:
+    """An ablation that left the model as it is would say that attention costs nothing."""
+    model, ids = tiny_model("qwen2"), torch.tensor([IDS])
+    before = model(ids).logits
+    without = WithoutAttention(model)
+    for _ in range(2):
+        with without:
+            assert not torch.allclose(model(ids).logits, before, atol=1e-3)
+    assert without.calls == 2 * model.config.num_hidden_layers
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_an_old_attention_is_said_not_to_be_left_out() -> None:
+    """Its share would be read as nothing."""
+
+    class Old(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = type("Config", (), {"_attn_implementation": "sdpa"})()
+
+        def set_attn_implementation(self, name: str) -> None:
+            self.config._attn_implementation = name
+
+    without = WithoutAttention(Old())  # type: ignore[arg-type]
+    with without:
+        pass
+    assert without.calls == 0 and without.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("kv_sync", ["recompute", "broadcast"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_one_rank_alone_does_what_it_did_among_all(rank: int, kv_sync: str) -> None:
+    """Another share of the rows, or another text, would be profiled as that rank's."""
+    model = tiny_model()
+    config = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6, kv_sync=lp.KVSync(kv_sync))
+
+    def build(context: ParallelContext) -> lp.LookaheadDecoder:
+        return lp.LookaheadDecoder(model, config, context)
+
+    among = run_lockstep(3, lambda context: _decode(build(context)))[rank]
+    again = replayed(build, _decode, rank, 3, record(build, _decode, rank, 3))
+    for _ in range(2):  # the tape is rewound
+        alone = again()
+        assert alone.tokens == among.tokens == plain_greedy(model, IDS, 12)
+        assert [s.slots for s in alone.step_stats] == [s.slots for s in among.step_stats]
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (3, 2)])
+def test_a_profile_adds_up(ranks: int, rank: int) -> None:
+    """Shares that do not sum to the step, or rows of another rank, would be believed."""
+    model = tiny_model(dtype=torch.float32)
+    plan = Plan(prefix=len(IDS) - 1, rows=(4, 1), tokens=6, rounds=2, ranks=ranks, rank=rank)
+    found = profile(model, _build(model), IDS, plan, ParallelContext())
+    assert [point.rows for point in found.curve] == [1, 4] and found.curve[0].ratio == 1
+    for point in found.curve:
+        assert point.seconds * point.bytes_per_s == pytest.approx(found.work.moved_bytes(point.rows, plan.prefix))
+        floor_s = found.work.floor_s(point.rows, plan.prefix, found.ceilings)
+        assert point.floor == pytest.approx(point.seconds / floor_s)
+    step = found.step
+    assert list(step.parts) == ["attention", "LM head", "other layers", "exchange", "host"]
+    assert sum(step.parts.values()) == pytest.approx(step.seconds) and sum(step.shares.values()) == pytest.approx(1)
+    assert min(step.parts[name] for name in ("LM head", "exchange", "host")) > 0
+    assert (step.most_rows < 6 * 3 + 6 * 3) == (ranks > 1)
+    assert not step.real_exchange
+    assert found.over_weights == pytest.approx(
+        found.curve[0].seconds / (found.work.weight_bytes / found.ceilings.bytes_per_s)
+    )
+
+
+def test_running_ranks_exchange_in_earnest() -> None:
+    """Under torchrun each rank profiles its own share, and waits for the others."""
+    model = tiny_model(dtype=torch.float32)
+
+    def body(context: ParallelContext) -> tuple[bool, int]:
+        plan = Plan(prefix=len(IDS) - 1, rows=(1,), tokens=4, rounds=1, ranks=2, rank=context.rank)
+        step = profile(model, _build(model), IDS, plan, context).step
+        return step.real_exchange, step.most_rows
+
+    (first, rows_0), (second, rows_1) = run_lockstep(2, body)
+    assert first and second and abs(rows_0 - rows_1) <= 3
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A position past the context says nothing of the model, and a cache that does not fit ends the process."""
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"prefix is 500, .* positions; the model's context is 512"):
+        profile(model, _build(model), IDS, Plan(prefix=500), ParallelContext())
+    monkeypatch.setattr("lp.models.shapes.free_bytes", lambda device: 1000)
+    with pytest.raises(ValueError, match=r"too little memory on cpu: [0-9]+ bytes needed, 1000 free"):
+        profile(model, _build(model), IDS, Plan(prefix=16), ParallelContext())
+
+
+def test_speeds_are_of_the_same_text() -> None:
+    """transformers' first token belongs to the prefill and is not counted."""
+    model = tiny_model()
+    assert transformers_greedy(model, IDS, 5).tokens == plain_greedy(model, IDS, 6)[1:]
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    found = speeds({"theirs": lambda: transformers_greedy(model, IDS, 12), "ours": lambda: _decode(decoder)}, 1)
+    assert found["theirs"].compression == 0 and found["ours"].compression >= 1
+    assert found["ours"].tokens_per_s > 0
