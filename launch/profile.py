@@ -33,6 +33,7 @@ from lp.bench.profile import Build, Plan, profile
 from lp.bench.prompts import load_builtin
 from lp.bench.speed import speeds, transformers_greedy
 from lp.decoding.base import GenerationOutput
+from lp.lookahead.compiled import COMPILED
 from lp.models.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 
 TRANSFORMERS = "transformers generate"
@@ -139,6 +140,7 @@ def _setting(
         "device": device_name(model.device),
         "threads": torch.get_num_threads(),
         "attention": str(decoder.runner.attention),
+        "compiled": COMPILED,
         "W": shape.window_size,
         "N": shape.ngram_size,
         "G": shape.guess_set_size,

@@ -108,6 +108,8 @@ def caption(report: Report) -> str:
     ]
     if s["R"] > 1 and not step.real_exchange:
         lines.append("one rank ran and heard the others from a tape: the exchange is a single rank's")
+    if not s["compiled"]:
+        lines.append("numba is not there: the host's part is that of plain Python, some 20 times what it could be")
     if s["random"] and report.speeds:
         lines.append("of random weights S says nothing: compare ms a step, and tokens/s at S = 1")
     if report.note:

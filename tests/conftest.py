@@ -14,13 +14,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 import torch
 
+if TYPE_CHECKING:
+    import psutil  # not on every machine that runs tests/gpu
+
 ROOT = Path(__file__).resolve().parent.parent
 LONG = os.environ.get("LP_TEST_LONG") == "1"
+GPU_DRY_RUN = os.environ.get("LP_GPU_DRY_RUN") == "1"  # of scripts/gpu_check.sh: GPU tests on the CPU, with small sizes
 
 
 def pytest_configure() -> None:
@@ -28,7 +32,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not GPU_DRY_RUN:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -93,6 +97,8 @@ class Processes:
 
     def alive(self) -> list[psutil.Process]:
         """Every process started here, or by one started here, that has not ended."""
+        import psutil
+
         found = []
         for process in psutil.process_iter():
             try:
@@ -110,6 +116,8 @@ class Processes:
         return left
 
     def kill(self) -> None:
+        import psutil
+
         while left := self.alive():  # again: a process may start another meanwhile
             for process in left:
                 process.kill()

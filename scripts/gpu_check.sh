@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# All that needs a GPU, in one command: every attention backend and captured steps against float64, then the profile of
+# CodeLlama-7B's shape with random weights, and one table of all figures. Nothing is downloaded.
+#
+#   bash scripts/gpu_check.sh                 # on a machine with a GPU; some minutes
+#   bash scripts/gpu_check.sh --dry-run       # the same on a CPU with tiny sizes; seconds
+#   bash scripts/gpu_check.sh --wheels DIR    # or LP_WHEELS=DIR: packages that the machine lacks, carried as wheels
+#   bash scripts/gpu_check.sh --out DIR       # keep the reports: parity.xml, profile.json, profile.png, figures.txt
+#   bash scripts/gpu_check.sh KEY=VALUE ...   # settings of launch.profile, such as W=7 N=5 G=7
+#
+# Takes $PYTHON (python3) as it is, with torch, transformers and pytest, and changes nothing of it. The apps also need
+# hydra-core with omegaconf and antlr4-python3-runtime; without numba the host's share is that of plain Python.
+set -euo pipefail
+here=$(dirname "${BASH_SOURCE[0]}")
+LP_SETUP=skip
+. "$here/setup.sh"
+setup
+cd "$root"
+
+dry='' wheels=${LP_WHEELS:-} out=''
+profile=(model=codellama_7b prefix=1024 "rows=[1,2,4,8,16,32,64,128]" W=16 N=2 G=44 max_new_tokens=64)
+while [ $# -gt 0 ]; do
+  case $1 in
+    --dry-run) dry=1 ;;
+    --wheels) wheels=${2:?} && shift ;;
+    --out) out=${2:?} && shift ;;
+    *=*) profile+=("$1") ;;
+    *) die "unknown argument $1; see the head of this file" ;;
+  esac
+  shift
+done
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+out=${out:-$scratch/out}
+mkdir -p "$out"
+out=$(cd "$out" && pwd)
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+if [ -n "$wheels" ]; then
+  "$python" -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --no-index \
+    --no-deps --no-compile --target "$scratch/site" "$wheels"/*.whl || die "could not install the wheels in $wheels"
+  export PYTHONPATH=$PYTHONPATH:$scratch/site
+fi
+lacking=$("$python" -c 'import importlib.util as util, sys
+print(*(name for name in sys.argv[1:] if util.find_spec(name) is None))' \
+  torch transformers pytest rich hydra omegaconf antlr4)
+[ -z "$lacking" ] || die "$python has no $lacking; carry wheels in a folder: --wheels DIR"
+if [ -n "$dry" ]; then
+  export LP_GPU_DRY_RUN=1 CUDA_VISIBLE_DEVICES=
+  profile+=(model.dtype=float32 shape.layers=2 shape.divide=16 prefix=64 "rows=[1,16]" W=4 G=12 max_new_tokens=8 rounds=3)
+else
+  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    die "torch sees no GPU; --dry-run runs on a CPU"
+fi
+
+parity=0
+"$python" -m pytest -m gpu -q -p no:cacheprovider -o junit_family=xunit1 --junitxml="$out/parity.xml" \
+  tests/gpu/test_attention.py tests/gpu/test_graph.py || parity=$?
+"$python" -m launch.profile "${profile[@]}" output=json "hydra.run.dir='$out'" >"$out/profile.json"
+"$python" scripts/gpu_table.py "$out/parity.xml" "$out/profile.json" | tee "$out/figures.txt"
+exit "$parity"

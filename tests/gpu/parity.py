@@ -1,0 +1,127 @@
+"""What the parity tests of backends and captured steps share: a device, models in two precisions, steps of all layouts.
+
+L: cached rows, T: rows of a step, H: query heads, D: head dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from lp.config import Attention
+from lp.lookahead.layout import StepLayout
+from lp.models.runner import ModelRunner
+from tests.conftest import GPU_DRY_RUN
+from tests.layouts import chains, layout_of, row_0
+
+DEVICE = torch.device("cpu" if GPU_DRY_RUN else "cuda")
+VOCABULARY = 97
+PREFIXES = (0, 1, 17, 128) if GPU_DRY_RUN else (0, 1, 17, 512, 8192)
+HEAD_DIMS = (80,) if GPU_DRY_RUN else (64, 80, 96, 128)
+HEADS = {"MHA": (4, 4), "GQA": (8, 2)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of a row of attention's output, relative to its size. Queries, keys and values are rounded to the dtype once, half an
+# ulp each, and so are probabilities and the result: measured 0.6 eps on a CPU. In float32 sums of thousands of terms
+# count instead, in whatever order a kernel adds them: measured 3 eps; TF32 would be 4000. A row that sees one slot too
+# many, or too few, is off by 0.14.
+TOLERANCE = {
+    dtype: factor * torch.finfo(dtype).eps
+    for dtype, factor in ((torch.float32, 50), (torch.bfloat16, 2), (torch.float16, 2))
+}
+
+
+@lru_cache(maxsize=1)
+def layouts() -> dict[str, StepLayout]:
+    """Steps of all kinds, from one row to a paper's."""
+    paper = (15, 5, chains(15, 4)) if not GPU_DRY_RUN else (5, 4, chains(4, 3))
+    return {
+        "one row": layout_of(0, 2, []),
+        "candidates alone": layout_of(0, 2, [*chains(3, 4), [1000, 1001, 7]]),
+        "window alone": layout_of(6, 4, []),
+        "row 0 and candidates": layout_of(16, 2, [row_0(3), *chains(4, 11)]),
+        "the paper's": layout_of(*paper),
+    }
+
+
+def model_of(kind: str, head_dim: int, dtype: torch.dtype, layers: int = 1, sharpness: float = 4.0) -> PreTrainedModel:
+    """A random Llama on the device, its attention sharp enough that a row seen wrongly shows."""
+    heads, kv_heads = HEADS[kind]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=16384,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(sharpness)
+    return model.to(dtype).to(DEVICE)
+
+
+@dataclass
+class Seen:
+    """The output of a model's first attention, as a hook sees it: (T, H x D)."""
+
+    model: PreTrainedModel
+    rows: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(self._keep)
+
+    def _keep(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.rows = args[0][0].detach().clone()
+
+
+def text(length: int) -> list[int]:
+    """Tokens of a prefix."""
+    return [(7 * i + i * i) % VOCABULARY for i in range(length)]
+
+
+@torch.inference_mode()
+def attended(model: PreTrainedModel, attention: Attention, flip: bool = False) -> dict[tuple[int, str], torch.Tensor]:
+    """What the first attention gives for every prefix and layout, by way of a runner: (T, H x D) each.
+
+    Args:
+        flip: let the last row see what it must not, or not see what it should.
+    """
+    runner, seen, found = ModelRunner(model, attention, probe=False), Seen(model), {}
+    cache = runner.new_cache(max(PREFIXES) + max(map(len, layouts().values())))
+    runner.prefill(text(max(PREFIXES)), cache, 512)
+    for prefix in PREFIXES:
+        cache.length = prefix
+        for name, layout in layouts().items():
+            visible = np.array(layout.visible())
+            if flip and len(layout) > 2:
+                visible[-1, 1] = not visible[-1, 1]
+            positions = [prefix + at - layout.positions[0] for at in layout.positions]
+            tokens = [token % VOCABULARY for token in layout.tokens]
+            runner.forward(tokens, positions, visible, cache, range(len(tokens)))
+            assert seen.rows is not None and len(seen.rows) == len(tokens)
+            found[prefix, name] = seen.rows
+    return found
+
+
+@lru_cache(maxsize=4)
+def truth(kind: str, head_dim: int, dtype: torch.dtype, flip: bool = False) -> dict[tuple[int, str], torch.Tensor]:
+    """The same in float64 with the same rounded weights, attention written out."""
+    return attended(copy.deepcopy(model_of(kind, head_dim, dtype)).double(), Attention.EAGER, flip)
+
+
+def worst(said: dict[tuple[int, str], torch.Tensor], true: dict[tuple[int, str], torch.Tensor]) -> float:
+    """The largest relative error of a row, in all cases."""
+    assert said.keys() == true.keys()
+    errors = [(said[case].double() - true[case]).norm(dim=1) / true[case].norm(dim=1) for case in true]
+    return float(torch.cat(errors).max())

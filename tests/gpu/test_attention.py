@@ -1,0 +1,45 @@
+"""Every attention backend against float64, on the GPU; `scripts/gpu_check.sh --dry-run` runs the same on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lp.config import Attention
+from tests.gpu.parity import DTYPES, HEAD_DIMS, HEADS, TOLERANCE, attended, model_of, truth, worst
+
+pytestmark = pytest.mark.gpu
+BACKENDS = [attention for attention in Attention if attention is not Attention.AUTO]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_a_backend_is_as_near_float64_as_its_dtype(
+    attention: Attention, dtype: torch.dtype, head_dim: int, kind: str, record_property: Callable[[str, object], None]
+) -> None:
+    """A kernel of another head dimension, or one that reads keys past the prefix, is seen by nothing else."""
+    record_property("part", f"attention {attention}")
+    record_property("dtype", str(dtype).removeprefix("torch."))
+    model = model_of(kind, head_dim, dtype)
+    try:
+        said = attended(model, attention)
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
+    error = worst(said, truth(kind, head_dim, dtype))
+    record_property("error", error)
+    record_property("tolerance", TOLERANCE[dtype])
+    assert error <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_seen_wrongly_is_far_outside(dtype: torch.dtype) -> None:
+    """A tolerance so wide that it passes a wrong mask checks nothing."""
+    right, wrong = truth("GQA", 64, dtype), truth("GQA", 64, dtype, flip=True)
+    for (prefix, name), rows in right.items():
+        error = float((wrong[prefix, name][-1] - rows[-1]).norm() / rows[-1].norm())
+        if name != "one row" and prefix <= 17:
+            assert error > 4 * TOLERANCE[dtype], (prefix, name, error)
