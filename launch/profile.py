@@ -54,11 +54,11 @@ def profile_model(config: ProfileConfig) -> None:
     context = open_context(config)
     plan = _plan(config, context)
     model, ids = (_shape if config.model.name in SHAPES else _loaded)(config, plan, context)
-    build = cast("Build", partial(builder, model))
+    build, came_with = cast("Build", partial(builder, model)), model.config._attn_implementation
     with Console(stderr=True).status("measuring"):
         found = profile(model, build, ids, plan, context)
         compared = config.compare and plan.ranks == 1 and plan.sampling is None
-        methods = _methods(model, build, ids, config) if compared else {}
+        methods = _methods(model, came_with, build, ids, config) if compared else {}
         compared_speeds = speeds(methods, plan.rounds) if methods else {}
     setting = _setting(config, plan, model, build(lp.ParallelContext(device=model.device)))
     report = Report(setting=setting, found=found, speeds=compared_speeds)
@@ -114,7 +114,7 @@ def _loaded(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> t
 
 
 def _methods(
-    model: PreTrainedModel, build: Build, ids: list[int], config: ProfileConfig
+    model: PreTrainedModel, attention: str, build: Build, ids: list[int], config: ProfileConfig
 ) -> Mapping[str, Callable[[], GenerationOutput]]:
     """Ways to decode the same text, by name."""
     context, tokens = lp.ParallelContext(device=model.device), config.max_new_tokens
@@ -124,7 +124,7 @@ def _methods(
         "one row a step": lp.LookaheadDecoder(model, single, context, config.attention.name),
     }
     methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
-    return {TRANSFORMERS: partial(transformers_greedy, model, ids, tokens), **methods}
+    return {TRANSFORMERS: partial(transformers_greedy, model, attention, ids, tokens), **methods}
 
 
 def _setting(
