@@ -17,7 +17,7 @@ from lp.models.runner import ModelRunner
 from tests.gpu.parity import DTYPES, PREFIXES, TOLERANCE, VOCABULARY, layouts, model_of, text
 
 pytest.importorskip("lp.models.graph", reason="this version captures no steps")
-from lp.config import Capture  # noqa: E402
+from lp.config import Capture
 
 pytestmark = pytest.mark.gpu
 BACKENDS = [attention for attention in Attention if attention is not Attention.AUTO]
