@@ -17,7 +17,7 @@ ENV = {"PYTHON": sys.executable, "LP_WHEELS": ""}
 
 def test_the_dry_run_goes_all_the_way(processes: Processes, tmp_path: Path) -> None:
     """On the day a GPU is there, the command must not fail for a reason that any machine could have shown."""
-    ran = processes.run([*COMMAND, "--dry-run", "--out", str(tmp_path)], ENV)
+    ran = processes.run([*COMMAND, "--dry-run", "--out", str(tmp_path)], ENV, timeout_s=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
     assert (found["model"], found["device"], found["W"], found["G"]) == ("codellama_7b", "cpu", 4, 12)
