@@ -19,16 +19,16 @@ class WithoutAttention:
         model: whose attention to leave out.
 
     Attributes:
-        calls: how often the model asked; 0 says that its attention does not go through transformers' registry.
+        called: whether the model asked; if not, its attention does not go through transformers' registry.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.calls, self.before = model, 0, model.config._attn_implementation
+        self.model, self.called, self.before = model, False, model.config._attn_implementation
+        AttentionInterface.register(NAME, self._hand_through)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
 
     def __enter__(self) -> None:
         self.before = self.model.config._attn_implementation
-        AttentionInterface.register(NAME, self._hand_through)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
         self.model.set_attn_implementation(NAME)
 
     def __exit__(self, *failure: object) -> None:
@@ -43,5 +43,5 @@ class WithoutAttention:
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
-        self.calls += 1
+        self.called = True  # no count, which torch.compile would compile anew for
         return q_1HTD[..., : v.shape[-1]].transpose(1, 2).contiguous(), None

@@ -213,7 +213,7 @@ def profile(model: PreTrainedModel, build: Build, ids: Sequence[int], plan: Plan
         times = alternated(calls, plan.rounds, device, {"bare": left_out})
     work, found = Work.of(model), ceilings.read(times)
     del outputs[:WARM_UP]
-    step = _step(outputs, times, most_rows, left_out.calls > 0, context.world_size > 1)
+    step = _step(outputs, times, most_rows, left_out.called, context.world_size > 1)
     return Profile(ceilings=found, work=work, curve=_curve(times, plan, work, found), step=step)
 
 
