@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -29,7 +30,7 @@ from launch.schema import Output, ProfileConfig
 from launch.session import PLAIN, check_common, decoder_builders, load_model, open_context, sampling_of
 from launch.stream import on_rank_0
 from lp.bench.ceilings import device_name
-from lp.bench.profile import Build, Plan, profile
+from lp.bench.profile import Plan, profile
 from lp.bench.prompts import load_builtin
 from lp.bench.speed import speeds, transformers_greedy
 from lp.decoding.base import GenerationOutput
@@ -50,15 +51,15 @@ def profile_model(config: ProfileConfig) -> None:
         raise ValueError(
             "decoder.name is 'autoregressive', which runs no steps of rows; W=0 G=0 is plain decoding here"
         )
-    builder = decoder_builders(config, [config.decoder.name])[config.decoder.name]
+    builder, plain_builder = _builder(config), _builder(_uncaptured(config))
     context = open_context(config)
     plan = _plan(config, context)
     model, ids = (_shape if config.model.name in SHAPES else _loaded)(config, plan, context)
-    build, came_with = cast("Build", partial(builder, model)), model.config._attn_implementation
+    came_with, build, plain = model.config._attn_implementation, partial(builder, model), partial(plain_builder, model)
     with Console(stderr=True).status("measuring"):
-        found = profile(model, build, ids, plan, context)
+        found = profile(model, build, plain, ids, plan, context)
         compared = config.compare and plan.ranks == 1 and plan.sampling is None
-        methods = _methods(model, came_with, build, ids, config) if compared else {}
+        methods = _methods(model, came_with, ids, config) if compared else {}
         compared_speeds = speeds(methods, plan.rounds) if methods else {}
     setting = _setting(config, plan, model, build(lp.ParallelContext(device=model.device)))
     report = Report(setting=setting, found=found, speeds=compared_speeds)
@@ -113,16 +114,30 @@ def _loaded(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> t
     return loaded.model, [text[i % len(text)] for i in range(plan.prefix + 1)]
 
 
+def _uncaptured(config: ProfileConfig) -> ProfileConfig:
+    return replace(config, attention=replace(config.attention, capture=str(lp.Capture.OFF)))
+
+
+def _builder(config: ProfileConfig) -> Callable[[PreTrainedModel, lp.ParallelContext], lp.LookaheadDecoder]:
+    """How to build the decoder of a config, which is no plain one; checked now."""
+    built = decoder_builders(config, [config.decoder.name])[config.decoder.name]
+    return cast("Callable[[PreTrainedModel, lp.ParallelContext], lp.LookaheadDecoder]", built)
+
+
 def _methods(
-    model: PreTrainedModel, attention: str, build: Build, ids: list[int], config: ProfileConfig
+    model: PreTrainedModel, attention: str, ids: list[int], config: ProfileConfig
 ) -> Mapping[str, Callable[[], GenerationOutput]]:
-    """Ways to decode the same text, by name."""
+    """Ways to decode the same text, by name; those that capture steps without that too."""
     context, tokens = lp.ParallelContext(device=model.device), config.max_new_tokens
     single = lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
-    decoders = {
-        config.decoder.name: build(context),
-        "one row a step": lp.LookaheadDecoder(model, single, context, config.attention.name),
-    }
+    decoders: dict[str, lp.LookaheadDecoder] = {}
+    for how, suffix in ((config, ""), (_uncaptured(config), ", not captured")):
+        decoder = _builder(how)(model, context)
+        if suffix and not decoders[config.decoder.name].runner.captured:
+            break
+        decoders[config.decoder.name + suffix] = decoder
+        backend = how.attention
+        decoders["one row a step" + suffix] = lp.LookaheadDecoder(model, single, context, backend.name, backend.capture)
     methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
     return {TRANSFORMERS: partial(transformers_greedy, model, attention, ids, tokens), **methods}
 
@@ -130,7 +145,7 @@ def _methods(
 def _setting(
     config: ProfileConfig, plan: Plan, model: PreTrainedModel, decoder: lp.LookaheadDecoder
 ) -> dict[str, object]:
-    shape = decoder.config
+    shape, captured = decoder.config, decoder.runner.captured
     return {
         "model": config.model.name,
         "random": config.model.name in SHAPES,
@@ -140,6 +155,7 @@ def _setting(
         "device": device_name(model.device),
         "threads": torch.get_num_threads(),
         "attention": str(decoder.runner.attention),
+        "capture": str(captured.how if captured else lp.Capture.OFF),
         "compiled": COMPILED,
         "W": shape.window_size,
         "N": shape.ngram_size,

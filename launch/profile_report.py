@@ -99,8 +99,8 @@ def caption(report: Report) -> str:
     drawn, weights = ", random weights" * s["random"], found.work.weight_bytes / 1e9
     lines = [
         f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters{drawn}), {s['dtype']}, {s['device']}, threads: "
-        f"{s['threads']}, attention: {s['attention']}, prefix {s['prefix']}, W={s['W']} N={s['N']} G={s['G']}, medians "
-        f"of {s['rounds']}",
+        f"{s['threads']}, attention: {s['attention']}, capture: {s['capture']}, prefix {s['prefix']}, W={s['W']} "
+        f"N={s['N']} G={s['G']}, medians of {s['rounds']}",
         f"ceilings of this run: copy {ceilings.bytes_per_s / 1e9:.1f} GB/s, read and written; product "
         f"{ceilings.flop_per_s / 1e9:.0f} GFLOP/s",
         f"t({found.curve[0].rows}) is {found.over_weights:.2f} x {weights:.3f} GB of weights over the copy's speed",

@@ -174,12 +174,15 @@ def largest_step(decoder: LookaheadDecoder) -> StepLayout:
     return full_layout(shape.window_size, shape.ngram_size, shape.row_budget, shape.depth)
 
 
-def profile(model: PreTrainedModel, build: Build, ids: Sequence[int], plan: Plan, context: ParallelContext) -> Profile:
+def profile(
+    model: PreTrainedModel, build: Build, plain: Build, ids: Sequence[int], plan: Plan, context: ParallelContext
+) -> Profile:
     """Measure a model where it is.
 
     Args:
         model: an HF causal LM, loaded.
         build: a decoder of it in a context.
+        plain: the same without captured steps, which threads cannot capture at the same time.
         ids: the text so far, L + 1 tokens: the last one is not cached yet.
         plan: what to measure.
         context: this process's own: a single rank, or one of R that all call this.
@@ -194,7 +197,7 @@ def profile(model: PreTrainedModel, build: Build, ids: Sequence[int], plan: Plan
     plan.check_room(model, len(layout), device)
     shard = ShardPlan.build(layout, plan.ranks)
     most_rows = len(shard.slots[plan.rank])
-    decode, outputs = _decode(build, ids, plan, context), list[GenerationOutput]()
+    decode, outputs = _decode(build, plain, ids, plan, context), list[GenerationOutput]()
     count = _typical_rows([decode()])
     catch_up = [0] * (count - most_rows)  # among many ranks that is most of a step; which tokens costs the same
     rows = RankRows.build(layout, shard, plan.rank, catch_up)
@@ -221,7 +224,9 @@ def _name(rows: int) -> str:
     return f"t({rows})"
 
 
-def _decode(build: Build, ids: Sequence[int], plan: Plan, context: ParallelContext) -> Callable[[], GenerationOutput]:
+def _decode(
+    build: Build, plain: Build, ids: Sequence[int], plan: Plan, context: ParallelContext
+) -> Callable[[], GenerationOutput]:
     """The decode loop of this plan's rank: in earnest, or with the others on tape where they do not run."""
 
     def decode(decoder: Decoder) -> GenerationOutput:
@@ -232,7 +237,7 @@ def _decode(build: Build, ids: Sequence[int], plan: Plan, context: ParallelConte
 
     if context.world_size > 1 or plan.ranks == 1:
         return partial(decode, build(context))
-    return replayed(build, decode, plan.rank, plan.ranks, record(build, decode, plan.rank, plan.ranks))
+    return replayed(build, decode, plan.rank, plan.ranks, record(plain, decode, plan.rank, plan.ranks))
 
 
 def _typical_rows(outputs: Sequence[GenerationOutput]) -> int:

@@ -1,4 +1,7 @@
-"""Captured steps against float64, against steps that are not captured, and against plain decoding."""
+"""Captured steps against float64, against steps that are not captured, and against plain decoding.
+
+The dry run on a CPU takes the same steps without capturing them, and says so.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +15,27 @@ import torch
 from transformers import PreTrainedModel
 
 import lp
-from lp.config import Attention
+from lp.bench.compare import differences
+from lp.config import Attention, Capture
 from lp.models.runner import ModelRunner
+from tests.conftest import GPU_DRY_RUN
 from tests.gpu.parity import DTYPES, PREFIXES, TOLERANCE, VOCABULARY, layouts, model_of, text
 
-pytest.importorskip("lp.models.graph", reason="this version captures no steps")
-from lp.config import Capture
-
 pytestmark = pytest.mark.gpu
-BACKENDS = [attention for attention in Attention if attention is not Attention.AUTO]
+GRAPH = Capture.OFF if GPU_DRY_RUN else Capture.GRAPH
+BACKENDS = (Attention.SDPA, Attention.EAGER, Attention.FLASH)
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=6)
 
 
 @torch.inference_mode()
-def _logits(model: PreTrainedModel, attention: Attention, capture: Capture) -> list[torch.Tensor]:
-    """Of every layout behind every prefix, in an order of their own, so that no step follows one of its size."""
-    runner = ModelRunner(model, attention, probe=False, capture=capture)
-    cache = runner.new_cache(max(PREFIXES) + max(map(len, layouts().values())))
-    runner.prefill(text(max(PREFIXES)), cache, 512)
-    cases = [(prefix, layout) for prefix in PREFIXES for layout in layouts().values()]
+def _logits(
+    model: PreTrainedModel, attention: Attention, capture: Capture, prefixes: tuple[int, ...], names: list[str]
+) -> list[torch.Tensor]:
+    """Of these layouts behind these prefixes, in an order of their own: what follows a step is of another size."""
+    runner = ModelRunner(model, attention, capture, probe=False)
+    cache = runner.new_cache(max(prefixes) + max(map(len, layouts().values())))
+    runner.prefill(text(max(prefixes)), cache, 512)
+    cases = [(prefix, layouts()[name]) for prefix in prefixes for name in names]
     random.Random(0).shuffle(cases)
     found = []
     for prefix, layout in cases:
@@ -42,29 +47,49 @@ def _logits(model: PreTrainedModel, attention: Attention, capture: Capture) -> l
 
 
 def _error(said: list[torch.Tensor], true: list[torch.Tensor]) -> float:
+    """The largest of a row, relative to its size."""
     assert [rows.shape for rows in said] == [rows.shape for rows in true]
     errors = [(a.double() - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(said, true, strict=True)]
     return float(torch.cat(errors).max())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def _check(
+    attention: Attention,
+    dtype: torch.dtype,
+    capture: Capture,
+    prefixes: tuple[int, ...],
+    names: list[str],
+    record_property: Callable[[str, object], None],
+) -> None:
+    model = model_of("GQA", 64, dtype, layers=2)
+    record_property("part", f"step, capture={capture}, {attention}")
+    record_property("dtype", str(dtype).removeprefix("torch."))
+    true = _logits(copy.deepcopy(model).double(), Attention.EAGER, Capture.OFF, prefixes, names)
+    try:
+        said = _logits(model, attention, capture, prefixes, names)
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
+    plain = _error(_logits(model, attention, Capture.OFF, prefixes, names), true)
+    error, tolerance = _error(said, true), 2 * plain + TOLERANCE[dtype]  # padded rows may take kernels of another size
+    record_property("error", error)
+    record_property("tolerance", tolerance)
+    assert error <= tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_a_captured_step_is_as_near_float64_as_one_that_is_not(
     attention: Attention, dtype: torch.dtype, record_property: Callable[[str, object], None]
 ) -> None:
     """A graph replays what it was captured with: a length, a mask or a token of another step would be in its logits."""
-    model = model_of("GQA", 64, dtype, layers=2)
-    record_property("part", f"captured {attention}")
-    record_property("dtype", str(dtype).removeprefix("torch."))
-    true = _logits(copy.deepcopy(model).double(), Attention.EAGER, Capture.OFF)
-    try:
-        captured, plain = (_error(_logits(model, attention, mode), true) for mode in (Capture.AUTO, Capture.OFF))
-    except ValueError as refusal:
-        pytest.skip(str(refusal))
-    tolerance = 2 * plain + TOLERANCE[dtype]  # rows are padded, so that kernels of another size may run
-    record_property("error", captured)
-    record_property("tolerance", tolerance)
-    assert captured <= tolerance
+    _check(attention, dtype, GRAPH, PREFIXES, list(layouts()), record_property)
+
+
+@pytest.mark.skipif(GPU_DRY_RUN, reason="compiling takes longer than a dry run may")
+@pytest.mark.parametrize("attention", [Attention.SDPA, Attention.FLASH])
+def test_a_compiled_step_is_as_near(attention: Attention, record_property: Callable[[str, object], None]) -> None:
+    """Of one size, since every size is compiled; the length is data and must not be compiled in."""
+    _check(attention, torch.bfloat16, Capture.COMPILE, PREFIXES[2:], ["window alone"], record_property)
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
@@ -72,13 +97,14 @@ def test_captured_text_is_that_of_plain_decoding(
     attention: Attention, record_property: Callable[[str, object], None]
 ) -> None:
     """Token for token, over several texts of one decoder: what a graph kept of one must not reach the next."""
-    model = model_of("GQA", 64, torch.float32, layers=2)
-    record_property("part", f"captured text {attention}")
-    try:
-        decoder = lp.LookaheadDecoder(model, CONFIG, attention=attention, capture=Capture.AUTO)
-    except ValueError as refusal:
-        pytest.skip(str(refusal))
+    dtype = torch.float32 if GPU_DRY_RUN or attention is not Attention.FLASH else torch.bfloat16
+    model = model_of("GQA", 64, dtype, layers=2)
+    record_property("part", f"text, capture={GRAPH}, {attention}")
+    record_property("dtype", str(dtype).removeprefix("torch."))
+    decoder = lp.LookaheadDecoder(model, CONFIG, attention=attention, capture=GRAPH)
+    eager = lp.LookaheadDecoder(model, CONFIG, attention=attention, capture=Capture.OFF)
+    methods = {"captured": decoder, "not captured": eager, "plain": lp.AutoregressiveDecoder(model)}
     for length in (40, 3, 90):
         prompt = text(length)
-        plain = lp.AutoregressiveDecoder(model).generate(prompt, 48)
-        assert decoder.generate(prompt, 48).tokens == plain.tokens
+        tokens = {name: method.generate(prompt, 48).tokens for name, method in methods.items()}
+        assert [found for found in differences(model, prompt, tokens, "plain") if not found.near_tie] == []

@@ -131,7 +131,7 @@ def test_a_profile_adds_up(ranks: int, rank: int) -> None:
     """Shares that do not sum to the step, or rows of another rank, would be believed."""
     model = tiny_model(dtype=torch.float32)
     plan = Plan(prefix=len(IDS) - 1, rows=(4, 1), tokens=6, rounds=2, ranks=ranks, rank=rank)
-    found = profile(model, _build(model), IDS, plan, ParallelContext())
+    found = profile(model, _build(model), _build(model), IDS, plan, ParallelContext())
     assert [point.rows for point in found.curve] == [1, 4] and found.curve[0].ratio == 1
     for point in found.curve:
         assert point.seconds * point.bytes_per_s == pytest.approx(found.work.moved_bytes(point.rows, plan.prefix))
@@ -154,7 +154,7 @@ def test_running_ranks_exchange_in_earnest() -> None:
 
     def body(context: ParallelContext) -> tuple[bool, int]:
         plan = Plan(prefix=len(IDS) - 1, rows=(1,), tokens=4, rounds=1, ranks=2, rank=context.rank)
-        step = profile(model, _build(model), IDS, plan, context).step
+        step = profile(model, _build(model), _build(model), IDS, plan, context).step
         return step.real_exchange, step.most_rows
 
     (first, rows_0), (second, rows_1) = run_lockstep(2, body)
@@ -165,10 +165,10 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A position past the context says nothing of the model, and a cache that does not fit ends the process."""
     model = tiny_model()
     with pytest.raises(ValueError, match=r"prefix is 500, .* positions; the model's context is 512"):
-        profile(model, _build(model), IDS, Plan(prefix=500), ParallelContext())
+        profile(model, _build(model), _build(model), IDS, Plan(prefix=500), ParallelContext())
     monkeypatch.setattr("lp.models.shapes.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"too little memory on cpu: [0-9]+ bytes needed, 1000 free"):
-        profile(model, _build(model), IDS, Plan(prefix=16), ParallelContext())
+        profile(model, _build(model), _build(model), IDS, Plan(prefix=16), ParallelContext())
 
 
 def test_speeds_are_of_the_same_text() -> None:
