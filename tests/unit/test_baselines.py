@@ -1,0 +1,103 @@
+"""transformers' `generate` behind our interface: the tokens of plain decoding, in the steps that it took."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+import lp
+from lp.baselines import BASELINES, BaselineOptions
+from lp.baselines.hf_generate import HFGenerateDecoder, load_draft
+from lp.distributed import ParallelContext
+from tests.tiny_models import plain_greedy, tiny_model
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 1, 4, 1, 5, 9]
+KINDS: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "static": {"cache": "static"},
+    "prompt_lookup": {"prompt_lookup": 5},
+    "draft": {"draft": None},  # a copy of the model, so that every draft is right
+    "bad_draft": {"draft": 1},  # another one, so that hardly any is
+}
+
+
+def _decoder(model: PreTrainedModel, kind: str) -> HFGenerateDecoder:
+    options = KINDS[kind]
+    drafts = {"draft": tiny_model(seed=1) if options.get("draft") else copy.deepcopy(model)}
+    return HFGenerateDecoder(model, **(drafts if "draft" in options else options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+def test_tokens_are_plain_ones(arch: str, kind: str) -> None:
+    """A baseline that says something else, or says it in steps it did not take, is no baseline."""
+    model = tiny_model(arch)
+    seen: list[int] = []
+    output = _decoder(model, kind).generate(IDS, 24, on_tokens=lambda tokens, step: seen.extend(tokens))
+    assert output.tokens == plain_greedy(model, IDS, 24) == seen
+    assert output.finish_reason == "length" and output.prefill_s > 0 and output.decode_s > 0
+    accepted = [step.accepted for step in output.step_stats]
+    assert sum(accepted) + output.steps == 24 and all(s.accepted < s.slots for s in output.step_stats)
+    assert output.steps == 24 if kind in ("dynamic", "static") else kind == "bad_draft" or output.steps < 24
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_tokens_are_plain_ones(kind: str) -> None:
+    """The same noise: what differs between methods must be their speed alone."""
+    model, sampling = tiny_model(), lp.SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.2, seed=5)
+    expected = lp.AutoregressiveDecoder(model).generate(IDS, 20, sampling).tokens
+    assert _decoder(model, kind).generate(IDS, 20, sampling).tokens == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ends_where_plain_decoding_ends(kind: str) -> None:
+    """Drafts may run past EOS within a step; the model's own settings must not creep in."""
+    model = tiny_model()
+    plain = plain_greedy(model, IDS, 30)
+    eos = plain[12]
+    expected = lp.AutoregressiveDecoder(model).generate(IDS, 30, eos_token_id=eos)
+    model.generation_config = GenerationConfig(repetition_penalty=1.7, eos_token_id=plain[3], do_sample=True)
+    output = _decoder(model, kind).generate(IDS, 30, eos_token_id=eos)
+    assert (output.tokens, output.finish_reason) == (expected.tokens, "eos")
+    assert _decoder(model, kind).generate(IDS, 30, eos_token_id=()).tokens == plain
+
+
+def test_a_prompt_of_one_token_and_a_boundary() -> None:
+    """Nothing to prefill; and rotary frequencies that need the whole prompt at once."""
+    model = tiny_model()
+    assert HFGenerateDecoder(model).generate([7], 5).tokens == plain_greedy(model, [7], 5)
+    long = tiny_model("llama_longrope")
+    ids = [1 + i * i % 50 for i in range(60)]
+    assert HFGenerateDecoder(long).generate(ids, 5).tokens == plain_greedy(long, ids, 5)
+
+
+def test_refusals() -> None:
+    """Each names what is missing and the way out."""
+    model, alone, options = tiny_model(), ParallelContext(), BaselineOptions()
+    for name in ("deepspeed_tp", "transformers_tp"):
+        with pytest.raises(ValueError, match="there is one; launch with NPROC=2"):
+            BASELINES[name].build(model, alone, options)
+    with pytest.raises(ValueError, match="needs a draft model; give draft="):
+        BASELINES["hf_assisted"].build(model, alone, options)
+    with pytest.raises(ValueError, match="give one of the same family"):
+        load_draft("demo", model)
+    with pytest.raises(ValueError, match="must be one of"):
+        HFGenerateDecoder(model, cache="paged")
+    with pytest.raises(ValueError, match="takes no drafts"):
+        HFGenerateDecoder(model, cache="static", prompt_lookup=3)
+    if torch.cuda.device_count() < 2:
+        with pytest.raises(ValueError, match=f"torch sees {torch.cuda.device_count()}: leave it out here"):
+            BASELINES["accelerate_pp"].build(model, alone, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_pipeline_gives_plain_tokens() -> None:
+    pytest.importorskip("accelerate")
+    model = tiny_model(dtype=torch.float32).cuda()
+    decoder = BASELINES["accelerate_pp"].build(model, ParallelContext(), BaselineOptions())
+    assert decoder.generate(IDS, 16).tokens == lp.AutoregressiveDecoder(model).generate(IDS, 16).tokens
