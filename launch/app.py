@@ -25,16 +25,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
 
 from launch.schema import register, settings, unknown_key
+from launch.sweep import INTERRUPTED, READER_LEFT, USER_ERROR, relaunch, surviving, tell
 from lp.distributed import leave
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-USER_ERROR, INTERRUPTED, READER_LEFT = 2, 130, 141
 OURS = ("lp", "launch", "__main__")
 LATE_S = 3
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printing and exiting with 1
 
 
-def run(task: Callable[[Any], None], config_name: str = "config") -> None:
+def run(task: Callable[[Any], float | None], config_name: str = "config") -> None:
     """Compose the config from sys.argv and run the task, once or for every job of a sweep.
 
     Args:
@@ -56,16 +56,18 @@ def run(task: Callable[[Any], None], config_name: str = "config") -> None:
     try:
         with reported():
             # Around the job too: what leaves a job makes Hydra print a line of its own.
-            app(reported()(_job(task)))()
+            app(surviving(reported()(_job(task))))()
             leave()  # not after a job: the next one of a sweep shares the group
     finally:
         del os.environ[FULL_ERROR]
 
 
-def _job(task: Callable[[Any], None]) -> Callable[[DictConfig], None]:
-    def job(cfg: DictConfig) -> None:
+def _job(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | None]:
+    def job(cfg: DictConfig) -> float | None:
         try:
-            task(settings(cfg))
+            config = settings(cfg)
+            nproc = config.parallel.nproc
+            return tell(task(config)) if nproc is None else relaunch(nproc)
         finally:
             _tidy(Path(HydraConfig.get().runtime.output_dir))
 

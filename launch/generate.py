@@ -49,7 +49,7 @@ def generate(config: Config) -> None:
         raise SystemExit(INTERRUPTED)
 
 
-def _continue_all(session: Session, pen: Pen, report: Report) -> None:
+def _continue_all(session: Session[Config], pen: Pen, report: Report) -> None:
     try:
         if session.config.stream:
             pen.legend()
@@ -80,7 +80,7 @@ def _warm_up(session: Session) -> None:
             raise KeyboardInterrupt
 
 
-def _continue(session: Session, prompt: Prompt, pen: Pen, report: Report) -> None:
+def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Report) -> None:
     """Show one prompt's continuation, then measure it."""
     config, ids = session.config, session.encode(prompt)
     chosen = session.decoders[report.method]
@@ -105,7 +105,7 @@ def _head(prompt: Prompt, tokens: int, pen: Pen, config: Config) -> None:
         pen.aside(skipped + "\n".join(lines[-SHOWN_PROMPT_LINES:]))
 
 
-def _compare(session: Session, ids: list[int], pen: Pen, result: Result) -> None:
+def _compare(session: Session[Config], ids: list[int], pen: Pen, result: Result) -> None:
     pen.note("measuring, in alternation: " + ", ".join(session.decoders))
     tokens = session.config.max_new_tokens
     runs: dict[str, Callable[[], GenerationOutput]] = {

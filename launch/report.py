@@ -121,7 +121,7 @@ def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]]) -> Row:
     return Row(method=method, prompts=len(outputs), tokens=tokens, steps=steps, decode_s=sum(times_s))
 
 
-def describe(session: Session) -> dict[str, Any]:
+def describe(session: Session[Any]) -> dict[str, Any]:
     """The setting a figure was measured in; W, N, G are those of the lookahead decoder, if it runs."""
     config, model = session.config, session.loaded.model
     setting = {"model": config.model.name, "parameters": model.num_parameters(), "dtype": _short(model.dtype)}

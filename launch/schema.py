@@ -59,17 +59,28 @@ class GreedySchema:
 
 @dataclass
 class ParallelSchema:
-    """How ranks talk to each other."""
+    """How ranks talk to each other; `nproc` makes an app that runs alone launch so many of itself."""
 
     backend: str = "auto"
+    nproc: int | None = None
 
 
 @dataclass
 class TaskSchema:
-    """Where prompts come from; without a path, from the package."""
+    """Where prompts come from: a JSONL file, without a path a data set on the hub, without either the package.
+
+    `prompt`, `reference` and `id` name fields of the data set, or are templates of them, as in "Sum up: {article}".
+    """
 
     name: str = MISSING
     path: str | None = None
+    hub: str | None = None
+    subset: str | None = None
+    split: str = "test"
+    prompt: str = "prompt"
+    reference: str | None = None
+    id: str | None = None
+    chat: bool = False
 
 
 @dataclass
@@ -109,18 +120,34 @@ class Common:
 
 
 @dataclass
-class Config(Common):
-    """What launch.generate is given. The comments are in conf/config.yaml."""
+class Tasked(Common):
+    """What apps are given that continue the prompts of a task."""
 
     task: TaskSchema = field(default_factory=TaskSchema)
     prompt: str | None = None
     prompt_file: str | None = None
     limit: int | None = None
+    output: Output = Output.table
+    repeats: int = 1
+
+
+@dataclass
+class Config(Tasked):
+    """What launch.generate is given. The comments are in conf/config.yaml."""
+
     show_prompt: bool = True
     stream: bool = True
-    output: Output = Output.table
     compare: bool = True
-    repeats: int = 1
+
+
+@dataclass
+class BenchmarkConfig(Tasked):
+    """What launch.benchmark is given. The comments are in conf/benchmark.yaml."""
+
+    methods: list[str] | None = None
+    draft: str | None = None
+    quality: bool = False
+    out: str | None = None
 
 
 @dataclass
@@ -212,6 +239,7 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 def register() -> None:
     """Put the schemas where the defaults lists of conf/ find them: group `schema`."""
     schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig}
+    schemas |= {"benchmark": BenchmarkConfig}
     schemas |= {"model": ModelSchema, "attention": AttentionSchema, "parallel": ParallelSchema, "task": TaskSchema}
     schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
     schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")

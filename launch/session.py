@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 import lp
-from launch.schema import Common, Config, frozen
+from launch.schema import Common, Config, Tasked, frozen
+from lp.bench.hub import load_hub
 from lp.bench.prompts import Prompt, load_builtin, load_jsonl, read_text
 from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
@@ -23,10 +24,12 @@ from lp.models.shapes import SHAPES
 PLAIN = "autoregressive"  # the oracle the others are held against
 METHODS = ("lookahead", PLAIN, "prompt_lookup")  # these are compared
 CHOICES = (*METHODS, "lookahead_paper", "token_recycling", "suffix")  # the last needs an optional package
+C = TypeVar("C", bound=Tasked)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class Session(Generic[C]):
     """A loaded model with its decoders.
 
     Args:
@@ -38,7 +41,7 @@ class Session:
         prompts: what to continue.
     """
 
-    config: Config
+    config: C
     context: lp.ParallelContext
     loaded: Loaded
     decoders: Mapping[str, Decoder]
@@ -46,8 +49,13 @@ class Session:
     prompts: list[Prompt]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The prompt's tokens."""
-        return list(self.loaded.tokenizer(prompt.text, verbose=False)["input_ids"])  # a prompt too long has our error
+        """The prompt's tokens, in the model's chat template where the task asks a question and the model has one."""
+        tokenizer, text, chats = self.loaded.tokenizer, prompt.text, False
+        if self.config.task.chat and tokenizer.chat_template:
+            said, chats = [{"role": "user", "content": text}], True
+            text = str(tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
+        # A prompt too long has our error, not a warning; a template has written BOS already.
+        return list(tokenizer(text, add_special_tokens=not chats, verbose=False)["input_ids"])
 
     def run(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens | None = None) -> GenerationOutput:
         """Continue a prompt by at most so many tokens, as the config says."""
@@ -57,7 +65,7 @@ class Session:
         )
 
 
-def open_session(config: Config) -> Session:
+def open_session(config: Config) -> Session[Config]:
     """Check everything that can be checked without the model, then load it.
 
     Raises:
@@ -128,7 +136,7 @@ def sampling_of(config: Common) -> lp.SamplingParams | None:
     return None
 
 
-def check(config: Config) -> None:
+def check(config: Tasked) -> None:
     """Refuse counts below one and a prompt given twice.
 
     Raises:
@@ -155,7 +163,7 @@ def check_common(config: Common) -> None:
         raise ValueError("stop_strings has an empty string, which every text ends with; leave it out")
 
 
-def read_prompts(config: Config) -> list[Prompt]:
+def read_prompts(config: Tasked) -> list[Prompt]:
     """The prompt, the prompt file, or the first prompts of the task.
 
     Raises:
@@ -167,11 +175,15 @@ def read_prompts(config: Config) -> list[Prompt]:
         text = read_text(config.prompt_file, "prompt_file")
         return [_not_empty(Prompt(task_id=Path(config.prompt_file).name, text=text), "put a text into the prompt_file")]
     task = config.task
-    if task.path is None:
-        return load_builtin(config.limit)
-    if not Path(task.path).is_file():
-        raise ValueError(f"task {task.name} has no file {task.path}; set LP_DATA to its folder, or give task.path=...")
-    return load_jsonl(task.path, config.limit)
+    if task.path is not None and not Path(task.path).is_file():
+        remedy = "set LP_DATA to its folder, or give task.path=..."
+        hub = f", or task.path=null to take {task.hub} from the hub" * (task.hub is not None)
+        raise ValueError(f"task {task.name} has no file {task.path}; {remedy}{hub}")
+    if task.path is not None:
+        return load_jsonl(task.path, config.limit)
+    if task.hub is not None:
+        return load_hub(task.hub, task.subset, task.split, task.prompt, task.reference, task.id, config.limit)
+    return load_builtin(config.limit)
 
 
 def _not_empty(prompt: Prompt, remedy: str) -> Prompt:
@@ -198,25 +210,30 @@ def decoder_builders(config: Common, names: Iterable[str]) -> dict[str, Callable
     return {name: _builder(name, config) for name in names}
 
 
+def _settings(name: str, config: Common, made: type[T], **defaults: Any) -> T:
+    """As the user set the decoder that was chosen; of the others, the defaults."""
+    return frozen(made, config.decoder) if config.decoder.name == name else made(**defaults)
+
+
 def _builder(name: str, config: Common) -> Callable[[Any, lp.ParallelContext], Decoder]:
-    chosen, how = config.decoder.name == name, (config.attention.name, config.attention.capture)
+    how = (config.attention.name, config.attention.capture)
+    shape = {"window_size": config.W, "ngram_size": config.N, "guess_set_size": config.G}
     if name == PLAIN:
         return lambda model, context: lp.AutoregressiveDecoder(model, context)
     if name == "prompt_lookup":
-        lookup = frozen(lp.PromptLookupConfig, config.decoder) if chosen else lp.PromptLookupConfig()
+        lookup = _settings(name, config, lp.PromptLookupConfig)
         return lambda model, context: lp.PromptLookupDecoder(model, lookup, context, *how)
     if name == "lookahead_paper":
-        paper = frozen(lp.PaperConfig, config.decoder)
+        paper = _settings(name, config, lp.PaperConfig, **shape)
         return lambda model, context: lp.PaperDecoder(model, paper, context, *how)
     if name == "token_recycling":
-        recycling = frozen(lp.RecyclingConfig, config.decoder)
+        recycling = _settings(name, config, lp.RecyclingConfig)
         return lambda model, context: lp.RecyclingDecoder(model, recycling, context, *how)
     if name == "suffix":
         native_tree()  # refused before the model is loaded
-        suffix = frozen(lp.SuffixConfig, config.decoder)
+        suffix = _settings(name, config, lp.SuffixConfig)
         return lambda model, context: lp.SuffixDecoder(model, suffix, context, *how)
-    shape = lp.LookaheadConfig(window_size=config.W, ngram_size=config.N, guess_set_size=config.G)
-    own = frozen(lp.LookaheadConfig, config.decoder) if chosen else shape
+    own = _settings(name, config, lp.LookaheadConfig, **shape)
     return lambda model, context: lp.LookaheadDecoder(model, own, context, *how)
 
 

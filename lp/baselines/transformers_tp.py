@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
@@ -27,5 +28,8 @@ def transformers_shard(model: PreTrainedModel, context: ParallelContext) -> PreT
     device = "cpu" if context.backend == "gloo" else context.device.type
     mesh = init_device_mesh(device, (context.world_size,), mesh_dim_names=("tp",))
     shard = copy.deepcopy(model)
+    head, embeddings = shard.get_output_embeddings(), shard.get_input_embeddings()
+    if head.weight is embeddings.weight:  # it splits the one and not the other
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     apply_tensor_parallelism(shard, mesh, shard._expand_parallel_plan(shard.tp_plan))
     return shard

@@ -55,6 +55,8 @@ class Difference:
     plain_token: int | None
     gap: float | None
     near_tie: bool
+    logit: float | None = None
+    plain_logit: float | None = None
 
 
 def alternate(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -> dict[str, Measured]:
@@ -127,6 +129,8 @@ def _describe(
         plain_token=plain_token,
         gap=choice.gap(),
         near_tie=token is not None and plain_token is not None and choice.may_be(token, plain_token),
+        logit=None if token is None else float(choice.logits[token]),
+        plain_logit=None if plain_token is None else float(choice.logits[plain_token]),
     )
 
 

@@ -7,13 +7,11 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
 import lp
 from tests.conftest import Processes
 from tests.distributed.launches import ON_CPU
-from tests.distributed.workers.shards import ARCHITECTURES, IDS, NEW, SAMPLING
-from tests.tiny_models import tiny_model
+from tests.distributed.workers.shards import ARCHITECTURES, IDS, NEW, SAMPLING, split_model
 
 RANKS = 2
 BASELINES = ["transformers_tp", "deepspeed_tp"]
@@ -40,7 +38,7 @@ def test_a_split_model_says_what_the_whole_one_says(by_rank: list[dict[str, Any]
     """A baseline that falls back to a replica, or splits wrongly, would be compared all the same."""
     if baseline not in THERE:
         pytest.skip(f"{baseline} needs a package that is not installed")
-    plain = lp.AutoregressiveDecoder(tiny_model(arch, dtype=torch.float32))
+    plain = lp.AutoregressiveDecoder(split_model(arch))
     expected = [plain.generate(IDS, NEW, sampling).tokens for sampling in SAMPLING]
     for found in by_rank:
         assert found[baseline][arch]["tokens"] == expected

@@ -11,14 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 import lp
 from lp.baselines import BASELINES, BaselineOptions
 from tests.tiny_models import tiny_model
 
 IDS, NEW = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], 24
-ARCHITECTURES = ["llama", "qwen2"]
+ARCHITECTURES = ["llama", "qwen2", "llama_tied"]
 SAMPLING = [None, lp.SamplingParams(temperature=0.8, seed=3)]
+
+
+def split_model(arch: str) -> PreTrainedModel:
+    """The model by this name, whole."""
+    tied = {"tie_word_embeddings": True} if arch.endswith("_tied") else {}
+    return tiny_model(arch.removesuffix("_tied"), dtype=torch.float32, **tied)
 
 
 def without_compiled_collectives() -> None:
@@ -29,7 +36,7 @@ def without_compiled_collectives() -> None:
 
 
 def measure(baseline: str, arch: str, context: lp.ParallelContext) -> dict[str, Any]:
-    model = tiny_model(arch, dtype=torch.float32).to(context.device)
+    model = split_model(arch).to(context.device)
     decoder = BASELINES[baseline].build(model, context, BaselineOptions())
     tokens = [decoder.generate(IDS, NEW, sampling).tokens for sampling in SAMPLING]
     held = [getattr(p, "to_local", lambda p=p: p)().numel() for p in decoder.model.parameters()]

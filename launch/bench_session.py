@@ -1,0 +1,263 @@
+"""What a benchmark runs on: the methods behind one call, where their rows go, and what a row says."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import lp
+from launch.schema import BenchmarkConfig
+from launch.session import (
+    CHOICES,
+    METHODS,
+    PLAIN,
+    Session,
+    check,
+    decoder_builders,
+    drawn_seed,
+    open_model,
+    read_prompts,
+    sampling_of,
+)
+from launch.sweep import folder_of_run
+from lp.baselines import BASELINES, BaselineOptions
+from lp.bench.compare import Difference, Measured, differences
+from lp.bench.prompts import Prompt
+from lp.bench.quality import assess
+from lp.bench.rows import Row, digest, slug
+from lp.decoding.base import Decoder, GenerationOutput
+from lp.models.loader import Loaded
+
+Once = Callable[[list[int], int], GenerationOutput]
+ALONE = "@1"  # behind a method's name: on rank 0 alone
+VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Session[BenchmarkConfig]):
+    """A session whose methods are called alike, whichever ranks run them.
+
+    Args:
+        runs: by method, continues a prompt by so many tokens; every rank calls it.
+        path: of the rows.
+        settings: what tells these rows from those of other settings.
+    """
+
+    runs: Mapping[str, Once]
+    path: Path
+    settings: dict[str, Any]
+
+    def told(self, value: Any) -> Any:
+        """Rank 0's, on every rank, as JSON has it."""
+        return json.loads(self.context.share_text(json.dumps(value)) or "null")
+
+    def meet(self) -> None:
+        """Wait for rank 0, which has rows to write."""
+        self.context.share_text("")
+
+    def shares(self, method: str, output: GenerationOutput) -> list[dict[str, float]]:
+        """Mean rows and milliseconds of a step on every rank that ran the method."""
+        steps = output.step_stats
+        names = ("slots", "forward_s", "exchange_s", "host_s")
+        # Nanoseconds and billionths of a row, as the collective carries integers.
+        means = [round(1e9 * fmean(getattr(step, name) for step in steps)) if steps else 0 for name in names]
+        everyone = self.context.all_gather(torch.tensor(means, device=self.context.device)).tolist()
+        ranks = everyone if _together(method) else everyone[:1]
+        return [
+            {"rows": rows / 1e9, "forward_ms": forward / 1e6, "exchange_ms": exchange / 1e6, "host_ms": host / 1e6}
+            for rows, forward, exchange, host in ranks
+        ]
+
+    def rows(
+        self, index: int, prompt: Prompt, measured: Mapping[str, Measured], shares: Mapping[str, list[dict[str, float]]]
+    ) -> list[Row]:
+        """What is written of one prompt, a row a method."""
+        ids = self.encode(prompt)
+        new = {name: result.output.tokens for name, result in measured.items()}
+        compared = PLAIN in new and not self._in_distribution
+        parted = differences(self.loaded.model, ids, new, PLAIN, self.sampling) if compared else []
+        by_method = {difference.method: difference for difference in parted}
+        head = {"task": self.config.task.name, "index": index, "task_id": prompt.task_id}
+        head |= {"prompt_digest": digest(prompt.text), "prompt_tokens": len(ids)}
+        rows = []
+        for name, result in measured.items():
+            row = {**head, "method": name, **_figures(result), "split": shares[name]}
+            row["text"] = self.loaded.tokenizer.decode(result.output.tokens, skip_special_tokens=True)
+            row["equal"] = name not in by_method if compared else None
+            row["difference"] = asdict(by_method[name]) if name in by_method else None
+            if self.config.quality:
+                row["quality"] = self._quality(prompt, ids, result.output, row["text"], by_method.get(name))
+            rows.append(row | {"settings": self.settings, "hardware": hardware(self), "versions": versions()})
+        return rows
+
+    def _quality(
+        self, prompt: Prompt, ids: list[int], output: GenerationOutput, text: str, parted: Difference | None
+    ) -> dict[str, Any]:
+        return assess(self.loaded.model, ids, output.tokens, text, prompt.reference, parted)
+
+    @property
+    def _in_distribution(self) -> bool:
+        return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
+
+
+class KeptModel:
+    """The model of one job, for the next one of a sweep that asks for the same."""
+
+    def __init__(self) -> None:
+        self._asked: Any = None
+        self._opened: tuple[lp.ParallelContext, Loaded] | None = None
+
+    def open(self, config: BenchmarkConfig) -> tuple[lp.ParallelContext, Loaded]:
+        """This rank's place and the model there.
+
+        Raises:
+            ValueError: a user error, with its remedy.
+        """
+        asked = (asdict(config.model), asdict(config.parallel))
+        if self._opened is None or asked != self._asked:
+            self._opened = None  # before the next one takes its memory
+            self._opened, self._asked = open_model(config), asked
+        return self._opened
+
+
+def open_bench(config: BenchmarkConfig, kept: KeptModel) -> Bench:
+    """Check everything that can be checked without the model, then load it.
+
+    Args:
+        config: of this job.
+        kept: holds the model of the last one.
+
+    Raises:
+        ValueError: a user error, with its remedy.
+    """
+    check(config)
+    methods = methods_of(config)
+    prompts, sampling = read_prompts(config), sampling_of(config)
+    ours = [_bare(name) for name in methods if _bare(name) in CHOICES]
+    builders = decoder_builders(config, ours)
+    context, loaded = kept.open(config)
+    if sampling is not None and sampling.seed is None:
+        sampling = replace(sampling, seed=drawn_seed(context))
+    settings = settings_of(config, methods, sampling, context.world_size, loaded.model.num_parameters())
+    decoders: dict[str, Decoder] = {}
+    for name in methods:
+        where = context if _together(name) else lp.ParallelContext(device=context.device)
+        if _bare(name) in builders:
+            decoders[name] = builders[_bare(name)](loaded.model, where)
+        elif _together(name) or context.is_main:
+            options = BaselineOptions(draft=config.draft)
+            decoders[name] = BASELINES[name].build(loaded.model, where, options)
+    bench = Bench(
+        config=config,
+        context=context,
+        loaded=loaded,
+        decoders=decoders,
+        sampling=sampling,
+        prompts=prompts,
+        runs={},
+        path=folder_of(config) / f"{slug(config.task.name)}-{digest(settings)}.jsonl",
+        settings=settings,
+    )
+    return replace(bench, runs={name: _once(bench, name) for name in methods})
+
+
+def _once(bench: Bench, name: str) -> Once:
+    def together(ids: list[int], tokens: int) -> GenerationOutput:
+        return bench.run(bench.decoders[name], ids, tokens)
+
+    def alone(ids: list[int], tokens: int) -> GenerationOutput:
+        """On rank 0; the others wait, and learn how it ended."""
+        output = together(ids, tokens) if bench.context.is_main else GenerationOutput([], "", [])
+        output.finish_reason = bench.context.share_text(output.finish_reason) or ""
+        return output
+
+    return together if _together(name) else alone
+
+
+def _bare(name: str) -> str:
+    return name.removesuffix(ALONE)
+
+
+def _together(name: str) -> bool:
+    """Whether all ranks share its steps."""
+    if name.endswith(ALONE) or name == PLAIN:
+        return False
+    return BASELINES[name].together if name in BASELINES else True
+
+
+def methods_of(config: BenchmarkConfig) -> list[str]:
+    """The methods asked for, or the decoder with plain decoding and prompt lookup beside it.
+
+    Raises:
+        ValueError: one that does not exist, or twice the same.
+    """
+    methods = config.methods or list(dict.fromkeys([config.decoder.name, *METHODS[1:]]))
+    known = [*CHOICES, *BASELINES]
+    for name in methods:
+        if _bare(name) not in known or (name.endswith(ALONE) and _bare(name) in BASELINES):
+            names = ", ".join(known)
+            raise ValueError(
+                f"methods has {name!r}; it must be one of {names}; {ALONE} behind ours runs it on one rank"
+            )
+    if len(set(methods)) < len(methods):
+        raise ValueError(f"methods is {methods}, with one of them twice; name each once")
+    return methods
+
+
+def settings_of(
+    config: BenchmarkConfig, methods: list[str], sampling: lp.SamplingParams | None, ranks: int, parameters: int
+) -> dict[str, Any]:
+    """What a figure depends on beside prompt and machine."""
+    model, decoder = config.model, {key: value for key, value in vars(config.decoder).items()}
+    chosen: dict[str, Any] = {
+        "model": model.name,
+        "parameters": parameters,
+        "dtype": model.dtype,
+        "attention": config.attention.name,
+    }
+    chosen |= {"task": config.task.name, "chat": config.task.chat, "W": config.W, "N": config.N, "G": config.G}
+    chosen |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
+    chosen |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
+    chosen |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
+    return chosen | {"threads": torch.get_num_threads()}
+
+
+def folder_of(config: BenchmarkConfig) -> Path:
+    """Where rows go: `out`, or this run's folder, which the jobs of a sweep share."""
+    return Path(config.out) if config.out else folder_of_run()
+
+
+def hardware(bench: Bench) -> str:
+    """The machine of rank 0 in words."""
+    if bench.context.device.type == "cuda":
+        return f"{bench.context.world_size} x {torch.cuda.get_device_name(bench.context.device)}"
+    return f"{os.cpu_count()} {platform.machine().replace('_', '-')} cores"
+
+
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
+    return {"lp": version("lp-runtime"), "python": platform.python_version()} | {
+        name: version(name) for name in VERSIONS
+    }
+
+
+def _figures(result: Measured) -> dict[str, Any]:
+    output = result.output
+    accepted = Counter(step.accepted for step in output.step_stats)
+    figures: dict[str, Any] = {"tokens": len(output.tokens), "steps": output.steps, "S": output.compression}
+    figures |= {"accepted": {str(length): accepted[length] for length in sorted(accepted)}}
+    figures |= {"rows_a_step": output.mean_slots, "finish_reason": output.finish_reason}
+    figures |= {"prefill_s": output.prefill_s, "decode_s": result.decode_s}
+    figures["tokens_per_s"] = len(output.tokens) / result.decode_s
+    return figures | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

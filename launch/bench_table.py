@@ -1,0 +1,96 @@
+"""A benchmark to look at: its progress while it runs, its table at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lp.bench.rows import Row, load_rows
+from lp.bench.summary import HEADS, Total, cells, common, ordered, short, totals, varying
+
+
+class Watch:
+    """A bar on stderr with the time left and the running S of the first method; a terminal alone sees it.
+
+    Args:
+        shown: whether this rank shows anything.
+        prompts: of the task.
+        rows: of the prompts that are done already.
+    """
+
+    def __init__(self, shown: bool, prompts: int, rows: Sequence[Row]) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        remaining = (TextColumn("ETA"), TimeRemainingColumn())
+        console = Console(file=sys.stderr)
+        self._bar = Progress(*columns, *remaining, console=console, disable=not (shown and console.is_terminal))
+        self._tokens = self._steps = 0
+        self._count(rows)
+        done = len({row["index"] for row in rows})
+        self._task = self._bar.add_task(self._said(), total=prompts, completed=done)
+
+    def __enter__(self) -> Watch:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def advance(self, rows: Sequence[Row]) -> None:
+        """One prompt is done."""
+        self._count(rows)
+        self._bar.update(self._task, advance=1, description=self._said())
+
+    def _count(self, rows: Sequence[Row]) -> None:
+        mine = [row for row in rows if row["method"] == rows[0]["method"]]
+        self._tokens += sum(row["tokens"] for row in mine)
+        self._steps += sum(row["steps"] for row in mine)
+
+    def _said(self) -> str:
+        return f"S = {self._tokens / self._steps:.2f}" if self._steps else "S = ?"
+
+
+def print_totals(found: Sequence[Total], console: Console) -> None:
+    """A line for each setting and method, and what they have in common."""
+    names = [name for name in varying(found) if name not in ("decoder", "methods")]
+    table = Table(box=SIMPLE_HEAD)
+    for head in (*names, *HEADS):
+        table.add_column(head, justify="left" if head in ("method", "output") else "right", no_wrap=True)
+    for total in found:
+        table.add_row(*cells(total, names))
+    console.print(table)
+    console.print(caption(found), markup=False, highlight=False, soft_wrap=True)
+
+
+def caption(found: Sequence[Total]) -> str:
+    """The machine and what all lines share, in one line."""
+    shared = {key: value for key, value in common(found).items() if key not in ("decoder", "methods", "quality")}
+    machines = "; ".join(dict.fromkeys(total.hardware for total in found))
+    torch = "; ".join(dict.fromkeys(row["versions"]["torch"] for total in found for row in total.rows))
+    kept = {key: value for key, value in shared.items() if value not in (None, [], False)}
+    return f"{machines}, torch {torch}, " + ", ".join(f"{key} {short(value)}" for key, value in kept.items())
+
+
+def summary(found: Sequence[Total]) -> dict[str, Any]:
+    """The same for programs."""
+    machines = {"hardware": found[0].hardware, "versions": found[0].rows[0]["versions"]}
+    names = varying(found)
+    lines = [{**{name: total.setting.get(name) for name in names}, **total.figures()} for total in found]
+    return {"settings": common(found), **machines, "methods": lines}
+
+
+def show_sweep(folder: Path) -> None:
+    """One table of all jobs, if any of them wrote rows."""
+    try:
+        found = ordered(totals(load_rows(folder)))
+    except ValueError:  # every job failed
+        return
+    console = Console()
+    print_totals(found, console if console.is_terminal else Console(width=160))

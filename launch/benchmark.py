@@ -1,0 +1,116 @@
+"""`python -m launch.benchmark`: methods on the prompts of a task, a row a prompt and method, resumed where it stopped.
+
+Methods alternate prompt by prompt, so that drift of the machine hits all alike. Those that share no step with other
+ranks run on rank 0 alone while the others wait. `--cfg job` shows the keys.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from launch.app import INTERRUPTED, run
+from launch.bench_session import Bench, KeptModel, open_bench
+from launch.bench_table import Watch, print_totals, summary
+from launch.schema import BenchmarkConfig, Output
+from launch.stream import on_rank_0
+from lp.bench.compare import Measured, alternate
+from lp.bench.prompts import Prompt
+from lp.bench.rows import RowFile, digest
+from lp.bench.summary import totals
+from lp.decoding.base import GenerationOutput
+from lp.models.loader import context_limit
+
+WARM_UP_TOKENS = 8  # enough to touch every code path once
+
+
+def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:
+    """The app.
+
+    Args:
+        config: of this job.
+        kept: the model, from job to job.
+
+    Returns:
+        Tokens/s of the first method, which a sweeper may maximise.
+
+    Raises:
+        SystemExit: 130 after Ctrl-C, when every prompt that was finished is on the disk and in the table.
+        ValueError: a user error.
+    """
+    bench = open_bench(config, kept)
+    file = RowFile(bench.path, list(bench.runs)) if bench.context.is_main else None
+    interrupted = False
+    try:
+        _measure_all(bench, file)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        best = _show(bench, file) if file and file.rows else None
+        if file:
+            file.close()
+    if interrupted:
+        bench.context.close()
+        raise SystemExit(INTERRUPTED)
+    return best
+
+
+def _measure_all(bench: Bench, file: RowFile | None) -> None:
+    todo = _todo(bench, bench.told(file.done if file else None))
+    if todo:
+        _warm_up(bench, todo[0][1])
+    with Watch(bench.context.is_main, len(bench.prompts), file.rows if file else []) as watch:
+        for index, prompt in todo:
+            measured, shares = _measure(bench, prompt)
+            if file:
+                file.append(bench.rows(index, prompt, measured, shares))
+                watch.advance(file.rows[-len(measured) :])
+            bench.meet()
+
+
+def _todo(bench: Bench, done: dict[str, str]) -> list[tuple[int, Prompt]]:
+    """The prompts without rows that fit the model's context."""
+    for index, prompt in enumerate(bench.prompts):
+        if done.get(str(index), digest(prompt.text)) != digest(prompt.text):
+            raise ValueError(f"{bench.path} has rows of another prompt {index}; give another out=, or the same task")
+    room = context_limit(bench.loaded.model)
+    fit = [(i, prompt) for i, prompt in enumerate(bench.prompts) if room is None or len(bench.encode(prompt)) < room]
+    if bench.context.is_main and len(fit) < len(bench.prompts):
+        count = f"{len(bench.prompts) - len(fit)} of {len(bench.prompts)} prompts"
+        print(f"{count} left out: as long as the model's context of {room}", file=sys.stderr)
+    return [(index, prompt) for index, prompt in fit if str(index) not in done]
+
+
+def _warm_up(bench: Bench, prompt: Prompt) -> None:
+    alternate(_runs(bench, prompt, WARM_UP_TOKENS), 1)
+
+
+def _runs(bench: Bench, prompt: Prompt, tokens: int) -> dict[str, Callable[[], GenerationOutput]]:
+    ids = bench.encode(prompt)
+    return {name: partial(once, ids, tokens) for name, once in bench.runs.items()}
+
+
+def _measure(bench: Bench, prompt: Prompt) -> tuple[dict[str, Measured], dict[str, list[dict[str, float]]]]:
+    """What every method did, and how its steps' time was split on each rank."""
+    measured = alternate(_runs(bench, prompt, bench.config.max_new_tokens), bench.config.repeats)
+    return measured, {name: bench.shares(name, result.output) for name, result in measured.items()}
+
+
+def _show(bench: Bench, file: RowFile) -> float:
+    """The table, and the same as one JSON object on the last line of stdout."""
+    found = totals(file.rows)
+    with on_rank_0(bench.context, sys.stdout) as out:
+        if bench.config.output is Output.table:
+            console = Console(file=out)
+            print_totals(found, console if console.is_terminal else Console(file=out, width=120))
+        print(json.dumps({**summary(found), "rows": str(Path(file.path))}, ensure_ascii=False), file=out, flush=True)
+    return found[0].tokens_per_s
+
+
+if __name__ == "__main__":
+    run(partial(benchmark, kept=KeptModel()), "benchmark")

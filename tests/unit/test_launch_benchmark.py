@@ -1,0 +1,222 @@
+"""launch.benchmark from its arguments to its rows, resumed, swept, and killed at random moments."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import launch.app
+from launch.bench_session import KeptModel
+from launch.benchmark import benchmark
+from lp.bench.rows import load_rows
+from lp.bench.summary import totals
+from tests.unit.conftest import Ran
+
+SMALL = ["model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "limit=3"]
+METHODS = ["lookahead", "autoregressive", "prompt_lookup"]
+TIMED = ("prefill_s", "decode_s", "tokens_per_s", "time", "split")
+
+
+@pytest.fixture
+def bench(start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path) -> Callable[..., Ran]:
+    """launch.benchmark with a tiny model in float64, its rows in `tmp_path`/out unless told otherwise."""
+
+    def start(*overrides: str) -> Ran:
+        given = {override.split("=")[0] for override in overrides}
+        defaults = [d for d in [*SMALL, f"out={tmp_path / 'out'}"] if d.split("=")[0] not in given]
+        defaults += [f"model.name={tiny_folder}"] * ("model.name" not in given)
+        return start_app(partial(benchmark, kept=KeptModel()), "benchmark", *overrides, *defaults)
+
+    return start
+
+
+def _untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
+
+
+def test_rows_say_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:
+    """A figure without its setting is worth nothing a week later."""
+    ran = bench()
+    assert ran.code == 0, ran.err
+    rows = load_rows(tmp_path / "out")
+    assert [(row["index"], row["method"]) for row in rows] == [(i, m) for i in range(3) for m in METHODS]
+    for row in rows:
+        assert row["tokens"] == 16 and row["equal"] is True and row["difference"] is None
+        lengths = {int(length): count for length, count in row["accepted"].items()}
+        assert sum(lengths.values()) == row["steps"]
+        assert sum((length + 1) * count for length, count in lengths.items()) >= row["tokens"]
+        assert row["S"] == row["tokens"] / row["steps"] and row["prefill_s"] > 0
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["decode_s"])
+        assert (row["settings"]["W"], row["settings"]["ranks"], row["settings"]["dtype"]) == (4, 1, "float64")
+        assert {"torch", "transformers", "lp"} <= {*row["versions"]} and row["hardware"].endswith(" cores")
+        assert len(row["split"]) == 1 and row["split"][0]["forward_ms"] > 0
+    last = json.loads(ran.out.splitlines()[-1])
+    assert [line["method"] for line in last["methods"]] == METHODS and last["settings"]["G"] == 4
+    assert last["methods"][1]["speedup"] == 1.0 and last["methods"][0]["S"] > 1
+    assert "vs plain" in ran.out and "equal" in ran.out
+    assert len(bench("output=json", "limit=1").out.splitlines()) == 1
+
+
+def test_a_second_run_measures_only_what_is_missing(bench: Callable[..., Ran], tmp_path: Path) -> None:
+    bench("limit=2")
+    before = load_rows(tmp_path / "out")
+    assert bench("limit=3").code == 0
+    rows = load_rows(tmp_path / "out")
+    assert rows[: len(before)] == before and len(rows) == 9
+    assert bench("limit=3").code == 0 and load_rows(tmp_path / "out") == rows
+    assert bench("limit=2", "max_new_tokens=5").code == 0  # other settings have a file of their own
+    assert len([*(tmp_path / "out").iterdir()]) == 2
+
+
+def test_other_prompts_are_not_mixed_in(bench: Callable[..., Ran], tmp_path: Path) -> None:
+    task = tmp_path / "t.jsonl"
+    task.write_text('{"prompt": "import os"}\n')
+    assert bench("task=humaneval", f"task.path={task}").code == 0
+    task.write_text('{"prompt": "import sys"}\n')
+    ran = bench("task=humaneval", f"task.path={task}")
+    assert ran.code == 2 and "has rows of another prompt 0" in ran.err
+
+
+@pytest.mark.parametrize("kills", [3])
+def test_killed_at_random_moments(bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path, kills: int) -> None:
+    """SIGKILL leaves no time to say goodbye: no row may be lost, none written twice."""
+    asked = [*SMALL[:-1], "limit=5", f"model.name={tiny_folder}"]
+    killed, rng, forked = tmp_path / "killed", random.Random(os.getpid()), multiprocessing.get_context("fork")
+
+    def child() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["app", *asked, f"out={killed}"])
+            launch.app.run(partial(benchmark, kept=KeptModel()), "benchmark")
+
+    seen = 0
+    for _ in range(kills):
+        process = forked.Process(target=child)
+        process.start()
+        while process.is_alive() and not any(file.stat().st_size > seen for file in killed.glob("*")):
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.1)
+        assert process.pid
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(60)
+        seen = next(killed.glob("*")).stat().st_size
+    assert bench("limit=5", f"out={killed}").code == 0 and bench("limit=5").code == 0
+    assert _untimed(load_rows(killed)) == _untimed(load_rows(tmp_path / "out"))
+
+
+def test_ctrl_c_keeps_finished_prompts(
+    bench: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import launch.benchmark as module
+
+    measure, calls = module._measure, iter(range(2))
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(module, "_measure", interrupted)
+    ran = bench()
+    assert ran.code == 130 and '"prompts": 2' in ran.out
+    assert len(load_rows(tmp_path / "out")) == 6
+
+
+def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path) -> None:
+    """All in one table, each with its own settings, sampled alike."""
+    names = ["lookahead_paper", "lookahead", "lookahead@1", "token_recycling", "prompt_lookup", "autoregressive"]
+    names += ["hf_generate", "hf_static", "hf_prompt_lookup", "hf_assisted"]
+    asked = ["decoder=lookahead_paper", f"methods=[{','.join(names)}]", f"draft={tiny_folder}", "sampling=sample"]
+    ran = bench(*asked, "sampling.temperature=0.7", "limit=1")
+    assert ran.code == 0, ran.err
+    rows = load_rows(tmp_path / "out")
+    assert [row["method"] for row in rows] == names and all(row["equal"] for row in rows)
+    assert len({row["text"] for row in rows}) == 1 and rows[0]["settings"]["decoder"]["window_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["methods=[lookahead,nonsense]"], "methods has 'nonsense'; it must be one of lookahead, "),
+        (["methods=[hf_generate@1]"], "@1 behind ours runs it on one rank"),
+        (["methods=[lookahead,lookahead]"], "name each once"),
+        (["methods=[hf_assisted]"], "give draft=<folder or hub name>"),
+        (["methods=[transformers_tp]"], "launch with NPROC=2 or more"),
+        (["methods=[accelerate_pp]"], "needs two; torch sees"),
+        (["parallel.nproc=0"], "parallel.nproc is 0"),
+        (["task=mbpp", "task.path=nowhere", "task.hub=null"], "task mbpp has no file nowhere"),
+    ],
+)
+def test_user_errors(bench: Callable[..., Ran], overrides: list[str], said: str) -> None:
+    ran = bench(*overrides)
+    assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err
+
+
+@pytest.mark.usefixtures("wrong_prompt_lookup")
+def test_quality_says_where_a_method_parts_and_what_it_wrote(bench: Callable[..., Ran], tmp_path: Path) -> None:
+    pytest.importorskip("rouge_score")
+    task = tmp_path / "t.jsonl"
+    task.write_text(json.dumps({"prompt": "import os\n", "reference": "import sys"}) + "\n")
+    assert bench("quality=true", "task=humaneval", f"task.path={task}").code == 0
+    ours, plain, wrong = load_rows(tmp_path / "out")
+    assert ours["quality"] == plain["quality"] and ours["quality"]["parts_at"] is None
+    assert wrong["equal"] is False and wrong["quality"]["parts_at"] == 5 and wrong["quality"]["near_tie"] is False
+    at = wrong["difference"]
+    assert at["plain_logit"] > at["logit"] and at["gap"] > 0
+    assert wrong["quality"]["perplexity"] != ours["quality"]["perplexity"] > 1
+    assert set(ours["quality"]["rouge"]) == {"rouge1", "rouge2", "rougeL"}
+    assert totals([wrong])[0].quality("rouge", "rouge1") is not None and totals([wrong])[0].differing == 1
+
+
+def test_a_question_is_asked_in_the_models_template(
+    bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path
+) -> None:
+    """A chat model that is not addressed as such writes something else; code to complete is no question."""
+    task, chatty = tmp_path / "t.jsonl", tmp_path / "chatty"
+    task.write_text('{"prompt": "hello"}\n')
+    shutil.copytree(tiny_folder, chatty)
+    tokenizer = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = "Q: {{ messages[0]['content'] }} A:"
+    tokenizer.save_pretrained(chatty)
+    said = []
+    for name, chat in [(chatty, "true"), (chatty, "false"), (tiny_folder, "true")]:
+        asked = ["task=gsm8k", f"task.chat={chat}", f"task.path={task}", "methods=[autoregressive]", "output=json"]
+        assert bench(*asked, f"model.name={name}", f"out={tmp_path / str(len(said))}").code == 0
+        said.append(load_rows(tmp_path / str(len(said)))[0]["prompt_tokens"])
+    assert said == [len(tokenizer("Q: hello A:")["input_ids"]), *[len(tokenizer("hello")["input_ids"])] * 2]
+
+
+def test_prompts_without_room_are_left_out(bench: Callable[..., Ran], tmp_path: Path) -> None:
+    """One text too long must not end a night's run, nor be passed over in silence."""
+    task = tmp_path / "t.jsonl"
+    task.write_text("".join(json.dumps({"prompt": "x = 1\n" * times}) + "\n" for times in (1, 500, 2)))
+    ran = bench("task=humaneval", f"task.path={task}")
+    assert ran.code == 0 and "1 of 3 prompts left out: as long as the model's context of 256" in ran.err
+    assert [row["index"] for row in load_rows(tmp_path / "out")][::3] == [0, 2]
+
+
+def test_a_sweep_goes_on_behind_a_failed_job(
+    bench: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight hours into a sweep, one bad corner must not take the rest with it."""
+    monkeypatch.setenv("LP_RUN_DIR", str(tmp_path / "sweep"))
+    ran = bench("-m", "W=2,-1,3", "limit=1", "out=null")
+    assert ran.code == 2 and "job 1 failed with exit code 2: " in ran.err and "1 failed; " in ran.err
+    found = totals(load_rows(tmp_path / "sweep"))
+    assert sorted({total.setting["W"] for total in found}) == [2, 3]
+    table = ran.out[ran.out.rindex("  W ") :]
+    assert [line.split()[:2] for line in table.splitlines() if line[:3] in ("  2", "  3")] == [
+        [str(width), method] for width in (2, 3) for method in METHODS
+    ]

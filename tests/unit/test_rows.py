@@ -1,0 +1,85 @@
+"""The file of a benchmark's rows: nothing lost, nothing twice, whatever ended the process before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lp.bench.rows import RowFile, digest, load_rows, slug
+
+METHODS = ["a", "b"]
+
+
+def _block(index: int) -> list[dict[str, Any]]:
+    return [{"index": index, "method": method, "prompt_digest": digest(index), "text": "é\n"} for method in METHODS]
+
+
+def _written(path: Path, prompts: int) -> bytes:
+    file = RowFile(path, METHODS)
+    for index in range(prompts):
+        file.append(_block(index))
+    file.close()
+    return path.read_bytes()
+
+
+def test_every_cut_of_the_tail_is_survived(tmp_path: Path) -> None:
+    """A kill may come after any byte; what was finished before stays, what was not is measured again."""
+    path = tmp_path / "new" / "rows.jsonl"
+    whole, first = _written(path, 2), len(_written(tmp_path / "one.jsonl", 1))
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        file = RowFile(path, METHODS)
+        done = sorted(file.done)
+        assert done == ([0, 1] if length == len(whole) else [0] if length >= first else [])
+        for index in {0, 1} - {*done}:
+            file.append(_block(index))
+        file.close()
+        assert path.read_bytes() == whole
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    """Two would each write what the other has."""
+    file = RowFile(tmp_path / "rows.jsonl", METHODS)
+    with pytest.raises(ValueError, match="being written by another run"):
+        RowFile(tmp_path / "rows.jsonl", METHODS)
+    file.close()
+    RowFile(tmp_path / "rows.jsonl", METHODS).close()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{}\n", "line 1 is no row"), ("nonsense\n", "line 1 is no row"), ("[1]\n", "line 1 is no row")],
+)
+def test_what_is_no_row_is_not_overwritten(tmp_path: Path, text: str, said: str) -> None:
+    """A file that the user named by mistake must be left as it is."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        RowFile(path, METHODS)
+    assert path.read_text() == text
+
+
+def test_rows_of_other_methods_are_refused(tmp_path: Path) -> None:
+    whole = _written(tmp_path / "rows.jsonl", 1)
+    with pytest.raises(ValueError, match="other methods"):
+        RowFile(tmp_path / "rows.jsonl", ["b", "a"])
+    assert (tmp_path / "rows.jsonl").read_bytes() == whole
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    _written(tmp_path / "sub" / "b.jsonl", 1)
+    _written(tmp_path / "a.jsonl", 2)
+    with (tmp_path / "a.jsonl").open("ab") as file:
+        file.write(b'{"torn')
+    assert [row["index"] for row in load_rows(tmp_path)] == [0, 0, 1, 1, 0, 0]
+    with pytest.raises(ValueError, match="holds no rows"):
+        load_rows(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a/b\\c:d", "", "..", "x" * 300, "naïve task"])
+def test_no_name_leaves_its_folder(name: str) -> None:
+    """Names of tasks come from files and from the command line."""
+    made = slug(name)
+    assert made and len(made) <= 80 and not set(made) & set("/\\: ") and made not in (".", "..")
