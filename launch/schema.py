@@ -151,6 +151,27 @@ class BenchmarkConfig(Tasked):
 
 
 @dataclass
+class LinkSchema:
+    """An all-gather over R ranks of so many bytes each: base + (R - 1) x (hop + bytes / bandwidth)."""
+
+    base_us: float = MISSING
+    hop_us: float = MISSING
+    gb_s: float = MISSING
+    source: str = MISSING
+
+
+@dataclass
+class ScalingConfig(BenchmarkConfig):
+    """What launch.scaling is given. The comments are in conf/scaling.yaml."""
+
+    ranks: list[int] = field(default_factory=list)
+    project: bool = False
+    projected_ranks: list[int] = field(default_factory=list)
+    weak: bool = True
+    links: dict[str, LinkSchema] = field(default_factory=dict)
+
+
+@dataclass
 class ChatConfig(Common):
     """What launch.chat is given. The comments are in conf/chat.yaml."""
 
@@ -239,7 +260,7 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 def register() -> None:
     """Put the schemas where the defaults lists of conf/ find them: group `schema`."""
     schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig}
-    schemas |= {"benchmark": BenchmarkConfig}
+    schemas |= {"benchmark": BenchmarkConfig, "scaling": ScalingConfig}
     schemas |= {"model": ModelSchema, "attention": AttentionSchema, "parallel": ParallelSchema, "task": TaskSchema}
     schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
     schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,13 @@ def tell(value: float | None) -> float | None:
     return value
 
 
-def relaunch(nproc: int) -> float | None:
+def relaunch(nproc: int, app: str | None = None, instead: Sequence[str] | None = None) -> float | None:
     """Run this job once more, on so many ranks of this machine, and return what rank 0 returned.
+
+    Args:
+        nproc: ranks.
+        app: another app of launch/; None is this one.
+        instead: its overrides; None takes this job's.
 
     Raises:
         SystemExit: the exit code of the ranks, if it is not 0.
@@ -45,8 +50,9 @@ def relaunch(nproc: int) -> float | None:
     if "WORLD_SIZE" in os.environ:
         raise ValueError(f"parallel.nproc is {nproc} in a launch of {os.environ['WORLD_SIZE']} ranks; leave one out")
     hydra = HydraConfig.get()
-    app = {"config": "generate"}.get(str(hydra.job.config_name), hydra.job.config_name)
-    overrides = [*hydra.overrides.task, "parallel.nproc=null", "hydra.mode=RUN"]
+    app = app or {"config": "generate"}.get(str(hydra.job.config_name), hydra.job.config_name)
+    asked = hydra.overrides.task if instead is None else instead
+    overrides = [*asked, "parallel.nproc=null", "hydra.mode=RUN"]
     ranks = [sys.executable, str(ROOT / "scripts" / "torchrun.py"), "--standalone", "--nproc-per-node", str(nproc)]
     with tempfile.TemporaryDirectory(prefix="lp-") as folder:
         objective = Path(folder) / "objective"

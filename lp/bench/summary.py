@@ -130,8 +130,7 @@ def ordered(found: Sequence[Total]) -> list[Total]:
 
     def place(total: Total) -> list[tuple[bool, float, str]]:
         values = [total.setting.get(name) for name in names]
-        numbers = [isinstance(value, int | float) for value in values]
-        return [(not is_, value if is_ else 0, short(value)) for is_, value in zip(numbers, values, strict=True)]
+        return [(False, value, "") if isinstance(value, int | float) else (True, 0, short(value)) for value in values]
 
     return sorted(found, key=place)
 

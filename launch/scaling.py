@@ -1,0 +1,142 @@
+"""`python -m launch.scaling`: methods over world sizes, measured by launches of launch.benchmark, or projected.
+
+Measured: one launch for each of `ranks`; speed-up is against plain decoding on one device of the same launch, so that
+drift between launches cancels. Projected (project=true): every rank's share timed on this device, marked as such in
+every table and plot. `--cfg job` shows the keys.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from rich.console import Console
+
+import lp
+from launch.app import run
+from launch.bench_session import Bench, KeptModel, methods_of, open_bench
+from launch.schema import Output, ScalingConfig
+from launch.sweep import folder_of_run, relaunch
+from lp.baselines import BASELINES
+from lp.bench.compare import alternate
+from lp.bench.plots import scaling_plots
+from lp.bench.projection import Link, project
+from lp.bench.rows import load_rows
+from lp.bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
+from lp.bench.summary import markdown
+from lp.config import check_int
+
+OWN_KEYS = ("ranks", "project", "projected_ranks", "weak", "links", "methods", "out", "limit", "output")
+
+
+def scaling(config: ScalingConfig) -> None:
+    """The app.
+
+    Raises:
+        ValueError: a user error.
+        SystemExit: a launch failed, with its exit code.
+    """
+    check(config)
+    folder = Path(config.out).absolute() if config.out else folder_of_run()
+    lines: list[Line] = []
+    caption = ""
+    if config.ranks:
+        for ranks in config.ranks:
+            launch_benchmark(config, ranks, folder / f"ranks-{ranks}")
+        found = [load_rows(folder / f"ranks-{ranks}") for ranks in config.ranks]
+        lines += [line for rows in found for line in measured_lines(rows)]
+        caption = _caption(found[0][0])
+    if config.project:
+        bench = open_bench(replace(config, methods=["lookahead", "autoregressive"]), KeptModel())
+        lines += project_all(config, bench)
+        caption = caption or f"{os.cpu_count()} cores, torch {torch.__version__}, model {config.model.name}"
+    report(with_efficiency(lines), caption, folder, config.output is Output.table)
+
+
+def check(config: ScalingConfig) -> None:
+    """Refuse what cannot be scaled.
+
+    Raises:
+        ValueError: the key, the limit and the remedy.
+    """
+    if "WORLD_SIZE" in os.environ:
+        raise ValueError("launch.scaling launches the ranks itself; start it with python -m launch.scaling")
+    if not config.ranks and not config.project:
+        raise ValueError("ranks is empty and project is false, which leaves nothing to do; give one of them")
+    for key in ("ranks", "projected_ranks"):
+        for ranks in getattr(config, key):
+            check_int(key, ranks, 1, 1024, "give numbers of ranks, as in ranks=[1,2,4]")
+    methods_of(config)
+
+
+def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
+    """Measure one world size in processes of its own; rows that are there already are not measured again."""
+    methods = [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].together)]
+    given = [key for key in HydraConfig.get().overrides.task if key.lstrip("+~").split("=")[0] not in OWN_KEYS]
+    limit = "null" if config.limit is None else config.limit
+    asked = [f"methods=[{','.join(methods)}]", f"out={folder}", f"limit={limit}", "output=json"]
+    relaunch(ranks, "benchmark", [*given, *asked])
+
+
+def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
+    """Every world size and link, the same total shape and, with `weak`, the same shape a rank."""
+    links = {name: Link(**vars(link)) for name, link in config.links.items()}
+    decoder = bench.decoders["lookahead"]
+    assert isinstance(decoder, lp.LookaheadDecoder)
+    shape = decoder.config
+    prompts = [bench.encode(prompt) for prompt in bench.prompts]
+    plain = [
+        alternate({"plain": lambda ids=ids: bench.runs["autoregressive"](ids, config.max_new_tokens)}, 3)["plain"]  # type: ignore[misc]
+        for ids in prompts
+    ]
+    speed = sum(len(one.output.tokens) for one in plain) / sum(one.decode_s for one in plain)
+    lines = []
+    for weak in (False, True) if config.weak else (False,):
+        for ranks in config.projected_ranks:
+            factor = ranks if weak else 1
+            wide = replace(shape, window_size=shape.window_size * factor, guess_set_size=shape.guess_set_size * factor)
+            sampling, attention = bench.sampling, config.attention.name
+            of_prompts = [
+                project(bench.loaded.model, wide, ids, config.max_new_tokens, ranks, sampling, attention)
+                for ids in prompts
+            ]
+            lines += projected_lines(of_prompts, links, speed, weak, (wide.window_size, wide.guess_set_size))
+    return lines
+
+
+def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:
+    """A CSV, a Markdown table and plots in the folder; the table on stdout, and one JSON object behind it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "scaling.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*lines[0].figures()])
+        writer.writeheader()
+        writer.writerows(line.figures() for line in lines)
+    text = markdown(HEADS, [line.cells() for line in lines]) + f"\n{caption}\n"
+    wrong = errors(lines)
+    for (method, ranks), error in wrong.items():
+        text += f"\n{method} on {ranks} ranks: projected {error:+.1%} off what was measured.\n"
+    (folder / "scaling.md").write_text(text, encoding="utf-8")
+    scaling_plots(lines, caption, folder)
+    if table:
+        Console(width=200).print(text, markup=False, highlight=False)
+    projected = sum(line.kind == PROJECTED for line in lines)
+    counts = {MEASURED: len(lines) - projected, PROJECTED: projected}
+    off = {f"{method}@{ranks}": error for (method, ranks), error in wrong.items()}
+    print(json.dumps({"folder": str(folder), **counts, "errors": off, "lines": [line.figures() for line in lines]}))
+
+
+def _caption(row: dict[str, object]) -> str:
+    settings, versions = row["settings"], row["versions"]
+    assert isinstance(settings, dict) and isinstance(versions, dict)
+    shape = f"W={settings['W']} N={settings['N']} G={settings['G']}"
+    model = f"model {settings['model']} ({settings['parameters'] / 1e6:.1f} M parameters), {settings['dtype']}"
+    return f"{row['hardware']}, torch {versions['torch']}, {model}, {shape}, task {settings['task']}"
+
+
+if __name__ == "__main__":
+    run(scaling, "scaling")
