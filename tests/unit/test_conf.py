@@ -1,0 +1,81 @@
+"""Every config composes, and says what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from launch.app import CONF
+from launch.schema import Common, register, settings
+
+GROUPS = [*sorted(CONF.glob("*/*.yaml"))]
+PLUGINS = {"optuna": "hydra_plugins.hydra_optuna_sweeper", "joblib": "hydra_plugins.hydra_joblib_launcher"}
+PLUGINS["slurm"] = "hydra_plugins.hydra_submitit_launcher"
+MODELS = (
+    "codellama_{7b,13b,34b} llama2_{7b,13b,70b}_chat llama31_8b qwen25_coder_{1b5,7b,32b} deepseek_coder_6b7 demo hf"
+)
+PAPER = "figure_4 figure_5 figure_6 figure_7 table_2 table_3 table_4 precision"
+
+
+@pytest.fixture(autouse=True)
+def configs() -> Iterator[None]:
+    register()
+    OmegaConf.register_new_resolver("run_dir", lambda default: default, replace=True)
+    OmegaConf.register_new_resolver("sweep_dir", lambda default: default, replace=True)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def _there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("app", ["config", "chat", "benchmark", "scaling"])
+def test_apps_compose_with_their_defaults(app: str) -> None:
+    config = settings(compose(app, ["model=demo"]))
+    assert isinstance(config, Common) and config.model.name == "demo"
+
+
+@pytest.mark.parametrize("path", GROUPS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_config_composes(path: Path) -> None:
+    """A typo in a config that nobody ran yet is found by the one who waits for a node."""
+    group, name = path.parent.name, path.stem
+    if group == "experiment" and name in PLUGINS and not _there(PLUGINS[name]):
+        pytest.skip(f"experiment={name} needs a Hydra plugin that is not installed")
+    app = "config" if (group, name) == ("experiment", "demo") else "benchmark"
+    cfg = compose(app, [f"{group}={name}", *(["model.name=x"] if (group, name) == ("model", "hf") else [])])
+    assert isinstance(settings(cfg), Common)
+    if group in ("experiment", "task", "model"):
+        assert path.read_text().count("# ") >= 1, "nobody knows what it reproduces"
+
+
+def test_what_was_promised_is_there() -> None:
+    """The models and the paper's experiments by name."""
+    there = {path.stem for path in GROUPS if path.parent.name == "model"}
+    for name in MODELS.split():
+        head, _, tail = name.partition("{")
+        sizes, _, end = tail.partition("}")
+        assert {f"{head}{size}{end}" for size in sizes.split(",")} <= there
+    experiments = [path.stem for path in GROUPS if path.parent.name == "experiment"]
+    assert all(any(name.startswith(f"paper_{part}") for name in experiments) for part in PAPER.split())
+
+
+@pytest.mark.parametrize("path", [p for p in GROUPS if p.stem.startswith("paper_")], ids=lambda path: path.stem)
+def test_experiments_of_the_paper_use_its_decoder(path: Path) -> None:
+    """Its shapes are those of its own table 4, its methods start with its own."""
+    config = settings(compose("benchmark", [f"experiment={path.stem}"]))
+    assert config.decoder.name == "lookahead_paper" and config.model.dtype == "float16"
+    if config.decoder.window_size:
+        assert (config.decoder.window_size, config.decoder.ngram_size) == (config.W, config.N)
+    shapes = {"7b": 15, "13b": 10, "34b": 7}
+    if path.stem.startswith(("paper_figure_5", "paper_figure_6", "paper_figure_7")):
+        size = next(size for size in shapes if size in config.model.name)
+        assert (shapes[size], 5, shapes[size]) == (config.W, config.N, config.G)
