@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lp.bench.rows import Row, load_rows
-from lp.bench.summary import HEADS, Total, cells, common, ordered, short, totals, varying
+from lp.bench.summary import HEADS, Total, caption, cells, common, ordered, totals, varying
 
 
 class Watch:
@@ -59,7 +59,7 @@ class Watch:
 
 def print_totals(found: Sequence[Total], console: Console) -> None:
     """A line for each setting and method, and what they have in common."""
-    names = [name for name in varying(found) if name not in ("decoder", "methods")]
+    names = [name for name in varying(found) if name not in ("decoder", "methods", "parameters", "chat")]
     table = Table(box=SIMPLE_HEAD)
     for head in (*names, *HEADS):
         table.add_column(head, justify="left" if head in ("method", "output") else "right", no_wrap=True)
@@ -67,15 +67,6 @@ def print_totals(found: Sequence[Total], console: Console) -> None:
         table.add_row(*cells(total, names))
     console.print(table)
     console.print(caption(found), markup=False, highlight=False, soft_wrap=True)
-
-
-def caption(found: Sequence[Total]) -> str:
-    """The machine and what all lines share, in one line."""
-    shared = {key: value for key, value in common(found).items() if key not in ("decoder", "methods", "quality")}
-    machines = "; ".join(dict.fromkeys(total.hardware for total in found))
-    torch = "; ".join(dict.fromkeys(row["versions"]["torch"] for total in found for row in total.rows))
-    kept = {key: value for key, value in shared.items() if value not in (None, [], False)}
-    return f"{machines}, torch {torch}, " + ", ".join(f"{key} {short(value)}" for key, value in kept.items())
 
 
 def summary(found: Sequence[Total]) -> dict[str, Any]:
@@ -87,10 +78,14 @@ def summary(found: Sequence[Total]) -> dict[str, Any]:
 
 
 def show_sweep(folder: Path) -> None:
-    """One table of all jobs, if any of them wrote rows."""
+    """One table of all jobs, if any of them wrote rows, then plots and a report in the folder."""
+    from lp.bench.report import write_report  # matplotlib takes a while, and a run without a sweep needs none
+
     try:
         found = ordered(totals(load_rows(folder)))
     except ValueError:  # every job failed
         return
     console = Console()
     print_totals(found, console if console.is_terminal else Console(width=160))
+    for path in write_report(folder):
+        console.print(str(path), markup=False, highlight=False, soft_wrap=True)

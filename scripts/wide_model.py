@@ -1,4 +1,4 @@
-"""Save a random Llama, wide enough to be bound by compute, with the demo model's tokenizer: to measure scaling on a CPU.
+"""Save a random Llama, wide enough to be bound by compute, with the demo model's tokenizer: for scaling on a CPU.
 
 python scripts/wide_model.py FOLDER     # then model=hf model.name=FOLDER
 """

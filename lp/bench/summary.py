@@ -30,6 +30,10 @@ class Total:
         return str(self.rows[0]["method"])
 
     @property
+    def task(self) -> str:
+        return str(self.rows[0]["task"])
+
+    @property
     def setting(self) -> dict[str, Any]:
         return dict(self.rows[0]["settings"])
 
@@ -166,3 +170,15 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     """A table."""
     head = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
+
+
+def caption(found: Sequence[Total]) -> str:
+    """The machine and what all lines share, in one line."""
+    hidden = ("decoder", "methods", "quality", "attention", "repeats", "chat", "parameters")
+    shared = {key: value for key, value in common(found).items() if key not in hidden}
+    if isinstance(size := common(found).get("parameters"), int):
+        shared["model"] = f"{shared['model']} ({size / 1e6:.1f} M parameters)"
+    machines = "; ".join(dict.fromkeys(total.hardware for total in found))
+    torch = "; ".join(dict.fromkeys(row["versions"]["torch"] for total in found for row in total.rows))
+    kept = {key: value for key, value in shared.items() if value not in (None, [], False)}
+    return f"{machines}, torch {torch}, " + ", ".join(f"{key} {short(value)}" for key, value in kept.items())

@@ -1,0 +1,96 @@
+"""docs/results.md is what its rows say; the tables of a report, its plots and its file."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lp.bench.report import read_lines, write_report
+from lp.bench.rows import RowFile, digest, load_rows
+from lp.bench.summary import HEADS, cells, ordered, totals, varying
+from tests.conftest import ROOT
+
+PNG = b"\x89PNG"
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_its_rows_say() -> None:
+    """A figure edited by hand, or rows measured again without the page."""
+    module = _script("results")
+    assert module.PAGE.read_text(encoding="utf-8") == module.page()
+    assert "2 x86-64 cores, torch 2.13.0" in module.page() and "**projected**" in module.page()
+
+
+def test_projections_of_two_ranks_are_near_what_was_measured() -> None:
+    """The published error of the published projection."""
+    found = re.findall(r"lookahead on 2 ranks, gloo: projected speed-up ([+-][\d.]+)% off", _script("results").page())
+    assert found and all(abs(float(error)) <= 20 for error in found)
+
+
+def _row(index: int, method: str, setting: dict[str, Any], steps: int, seconds: float) -> dict[str, Any]:
+    settings = {"model": "m", "parameters": 1_000_000, "ranks": 1, "decoder": {}, "methods": [], **setting}
+    return {
+        "index": index, "method": method, "prompt_digest": digest(index), "task": setting["task"], "settings": settings,
+        "tokens": 100, "steps": steps, "decode_s": seconds, "prefill_s": 0.1, "rows_a_step": float(setting["W"]),
+        "accepted": {"0": steps}, "equal": True, "hardware": "a machine", "versions": {"torch": "1"},
+    }  # fmt: skip
+
+
+def _write(folder: Path, settings: list[dict[str, Any]]) -> None:
+    for number, setting in enumerate(settings):
+        file = RowFile(folder / f"{number}.jsonl", ["lookahead", "autoregressive"])
+        for index in range(2):
+            ours = _row(index, "lookahead", setting, 100 // setting["W"], 4.0 / setting["W"])
+            file.append([ours, _row(index, "autoregressive", setting, 100, 4.0)])
+        file.close()
+
+
+def test_totals_of_a_sweep(tmp_path: Path) -> None:
+    """Rows of different settings must not be added up, and 16 comes behind 4."""
+    _write(tmp_path, [{"task": "a", "W": w, "N": 3, "G": w} for w in (16, 2, 4)])
+    found = ordered(totals(load_rows(tmp_path)))
+    assert varying(found) == ["W", "G"] and [t.setting["W"] for t in found] == [2, 2, 4, 4, 16, 16]
+    ours = found[4]
+    assert (ours.prompts, ours.tokens, ours.steps, ours.compression, ours.speedup) == (2, 200, 12, 200 / 12, 16.0)
+    assert ours.accepted == {0: 12} and ours.differing == 0 and found[5].speedup == 1.0
+    assert dict(zip(("W", *HEADS), cells(ours, ["W"]), strict=True))["vs plain"] == "16.00x"
+
+
+@pytest.mark.parametrize(
+    ("settings", "plots"),
+    [
+        ([{"task": "a", "W": w, "N": n, "G": 4} for w in (2, 4, 8) for n in (2, 3)], {"heat_map.png", "rows.png"}),
+        ([{"task": task, "W": 2, "N": 2, "G": 2} for task in ("a", "b")], {"by_task.png"}),
+    ],
+)
+def test_a_report_is_one_file_with_everything(tmp_path: Path, settings: list[dict[str, Any]], plots: set[str]) -> None:
+    """Opened on a train: no address to fetch, every picture inside, what was set beside what was found."""
+    _write(tmp_path, settings)
+    written = write_report(tmp_path)
+    assert {path.name for path in written} == plots | {"report.html"}
+    assert all(path.read_bytes().startswith(PNG) for path in written if path.suffix == ".png")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == len(plots) and "a machine" in page
+    assert not re.search(r"(src|href)=[\"'](?!data:)|https?://|<script", page)
+    with pytest.raises(ValueError, match="holds no rows"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_scaling_lines_survive_their_csv() -> None:
+    """A column read as text would be sorted, or plotted, as text."""
+    for path in (ROOT / "docs" / "results").glob("*/scaling.csv"):
+        for line in read_lines(path):
+            assert isinstance(line.ranks, int) and isinstance(line.tokens_per_s, float) and line.rows > 0
+            assert (line.link is None) == (line.kind == "measured") and line.cells()[0] == line.method
