@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lp.bench.report import read_lines
 from lp.bench.rows import load_rows
@@ -18,6 +17,7 @@ from lp.bench.scaling import HEADS as SCALING_HEADS
 from lp.bench.scaling import errors
 from lp.bench.summary import HEADS, Total, caption, cells, markdown, ordered, short, totals, varying
 
+ROOT = Path(__file__).resolve().parent.parent
 PAGE, DATA = ROOT / "docs" / "results.md", ROOT / "docs" / "results"
 HIDDEN = ("decoder", "methods", "chat", "parameters")
 QUALITY = ("method", "perplexity", "distinct-1", "distinct-2", "distinct-4", "texts that part from plain decoding's")
@@ -40,9 +40,9 @@ def page() -> str:
 
 INTRODUCTION = """# Results
 
-Made by `scripts/results.py` from the rows in `docs/results/`; a test makes it again and compares. `bash scripts/results.sh`
-measures them anew. The machine is shared and small, two virtual cores, so take ratios within a table, which alternates
-its methods prompt by prompt, and not seconds across tables.
+Made by `scripts/results.py` from the rows in `docs/results/`; a test makes it again and compares.
+`bash scripts/results.sh` measures them anew. The machine is small and shared, two virtual cores: take ratios within a
+table, which alternates its methods prompt by prompt, and not seconds across tables.
 """
 
 

@@ -142,9 +142,9 @@ class _Chosen(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         text = input_ids[0].tolist()
         token = int(self.chooser.choose(scores, [len(text) - 1], [[]], [[]], text))
-        only = torch.full_like(scores, -torch.inf)
-        only[0, token] = 0.0
-        return only  # type: ignore[return-value]
+        chosen = torch.zeros_like(scores)  # finite: prompt lookup copies no token that a processor rules out
+        chosen[0, token] = 1.0
+        return chosen  # type: ignore[return-value]
 
 
 class _Steps(StoppingCriteria):

@@ -46,7 +46,7 @@ class Link:
 
     @classmethod
     def measured(cls, context: ParallelContext, source: str, rounds: int = 200) -> Link:
-        """Of these ranks: medians of gathers of 8 bytes and of 1 MiB a rank, in turn. `hop_us` holds all of the latency."""
+        """Of these ranks: medians of gathers of 8 bytes and of 1 MiB a rank, in turn; `hop_us` has all the latency."""
         rows = [torch.zeros(words, dtype=torch.int64, device=context.device) for words in (1, 1 << 17)]
         taken: list[list[float]] = [[], []]
         for _ in range(rounds):

@@ -1,0 +1,49 @@
+"""Sweeps and scaling whose jobs are launches of two gloo ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lp.bench.report import read_lines
+from lp.bench.rows import load_rows
+from lp.bench.summary import totals
+from tests.conftest import Processes
+from tests.distributed.launches import ON_CPU
+from tests.unit.conftest import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"), context=1024)
+    return ["model=hf", f"model.name={folder}", "model.dtype=float64", "N=3", "G=4", "limit=2", "max_new_tokens=12"]
+
+
+def test_a_sweep_of_launches(processes: Processes, settings: list[str], tmp_path: Path) -> None:
+    """Rows of two ranks, a failed job named at the end, one table of the others, and plots."""
+    asked = ["-m", *settings, "W=2,-1", "parallel.nproc=2", f"out={tmp_path}"]
+    asked += ["methods=[lookahead,lookahead@1,autoregressive,transformers_tp]"]
+    ran = processes.run([sys.executable, "-m", "launch.benchmark", *asked], ON_CPU | {"LP_RUN_DIR": str(tmp_path)})
+    assert ran.returncode == 2 and "job 1 failed with exit code 2" in ran.stderr, ran.stderr
+    found = totals(load_rows(tmp_path))
+    assert [total.method for total in found] == ["lookahead", "lookahead@1", "autoregressive", "transformers_tp"]
+    assert all(total.differing == 0 and total.setting["ranks"] == 2 for total in found)
+    ours, alone, plain, _ = found
+    assert ours.compression == alone.compression > plain.compression == 1
+    assert [len(total.rows[0]["split"]) for total in found] == [2, 1, 1, 2]
+    assert {"rows.png", "report.html"} & {path.name for path in tmp_path.iterdir()} and "vs plain" in ran.stdout
+    assert processes.wait_for_end(5) == []
+
+
+def test_scaling_measures_every_world_size(processes: Processes, settings: list[str], tmp_path: Path) -> None:
+    """A method that needs two ranks is left out where there is one; a projection is held against the measurement."""
+    asked = [*settings, "W=4", "ranks=[1,2]", "project=true", "projected_ranks=[2]", "weak=false", f"out={tmp_path}"]
+    ran = processes.run([sys.executable, "-m", "launch.scaling", *asked], ON_CPU, timeout_s=240)
+    assert ran.returncode == 0, ran.stderr
+    lines = [(line.method, line.ranks, line.kind) for line in read_lines(tmp_path / "scaling.csv")]
+    assert lines.count(("lookahead", 2, "projected")) == 4 and lines.count(("transformers_tp", 1, "measured")) == 0
+    assert {("lookahead", 1, "measured"), ("lookahead", 2, "measured"), ("transformers_tp", 2, "measured")} <= {*lines}
+    assert "lookahead on 2 ranks: projected" in (tmp_path / "scaling.md").read_text()
+    assert processes.wait_for_end(5) == []

@@ -1,0 +1,132 @@
+"""Projections run the very steps of ranks, one at a time; scaling lines tell measured from projected."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import launch.scaling
+import lp
+from lp.bench.projection import Link, Projected, project
+from lp.bench.report import read_lines
+from lp.bench.scaling import errors, projected_lines, with_efficiency
+from lp.distributed import ParallelContext, run_lockstep
+from lp.models.runner import ModelRunner
+from tests.tiny_models import tiny_model
+from tests.unit.conftest import Ran
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+CONFIG = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6)
+LINK = Link(base_us=10, hop_us=2, gb_s=1, source="made up")
+
+
+def test_a_link_is_alpha_and_beta() -> None:
+    assert LINK.all_gather_s(1, 1000) == 0
+    assert LINK.all_gather_s(2, 1000) == pytest.approx(13e-6)
+    assert LINK.all_gather_s(5, 1000) == pytest.approx(22e-6)
+
+
+def test_one_rank_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at once would time each other; one that keeps the turn would hang the rest."""
+    forward, inside, most = ModelRunner.forward, threading.Semaphore(1), []
+
+    def alone(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+        most.append(inside.acquire(blocking=False))
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            inside.release()
+
+    monkeypatch.setattr(ModelRunner, "forward", alone)
+    project(tiny_model(), CONFIG, IDS, 12, 3, repeats=1)
+    assert len(most) > 12 and all(most)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_shares_are_those_of_ranks(ranks: int) -> None:
+    """The steps, rows and bytes of a real group of ranks, or its time is another group's."""
+    model = tiny_model()
+
+    def body(context: ParallelContext) -> lp.GenerationOutput:
+        return lp.LookaheadDecoder(model, CONFIG, context).generate(IDS, 24)
+
+    real, found = run_lockstep(ranks, body), project(model, CONFIG, IDS, 24, ranks, repeats=2)
+    assert (found.tokens, found.steps) == (len(real[0].tokens), real[0].steps)
+    largest = [max(rank.step_stats[step].slots for rank in real) for step in range(found.steps)]
+    assert found.rows == pytest.approx(sum(largest) / found.steps)
+    assert 0 < found.compute_s == found.forward_s + found.host_s and found.payload_bytes > 3 * 8
+    assert found.decode_s(LINK) == found.compute_s + found.steps * LINK.all_gather_s(ranks, found.payload_bytes)
+
+
+def test_a_second_collective_is_refused() -> None:
+    with pytest.raises(ValueError, match="project kv_sync=recompute"):
+        project(tiny_model(), lp.LookaheadConfig(kv_sync=lp.KVSync.BROADCAST), IDS, 4, 2)
+
+
+def _projected(ranks: int, compute_s: float) -> Projected:
+    return Projected(
+        ranks=ranks, tokens=100, steps=50, compute_s=compute_s, forward_s=compute_s, host_s=0, rows=9, payload_bytes=0
+    )
+
+
+def test_lines_add_up_prompts_and_say_what_they_are() -> None:
+    free = {"free": Link(base_us=0, hop_us=0, gb_s=1, source="")}
+    lines = [
+        line
+        for ranks, seconds in ((1, 1.0), (2, 0.6))
+        for line in projected_lines(
+            [_projected(ranks, seconds), _projected(ranks, 3 * seconds)], free, 25.0, False, (4, 6)
+        )
+    ]
+    one, two = with_efficiency(lines)
+    assert (one.tokens_per_s, one.speedup, one.compression) == (50.0, 2.0, 2.0)
+    assert two.speedup == pytest.approx(2 / 0.6) and two.efficiency == pytest.approx(1 / 1.2)
+    assert "**projected**, free" in two.cells() and two.series == "lookahead, free (projected)"
+    assert errors(lines) == {}
+
+
+@pytest.fixture
+def scale(start_app: Callable[..., Ran], tiny_folder: Path) -> Callable[..., Ran]:
+    """launch.scaling with a tiny model."""
+    asked = ["model=hf", f"model.name={tiny_folder}", "W=4", "N=3", "G=4", "max_new_tokens=8", "limit=1"]
+    return lambda *overrides: start_app(launch.scaling.scaling, "scaling", *asked, *overrides)
+
+
+def test_a_projection_is_marked_everywhere(scale: Callable[..., Ran], tmp_path: Path) -> None:
+    """A projected figure that reads like a measured one is a lie."""
+    ran = scale("ranks=[]", "project=true", "projected_ranks=[1,2]", f"out={tmp_path}")
+    assert ran.code == 0, ran.err
+    lines = read_lines(tmp_path / "scaling.csv")
+    assert len(lines) == 16 and all(line.kind == "projected" and line.link for line in lines)
+    weak = [line for line in lines if line.link == "nvlink, weak"]
+    assert [(line.ranks, line.W, line.G) for line in weak] == [(1, 4, 4), (2, 8, 8)]
+    table = (tmp_path / "scaling.md").read_text()
+    assert table.count("**projected**") == 16 and table.count("**projected**") == ran.out.count("**projected**")
+    assert {"speedup.png", "step_time.png"} <= {path.name for path in tmp_path.iterdir()}
+    last = json.loads(ran.out.splitlines()[-1])
+    assert (last["projected"], last["measured"]) == (16, 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["ranks=[]"], "leaves nothing to do"),
+        (["ranks=[0]"], "ranks is 0"),
+        (["methods=[nonsense]"], "methods has 'nonsense'"),
+    ],
+)
+def test_user_errors(scale: Callable[..., Ran], overrides: list[str], said: str) -> None:
+    ran = scale(*overrides)
+    assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err
+
+
+def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun every rank would launch ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ran = scale()
+    assert ran.code == 2 and "start it with python -m launch.scaling" in ran.err
