@@ -54,7 +54,7 @@ def test_sampled_tokens_are_plain_ones(kind: str) -> None:
     assert output.tokens == expected
     drafted = max(step.candidates for step in output.step_stats)
     assert drafted == 0 if kind in ("dynamic", "static") else drafted > 0, "a processor must not rule drafts out"
-    assert kind != "draft" or output.steps < 10
+    assert kind != "draft" or output.steps < 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
