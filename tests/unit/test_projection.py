@@ -130,3 +130,23 @@ def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.Monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     ran = scale()
     assert ran.code == 2 and "start it with python -m launch.scaling" in ran.err
+
+
+def test_one_rank_runs_what_one_rank_can(
+    monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
+) -> None:
+    """A method that needs two ranks is left out where there is one; keys of scaling do not reach the benchmark."""
+    asked: list[tuple[int, list[str]]] = []
+
+    def relaunch(ranks: int, app: str, overrides: list[str]) -> None:
+        asked.append((ranks, overrides))
+        if len(asked) == 2:
+            raise SystemExit(3)
+
+    monkeypatch.setattr(launch.scaling, "relaunch", relaunch)
+    assert scale("ranks=[1,2]", "weak=false", f"out={tmp_path}").code == 3
+    assert "methods=[lookahead,autoregressive]" in asked[0][1]
+    assert "methods=[lookahead,autoregressive,transformers_tp]" in asked[1][1]
+    assert all(
+        "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks"))] for _, overrides in asked
+    )
