@@ -12,6 +12,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -23,14 +24,14 @@ from launch.bench_session import Bench, KeptModel, methods_of, open_bench
 from launch.schema import Output, ScalingConfig
 from launch.sweep import folder_of_run, relaunch
 from lp.baselines import BASELINES
-from lp.bench.compare import alternate
 from lp.bench.plots import scaling_plots
-from lp.bench.projection import Link, project
+from lp.bench.projection import Link, Projection, Run
 from lp.bench.rows import load_rows
 from lp.bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
 from lp.bench.summary import markdown
 from lp.config import check_int
 
+ROUNDS = 3  # of projections
 OWN_KEYS = ("ranks", "project", "projected_ranks", "weak", "links", "methods", "out", "limit", "output")
 
 
@@ -84,29 +85,48 @@ def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
 
 
 def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
-    """Every world size and link, the same total shape and, with `weak`, the same shape a rank."""
+    """Every world size and link, the same total shape and, with `weak`, the same shape a rank.
+
+    World sizes and plain decoding alternate in each of ROUNDS rounds behind a first one that is not counted.
+    """
     links = {name: Link(**vars(link)) for name, link in config.links.items()}
-    decoder = bench.decoders["lookahead"]
+    decoder, tokens = bench.decoders["lookahead"], config.max_new_tokens
     assert isinstance(decoder, lp.LookaheadDecoder)
-    shape = decoder.config
     prompts = [bench.encode(prompt) for prompt in bench.prompts]
-    plain = [
-        alternate({"plain": lambda ids=ids: bench.runs["autoregressive"](ids, config.max_new_tokens)}, 3)["plain"]  # type: ignore[misc]
-        for ids in prompts
-    ]
-    speed = sum(len(one.output.tokens) for one in plain) / sum(one.decode_s for one in plain)
+    jobs = {
+        (weak, ranks): [
+            Projection(
+                model=bench.loaded.model,
+                config=_widened(decoder.config, ranks if weak else 1),
+                ids=ids,
+                max_new_tokens=tokens,
+                ranks=ranks,
+                sampling=bench.sampling,
+                attention=config.attention.name,
+            )
+            for ids in prompts
+        ]
+        for weak in ((False, True) if config.weak else (False,))
+        for ranks in config.projected_ranks
+    }
+    taken: dict[tuple[bool, int], list[list[Run]]] = {key: [] for key in jobs}  # by round and prompt
+    speeds = list[float]()
+    for _ in range(1 + ROUNDS):
+        plain = [bench.runs["autoregressive"](ids, tokens) for ids in prompts]
+        speeds.append(sum(len(output.tokens) for output in plain) / sum(output.decode_s for output in plain))
+        for key, of_prompts in jobs.items():
+            taken[key].append([job.run() for job in of_prompts])
     lines = []
-    for weak in (False, True) if config.weak else (False,):
-        for ranks in config.projected_ranks:
-            factor = ranks if weak else 1
-            wide = replace(shape, window_size=shape.window_size * factor, guess_set_size=shape.guess_set_size * factor)
-            sampling, attention = bench.sampling, config.attention.name
-            of_prompts = [
-                project(bench.loaded.model, wide, ids, config.max_new_tokens, ranks, sampling, attention)
-                for ids in prompts
-            ]
-            lines += projected_lines(of_prompts, links, speed, weak, (wide.window_size, wide.guess_set_size))
+    for (weak, ranks), of_prompts in jobs.items():
+        rounds = taken[weak, ranks][1:]
+        found = [job.summed([one[number] for one in rounds]) for number, job in enumerate(of_prompts)]
+        shape = of_prompts[0].config
+        lines += projected_lines(found, links, median(speeds[1:]), weak, (shape.window_size, shape.guess_set_size))
     return lines
+
+
+def _widened(config: lp.LookaheadConfig, factor: int) -> lp.LookaheadConfig:
+    return replace(config, window_size=config.window_size * factor, guess_set_size=config.guess_set_size * factor)
 
 
 def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:

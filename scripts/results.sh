@@ -12,7 +12,14 @@ bench=("$python" -m launch.benchmark output=json limit=4 max_new_tokens=64 repea
 "${bench[@]}" "methods=$methods" quality=true out=$out/greedy
 "${bench[@]}" "methods=$methods" sampling=sample sampling.temperature=0.8 out=$out/sampled
 NPROC=2 bash torchrun.sh launch.benchmark -m experiment=demo_sweep output=json out=$out/sweep
-"$python" -m launch.scaling limit=3 max_new_tokens=48 W=8 G=40 repeats=3 project=true out=$out/scaling \
-  'methods=[lookahead,lookahead@1,autoregressive,transformers_tp]' ranks=[2] projected_ranks=[1,2,4,8,16]
+methods='[lookahead,lookahead@1,autoregressive]'
+wide=$(mktemp -d)
+trap 'rm -rf "$wide"' EXIT
+"$python" scripts/wide_model.py "$wide/wide"
+(cd "$wide" && PYTHONPATH=$root "$python" -m launch.scaling model=hf model.name=wide "methods=$methods" limit=1 \
+  max_new_tokens=24 W=15 N=5 G=15 repeats=3 project=true ranks=[2] projected_ranks=[1,2] weak=false \
+  "out=$root/$out/scaling-wide")
+"$python" -m launch.scaling "methods=${methods%]},transformers_tp]" limit=2 max_new_tokens=48 W=8 G=40 repeats=5 \
+  project=true ranks=[2] projected_ranks=[1,2,4,8,16] out=$out/scaling-demo
 find $out -name '*.png' -delete -o -name 'report.html' -delete
 "$python" scripts/results.py

@@ -86,6 +86,9 @@ class Projected:
         return self.compute_s + self.steps * link.all_gather_s(self.ranks, self.payload_bytes)
 
 
+Run = list[tuple[GenerationOutput, int]]  # by rank: what it gave, and the bytes of its last collective
+
+
 @dataclass(frozen=True)
 class TurnContext(LockstepContext):
     """A rank that is a thread and computes only while it holds the turn; waiting for it counts as exchange.
@@ -107,17 +110,9 @@ class TurnContext(LockstepContext):
             self.turn.acquire()
 
 
-def project(
-    model: PreTrainedModel,
-    config: LookaheadConfig,
-    ids: Sequence[int],
-    max_new_tokens: int,
-    ranks: int,
-    sampling: SamplingParams | None = None,
-    attention: str = "auto",
-    repeats: int = 3,
-) -> Projected:
-    """Decode a prompt as so many ranks would, on this one device.
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """Decodes a prompt as so many ranks would, on this one device.
 
     Args:
         model: loaded, on the device.
@@ -127,26 +122,44 @@ def project(
         ranks: R.
         sampling: None is greedy; its seed must be known.
         attention: as in LookaheadDecoder.
-        repeats: of the whole run; a rank's time for a step is the median, or the slowest rank would be the unluckiest.
 
     Raises:
         ValueError: kv_sync=broadcast, whose second collective has no model here.
     """
-    if config.kv_sync is KVSync.BROADCAST:
-        raise ValueError("kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute")
-    turn = threading.Lock()
 
-    def body(given: ParallelContext) -> tuple[GenerationOutput, int]:
-        assert isinstance(given, LockstepContext)
-        context = TurnContext(given.rank, ranks, given.rank, model.device, shared=given.shared, turn=turn)
-        with turn:
-            decoder = LookaheadDecoder(model, config, attention=attention)
-            decoder.context = context  # behind the constructor: all of them have this one model
-            output = decoder.generate(ids, max_new_tokens, sampling)
-        return output, context.payloads[-1]
+    model: PreTrainedModel
+    config: LookaheadConfig
+    ids: Sequence[int]
+    max_new_tokens: int
+    ranks: int
+    sampling: SamplingParams | None = None
+    attention: str = "auto"
 
-    runs = [run_lockstep(ranks, body) for _ in range(repeats)]
-    return _summed([[output for output, _ in run] for run in runs], runs[0][0][1])
+    def __post_init__(self) -> None:
+        if self.config.kv_sync is KVSync.BROADCAST:
+            raise ValueError(
+                "kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute"
+            )
+
+    def run(self) -> Run:
+        """Once."""
+        turn = threading.Lock()
+
+        def body(given: ParallelContext) -> tuple[GenerationOutput, int]:
+            assert isinstance(given, LockstepContext)
+            device = self.model.device
+            context = TurnContext(given.rank, self.ranks, given.rank, device, shared=given.shared, turn=turn)
+            with turn:
+                decoder = LookaheadDecoder(self.model, self.config, attention=self.attention)
+                decoder.context = context  # behind the constructor: all of them have this one model
+                output = decoder.generate(self.ids, self.max_new_tokens, self.sampling)
+            return output, context.payloads[-1]
+
+        return run_lockstep(self.ranks, body)
+
+    def summed(self, runs: Sequence[Run]) -> Projected:
+        """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
+        return _summed([[output for output, _ in run] for run in runs], runs[0][0][1])
 
 
 def _summed(runs: Sequence[Sequence[GenerationOutput]], payload: int) -> Projected:

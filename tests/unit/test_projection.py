@@ -12,7 +12,7 @@ import pytest
 
 import launch.scaling
 import lp
-from lp.bench.projection import Link, Projected, project
+from lp.bench.projection import Link, Projected, Projection
 from lp.bench.report import read_lines
 from lp.bench.scaling import errors, projected_lines, with_efficiency
 from lp.distributed import ParallelContext, run_lockstep
@@ -23,6 +23,10 @@ from tests.unit.conftest import Ran
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
 CONFIG = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6)
 LINK = Link(base_us=10, hop_us=2, gb_s=1, source="made up")
+
+
+def _projection(model: Any, ranks: int, tokens: int, config: lp.LookaheadConfig = CONFIG) -> Projection:
+    return Projection(model=model, config=config, ids=IDS, max_new_tokens=tokens, ranks=ranks)
 
 
 def test_a_link_is_alpha_and_beta() -> None:
@@ -43,7 +47,7 @@ def test_one_rank_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             inside.release()
 
     monkeypatch.setattr(ModelRunner, "forward", alone)
-    project(tiny_model(), CONFIG, IDS, 12, 3, repeats=1)
+    _projection(tiny_model(), 3, 12).run()
     assert len(most) > 12 and all(most)
 
 
@@ -55,7 +59,8 @@ def test_shares_are_those_of_ranks(ranks: int) -> None:
     def body(context: ParallelContext) -> lp.GenerationOutput:
         return lp.LookaheadDecoder(model, CONFIG, context).generate(IDS, 24)
 
-    real, found = run_lockstep(ranks, body), project(model, CONFIG, IDS, 24, ranks, repeats=2)
+    projection = _projection(model, ranks, 24)
+    real, found = run_lockstep(ranks, body), projection.summed([projection.run(), projection.run()])
     assert (found.tokens, found.steps) == (len(real[0].tokens), real[0].steps)
     largest = [max(rank.step_stats[step].slots for rank in real) for step in range(found.steps)]
     assert found.rows == pytest.approx(sum(largest) / found.steps)
@@ -65,7 +70,7 @@ def test_shares_are_those_of_ranks(ranks: int) -> None:
 
 def test_a_second_collective_is_refused() -> None:
     with pytest.raises(ValueError, match="project kv_sync=recompute"):
-        project(tiny_model(), lp.LookaheadConfig(kv_sync=lp.KVSync.BROADCAST), IDS, 4, 2)
+        _projection(tiny_model(), 2, 4, lp.LookaheadConfig(kv_sync=lp.KVSync.BROADCAST))
 
 
 def _projected(ranks: int, compute_s: float) -> Projected:
