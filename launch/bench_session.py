@@ -225,6 +225,7 @@ def settings_of(
         "parameters": parameters,
         "dtype": model.dtype,
         "attention": config.attention.name,
+        "capture": config.attention.capture,
     }
     chosen |= {"task": config.task.name, "chat": config.task.chat, "W": config.W, "N": config.N, "G": config.G}
     chosen |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
