@@ -188,11 +188,11 @@ def plain_greedy(model: PreTrainedModel, ids: list[int], max_new_tokens: int, **
     return out[0, len(ids) :].tolist()
 
 
-def drawn_text(rng: random.Random, length: int) -> list[int]:
+def drawn_text(rng: random.Random, length: int, vocabulary: int = VOCABULARY) -> list[int]:
     """Random tokens with repeats, so that the pool finds something."""
     ids: list[int] = []
     while len(ids) < length:
         again = ids and rng.random() < 0.5
         start = rng.randrange(len(ids)) if again else 0
-        ids += ids[start : start + rng.randint(1, 8)] if again else [rng.randrange(VOCABULARY)]
+        ids += ids[start : start + rng.randint(1, 8)] if again else [rng.randrange(vocabulary)]
     return ids[:length]
