@@ -32,7 +32,7 @@ RESIZED = [
     "stablelm", "olmo2", "starcoder2", "phi3_sliding",
 ]  # fmt: skip
 STOPPABLE = 8  # fewest tokens of a vocabulary that has strings to stop at
-PEERS = {"prompt_lookup": lp.PromptLookupDecoder, "paper": lp.PaperDecoder, "recycling": lp.RecyclingDecoder}
+PEERS: dict[str, Any] = {"prompt_lookup": lp.PromptLookupDecoder, "paper": lp.PaperDecoder, "recycling": lp.RecyclingDecoder}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from tests.fuzzing import Case, run
 
@@ -34,23 +35,25 @@ def _kind(failure: str) -> str:
 def _simpler(case: Case) -> Iterator[Case]:
     bare = Case()
     for item in fields(Case):
-        if item.name not in ("ids", "new", "overrides", "config") and getattr(case, item.name) != getattr(
-            bare, item.name
-        ):
-            yield replace(case, **{item.name: getattr(bare, item.name)})
+        simplest = getattr(bare, item.name)
+        if item.name not in ("ids", "new", "overrides", "config") and getattr(case, item.name) != simplest:
+            yield replace(case, **{item.name: simplest})
     if case.ranks > 2:
         yield replace(case, ranks=2)
     for name in ("config", "overrides"):
-        values = getattr(case, name)
-        for key, value in values.items():
-            if key in LEAST:
-                yield from (replace(case, **{name: values | {key: less}}) for less in _less(value, LEAST[key]))
-            elif key != "vocab_size":  # the ids are of it
-                yield replace(case, **{name: {k: v for k, v in values.items() if k != key}})
+        yield from (replace(case, **{name: values}) for values in _simpler_values(getattr(case, name)))
     yield from (replace(case, new=less) for less in _less(case.new, 1))
     cuts = {len(case.ids) // 2, 1}
     yield from (replace(case, ids=case.ids[cut:]) for cut in sorted(cuts, reverse=True) if 0 < cut < len(case.ids))
     yield from (replace(case, processors=[p for p in case.processors if p != gone]) for gone in case.processors[:-1])
+
+
+def _simpler_values(values: dict[str, Any]) -> Iterator[Any]:
+    for key, value in values.items():
+        if key in LEAST:
+            yield from (values | {key: less} for less in _less(value, LEAST[key]))
+        elif key != "vocab_size":  # the ids are of it
+            yield {k: v for k, v in values.items() if k != key}
 
 
 def _less(value: int, least: int) -> Iterator[int]:
