@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import numpy as np
 import torch
 
 from lp.config import KVSync, LookaheadConfig
 from lp.decoding.base import Clock, GenerationOutput, Request, StepStats
-from lp.decoding.sampling import likeliest
+from lp.decoding.sampling import check_said, likeliest
 from lp.decoding.stopping import FINISH_REASON
 from lp.distributed import ParallelContext
 from lp.lookahead import exchange
 from lp.lookahead.candidates import CandidateSource, StepReads, TokenTree
-from lp.lookahead.exchange import Stop
+from lp.lookahead.exchange import NO_TOKEN, Stop
 from lp.lookahead.layout import StepLayout, full_layout
 from lp.lookahead.sharding import RankRows, ShardPlan
 from lp.lookahead.verify import Outcome, walk
 from lp.lookahead.window import LookaheadWindow
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
+
+T = TypeVar("T")
 
 
 class Generation:
@@ -85,9 +90,31 @@ class Generation:
         def read(logits: torch.Tensor) -> None:
             rows.append(likeliest(chooser.scores(logits, [None] * len(logits), prompt), wanted))
 
-        self.runner.prefill(prompt[:-1], self.cache, self.request.prefill_chunk, read if wanted else None)
-        if rows:
-            self.source.begin(prompt, self.context.broadcast(torch.cat(rows), 0).cpu().numpy())
+        def fill() -> None:
+            self.runner.prefill(prompt[:-1], self.cache, self.request.prefill_chunk, read if wanted else None)
+
+        self._attempt(fill)
+        if wanted and len(prompt) > 1:
+            said = self._zeros(len(prompt) - 1, wanted) if self.failure else torch.cat(rows)
+            self.source.begin(prompt, self.context.broadcast(said, 0).cpu().numpy())
+
+    def _attempt(self, work: Callable[[], T]) -> T | None:
+        """What fails on this rank alone is told in the next header, or the others would wait for it until they give up.
+
+        Raises:
+            Exception: what the work raised, where there is no other rank.
+        """
+        try:
+            if not self.failure:
+                return work()
+        except Exception as error:
+            if self.context.world_size == 1:
+                raise
+            self.failure, self.pending = error, self.pending | Stop.FAILED
+        return None
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device=self.runner.device)
 
     def step(self) -> Stop:
         """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""
@@ -96,7 +123,8 @@ class Generation:
         plan = ShardPlan.build(layout, self.context.world_size, self.owed)
         rows = RankRows.build(layout, plan, self.context.rank, self.catch_up)
         clock.lap("host")
-        chosen, likely = self._forward(layout, plan, rows)
+        said = self._attempt(lambda: self._forward(layout, plan, rows))
+        chosen, likely = said or (self._zeros(len(rows.reads)), self._zeros(len(rows.reads), self.harvest))
         clock.lap("forward")
         header = self._header(layout)  # while a GPU is still at the step
         clock.lap("host")
@@ -111,6 +139,7 @@ class Generation:
         if told:
             return self._told(told, keep)
         outcome = walk(layout, read, 0 if self._warming else None)
+        check_said(outcome.tokens[-1], len(self.stats), layout.positions[outcome.path[-1]])
         self.request.chooser.keep(plan.reads[self.context.rank], outcome.chose)
         self._commit(layout, plan, rows, outcome, clock)
         clock.lap("host")
@@ -132,7 +161,7 @@ class Generation:
     def _layout(self, candidates: TokenTree) -> StepLayout:
         position = len(self.text) - 1
         if self.request.crosses(position):
-            self.runner.cross(self.text, self.cache, self.request.prefill_chunk)
+            self._attempt(lambda: self.runner.cross(self.text, self.cache, self.request.prefill_chunk))
             self.catch_up, self.owed = [], [0] * self.context.world_size
         return StepLayout(self.window, candidates, self.text[-1], position, self.request.limit_at(position))
 
@@ -181,11 +210,11 @@ class Generation:
         self.cache.append(flat, len(path))
 
     def _learn(self, layout: StepLayout, read: dict[int, int], harvest: np.ndarray, outcome: Outcome) -> None:
-        new = [read[slot] for slot in layout.last_row()]
+        new = [read[slot] % NO_TOKEN for slot in layout.last_row()]  # a row that only guesses may say nothing
         ngrams, slots = self.window.ngrams(new), layout.reads
         if self._warming:  # the reference's window has no full column yet
             ngrams, slots, harvest = [], [], harvest[:0]
-        chosen = [read[slot] for slot in slots]
+        chosen = [read[slot] % NO_TOKEN for slot in slots]
         seen = StepReads(layout.tokens, layout.positions, layout.parents, slots, chosen, harvest, ngrams)
         self.text += outcome.tokens
         self.window.advance(self.text, len(outcome.tokens), new)

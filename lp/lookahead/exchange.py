@@ -22,6 +22,7 @@ from lp.lookahead.sharding import ShardPlan
 
 DIGEST, FLAGS, LENGTH, HEADER = 0, 1, 2, 3
 BITS = 21  # of a token; three fit an int64 and its sign
+NO_TOKEN = (1 << BITS) - 1  # what a row says whose scores are NaN or infinite
 SHIFTS = (0, BITS, 2 * BITS)
 SPARE_READS = 12  # candidates that share prefixes divide less evenly than a full step's, which share nothing
 
@@ -87,8 +88,8 @@ def check_vocabulary(size: int) -> None:
     Raises:
         ValueError: the vocabulary's size and the limit.
     """
-    if size > 1 << BITS:
-        raise ValueError(f"the model has {size} tokens; ranks exchange at most {1 << BITS}: use a smaller vocabulary")
+    if size > NO_TOKEN:
+        raise ValueError(f"the model has {size} tokens; ranks exchange at most {NO_TOKEN}: use a smaller vocabulary")
 
 
 def pack(
