@@ -117,7 +117,7 @@ class Row:
 
 def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]]) -> Row:
     outputs, times_s = zip(*runs, strict=True)
-    tokens, steps = sum(len(o.tokens) for o in outputs), sum(o.steps for o in outputs)
+    tokens, steps = sum(len(o.tokens) - o.resumed for o in outputs), sum(o.steps for o in outputs)
     return Row(method=method, prompts=len(outputs), tokens=tokens, steps=steps, decode_s=sum(times_s))
 
 
@@ -248,4 +248,4 @@ def _prompt(result: Result) -> dict[str, Any]:
 def _run(output: GenerationOutput, decode_s: float) -> dict[str, Any]:
     figures = {"tokens": len(output.tokens), "steps": output.steps, "S": output.compression}
     times = {"prefill_s": output.prefill_s, "decode_s": decode_s}
-    return {**figures, **times, "finish_reason": output.finish_reason}
+    return {**figures, **times, "finish_reason": output.finish_reason, "resumed": output.resumed}

@@ -6,7 +6,6 @@ mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_ini
 
 from __future__ import annotations
 
-import os
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum, StrEnum
@@ -17,7 +16,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lp.config import LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
 from lp.decoding.params import SamplingParams
+from lp.distributed import DEFAULT_TIMEOUT_S
 from lp.models.shapes import SHAPES
+from lp.rendezvous import env_int
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class ParallelSchema:
     """How ranks talk to each other."""
 
     backend: str = "auto"
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 @dataclass
@@ -121,6 +123,7 @@ class Config(Common):
     output: Output = Output.table
     compare: bool = True
     repeats: int = 1
+    journal: str | None = None
 
 
 @dataclass
@@ -185,7 +188,7 @@ def settings(cfg: DictConfig) -> Any:
         ValueError: a key that the schema does not know; Hydra's `+key=value` lets it in.
         OmegaConfBaseException: a missing or unreadable value.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = env_int("WORLD_SIZE", 1, low=1)
     for key in ("W", "G"):  # weak scaling: what a rank has stays the same however many there are
         if cfg[f"{key}_per_rank"] is not None:
             cfg[key] = cfg[f"{key}_per_rank"] * ranks

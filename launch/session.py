@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +17,11 @@ from launch.schema import Common, Config, frozen
 from lp.bench.prompts import Prompt, load_builtin, load_jsonl, read_text
 from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
+from lp.decoding.journal import Journal
 from lp.lookahead.suffix import native_tree
 from lp.models.loader import Loaded, load
 from lp.models.shapes import SHAPES
+from lp.rendezvous import env_int
 
 PLAIN = "autoregressive"  # the oracle the others are held against
 METHODS = ("lookahead", PLAIN, "prompt_lookup")  # these are compared
@@ -36,6 +39,7 @@ class Session:
         decoders: by method; the first is the one that the user chose.
         sampling: of every run, its seed known; None is greedy.
         prompts: what to continue.
+        journal: keeps the texts that are shown.
     """
 
     config: Config
@@ -44,6 +48,7 @@ class Session:
     decoders: Mapping[str, Decoder]
     sampling: lp.SamplingParams | None
     prompts: list[Prompt]
+    journal: Journal | None = None
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens."""
@@ -51,10 +56,16 @@ class Session:
 
     def run(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens | None = None) -> GenerationOutput:
         """Continue a prompt by at most so many tokens, as the config says."""
-        tokenizer, stops = self.loaded.tokenizer, self.config.stop_strings
-        return decoder.generate(
-            ids, tokens, self.sampling, stop_strings=stops, tokenizer=tokenizer, on_tokens=on_tokens
-        )
+        return decoder.generate(ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
+
+    def run_once(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens) -> GenerationOutput:
+        """The same, but a run that was started again goes on from its journal, if it has one."""
+        if self.journal is None:
+            return self.run(decoder, ids, tokens, on_tokens)
+        return self.journal.generate(decoder, ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
+
+    def _stops(self) -> dict[str, Any]:
+        return {"stop_strings": list(self.config.stop_strings), "tokenizer": self.loaded.tokenizer}
 
 
 def open_session(config: Config) -> Session:
@@ -68,10 +79,30 @@ def open_session(config: Config) -> Session:
     others = [name for name in METHODS if name != config.decoder.name] if config.compare else []
     builders = decoder_builders(config, [config.decoder.name, *others])
     context, loaded = open_model(config)
+    path = config.journal or restart_journal()
+    journal = Journal(path, context) if path else None
     if sampling is not None and sampling.seed is None:  # one for all runs, or they could not be compared
-        sampling = replace(sampling, seed=drawn_seed(context))
+        before = journal.seed if journal else None
+        sampling = replace(sampling, seed=drawn_seed(context) if before is None else before)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}
-    return Session(config=config, context=context, loaded=loaded, decoders=decoders, sampling=sampling, prompts=prompts)
+    return Session(
+        config=config,
+        context=context,
+        loaded=loaded,
+        decoders=decoders,
+        sampling=sampling,
+        prompts=prompts,
+        journal=journal,
+    )
+
+
+def restart_journal() -> Path | None:
+    """Where torchrun may start the ranks again, a journal in the folder that torchrun.sh chose for all starts."""
+    folder = os.environ.get("LP_RUN_DIR")
+    if not folder or not env_int("TORCHELASTIC_MAX_RESTARTS", 0):
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder) / "journal.jsonl"
 
 
 def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
@@ -92,7 +123,8 @@ def open_context(config: Common) -> lp.ParallelContext:
     """
     if config.seed is not None:
         torch.manual_seed(config.seed)
-    return lp.ParallelContext.from_env(backend=config.parallel.backend, device=known_device(config.model.device))
+    parallel, device = config.parallel, known_device(config.model.device)
+    return lp.ParallelContext.from_env(parallel.backend, device, parallel.timeout_s)
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:

@@ -79,6 +79,7 @@ class GenerationOutput:
         cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
         signal: number of the signal that this rank got meanwhile, 0 for none.
         logits, scores: (tokens, V), of the rows that chose the tokens, if asked for.
+        resumed: first tokens that no step of this call made: a journal had them.
     """
 
     tokens: list[int]
@@ -90,6 +91,7 @@ class GenerationOutput:
     signal: int = 0
     logits: torch.Tensor | None = field(default=None, repr=False)
     scores: torch.Tensor | None = field(default=None, repr=False)
+    resumed: int = 0
 
     @property
     def steps(self) -> int:
@@ -99,7 +101,7 @@ class GenerationOutput:
     @property
     def compression(self) -> float:
         """S: generated tokens a decode step."""
-        return len(self.tokens) / self.steps if self.steps else 0.0
+        return (len(self.tokens) - self.resumed) / self.steps if self.steps else 0.0
 
     @property
     def mean_slots(self) -> float:

@@ -133,7 +133,7 @@ class Chooser:
     def __repr__(self) -> str:
         """What ranks must agree on."""
         seed = (self.noise.seed, self.noise.sequence) if isinstance(self.noise, NoiseRing) else type(self.noise)
-        return f"Chooser({[(type(p).__name__, _plain(vars(p))) for p in self.processors]}, {seed})"
+        return f"Chooser({[(type(p).__name__, plain_settings(vars(p))) for p in self.processors]}, {seed})"
 
     def choose(
         self,
@@ -269,12 +269,12 @@ def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], gener
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _plain(values: Any) -> Any:
+def plain_settings(values: Any) -> Any:
     """What of a processor's settings reads the same on every rank: no objects, whose names may hold addresses."""
     if isinstance(values, dict):
-        return sorted((str(key), _plain(value)) for key, value in values.items())
+        return sorted((str(key), plain_settings(value)) for key, value in values.items())
     if isinstance(values, torch.Tensor):
         return values.tolist()
     if isinstance(values, list | tuple | set | frozenset):
-        return [_plain(value) for value in (sorted(values) if isinstance(values, set | frozenset) else values)]
+        return [plain_settings(value) for value in (sorted(values) if isinstance(values, set | frozenset) else values)]
     return values if isinstance(values, int | float | str | None) else type(values).__name__

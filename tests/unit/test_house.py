@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [
     {"lp.config"},
+    {"lp.rendezvous"},
     {"lp.distributed", "lp.lookahead"},
     {"lp.attention", "lp.cache"},
     {"lp.models"},
