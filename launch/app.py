@@ -120,13 +120,6 @@ def reported() -> Iterator[None]:
     except BrokenPipeError:  # the reader left, as in `| head`
         _drop_stdout()
         raise SystemExit(READER_LEFT) from None
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        _drop_stdout()
-        what = f"{error.filename} " * bool(error.filename)
-        print(f"error: cannot write {what}({error.strerror}); make room, or write elsewhere", file=sys.stderr)
-        raise SystemExit(USER_ERROR) from None
     except RankLost as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(LOST) from None
@@ -137,6 +130,13 @@ def reported() -> Iterator[None]:
         # that rank 0 has too ends them before they repeat it.
         time.sleep(LATE_S * (_rank() > 0))
         print(f"[rank {_rank()}] " * (_rank() > 0) + f"error: {explain(error)}", file=sys.stderr)
+        raise SystemExit(USER_ERROR) from None
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        _drop_stdout()
+        what = f"{error.filename} " * bool(error.filename)
+        print(f"error: cannot write {what}({error.strerror}); make room, or write elsewhere", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lp.config import check_int
 
-ROLL_CALL_S = 5.0  # a rank whose collective failed waits so long for the others to find out too
+ROLL_CALL_S = 3.0  # a rank whose collective failed waits so long for the others to find out too
 
 
 class RankLost(RuntimeError):
@@ -26,8 +26,12 @@ def join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     """
     if dist.is_initialized():
         return
+    timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        store, *_ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=timeout)))
+        # torchrun keeps its store when it starts ranks again: they must not find the addresses of those before them.
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).strip().split("\n")[0]

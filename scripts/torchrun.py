@@ -17,7 +17,7 @@ from pathlib import Path
 
 USER_ERROR = 2
 # A rank that hangs in a collective ends no other way: a launch must end within 30 s of losing another rank.
-GRACE_S = os.environ.get("LP_GRACE_S", "15")
+GRACE_S = "15"
 
 
 def exit_code(code: int) -> int:
