@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-import tokenizers
 import torch
 import transformers as tf
 from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
@@ -24,7 +23,7 @@ from lp.lookahead.noise import gumbel
 from lp.models.loader import context_limit
 from lp.models.support import check_supported
 from tests.pools import drawn_switches
-from tests.tiny_models import MATRIX, VOCABULARY, drawn_text, plain_greedy, tiny_config, tiny_model
+from tests.tiny_models import MATRIX, VOCABULARY, drawn_text, letters, plain_greedy, tiny_config, tiny_model
 
 # Whose sizes may be drawn: nothing in their configs goes layer by layer.
 RESIZED = [
@@ -204,17 +203,6 @@ class SumCriterion(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         return input_ids.sum(-1) % self.multiple == 0
-
-
-@cache
-def letters(vocabulary: int) -> tf.PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are runs of a few letters, the first ones single."""
-    runs = ("".join(run) for n in itertools.count(2) for run in itertools.product("abc", repeat=n))
-    words = [*"abcdef", *itertools.islice(runs, max(vocabulary - 6, 0))]
-    model = tokenizers.models.BPE({word: index for index, word in enumerate(words)}, [])
-    made = tokenizers.Tokenizer(model)
-    made.decoder = tokenizers.decoders.Fuse()
-    return tf.PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 def drawn(seed: int, number: int, share: float) -> Case:

@@ -8,8 +8,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from lp.cache import CacheTooLarge
 from lp.config import KVSync, LookaheadConfig
 from lp.decoding.base import Clock, GenerationOutput, Request, StepStats
+from lp.decoding.memory import too_large
 from lp.decoding.sampling import check_said, likeliest
 from lp.decoding.stopping import FINISH_REASON
 from lp.distributed import ParallelContext
@@ -108,10 +110,16 @@ class Generation:
             if not self.failure:
                 return work()
         except Exception as error:
+            self.failure, self.pending = self._explained(error), self.pending | Stop.FAILED
             if self.context.world_size == 1:
-                raise
-            self.failure, self.pending = error, self.pending | Stop.FAILED
+                raise self.failure from error
         return None
+
+    def _explained(self, error: Exception) -> Exception:
+        if not isinstance(error, CacheTooLarge):
+            return error
+        prompt, limit = len(self.request.prompt), self.request.limit
+        return too_large(error, self.config, prompt, limit + 1 - prompt, self.runner.device)
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int64, device=self.runner.device)
