@@ -71,6 +71,7 @@ def _job(task: Callable[[Any], None]) -> Callable[[DictConfig], None]:
     def job(cfg: DictConfig) -> None:
         try:
             task(settings(cfg))
+            sys.stdout.flush()  # here, where a disk that is full can still be reported
         finally:
             _tidy(Path(HydraConfig.get().runtime.output_dir))
 

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import lp
 from launch.schema import Common, Config, frozen
-from lp.bench.prompts import Prompt, load_builtin, load_jsonl, read_text
+from lp.bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
 from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
 from lp.decoding.journal import Journal
@@ -209,6 +209,7 @@ def read_prompts(config: Config) -> list[Prompt]:
 def _not_empty(prompt: Prompt, remedy: str) -> Prompt:
     if not prompt.text:
         raise ValueError(f"the prompt is empty; {remedy}")
+    check_whole(prompt.text, "the prompt has half a character")
     return prompt
 
 
