@@ -9,12 +9,14 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+import launch.generate
 from launch.schema import AttentionSchema, Config, ModelSchema, settings
-from launch.stream import STEP_COLOURS
+from launch.stream import STEP_COLOURS, Pen
 from lp.bench.prompts import load_builtin
 from lp.models.loader import DEMO_MODEL
 from tests.conftest import Processes, read_until
@@ -215,3 +217,28 @@ def test_peers_run(generate: Callable[..., Ran], decoder: str) -> None:
     found = json.loads(ran.out)
     assert found["equal"] is True and found["method"] == decoder
     assert found["methods"][decoder]["equal"] is True and found["methods"][decoder]["tokens"] == 40
+
+
+@pytest.mark.parametrize("where", ["in a text", "between texts"])
+def test_sigterm_ends_the_run_in_order(
+    generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Asked to end, it ends: what was generated is shown and marked, and the code is not that of a failure."""
+    owner, name, wanted = (Pen, "step", 3) if where == "in a text" else (launch.generate, "_head", 2)
+    honest, calls = getattr(owner, name), 0
+
+    def terminated(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == wanted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return honest(*args, **kwargs)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(owner, name, terminated)
+    ran = generate("limit=3", "max_new_tokens=40", "compare=false", "output=json")
+    found = json.loads(ran.out)
+    assert ran.code == 0 and found["interrupted"] and len(found["prompts"]) == 1
+    tokens = found["prompts"][0]["shown"]["tokens"]
+    assert 0 < tokens < 40 if where == "in a text" else tokens == 40
+    assert signal.getsignal(signal.SIGTERM) is before
