@@ -32,7 +32,7 @@ class Stop(IntFlag):
 
     NONE = 0
     INTERRUPTED = 1  # Ctrl-C or SIGTERM
-    FAILED = 2  # a callback or criterion raised
+    FAILED = 2  # something raised on that rank alone: a callback, a criterion, a processor, the model
     EOS, MAX_LENGTH, CRITERIA, STOP_STRING, CONTEXT = 4, 8, 16, 32, 64  # rank 0's verdict, with the LENGTH kept
 
 

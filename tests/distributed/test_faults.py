@@ -94,14 +94,16 @@ def test_a_frozen_rank_is_named(processes: Processes, tmp_path: Path, victim: in
 
 
 def test_a_restarted_launch_says_what_an_undisturbed_one_says(processes: Processes, tmp_path: Path) -> None:
-    """Killed at a drawn step of the greedy text, and then of the sampled one: nothing is lost or said twice."""
+    """A rank is killed at a drawn step: nothing of a greedy or a sampled text is lost or said twice."""
     rng = random.Random(7)
-    deaths = [f"{rng.randrange(RANKS)}:{rng.randint(4, 20)}", f"{rng.randrange(RANKS)}:{rng.randint(60, 100)}"]
+    deaths = [f"{rng.randrange(RANKS)}:{rng.randint(60, 90)}"]  # in the second text, the first being done
+    if LONG:
+        deaths.insert(0, f"{rng.randrange(RANKS)}:{rng.randint(4, 20)}")
     command = processes.torchrun(RANKS, "tests.distributed.workers.restart", str(tmp_path), *deaths)
-    ran = processes.run(command, ON_CPU | {"MAX_RESTARTS": "2"}, timeout_s=240)
+    ran = processes.run(command, ON_CPU | {"MAX_RESTARTS": str(len(deaths))}, timeout_s=240)
     assert ran.returncode == 0, ran.stderr
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    assert [said["start"] for said in by_rank] == [2] * RANKS, "nobody was killed"
+    assert [said["start"] for said in by_rank] == [len(deaths)] * RANKS, "nobody was killed"
     oracle = lp.AutoregressiveDecoder(tiny_model())
     for number, sampling in enumerate(SAMPLINGS):
         seeded = sampling and lp.SamplingParams(temperature=sampling.temperature, seed=by_rank[0]["seed"])
