@@ -85,8 +85,8 @@ def test_odd_models_equal_generate(name: str) -> None:
     plain = plain_greedy(model, ids, 24)
     assert plain[0] == int(table[ids[-1]].argmax())
     sampled = lp.AutoregressiveDecoder(model).generate(ids, 24, SAMPLING).tokens
-    for decoder in DECODERS.values():
-        for ranks in (1, 3):
+    for method, decoder in DECODERS.items():
+        for ranks in (1, 3) if method == "lookahead" else (1,):
 
             def body(context: ParallelContext, made: Any = decoder) -> list[list[int]]:
                 decoding = made(model, context)
