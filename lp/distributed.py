@@ -148,7 +148,11 @@ class _ProcessContext(ParallelContext):
             raise
         except RuntimeError as error:
             silent = silent_ranks(self.rank, self.world_size)
-            who = f"rank {', '.join(map(str, silent))} does not answer" if silent else "a rank came too late"
+            who = (
+                f"rank {', '.join(map(str, silent))} does not answer"
+                if silent
+                else "a rank came too late, or an exchange failed"
+            )
             reason = str(error).strip().split("\n")[0]
             raise RankLost(
                 f"{who}, so rank {self.rank} stops ({reason}); see what that rank said last; "

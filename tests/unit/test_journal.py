@@ -57,16 +57,15 @@ def test_restarts_give_the_undisturbed_text(tmp_path: Path, cases: Callable[[int
     """Greedy and sampled, killed again and again at drawn steps, with lines cut off, on one rank or several."""
     for case in cases(3, 200):
         rng = random.Random(f"journal-{case}")
-        model, path, ranks = tiny_model(seed=case), tmp_path / f"{case}.jsonl", 1 + case % 2
+        model, path = tiny_model(seed=case), tmp_path / f"{case}.jsonl"
         asked: dict[str, Any] = {"max_new_tokens": 40, "sampling": rng.choice([None, SAMPLING])}
         asked["eos_token_id"] = rng.choice([None, rng.randrange(VOCABULARY)])
         ids = drawn_text(rng, rng.randint(1, 30))
-        config = lp.LookaheadConfig(
-            window_size=rng.randint(0, 6), ngram_size=3, guess_set_size=rng.randint(0, 6), **drawn_switches(rng)
-        )
         undisturbed = lp.AutoregressiveDecoder(model).generate(ids, **asked)
-        for steps in [*(rng.randint(0, 6) for _ in range(3)), 10**6]:
-            ended = _started(path, ranks, model, config, steps, asked | {"ids": ids})
+        for steps in [*(rng.randint(0, 6) for _ in range(3)), 10**6]:  # each start with a shape and ranks of its own
+            shape = {"window_size": rng.randint(0, 6), "ngram_size": 3, "guess_set_size": rng.randint(0, 6)}
+            config = lp.LookaheadConfig(**shape, **drawn_switches(rng))
+            ended = _started(path, rng.randint(1, 2), model, config, steps, asked | {"ids": ids})
             if rng.random() < 0.5 and ended[0][0] is None:
                 whole = path.read_bytes()
                 path.write_bytes(whole[: rng.randint(0, len(whole))])  # the last writes did not get through
