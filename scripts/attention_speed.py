@@ -1,6 +1,6 @@
-"""Times a step's attention: transformers' sdpa with a mask against flash, alternated, and prints a table and a JSON line.
+"""Times a step's attention: transformers' sdpa with a mask against flash, alternated; a table and a JSON line.
 
-    python scripts/attention_speed.py --prefix 2048 8192 --rows 61 --heads 32 8 --dim 64 --threads 1
+python scripts/attention_speed.py --prefix 2048 8192 --rows 61 --heads 32 8 --dim 64 --threads 1
 """
 
 from __future__ import annotations
