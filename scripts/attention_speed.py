@@ -46,7 +46,7 @@ def _times(prefix: int, options: argparse.Namespace) -> tuple[float, float]:
     """Median seconds of both, a call of each in turn."""
     dtype, rows, (heads, kv_heads) = getattr(torch, options.dtype), options.rows, options.heads
     module = nn.Module()
-    module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
+    module.num_key_value_groups = heads // kv_heads
     q = torch.randn(1, rows, heads, options.dim, dtype=dtype).transpose(1, 2)
     buffers = [torch.randn(1, kv_heads, prefix + rows + 300, options.dim, dtype=dtype) for _ in range(2)]
     k, v = (buffer[:, :, : prefix + rows] for buffer in buffers)
