@@ -14,6 +14,7 @@ from typing import TextIO
 
 from rich.console import Console
 
+import lp
 from launch.app import run
 from launch.report import Report, Result, as_json, describe, print_table
 from launch.schema import Config, Output
@@ -57,6 +58,7 @@ def _continue_all(session: Session, pen: Pen, report: Report) -> None:
     if session.config.stream:
         pen.legend()
     _warm_up(session)
+    _explain(session, report.method, pen, 0)
     for prompt in session.prompts:
         with _marked(pen, report):
             _continue(session, prompt, pen, report)
@@ -90,12 +92,21 @@ def _continue(session: Session, prompt: Prompt, pen: Pen, report: Report) -> Non
     text, shown = show(continued, session.loaded.tokenizer, ids, pen, config.stream)
     result = Result(prompt=prompt, prompt_tokens=len(ids), text=text, shown=shown)
     report.results.append(result)
+    if config.verbose:
+        _explain(session, report.method, pen, 1)
     if shown.finish_reason == "interrupted":
         raise interruption(shown.signal)
     if config.compare:
         _compare(session, ids, pen, result)
     else:
         result.measured = alternate({report.method: lambda: shown}, 1)
+
+
+def _explain(session: Session, method: str, pen: Pen, line: int) -> None:
+    """What the decoder may take, at the start; or what it took."""
+    decoder = session.decoders[method]
+    if isinstance(decoder, lp.LookaheadDecoder):
+        pen.aside(decoder.explain().splitlines()[line] + "\n")
 
 
 def _head(prompt: Prompt, tokens: int, pen: Pen, config: Config) -> None:

@@ -129,7 +129,7 @@ def describe(session: Session) -> dict[str, Any]:
     setting |= {"ranks": session.context.world_size}
     runners = [decoder.runner for decoder in session.decoders.values() if isinstance(decoder, lp.LookaheadDecoder)]
     setting |= {"exact": all(runner.exact for runner in runners)}
-    lookahead = session.decoders.get("lookahead")
+    lookahead = next((d for name, d in session.decoders.items() if name in ("lookahead", "lookahead_auto")), None)
     if isinstance(lookahead, lp.LookaheadDecoder):
         shape = lookahead.config
         setting |= {"W": shape.window_size, "N": shape.ngram_size, "G": shape.guess_set_size}

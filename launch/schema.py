@@ -124,6 +124,18 @@ class Config(Common):
     compare: bool = True
     repeats: int = 1
     journal: str | None = None
+    verbose: bool = False
+
+
+@dataclass
+class TuneConfig(Common):
+    """What launch.tune is given. The comments are in conf/tune.yaml."""
+
+    task: TaskSchema = field(default_factory=TaskSchema)
+    prompt: str | None = None
+    prompt_file: str | None = None
+    limit: int | None = None
+    repeats: int = 1
 
 
 @dataclass
@@ -214,10 +226,11 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 
 def register() -> None:
     """Put the schemas where the defaults lists of conf/ find them: group `schema`."""
-    schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig}
+    schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig, "tune": TuneConfig}
     schemas |= {"model": ModelSchema, "attention": AttentionSchema, "parallel": ParallelSchema, "task": TaskSchema}
     schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
     schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")
+    schemas["lookahead_auto"] = mirror(LookaheadConfig, "lookahead_auto")
     schemas["prompt_lookup"] = mirror(PromptLookupConfig, "prompt_lookup")
     schemas["lookahead_paper"] = mirror(PaperConfig, "lookahead_paper")
     schemas["token_recycling"] = mirror(RecyclingConfig, "token_recycling")

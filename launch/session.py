@@ -13,7 +13,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import lp
-from launch.schema import Common, Config, frozen
+from launch.schema import Common, Config, TuneConfig, frozen
 from lp.bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
 from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
@@ -24,8 +24,12 @@ from lp.models.shapes import SHAPES
 from lp.rendezvous import env_int
 
 PLAIN = "autoregressive"  # the oracle the others are held against
-METHODS = ("lookahead", PLAIN, "prompt_lookup")  # these are compared
-CHOICES = (*METHODS, "lookahead_paper", "token_recycling", "suffix")  # the last needs an optional package
+METHODS = (
+    "lookahead_auto",
+    PLAIN,
+    "prompt_lookup",
+)  # compared with the one chosen
+CHOICES = (*METHODS, "lookahead", "lookahead_paper", "token_recycling", "suffix")  # the last needs an optional package
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,8 @@ def open_session(config: Config) -> Session:
     """
     check(config)
     prompts, sampling = read_prompts(config), sampling_of(config)
-    others = [name for name in METHODS if name != config.decoder.name] if config.compare else []
+    others = METHODS[config.decoder.name == "lookahead" :]  # measuring its curve takes seconds
+    others = tuple(name for name in others if config.compare and name != config.decoder.name)
     builders = decoder_builders(config, [config.decoder.name, *others])
     context, loaded = open_model(config)
     path = config.journal or restart_journal()
@@ -160,7 +165,7 @@ def sampling_of(config: Common) -> lp.SamplingParams | None:
     return None
 
 
-def check(config: Config) -> None:
+def check(config: Config | TuneConfig) -> None:
     """Refuse counts below one and a prompt given twice.
 
     Raises:
@@ -187,7 +192,7 @@ def check_common(config: Common) -> None:
         raise ValueError("stop_strings has an empty string, which every text ends with; leave it out")
 
 
-def read_prompts(config: Config) -> list[Prompt]:
+def read_prompts(config: Config | TuneConfig) -> list[Prompt]:
     """The prompt, the prompt file, or the first prompts of the task.
 
     Raises:
@@ -248,7 +253,7 @@ def _builder(name: str, config: Common) -> Callable[[Any, lp.ParallelContext], D
         native_tree()  # refused before the model is loaded
         suffix = frozen(lp.SuffixConfig, config.decoder)
         return lambda model, context: lp.SuffixDecoder(model, suffix, context, *how)
-    shape = lp.LookaheadConfig(window_size=config.W, ngram_size=config.N, guess_set_size=config.G)
+    shape = lp.LookaheadConfig(adaptive=True, window_size=config.W, ngram_size=config.N, guess_set_size=config.G)
     own = frozen(lp.LookaheadConfig, config.decoder) if chosen else shape
     return lambda model, context: lp.LookaheadDecoder(model, own, context, *how)
 

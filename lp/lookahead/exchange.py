@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import torch
@@ -130,6 +132,20 @@ def gather(
     gathered = all_gather(first)
     _check_digests(gathered[:, DIGEST].numpy(), step)
     return torch.cat([gathered, *map(all_gather, beyond)], dim=1) if beyond else gathered
+
+
+def agree(
+    header: tuple[int, int, int], token: torch.Tensor, all_gather: Callable[[torch.Tensor], torch.Tensor], step: int
+) -> tuple[int, Stop, int]:
+    """Of a step that every rank computes alike: rank 0's token (1,), the union of flags, rank 0's length.
+
+    Raises:
+        RuntimeError: as `gather`.
+    """
+    gathered = all_gather(torch.tensor([*header, int(token)], device=token.device)).tolist()
+    if len(gathered) > 1:
+        _check_digests(np.array([row[DIGEST] for row in gathered]), step)
+    return gathered[0][HEADER], Stop(reduce(or_, (row[FLAGS] for row in gathered))), gathered[0][LENGTH]
 
 
 def _check_digests(digests: np.ndarray, step: int) -> None:

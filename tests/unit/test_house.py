@@ -17,9 +17,9 @@ LAYERS = [
     {"lp.rendezvous"},
     {"lp.distributed", "lp.lookahead"},
     {"lp.attention", "lp.cache"},
-    {"lp.models"},
+    {"lp.models", "lp.tuner"},
     {"lp.decoding"},
-    {"lp.baselines", "lp.bench", "lp.tuner"},
+    {"lp.baselines", "lp.bench"},
     {"lp"},  # lp/__init__.py: the public names
     {"launch"},
 ]

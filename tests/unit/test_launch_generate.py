@@ -23,7 +23,7 @@ from tests.conftest import Processes, read_until
 from tests.unit.conftest import Ran, save_tiny_model
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=40", "limit=2")
-METHODS = ["lookahead", "autoregressive", "prompt_lookup"]
+METHODS = ["lookahead_auto", "autoregressive", "prompt_lookup"]
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_stream_false_shows_the_same_text(generate: Callable[..., Ran]) -> None:
 
 def test_compare_false_runs_one_method(generate: Callable[..., Ran]) -> None:
     rows = _rows(generate("compare=false").out)
-    assert rows["lookahead"][-2:] == ["not", "compared"]
+    assert rows["lookahead_auto"][-2:] == ["not", "compared"]
     assert "autoregressive" not in rows and "prompt_lookup" not in rows
 
 
@@ -102,7 +102,7 @@ def test_json_is_the_whole_of_stdout(generate: Callable[..., Ran]) -> None:
     ran = generate("output=json", "repeats=2")
     found = json.loads(ran.out)
     assert ran.out.count("\n") == 1
-    assert found["equal"] is True and found["interrupted"] is False and found["method"] == "lookahead"
+    assert found["equal"] is True and found["interrupted"] is False and found["method"] == "lookahead_auto"
     assert (found["W"], found["N"], found["G"], found["threads"], found["repeats"]) == (4, 3, 4, 1, 2)
     assert list(found["methods"]) == METHODS
     for row in found["methods"].values():
@@ -127,7 +127,7 @@ def test_a_model_that_is_not_exact_is_labelled(generate: Callable[..., Ran], mon
 
 def test_lookahead_takes_fewer_steps_than_tokens(generate: Callable[..., Ran]) -> None:
     methods = json.loads(generate("output=json").out)["methods"]
-    assert methods["autoregressive"]["S"] == 1.0 < methods["lookahead"]["S"]
+    assert methods["autoregressive"]["S"] == 1.0 < methods["lookahead_auto"]["S"]
 
 
 @pytest.mark.parametrize("decoder", METHODS)
@@ -169,7 +169,7 @@ def test_a_difference_is_shown_with_its_gap(generate: Callable[..., Ran]) -> Non
     assert "prompt_lookup differs from plain decoding at new token 5 (" in ran.out and "NOT a near-tie" in ran.out
     assert _rows(ran.out)["prompt_lookup"][-5:] == ["differs", "on", "1", "of", "1"]
     found = json.loads(generate("output=json", "limit=1").out)
-    assert found["equal"] is False and found["methods"]["lookahead"]["equal"] is True
+    assert found["equal"] is False and found["methods"]["lookahead_auto"]["equal"] is True
     (difference,) = found["prompts"][0]["differences"]
     assert difference["position"] == 5 and difference["gap"] > 0 and difference["near_tie"] is False
 
@@ -197,7 +197,7 @@ def test_ctrl_c_on_a_terminal_keeps_text_and_figures(processes: Processes, tmp_p
     assert "tokens that came in one step" in seen and "Traceback" not in seen
     text = seen.partition("=== ")[2]
     assert any(code in text for code in STEP_COLOURS.values())
-    assert _rows(text)["lookahead"][-1] == "interrupted" and "autoregressive" not in _rows(text)
+    assert _rows(text)["lookahead_auto"][-1] == "interrupted" and "autoregressive" not in _rows(text)
 
 
 @pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model's weights are absent")
@@ -205,7 +205,7 @@ def test_the_demo_model_by_default(launch_generate: Callable[..., Ran]) -> None:
     """No argument at all: several built-in prompts, equal tokens, fewer steps."""
     found = json.loads(launch_generate("output=json", "max_new_tokens=32").out)
     assert found["model"] == "demo" and len(found["prompts"]) == 4
-    assert found["methods"]["lookahead"]["S"] > 1.0
+    assert found["methods"]["lookahead_auto"]["S"] > 1.0
     assert all(d["near_tie"] for prompt in found["prompts"] for d in prompt["differences"])
 
 
