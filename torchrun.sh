@@ -7,8 +7,10 @@
 #   NPROC=2 bash torchrun.sh                      # two ranks; default: one a GPU, or one on the CPU
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host0:29500 bash torchrun.sh ...   # on each node, with its own NODE_RANK
 #
+#   MAX_RESTARTS=3 NPROC=8 bash torchrun.sh ...   # ranks that fail start again, all of them, and go on from a journal
+#
 # PYTHON and LP_SETUP: see scripts/setup.sh. LP_RUN_DIR: where the run writes. OMP_NUM_THREADS: threads of a rank.
-# Exit code: the app's (2: user error, 130: Ctrl-C), or 1 where ranks differ.
+# Exit code: the app's (docs/reliability.md has them), or 1 where ranks differ.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
 
@@ -33,6 +35,8 @@ if [ -z "$nproc" ]; then
   fi
 fi
 case "$nproc" in "" | 0* | *[!0-9]*) die "NPROC is '$nproc'; it must be an integer >= 1" ;; esac
+restarts=${MAX_RESTARTS:-0}
+case "$restarts" in *[!0-9]*) die "MAX_RESTARTS is '$restarts'; it must be an integer >= 0" ;; esac
 case "$nnodes" in "" | 0* | *[!0-9]*) die "NNODES is '$nnodes'; it must be an integer >= 1" ;; esac
 
 # Chosen once, here: ${now:} of Hydra differs from rank to rank.
@@ -41,7 +45,7 @@ export LP_RUN_DIR="${LP_RUN_DIR:-outputs/$(date +%Y-%m-%d/%H-%M-%S)-$$}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # exec: signals and the exit code pass without this shell between.
-if [ "$nproc" = 1 ] && [ "$nnodes" = 1 ]; then
+if [ "$nproc" = 1 ] && [ "$nnodes" = 1 ] && [ "$restarts" = 0 ]; then
   # One process needs no torchrun, which would add seconds and turn every exit code into 1. The variables of an outer
   # launcher would make it wait for ranks that never come.
   unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
@@ -60,4 +64,4 @@ fi
 rank=("$python" -u -m "$app" "$@")
 # Ranks end with torchrun also when it is killed without a chance to end them (Linux).
 ! command -v setpriv >/dev/null || rank=(setpriv --pdeathsig KILL "${rank[@]}")
-exec "$python" "$root/scripts/torchrun.py" "${where[@]}" --nproc-per-node "$nproc" --no-python "${rank[@]}"
+exec "$python" "$root/scripts/torchrun.py" "${where[@]}" --nproc-per-node "$nproc" --max-restarts "$restarts" --no-python "${rank[@]}"

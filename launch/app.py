@@ -1,12 +1,14 @@
 """What every app starts with: Hydra around a task, and errors as a user wants to read them.
 
-A user error is one line on stderr and exit code 2, Ctrl-C is exit code 130; anything else is a bug and keeps its
-traceback. HYDRA_FULL_ERROR=1 keeps every traceback.
+A user error is one line on stderr and exit code 2, as is a disk that is full; a rank that was lost is one line and exit
+code 1, Ctrl-C is exit code 130, SIGTERM 0 where the app ends as asked; anything else is a bug and keeps its traceback.
+HYDRA_FULL_ERROR=1 keeps every traceback.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import linecache
 import os
@@ -26,9 +28,13 @@ from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaC
 
 from launch.schema import register, settings, unknown_key
 from launch.sweep import INTERRUPTED, READER_LEFT, USER_ERROR, relaunch, surviving, tell
+from lp.decoding.signals import Terminated
 from lp.distributed import leave
+from lp.rendezvous import RankLost
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+LOST = 1
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 OURS = ("lp", "launch", "__main__")
 LATE_S = 3
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printing and exiting with 1
@@ -67,7 +73,9 @@ def _job(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | 
         try:
             config = settings(cfg)
             nproc = config.parallel.nproc
-            return tell(task(config)) if nproc is None else relaunch(nproc)
+            value = tell(task(config)) if nproc is None else relaunch(nproc)
+            sys.stdout.flush()  # here, where a disk that is full can still be reported
+            return value
         finally:
             _tidy(Path(HydraConfig.get().runtime.output_dir))
 
@@ -106,15 +114,20 @@ def reported() -> Iterator[None]:
     """Turn a user error into one line and an exit code.
 
     Raises:
-        SystemExit: 2 after a user error, 130 after Ctrl-C.
+        SystemExit: 2 after a user error, 1 after the loss of a rank, 130 after Ctrl-C, 0 after SIGTERM.
     """
     try:
         yield
+    except Terminated:
+        raise SystemExit(0) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except BrokenPipeError:  # the reader left, as in `| head`; Python's own flush at exit must not fail once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader left, as in `| head`
+        _drop_stdout()
         raise SystemExit(READER_LEFT) from None
+    except RankLost as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(LOST) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if not is_users(error):
             raise
@@ -123,6 +136,18 @@ def reported() -> Iterator[None]:
         time.sleep(LATE_S * (_rank() > 0))
         print(f"[rank {_rank()}] " * (_rank() > 0) + f"error: {explain(error)}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        _drop_stdout()
+        what = f"{error.filename} " * bool(error.filename)
+        print(f"error: cannot write {what}({error.strerror}); make room, or write elsewhere", file=sys.stderr)
+        raise SystemExit(USER_ERROR) from None
+
+
+def _drop_stdout() -> None:
+    """Python's own flush at exit must not fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def explain(error: Exception) -> str:
@@ -160,4 +185,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdecimal() else 0  # refused later, by name

@@ -14,7 +14,8 @@ from typing import TextIO
 
 from rich.console import Console
 
-from launch.app import INTERRUPTED, run
+import lp
+from launch.app import run
 from launch.report import Report, Result, as_json, describe, print_table
 from launch.schema import Config, Output
 from launch.session import PLAIN, Session, open_session
@@ -22,6 +23,7 @@ from launch.stream import Pen, on_rank_0, show, shows_colours
 from lp.bench.compare import alternate, differences
 from lp.bench.prompts import Prompt
 from lp.decoding.base import GenerationOutput
+from lp.decoding.signals import interruption, sigterm_raises
 
 WARM_UP_TOKENS = 8  # enough to touch every code path once
 SHOWN_PROMPT_LINES = 8
@@ -31,7 +33,7 @@ def generate(config: Config) -> None:
     """The app.
 
     Raises:
-        SystemExit: 130 after Ctrl-C, when everything that was generated has been shown.
+        KeyboardInterrupt: Ctrl-C or SIGTERM came; everything that was generated has been shown.
         ValueError: a user error.
     """
     session = open_session(config)
@@ -40,26 +42,26 @@ def generate(config: Config) -> None:
     with on_rank_0(session.context, aside) as text, on_rank_0(session.context, sys.stdout) as table:
         pen = Pen(text, shows_colours(text))
         try:
-            _continue_all(session, pen, report)
+            with sigterm_raises():
+                _continue_all(session, pen, report)
+        except KeyboardInterrupt:
+            report.interrupted = True
+            pen.note("")
+            session.context.close()
+            raise
         finally:
             if report.results:
                 _show(report, config, table)
-    if report.interrupted:
-        session.context.close()
-        raise SystemExit(INTERRUPTED)
 
 
 def _continue_all(session: Session[Config], pen: Pen, report: Report) -> None:
-    try:
-        if session.config.stream:
-            pen.legend()
-        _warm_up(session)
-        for prompt in session.prompts:
-            with _marked(pen, report):
-                _continue(session, prompt, pen, report)
-    except KeyboardInterrupt:
-        report.interrupted = True
-        pen.note("")
+    if session.config.stream:
+        pen.legend()
+    _warm_up(session)
+    _explain(session, report.method, pen, 0)
+    for prompt in session.prompts:
+        with _marked(pen, report):
+            _continue(session, prompt, pen, report)
 
 
 @contextlib.contextmanager
@@ -76,8 +78,9 @@ def _marked(pen: Pen, report: Report) -> Iterator[None]:
 def _warm_up(session: Session) -> None:
     ids = session.encode(session.prompts[0])
     for decoder in session.decoders.values():
-        if session.run(decoder, ids, WARM_UP_TOKENS).finish_reason == "interrupted":
-            raise KeyboardInterrupt
+        output = session.run(decoder, ids, WARM_UP_TOKENS)
+        if output.finish_reason == "interrupted":
+            raise interruption(output.signal)
 
 
 def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Report) -> None:
@@ -85,16 +88,25 @@ def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Report
     config, ids = session.config, session.encode(prompt)
     chosen = session.decoders[report.method]
     _head(prompt, len(ids), pen, config)
-    continued = partial(session.run, chosen, ids, config.max_new_tokens)
+    continued = partial(session.run_once, chosen, ids, config.max_new_tokens)
     text, shown = show(continued, session.loaded.tokenizer, ids, pen, config.stream)
     result = Result(prompt=prompt, prompt_tokens=len(ids), text=text, shown=shown)
     report.results.append(result)
+    if config.verbose:
+        _explain(session, report.method, pen, 1)
     if shown.finish_reason == "interrupted":
-        raise KeyboardInterrupt
+        raise interruption(shown.signal)
     if config.compare:
         _compare(session, ids, pen, result)
     else:
         result.measured = alternate({report.method: lambda: shown}, 1)
+
+
+def _explain(session: Session, method: str, pen: Pen, line: int) -> None:
+    """What the decoder may take, at the start; or what it took."""
+    decoder = session.decoders[method]
+    if isinstance(decoder, lp.LookaheadDecoder):
+        pen.aside(decoder.explain().splitlines()[line] + "\n")
 
 
 def _head(prompt: Prompt, tokens: int, pen: Pen, config: Config) -> None:

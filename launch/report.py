@@ -117,7 +117,7 @@ class Row:
 
 def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]]) -> Row:
     outputs, times_s = zip(*runs, strict=True)
-    tokens, steps = sum(len(o.tokens) for o in outputs), sum(o.steps for o in outputs)
+    tokens, steps = sum(len(o.tokens) - o.resumed for o in outputs), sum(o.steps for o in outputs)
     return Row(method=method, prompts=len(outputs), tokens=tokens, steps=steps, decode_s=sum(times_s))
 
 
@@ -129,7 +129,7 @@ def describe(session: Session[Any]) -> dict[str, Any]:
     setting |= {"ranks": session.context.world_size}
     runners = [decoder.runner for decoder in session.decoders.values() if isinstance(decoder, lp.LookaheadDecoder)]
     setting |= {"exact": all(runner.exact for runner in runners)}
-    lookahead = session.decoders.get("lookahead")
+    lookahead = next((d for name, d in session.decoders.items() if name in ("lookahead", "lookahead_auto")), None)
     if isinstance(lookahead, lp.LookaheadDecoder):
         shape = lookahead.config
         setting |= {"W": shape.window_size, "N": shape.ngram_size, "G": shape.guess_set_size}
@@ -248,4 +248,4 @@ def _prompt(result: Result) -> dict[str, Any]:
 def _run(output: GenerationOutput, decode_s: float) -> dict[str, Any]:
     figures = {"tokens": len(output.tokens), "steps": output.steps, "S": output.compression}
     times = {"prefill_s": output.prefill_s, "decode_s": decode_s}
-    return {**figures, **times, "finish_reason": output.finish_reason}
+    return {**figures, **times, "finish_reason": output.finish_reason, "resumed": output.resumed}

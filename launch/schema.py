@@ -6,7 +6,6 @@ mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_ini
 
 from __future__ import annotations
 
-import os
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum, StrEnum
@@ -17,7 +16,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lp.config import LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
 from lp.decoding.params import SamplingParams
+from lp.distributed import DEFAULT_TIMEOUT_S
 from lp.models.shapes import SHAPES
+from lp.rendezvous import env_int
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class ParallelSchema:
 
     backend: str = "auto"
     nproc: int | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 @dataclass
@@ -138,6 +140,8 @@ class Config(Tasked):
     show_prompt: bool = True
     stream: bool = True
     compare: bool = True
+    journal: str | None = None
+    verbose: bool = False
 
 
 @dataclass
@@ -169,6 +173,17 @@ class ScalingConfig(BenchmarkConfig):
     projected_ranks: list[int] = field(default_factory=list)
     weak: bool = True
     links: dict[str, LinkSchema] = field(default_factory=dict)
+
+
+@dataclass
+class TuneConfig(Common):
+    """What launch.tune is given. The comments are in conf/tune.yaml."""
+
+    task: TaskSchema = field(default_factory=TaskSchema)
+    prompt: str | None = None
+    prompt_file: str | None = None
+    limit: int | None = None
+    repeats: int = 1
 
 
 @dataclass
@@ -233,7 +248,7 @@ def settings(cfg: DictConfig) -> Any:
         ValueError: a key that the schema does not know; Hydra's `+key=value` lets it in.
         OmegaConfBaseException: a missing or unreadable value.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = env_int("WORLD_SIZE", 1, low=1)
     for key in ("W", "G"):  # weak scaling: what a rank has stays the same however many there are
         if cfg[f"{key}_per_rank"] is not None:
             cfg[key] = cfg[f"{key}_per_rank"] * ranks
@@ -259,11 +274,12 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 
 def register() -> None:
     """Put the schemas where the defaults lists of conf/ find them: group `schema`."""
-    schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig}
+    schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig, "tune": TuneConfig}
     schemas |= {"benchmark": BenchmarkConfig, "scaling": ScalingConfig}
     schemas |= {"model": ModelSchema, "attention": AttentionSchema, "parallel": ParallelSchema, "task": TaskSchema}
     schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
     schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")
+    schemas["lookahead_auto"] = mirror(LookaheadConfig, "lookahead_auto")
     schemas["prompt_lookup"] = mirror(PromptLookupConfig, "prompt_lookup")
     schemas["lookahead_paper"] = mirror(PaperConfig, "lookahead_paper")
     schemas["token_recycling"] = mirror(RecyclingConfig, "token_recycling")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,18 +13,24 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import lp
-from launch.schema import Common, Config, Tasked, frozen
+from launch.schema import Common, Config, Tasked, TuneConfig, frozen
 from lp.bench.hub import load_hub
-from lp.bench.prompts import Prompt, load_builtin, load_jsonl, read_text
+from lp.bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
 from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
+from lp.decoding.journal import Journal
 from lp.lookahead.suffix import native_tree
 from lp.models.loader import Loaded, load
 from lp.models.shapes import SHAPES
+from lp.rendezvous import env_int
 
 PLAIN = "autoregressive"  # the oracle the others are held against
-METHODS = ("lookahead", PLAIN, "prompt_lookup")  # these are compared
-CHOICES = (*METHODS, "lookahead_paper", "token_recycling", "suffix")  # the last needs an optional package
+METHODS = (
+    "lookahead_auto",
+    PLAIN,
+    "prompt_lookup",
+)  # compared with the one chosen
+CHOICES = (*METHODS, "lookahead", "lookahead_paper", "token_recycling", "suffix")  # the last needs an optional package
 C = TypeVar("C", bound=Tasked)
 T = TypeVar("T")
 
@@ -39,6 +46,7 @@ class Session(Generic[C]):
         decoders: by method; the first is the one that the user chose.
         sampling: of every run, its seed known; None is greedy.
         prompts: what to continue.
+        journal: keeps the texts that are shown.
     """
 
     config: C
@@ -47,6 +55,7 @@ class Session(Generic[C]):
     decoders: Mapping[str, Decoder]
     sampling: lp.SamplingParams | None
     prompts: list[Prompt]
+    journal: Journal | None = None
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, in the model's chat template where the task asks a question and the model has one."""
@@ -59,10 +68,16 @@ class Session(Generic[C]):
 
     def run(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens | None = None) -> GenerationOutput:
         """Continue a prompt by at most so many tokens, as the config says."""
-        tokenizer, stops = self.loaded.tokenizer, self.config.stop_strings
-        return decoder.generate(
-            ids, tokens, self.sampling, stop_strings=stops, tokenizer=tokenizer, on_tokens=on_tokens
-        )
+        return decoder.generate(ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
+
+    def run_once(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens) -> GenerationOutput:
+        """The same, but a run that was started again goes on from its journal, if it has one."""
+        if self.journal is None:
+            return self.run(decoder, ids, tokens, on_tokens)
+        return self.journal.generate(decoder, ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
+
+    def _stops(self) -> dict[str, Any]:
+        return {"stop_strings": list(self.config.stop_strings), "tokenizer": self.loaded.tokenizer}
 
 
 def open_session(config: Config) -> Session[Config]:
@@ -73,13 +88,34 @@ def open_session(config: Config) -> Session[Config]:
     """
     check(config)
     prompts, sampling = read_prompts(config), sampling_of(config)
-    others = [name for name in METHODS if name != config.decoder.name] if config.compare else []
+    others = METHODS[config.decoder.name == "lookahead" :]  # measuring its curve takes seconds
+    others = tuple(name for name in others if config.compare and name != config.decoder.name)
     builders = decoder_builders(config, [config.decoder.name, *others])
     context, loaded = open_model(config)
+    path = config.journal or restart_journal()
+    journal = Journal(path, context) if path else None
     if sampling is not None and sampling.seed is None:  # one for all runs, or they could not be compared
-        sampling = replace(sampling, seed=drawn_seed(context))
+        before = journal.seed if journal else None
+        sampling = replace(sampling, seed=drawn_seed(context) if before is None else before)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}
-    return Session(config=config, context=context, loaded=loaded, decoders=decoders, sampling=sampling, prompts=prompts)
+    return Session(
+        config=config,
+        context=context,
+        loaded=loaded,
+        decoders=decoders,
+        sampling=sampling,
+        prompts=prompts,
+        journal=journal,
+    )
+
+
+def restart_journal() -> Path | None:
+    """Where torchrun may start the ranks again, a journal in the folder that torchrun.sh chose for all starts."""
+    folder = os.environ.get("LP_RUN_DIR")
+    if not folder or not env_int("TORCHELASTIC_MAX_RESTARTS", 0):
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder) / "journal.jsonl"
 
 
 def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
@@ -100,7 +136,8 @@ def open_context(config: Common) -> lp.ParallelContext:
     """
     if config.seed is not None:
         torch.manual_seed(config.seed)
-    return lp.ParallelContext.from_env(backend=config.parallel.backend, device=known_device(config.model.device))
+    parallel, device = config.parallel, known_device(config.model.device)
+    return lp.ParallelContext.from_env(parallel.backend, device, parallel.timeout_s)
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
@@ -136,7 +173,7 @@ def sampling_of(config: Common) -> lp.SamplingParams | None:
     return None
 
 
-def check(config: Tasked) -> None:
+def check(config: Tasked | TuneConfig) -> None:
     """Refuse counts below one and a prompt given twice.
 
     Raises:
@@ -163,7 +200,7 @@ def check_common(config: Common) -> None:
         raise ValueError("stop_strings has an empty string, which every text ends with; leave it out")
 
 
-def read_prompts(config: Tasked) -> list[Prompt]:
+def read_prompts(config: Tasked | TuneConfig) -> list[Prompt]:
     """The prompt, the prompt file, or the first prompts of the task.
 
     Raises:
@@ -189,6 +226,7 @@ def read_prompts(config: Tasked) -> list[Prompt]:
 def _not_empty(prompt: Prompt, remedy: str) -> Prompt:
     if not prompt.text:
         raise ValueError(f"the prompt is empty; {remedy}")
+    check_whole(prompt.text, "the prompt has half a character")
     return prompt
 
 
@@ -233,7 +271,7 @@ def _builder(name: str, config: Common) -> Callable[[Any, lp.ParallelContext], D
         native_tree()  # refused before the model is loaded
         suffix = _settings(name, config, lp.SuffixConfig)
         return lambda model, context: lp.SuffixDecoder(model, suffix, context, *how)
-    own = _settings(name, config, lp.LookaheadConfig, **shape)
+    own = _settings(name, config, lp.LookaheadConfig, adaptive=name == "lookahead_auto", **shape)
     return lambda model, context: lp.LookaheadDecoder(model, own, context, *how)
 
 

@@ -12,6 +12,24 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+class CacheTooLarge(RuntimeError):
+    """The device has no room for a cache.
+
+    Args:
+        cache: the cache, some of whose layers may have their buffers.
+        layer_bytes: of one row in the layer that had no room.
+
+    Attributes:
+        row_bytes: of one row in all layers, as if all were like that one.
+        nbytes: needed for all rows.
+    """
+
+    def __init__(self, cache: StaticKVCache, layer_bytes: int) -> None:
+        self.row_bytes = layer_bytes * len(cache.layers)
+        self.nbytes = self.row_bytes * cache.capacity
+        super().__init__(f"a KV cache of {cache.capacity} rows needs {self.nbytes} bytes")
+
+
 class _PreallocatedLayer(CacheLayerMixin):
     """One layer's rows; hands out views of the first L + T of them."""
 
@@ -24,10 +42,13 @@ class _PreallocatedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         make = torch.Tensor.new_zeros if self.owner.zeroed else torch.Tensor.new_empty
-        self.keys, self.values = (
-            make(states, (*states.shape[:2], self.owner.capacity, states.shape[3]))  # (1, H, C, D)
-            for states in (key_states, value_states)
-        )
+        try:
+            self.keys, self.values = (
+                make(states, (*states.shape[:2], self.owner.capacity, states.shape[3]))  # (1, H, C, D)
+                for states in (key_states, value_states)
+            )
+        except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
+            raise CacheTooLarge(self.owner, key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes) from error
         self.is_initialized = True
 
     def update(

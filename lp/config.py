@@ -100,6 +100,7 @@ class LookaheadConfig:
         window_noise: under sampling the window iterates under the sampler's own noise; False guesses greedily.
         warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1; for ablations.
         kv_sync: how ranks get each other's accepted KV.
+        adaptive: W and G are bounds, within which every step takes what pays on this machine.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -123,6 +124,7 @@ class LookaheadConfig:
     window_noise: bool = True
     warmup_steps: int = 0
     kv_sync: KVSync = KVSync.RECOMPUTE
+    adaptive: bool = False
 
     def __post_init__(self) -> None:
         check_int("window_size (W)", self.window_size, 0, 4096, "try W=16, or 0 for no window")

@@ -7,10 +7,11 @@ R: ranks, P: int64s a rank sends.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -19,6 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lp.config import check_real
+from lp.rendezvous import RankLost, env_int, join, silent_ranks
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 120.0
@@ -62,19 +66,19 @@ class ParallelContext:
         Raises:
             ValueError: an incomplete environment, or a backend that is not available.
         """
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        check_real("timeout_s", timeout_s, 1, 86400, f"try {DEFAULT_TIMEOUT_S:g} (seconds)")
+        world_size = env_int("WORLD_SIZE", 1, low=1)
         if world_size == 1:
             return cls.single(device)
         missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"WORLD_SIZE is {world_size} but {', '.join(missing)} is not set; launch with torchrun")
-        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+        rank, local_rank = env_int("RANK", 0, high=world_size - 1), env_int("LOCAL_RANK", 0)
         where = _local_device(device, local_rank)
         backend = _choose_backend(backend, where)
         if where.type == "cuda":
             torch.cuda.set_device(where)
-        if not dist.is_initialized():
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        join(backend, rank, world_size, timeout_s)
         mesh = init_device_mesh("cpu" if backend == "gloo" else "cuda", (world_size, 1), mesh_dim_names=("lp", "tp"))
         return _ProcessContext(rank, world_size, local_rank, where, backend, mesh)
 
@@ -125,13 +129,35 @@ class _ProcessContext(ParallelContext):
         gathered = row.new_empty(self.world_size, len(row))
         # torch 2.13 renames the call; older versions know the other name alone.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered.view(-1), row, group=self._group)
-        return gathered.cpu()
+        with self._answered():
+            gather(gathered.view(-1), row, group=self._group)
+            return gathered.cpu()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         carried = self._carried(tensor)
-        dist.broadcast(carried.view(torch.uint8), group=self._group, group_src=source)
-        return tensor.copy_(carried)
+        with self._answered():
+            dist.broadcast(carried.view(torch.uint8), group=self._group, group_src=source)
+            return tensor.copy_(carried)
+
+    @contextlib.contextmanager
+    def _answered(self) -> Iterator[None]:
+        """A collective that fails says which ranks are to blame, as far as a roll call can tell."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            silent = silent_ranks(self.rank, self.world_size)
+            who = (
+                f"rank {', '.join(map(str, silent))} does not answer"
+                if silent
+                else "a rank came too late, or an exchange failed"
+            )
+            reason = str(error).strip().split("\n")[0]
+            raise RankLost(
+                f"{who}, so rank {self.rank} stops ({reason}); see what that rank said last; "
+                "parallel.timeout_s is how long a rank is waited for"
+            ) from error
 
     @cached_property
     def _patient(self) -> dist.ProcessGroup:
@@ -238,11 +264,14 @@ def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
 
 
 def _choose_backend(backend: str, device: torch.device) -> str:
+    ranks, gpus = env_int("LOCAL_WORLD_SIZE", 1, low=1), torch.cuda.device_count()
+    alone = ranks <= gpus
     if backend == "auto":
-        alone = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
         return "nccl" if device.type == "cuda" and alone and dist.is_nccl_available() else "gloo"
     if backend not in ("nccl", "gloo"):
         raise ValueError(f"backend is {backend!r}; it must be 'auto', 'nccl' or 'gloo'")
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise ValueError("backend is 'nccl' but this rank has no GPU or torch no NCCL; use backend=gloo")
+    if backend == "nccl" and not alone:
+        raise ValueError(f"backend is 'nccl' but {ranks} ranks share {gpus} GPUs; use NPROC={gpus} or backend=gloo")
     return backend

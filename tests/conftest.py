@@ -45,6 +45,14 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What steps take is kept in the user's cache folder: tests have one of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def cases() -> Callable[[int, int], range]:
     """`for seed in cases(30, 300)`: a seed a drawn case, the first 30 of the same 300 unless the long form runs."""

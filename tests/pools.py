@@ -19,6 +19,7 @@ from lp.lookahead.layout import ancestors
 from lp.lookahead.mixture import FEATURES, GUESS_0, NONE_0, RECYCLED_0, TEXT_0, WINDOW_0, predict
 from lp.lookahead.pool import NGramPool, tables_digest
 from lp.lookahead.tables import DEEPEST, ORDERS, Tables, new_tables
+from lp.tuner.curve import StepCurve
 
 TEXT_ONLY: dict[str, Any] = {"window_ngrams": False, "position_guesses": False, "recycled": 0}
 
@@ -69,7 +70,16 @@ def drawn_switches(rng: random.Random) -> dict[str, Any]:
     """What the pool listens to; K may be more than the tiny models' vocabulary."""
     sources = ("prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
     on: dict[str, Any] = {name: rng.random() < 0.7 for name in (*sources, "renoise", "learn")}
+    on["adaptive"] = rng.random() < 0.4
     return on | {"recycled": rng.choice([0, 4, 16, 16, 32]), "pool_mib": rng.choice([1, 16])}
+
+
+def drawn_curve(rng: random.Random) -> StepCurve:
+    """What steps might take somewhere: rows free or dear, with bumps; plain decoding cheaper or not."""
+    rows = sorted({1, *rng.sample(range(2, 200), rng.randint(0, 8)), 200})
+    slope, bumps = rng.choice([0.0, 0.01, 0.1, 1.0]), rng.random() < 0.4
+    seconds = [1e-3 * (1 + slope * (size - 1)) * (rng.uniform(0.3, 3) if bumps else 1) for size in rows]
+    return StepCurve(tuple(rows), tuple(seconds), seconds[0] * rng.uniform(0.2, 1.2))
 
 
 def graded_weights() -> np.ndarray:

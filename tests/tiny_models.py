@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from functools import cache
 from typing import Any
 
+import tokenizers
 import torch
 import transformers as tf
 from transformers import PreTrainedModel
@@ -188,11 +191,22 @@ def plain_greedy(model: PreTrainedModel, ids: list[int], max_new_tokens: int, **
     return out[0, len(ids) :].tolist()
 
 
-def drawn_text(rng: random.Random, length: int) -> list[int]:
+def drawn_text(rng: random.Random, length: int, vocabulary: int = VOCABULARY) -> list[int]:
     """Random tokens with repeats, so that the pool finds something."""
     ids: list[int] = []
     while len(ids) < length:
         again = ids and rng.random() < 0.5
         start = rng.randrange(len(ids)) if again else 0
-        ids += ids[start : start + rng.randint(1, 8)] if again else [rng.randrange(VOCABULARY)]
+        ids += ids[start : start + rng.randint(1, 8)] if again else [rng.randrange(vocabulary)]
     return ids[:length]
+
+
+@cache
+def letters(vocabulary: int) -> tf.PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are runs of a few letters, the first ones single."""
+    runs = ("".join(run) for n in itertools.count(2) for run in itertools.product("abc", repeat=n))
+    words = [*"abcdef", *itertools.islice(runs, max(vocabulary - 6, 0))]
+    model = tokenizers.models.BPE({word: index for index, word in enumerate(words)}, [])
+    made = tokenizers.Tokenizer(model)
+    made.decoder = tokenizers.decoders.Fuse()
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made)

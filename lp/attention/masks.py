@@ -50,8 +50,8 @@ class StepMasks:
         positions: torch.Tensor,
         length: int,
         places: torch.Tensor | None = None,
-    ) -> Mask | dict[str, Mask]:
-        """The mask, or one by kind of layer where a model mixes them.
+    ) -> Mask | dict[str, Mask] | None:
+        """The mask, or one by kind of layer where a model mixes them; none for a single row, which sees everything.
 
         Args:
             visible: (T, T) bool, within the step.
@@ -60,6 +60,9 @@ class StepMasks:
             places: (T,) int64, where the step's rows lie in a buffer of C rows: what is before them is seen, nothing
                 that is behind.
         """
+        dense = self.attention in (Attention.SDPA, Attention.EAGER)
+        if dense and places is None and len(positions) == 1 and self.kinds == {FULL}:
+            return None
         masks = {kind: self._mask(visible, positions, length, places, kind) for kind in sorted(self.kinds)}
         return masks if len(masks) > 1 else masks.popitem()[1]
 

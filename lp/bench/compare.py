@@ -15,6 +15,7 @@ import torch
 
 from lp.decoding.base import GenerationOutput
 from lp.decoding.params import SamplingParams, Verifier
+from lp.decoding.signals import interruption
 from lp.lookahead.noise import gumbel
 
 # Two logits this close may swap places when a kernel adds in another order: measured in units in the last place at the
@@ -63,7 +64,7 @@ def alternate(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int
     """Run every method once a round, each round beginning with another one, so that drift of the machine hits all.
 
     Raises:
-        KeyboardInterrupt: a run was stopped by Ctrl-C; what it measured is worth nothing.
+        KeyboardInterrupt: a run was stopped by a signal; what it measured is worth nothing.
     """
     names = list(methods)
     outputs: dict[str, list[GenerationOutput]] = {name: [] for name in names}
@@ -71,7 +72,7 @@ def alternate(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             output = methods[name]()
             if output.finish_reason == "interrupted":
-                raise KeyboardInterrupt
+                raise interruption(output.signal)
             outputs[name].append(output)
     return {name: Measured(output=runs[0], decode_s=median(r.decode_s for r in runs)) for name, runs in outputs.items()}
 

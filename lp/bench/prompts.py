@@ -72,15 +72,27 @@ def read_text(path: str | Path, name: str = "prompt file") -> str:
         raise ValueError(f"{name} {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
+def check_whole(text: str, what: str) -> None:
+    """Refuse half of a surrogate pair, which is no text that a tokenizer takes.
+
+    Raises:
+        ValueError: `what` it is, and the remedy.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{what}; write it as UTF-8")
+
+
 def _parse(line: str, where: str) -> Prompt:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error.msg}); write one object a line") from None
+    except (ValueError, RecursionError) as error:  # a number may be too long, brackets too deep
+        reason = getattr(error, "msg", "too deep or too long")
+        raise ValueError(f"{where} is not JSON ({reason}); write one object a line") from None
     if not isinstance(record, dict):
         raise ValueError(f"{where} is not a JSON object but {type(record).__name__}; write one object a line")
     text = record.get("prompt")
     if not isinstance(text, str) or not text:
         raise ValueError(f"{where} has no text under 'prompt'; give it a string that is not empty")
+    check_whole(text, f"{where} has half a character under 'prompt'")
     task_id = str(record.get("task_id", where))
     return Prompt(task_id=task_id, text=text, reference=record.get("reference"), source=record.get("source"))

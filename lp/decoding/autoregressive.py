@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache
 
 from lp.decoding.base import Clock, Decoder, GenerationOutput, Request, StepStats
+from lp.decoding.sampling import check_said
 from lp.decoding.stopping import FINISH_REASON
 from lp.lookahead.exchange import Stop
 
@@ -32,6 +33,7 @@ class AutoregressiveDecoder(Decoder):
             logits = self.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             text = request.prompt + tokens
             tokens.append(int(request.chooser.choose(logits, [len(text) - 1], [[]], [[]], text)))
+            check_said(tokens[-1], len(stats), len(text) - 1)
             request.chooser.keep([0], [0])
             token = prompt.new_tensor([tokens[-1:]])
             forward_s = clock.lap()

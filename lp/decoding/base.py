@@ -48,6 +48,8 @@ class StepStats:
         accepted: accepted tokens, without the bonus.
         forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else.
         learn_s: of host_s, what the candidate source and the window took to learn from the step.
+        columns: of the window.
+        idle: nothing was guessed and nothing learned: the budget left the step plain.
     """
 
     slots: int
@@ -57,14 +59,21 @@ class StepStats:
     exchange_s: float
     host_s: float
     learn_s: float = 0.0
+    columns: int = 0
+    idle: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward_s + self.exchange_s + self.host_s
 
     @classmethod
-    def of(cls, clock: Clock, slots: int, candidates: int, accepted: int) -> StepStats:
+    def of(cls, clock: Clock, slots: int, candidates: int, accepted: int, columns: int, idle: bool) -> StepStats:
         """The stats of a step whose laps were named forward, exchange, host and learn."""
         forward_s, exchange_s, host_s, learn_s = (
             clock.shares.get(name, 0.0) for name in ("forward", "exchange", "host", "learn")
         )
-        return cls(slots, candidates, accepted, forward_s, exchange_s, host_s + learn_s, learn_s)
+        return cls(slots, candidates, accepted, forward_s, exchange_s, host_s + learn_s, learn_s, columns, idle)
 
 
 @dataclass
@@ -79,6 +88,7 @@ class GenerationOutput:
         cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
         signal: number of the signal that this rank got meanwhile, 0 for none.
         logits, scores: (tokens, V), of the rows that chose the tokens, if asked for.
+        resumed: first tokens that no step of this call made: a journal had them.
     """
 
     tokens: list[int]
@@ -90,6 +100,7 @@ class GenerationOutput:
     signal: int = 0
     logits: torch.Tensor | None = field(default=None, repr=False)
     scores: torch.Tensor | None = field(default=None, repr=False)
+    resumed: int = 0
 
     @property
     def steps(self) -> int:
@@ -99,7 +110,7 @@ class GenerationOutput:
     @property
     def compression(self) -> float:
         """S: generated tokens a decode step."""
-        return len(self.tokens) / self.steps if self.steps else 0.0
+        return (len(self.tokens) - self.resumed) / self.steps if self.steps else 0.0
 
     @property
     def mean_slots(self) -> float:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import numpy as np
 import torch
 
+from lp.cache import CacheTooLarge
 from lp.config import KVSync, LookaheadConfig
 from lp.decoding.base import Clock, GenerationOutput, Request, StepStats
-from lp.decoding.sampling import likeliest
+from lp.decoding.memory import too_large
+from lp.decoding.sampling import check_said, likeliest
 from lp.decoding.stopping import FINISH_REASON
 from lp.distributed import ParallelContext
 from lp.lookahead import exchange
 from lp.lookahead.candidates import CandidateSource, StepReads, TokenTree
-from lp.lookahead.exchange import Stop
+from lp.lookahead.exchange import NO_TOKEN, Stop
 from lp.lookahead.layout import StepLayout, full_layout
 from lp.lookahead.sharding import RankRows, ShardPlan
 from lp.lookahead.verify import Outcome, walk
 from lp.lookahead.window import LookaheadWindow
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
+from lp.tuner.budget import Budget
+
+ALONE = np.ones((1, 1), dtype=bool)  # what a single row sees of its step
+
+T = TypeVar("T")
 
 
 class Generation:
@@ -30,6 +40,7 @@ class Generation:
         runner: runs the rows of a step.
         source: proposes candidates; made for this call.
         request: the checked call.
+        budget: what a step takes.
     """
 
     def __init__(
@@ -39,14 +50,16 @@ class Generation:
         runner: ModelRunner,
         source: CandidateSource,
         request: Request,
+        budget: Budget,
     ) -> None:
         self.config, self.context, self.runner, self.source, self.request = config, context, runner, source, request
+        self.budget = budget
         self.text = list(request.prompt)
-        self.window = LookaheadWindow(config.window_size, config.ngram_size, request.prompt)
+        self.window = LookaheadWindow(budget.columns, config.ngram_size, request.prompt)
         largest = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
         self.harvest = min(source.harvest, vocabulary_size(runner.model))
         self.shape = exchange.RowShape.of(ShardPlan.build(largest, context.world_size), self.harvest)
-        self.cache = runner.new_cache(request.limit + 1 + len(largest))
+        self.cache = runner.new_cache(request.limit + 1 + max(len(largest), budget.most))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.owed = [0] * context.world_size  # how many every rank lacks
         self.digest, self.digested = exchange.chain_digest(0, request.prompt), len(request.prompt)
@@ -67,17 +80,17 @@ class Generation:
             BaseException: what a callback raised on this rank, once all ranks have stopped.
         """
         clock = Clock()
-        self._prefill()
+        self.prefill()
         prefill_s, reason = clock.lap(), Stop.NONE
         while not reason:
-            reason = self.step()
+            reason = self.step_alone() if self.budget.idle and not any(self.owed) else self.step()
         if self.failure:
             raise self.failure
         return GenerationOutput(
             self.tokens[: self.keep], FINISH_REASON[reason], self.stats, prefill_s, clock.lap(), self.cache.nbytes()
         )
 
-    def _prefill(self) -> None:
+    def prefill(self) -> None:
         """Cache the prompt; what its rows say is rank 0's word, since ranks may round it differently."""
         prompt, chooser, rows = self.request.prompt, self.request.chooser, list[torch.Tensor]()
         wanted = self.harvest if self.config.prompt_logits and self.config.prompt_ngrams else 0
@@ -85,20 +98,50 @@ class Generation:
         def read(logits: torch.Tensor) -> None:
             rows.append(likeliest(chooser.scores(logits, [None] * len(logits), prompt), wanted))
 
-        self.runner.prefill(prompt[:-1], self.cache, self.request.prefill_chunk, read if wanted else None)
-        if rows:
-            self.source.begin(prompt, self.context.broadcast(torch.cat(rows), 0).cpu().numpy())
+        def fill() -> None:
+            self.runner.prefill(prompt[:-1], self.cache, self.request.prefill_chunk, read if wanted else None)
+
+        self._attempt(fill)
+        if wanted and len(prompt) > 1:
+            said = self._zeros(len(prompt) - 1, wanted) if self.failure else torch.cat(rows)
+            self.source.begin(prompt, self.context.broadcast(said, 0).cpu().numpy())
+
+    def _attempt(self, work: Callable[[], T]) -> T | None:
+        """What fails on this rank alone is told in the next header, or the others would wait for it until they give up.
+
+        Raises:
+            Exception: what the work raised, where there is no other rank.
+        """
+        try:
+            if not self.failure:
+                return work()
+        except Exception as error:
+            self.failure, self.pending = self._explained(error), self.pending | Stop.FAILED
+            if self.context.world_size == 1:
+                raise self.failure from error
+        return None
+
+    def _explained(self, error: Exception) -> Exception:
+        if not isinstance(error, CacheTooLarge):
+            return error
+        prompt, limit = len(self.request.prompt), self.request.limit
+        return too_large(error, self.config, prompt, limit + 1 - prompt, self.runner.device)
+
+    def _zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device=self.runner.device)
 
     def step(self) -> Stop:
         """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""
         clock = Clock()
-        layout = self._layout(self._propose())
+        candidates = self._propose()
+        layout = self._layout(candidates)
         plan = ShardPlan.build(layout, self.context.world_size, self.owed)
         rows = RankRows.build(layout, plan, self.context.rank, self.catch_up)
         clock.lap("host")
-        chosen, likely = self._forward(layout, plan, rows)
+        said = self._attempt(lambda: self._forward(layout, plan, rows))
+        chosen, likely = said or (self._zeros(len(rows.reads)), self._zeros(len(rows.reads), self.harvest))
         clock.lap("forward")
-        header = self._header(layout)  # while a GPU is still at the step
+        header = self._header(layout.tokens, layout.parents)  # while a GPU is still at the step
         clock.lap("host")
         if chosen.is_cuda:  # or the exchange, which waits for it, would seem to take the model's time
             torch.cuda.synchronize(chosen.device)
@@ -111,34 +154,66 @@ class Generation:
         if told:
             return self._told(told, keep)
         outcome = walk(layout, read, 0 if self._warming else None)
+        check_said(outcome.tokens[-1], len(self.stats), layout.positions[outcome.path[-1]])
         self.request.chooser.keep(plan.reads[self.context.rank], outcome.chose)
         self._commit(layout, plan, rows, outcome, clock)
         clock.lap("host")
+        self.budget.observe(len(outcome.tokens), len(layout), sum(candidates.chances))
         self._learn(layout, read, harvest, outcome)
         clock.lap("learn")
-        reason = self._deliver(outcome)
+        return self._deliver(outcome.tokens, clock, len(rows.tokens), layout)
+
+    def step_alone(self) -> Stop:
+        """The same of `c` alone: no guess is made and none is remembered, so that it takes what plain decoding does."""
+        clock = Clock()
+        position = len(self.text) - 1
+        self._cross(position)
+
+        def forward() -> torch.Tensor:
+            logits = self.runner.forward(self.text[-1:], [position], ALONE, self.cache, [0])
+            scores = self.request.chooser.scores(logits, [[]], self.text)
+            return self.request.chooser.pick(scores, [position], [[]], [[]])
+
+        said = self._attempt(forward)
+        chosen = self._zeros(1) if said is None else said
+        if chosen.is_cuda:
+            torch.cuda.synchronize(chosen.device)
+        clock.lap("forward")
+        header = self._header()
         clock.lap("host")
-        self.stats.append(StepStats.of(clock, len(rows.tokens), len(layout) - layout.n_window, outcome.accepted))
-        return reason
+        token, told, keep = exchange.agree(header, chosen, self.context.all_gather, len(self.stats))
+        clock.lap("exchange")
+        if told:
+            return self._told(told, keep)
+        check_said(token, len(self.stats), position)
+        self.request.chooser.keep([0], [0])
+        self.cache.commit([0])
+        self.text.append(token)
+        self.budget.observe(1, 0, 0.0)
+        return self._deliver([token], clock, 1)
 
     @property
     def _warming(self) -> bool:
         return len(self.stats) < self.config.warmup_steps
 
     def _propose(self) -> TokenTree:
-        budget = 0 if self._warming else self.config.row_budget
-        return self.source.propose(self.text, budget, *self.window.chains())
+        rows = 0 if self._warming else self.budget.rows
+        return self.source.propose(self.text, rows, *self.window.chains(), self.budget.price)
+
+    def _cross(self, position: int) -> None:
+        if self.request.crosses(position):
+            self._attempt(lambda: self.runner.cross(self.text, self.cache, self.request.prefill_chunk))
+            self.catch_up, self.owed = [], [0] * self.context.world_size
 
     def _layout(self, candidates: TokenTree) -> StepLayout:
         position = len(self.text) - 1
-        if self.request.crosses(position):
-            self.runner.cross(self.text, self.cache, self.request.prefill_chunk)
-            self.catch_up, self.owed = [], [0] * self.context.world_size
+        self._cross(position)
         return StepLayout(self.window, candidates, self.text[-1], position, self.request.limit_at(position))
 
     def _forward(self, layout: StepLayout, plan: ShardPlan, rows: RankRows) -> tuple[torch.Tensor, torch.Tensor]:
         """What this rank's owned reads choose, int64 (owned reads,), and their likeliest tokens, on the device."""
-        logits = self.runner.forward(rows.tokens, rows.positions, rows.visible, self.cache, rows.reads)
+        run = rows.padded(self.budget.padded(len(rows.tokens)))
+        logits = self.runner.forward(run.tokens, run.positions, run.visible, self.cache, run.reads)
         chooser, slots = self.request.chooser, plan.reads[self.context.rank]
         positions = [layout.positions[slot] for slot in slots]
         branches = [layout.branch(slot, chooser.prefix_free) for slot in slots]
@@ -146,8 +221,8 @@ class Generation:
         scores = chooser.scores(logits, branches, self.text)
         return chooser.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
 
-    def _header(self, layout: StepLayout) -> tuple[int, int, int]:
-        self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], layout.tokens, layout.parents)
+    def _header(self, *parts: Sequence[int]) -> tuple[int, int, int]:
+        self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], *parts)
         self.digested = len(self.text)
         flags = self.pending | (Stop.INTERRUPTED if self.request.signals.requested else Stop.NONE)
         return self.digest, int(flags), self.keep
@@ -181,22 +256,31 @@ class Generation:
         self.cache.append(flat, len(path))
 
     def _learn(self, layout: StepLayout, read: dict[int, int], harvest: np.ndarray, outcome: Outcome) -> None:
-        new = [read[slot] for slot in layout.last_row()]
+        new = [read[slot] % NO_TOKEN for slot in layout.last_row()]  # a row that only guesses may say nothing
         ngrams, slots = self.window.ngrams(new), layout.reads
         if self._warming:  # the reference's window has no full column yet
             ngrams, slots, harvest = [], [], harvest[:0]
-        chosen = [read[slot] for slot in slots]
+        chosen = [read[slot] % NO_TOKEN for slot in slots]
         seen = StepReads(layout.tokens, layout.positions, layout.parents, slots, chosen, harvest, ngrams)
         self.text += outcome.tokens
+        self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), new)
         self.source.observe(self.text, len(outcome.tokens), seen)
 
-    def _deliver(self, outcome: Outcome) -> Stop:
-        """Stream the step's tokens and decide whether they end the text.
+    def _deliver(self, new: Sequence[int], clock: Clock, rows: int, layout: StepLayout | None = None) -> Stop:
+        """Stream the step's tokens, decide whether they end the text, and note what the step took."""
+        reason = self._stream(len(new))
+        clock.lap("host")
+        candidates, columns = (len(layout) - layout.n_window, layout.columns) if layout else (0, 0)
+        self.stats.append(StepStats.of(clock, rows, candidates, len(new) - 1, columns, layout is None))
+        return reason
+
+    def _stream(self, new: int) -> Stop:
+        """Stream the newest tokens and decide whether they end the text.
 
         What only this rank knows (a criterion, which may look at the clock; a failure) is told in the next header.
         """
-        tokens, new = self.tokens, len(outcome.tokens)
+        tokens = self.tokens
         stopping, alone = self.request.stopping, self.context.world_size == 1
         if not alone and stopping.criteria and not self.context.is_main:
             self.keep = len(tokens)

@@ -35,9 +35,9 @@ def generate(
     logits_processor: LogitsProcessorList | None = None,
     stopping_criteria: StoppingCriteriaList | None = None,
     generation_config: GenerationConfig | None = None,
-    window_size: int = 16,
-    ngram_size: int = 2,
-    guess_set_size: int = 104,
+    window_size: int | None = None,
+    ngram_size: int | None = None,
+    guess_set_size: int | None = None,
     seed: int | None = None,
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
@@ -52,7 +52,8 @@ def generate(
 
     Args:
         model, input_ids, logits_processor, stopping_criteria, generation_config: as transformers hands them over.
-        window_size, ngram_size, guess_set_size: W, N, G, given to `model.generate` by keyword.
+        window_size, ngram_size, guess_set_size: W, N, G, given to `model.generate` by keyword; with none of them every
+            step takes what pays on this machine.
         seed: of sampling; None draws one from torch's generator.
         streamer: gets the prompt, then the tokens as they come; for one prompt.
 
@@ -69,9 +70,9 @@ def generate(
     # Declared as an argument, transformers would hand attention_mask over twice.
     mask = model_kwargs.get("attention_mask")
     sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
-    decoder = LookaheadDecoder(
-        model, LookaheadConfig(window_size=window_size, ngram_size=ngram_size, guess_set_size=guess_set_size)
-    )
+    shape = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
+    given = {name: value for name, value in shape.items() if value is not None}
+    decoder = LookaheadDecoder(model, LookaheadConfig(**given) if given else None)  # type: ignore[arg-type]
     eos = getattr(config, "_eos_token_tensor", None)
     if streamer is not None:
         streamer.put(input_ids.cpu())

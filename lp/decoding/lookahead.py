@@ -19,8 +19,9 @@ from lp.config import (
     RecyclingConfig,
     SuffixConfig,
 )
-from lp.decoding.base import Decoder, GenerationOutput, Request
+from lp.decoding.base import Decoder, GenerationOutput, Request, StepStats
 from lp.decoding.generation import Generation
+from lp.decoding.timing import measured_curve
 from lp.distributed import ParallelContext
 from lp.lookahead.candidates import CandidateSource
 from lp.lookahead.exchange import chain_digest, check_vocabulary, text_digest
@@ -31,6 +32,9 @@ from lp.lookahead.tables import Tables
 from lp.models.loader import vocabulary_size
 from lp.models.replicas import check_same, model_digests
 from lp.models.runner import ModelRunner
+from lp.tuner.budget import AdaptiveBudget, Budget, FixedBudget
+from lp.tuner.curve import StepCurve
+from lp.tuner.explain import bounds, spent
 
 DecoderConfig = LookaheadConfig | PaperConfig | PromptLookupConfig | RecyclingConfig | SuffixConfig
 C = TypeVar("C", PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig)
@@ -41,10 +45,11 @@ class LookaheadDecoder(Decoder):
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        config: W, N, G and policies; None takes the defaults.
+        config: W, N, G and policies; None lets every step take what pays on this machine.
         context: the ranks to share each step with; None is this process alone.
         attention: "auto", "sdpa", "eager", "flash" or "flex"; what is chosen is set on the model.
         capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
+        curve: what steps take, for an adaptive config; None measures it, once, and keeps it in the user's cache folder.
 
     Raises:
         ValueError: a model whose architecture or attention takes no tree mask, or whose steps can't be captured.
@@ -57,14 +62,27 @@ class LookaheadDecoder(Decoder):
         context: ParallelContext | None = None,
         attention: str = "auto",
         capture: str = "auto",
+        curve: StepCurve | None = None,
     ) -> None:
         super().__init__(model, context)
-        self.config = config or LookaheadConfig()
+        self.config = config or LookaheadConfig(adaptive=True)
         self.runner = ModelRunner(model, Attention(attention), Capture(capture))
         self._tables: Tables | None = None  # of a session's pool
+        self._last: list[StepStats] = []
         check_vocabulary(model.get_input_embeddings().weight.shape[0])
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
             check_same(self.context, model_digests(model))
+        self.curve = curve or measured_curve(self) if self.config.adaptive else None
+
+    def budget(self) -> Budget:
+        """What steps take, made anew for every call."""
+        if self.curve is None:
+            return FixedBudget(self.config)
+        return AdaptiveBudget(self.config, self.curve, self.context.world_size)
+
+    def explain(self) -> str:
+        """What steps may take, what they cost, and what those of the last text took: two lines."""
+        return f"{bounds(self.config, self.curve)}\n{spent(self._last)}"
 
     @property
     def reach(self) -> int:
@@ -102,7 +120,8 @@ class LookaheadDecoder(Decoder):
         asked = (self.settings, request.max_new_tokens, request.limit, request.stopping, request.chooser)
         items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
         check_same(self.context, items)
-        output = Generation(self.config, self.context, self.runner, self.source(request), request).run()
+        output = Generation(self.config, self.context, self.runner, self.source(request), request, self.budget()).run()
+        self._last = output.step_stats
         if self._tables and self.config.pool_file and self.context.is_main:
             try:
                 save_tables(self._tables, self.config.pool_file)

@@ -19,9 +19,10 @@ import transformers as tf
 from transformers import LogitsProcessor, PreTrainedModel
 
 from lp.decoding.params import SamplingParams, Verifier
-from lp.lookahead.exchange import chain_digest
+from lp.lookahead.exchange import NO_TOKEN, chain_digest
 from lp.lookahead.noise import NoiseRing
 from lp.models.loader import vocabulary_size
+from lp.models.probe import NOT_FINITE
 
 # Functions of the scores alone: one call does for rows of any prefix.
 PREFIX_FREE = (
@@ -132,7 +133,7 @@ class Chooser:
     def __repr__(self) -> str:
         """What ranks must agree on."""
         seed = (self.noise.seed, self.noise.sequence) if isinstance(self.noise, NoiseRing) else type(self.noise)
-        return f"Chooser({[(type(p).__name__, _plain(vars(p))) for p in self.processors]}, {seed})"
+        return f"Chooser({[(type(p).__name__, plain_settings(vars(p))) for p in self.processors]}, {seed})"
 
     def choose(
         self,
@@ -168,7 +169,7 @@ class Chooser:
         branches: Sequence[Sequence[int] | None],
         drafts: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        """Tokens (n,) of rows with these scores."""
+        """Tokens (n,) of rows with these scores; NO_TOKEN where they are NaN or infinite."""
         if isinstance(self.noise, torch.Generator):
             return self._rejection(scores, branches, drafts, self.noise)
         if self.noise is not None:
@@ -176,7 +177,7 @@ class Chooser:
             if not self.guess_noise:
                 noise[[row for row, branch in enumerate(branches) if branch is None]] = 0
             scores = scores + noise
-        return scores.argmax(-1)
+        return _best(scores)
 
     @property
     def rejects(self) -> bool:
@@ -195,8 +196,9 @@ class Chooser:
         drafts: Sequence[Sequence[int]],
         generator: torch.Generator,
     ) -> torch.Tensor:
-        chosen = scores.argmax(-1)
-        for row in (row for row, branch in enumerate(branches) if branch is not None):
+        chosen = _best(scores)
+        sound = (chosen != NO_TOKEN).tolist()
+        for row in (row for row, branch in enumerate(branches) if branch is not None and sound[row]):
             chosen[row] = accept_or_resample(scores[row].softmax(-1).double().cpu(), drafts[row], generator)
         return chosen
 
@@ -228,10 +230,27 @@ class Chooser:
         """Told after the walk: of the rows just read, by slot, these chose the text's next tokens. Kept in `scores`."""
 
 
+def check_said(token: int, step: int, position: int) -> None:
+    """Refuse to go on from scores that are NaN or infinite: argmax would name some token all the same.
+
+    Raises:
+        ValueError: the decode step, the position, and the remedy.
+    """
+    if token == NO_TOKEN:
+        raise ValueError(f"the model's logits at step {step} (position {position}) are NaN or infinite; {NOT_FINITE}")
+
+
+def _best(scores: torch.Tensor) -> torch.Tensor:
+    """The argmax of every row, which a NaN wins; NO_TOKEN where it is NaN or infinite."""
+    chosen = scores.argmax(-1)
+    return chosen.masked_fill(~(scores.gather(-1, chosen[:, None])[:, 0] < math.inf), NO_TOKEN)
+
+
 def likeliest(scores: torch.Tensor, k: int) -> torch.Tensor:
     """The k best tokens of every row, best first, packed: int64 (n, k), token << 32 | bits of its float32 score."""
     top = scores.float().topk(min(k, scores.shape[-1]))
-    return top.indices << 32 | top.values.view(torch.int32).long() & 0xFFFFFFFF
+    values = top.values.nan_to_num(-math.inf, math.inf, -math.inf)
+    return top.indices << 32 | values.view(torch.int32).long() & 0xFFFFFFFF
 
 
 def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], generator: torch.Generator) -> int:
@@ -250,12 +269,12 @@ def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], gener
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _plain(values: Any) -> Any:
+def plain_settings(values: Any) -> Any:
     """What of a processor's settings reads the same on every rank: no objects, whose names may hold addresses."""
     if isinstance(values, dict):
-        return sorted((str(key), _plain(value)) for key, value in values.items())
+        return sorted((str(key), plain_settings(value)) for key, value in values.items())
     if isinstance(values, torch.Tensor):
         return values.tolist()
     if isinstance(values, list | tuple | set | frozenset):
-        return [_plain(value) for value in (sorted(values) if isinstance(values, set | frozenset) else values)]
+        return [plain_settings(value) for value in (sorted(values) if isinstance(values, set | frozenset) else values)]
     return values if isinstance(values, int | float | str | None) else type(values).__name__

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
+
+
+class Terminated(KeyboardInterrupt):
+    """This process was asked to end: by SIGTERM, or by another rank that was."""
+
+
+def interruption(number: int) -> KeyboardInterrupt:
+    """What to raise where a text was interrupted, given the signal that this process got, 0 for none."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """While entered, SIGTERM raises Terminated as SIGINT does KeyboardInterrupt; in `generate` both are deferred."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class DeferredSignals:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from lp.lookahead.compiled import given
 
 
 class TokenTree:
@@ -71,18 +73,51 @@ class StepReads:
     ngrams: Sequence[tuple[int, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What the rows of a step cost in tokens.
+
+    Attributes:
+        rate: tokens that a second is worth; 0: rows cost nothing.
+        base: rows that the step has anyway.
+        seconds: by rows of the whole step.
+        slopes: by rows, the least that one more costs, as in StepCurve.
+        lesson, lessons: tokens that a row is worth though it be turned down, for what it says; of so many rows.
+    """
+
+    rate: float
+    base: int
+    seconds: Any
+    slopes: Any
+    lesson: float = 0.0
+    lessons: int = 0
+
+    @classmethod
+    def free(cls, rows: int) -> Price:
+        """Rows are free, up to so many."""
+        return cls(0.0, 0, given(np.zeros(rows + 1)), given(np.zeros(rows + 1)))
+
+
 class CandidateSource(Protocol):
     """What guesses the text to come. One is made for every `generate` call."""
 
     harvest: int  # K, likeliest tokens wanted of every row that is read
 
-    def propose(self, text: Sequence[int], budget: int, row: Sequence[int], column: Sequence[int]) -> TokenTree:
+    def propose(
+        self,
+        text: Sequence[int],
+        budget: int,
+        row: Sequence[int],
+        column: Sequence[int],
+        price: Price | None = None,
+    ) -> TokenTree:
         """A tree behind text[-1] of at most `budget` nodes, not counting those that repeat the window's.
 
         Args:
             text: prompt and generated tokens.
             budget: candidate rows.
             row, column: row 0 and column 0 of the window, text[-1] first; candidates that repeat them cost no row.
+            price: what rows cost, for sources that know what they bring; None: as good as nothing.
         """
         ...
 

@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from functools import reduce
+from operator import or_
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from lp.lookahead.sharding import ShardPlan
 
 DIGEST, FLAGS, LENGTH, HEADER = 0, 1, 2, 3
 BITS = 21  # of a token; three fit an int64 and its sign
+NO_TOKEN = (1 << BITS) - 1  # what a row says whose scores are NaN or infinite
 SHIFTS = (0, BITS, 2 * BITS)
 SPARE_READS = 12  # candidates that share prefixes divide less evenly than a full step's, which share nothing
 
@@ -31,7 +34,7 @@ class Stop(IntFlag):
 
     NONE = 0
     INTERRUPTED = 1  # Ctrl-C or SIGTERM
-    FAILED = 2  # a callback or criterion raised
+    FAILED = 2  # something raised on that rank alone: a callback, a criterion, a processor, the model
     EOS, MAX_LENGTH, CRITERIA, STOP_STRING, CONTEXT = 4, 8, 16, 32, 64  # rank 0's verdict, with the LENGTH kept
 
 
@@ -87,8 +90,8 @@ def check_vocabulary(size: int) -> None:
     Raises:
         ValueError: the vocabulary's size and the limit.
     """
-    if size > 1 << BITS:
-        raise ValueError(f"the model has {size} tokens; ranks exchange at most {1 << BITS}: use a smaller vocabulary")
+    if size > NO_TOKEN:
+        raise ValueError(f"the model has {size} tokens; ranks exchange at most {NO_TOKEN}: use a smaller vocabulary")
 
 
 def pack(
@@ -129,6 +132,20 @@ def gather(
     gathered = all_gather(first)
     _check_digests(gathered[:, DIGEST].numpy(), step)
     return torch.cat([gathered, *map(all_gather, beyond)], dim=1) if beyond else gathered
+
+
+def agree(
+    header: tuple[int, int, int], token: torch.Tensor, all_gather: Callable[[torch.Tensor], torch.Tensor], step: int
+) -> tuple[int, Stop, int]:
+    """Of a step that every rank computes alike: rank 0's token (1,), the union of flags, rank 0's length.
+
+    Raises:
+        RuntimeError: as `gather`.
+    """
+    gathered = all_gather(torch.tensor([*header, int(token)], device=token.device)).tolist()
+    if len(gathered) > 1:
+        _check_digests(np.array([row[DIGEST] for row in gathered]), step)
+    return gathered[0][HEADER], Stop(reduce(or_, (row[FLAGS] for row in gathered))), gathered[0][LENGTH]
 
 
 def _check_digests(digests: np.ndarray, step: int) -> None:

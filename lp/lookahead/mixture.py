@@ -234,11 +234,15 @@ def choose(s, node):
 
 
 @jit
-def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest, row, column):
+def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest, row, column, price):
     """Grow the tree behind `c`, always by the token most likely to be accepted; returns its nodes, the root included.
 
-    Nodes that repeat row 0 or column 0 of the window cost no row.
+    Nodes that repeat row 0 or column 0 of the window cost no row. The tree is cut where its chances less its price
+    add up to most, and ends where no larger one could pay.
     """
+    rate, base, seconds, slopes, lesson, lessons = price
+    worth = best = -rate * seconds[base]
+    kept = 1
     s.node_tokens[0] = tail[0]
     s.node_parents[0], s.node_depths[0], s.node_chances[0], s.node_row[0], s.node_column[0] = -1, 0, 1.0, 0, 0
     nodes, rows = 1, 0
@@ -256,8 +260,10 @@ def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest
         place = s.node_column[parent]
         in_column = place + 1 if 0 <= place < len(column) - 1 and column[place + 1] == token else -1
         if in_row < 0 and in_column < 0:
-            if rows == budget:
+            taught = lesson if rows < lessons else 0.0
+            if rows == budget or s.node_values[parent] + taught <= rate * slopes[base + rows]:
                 break
+            worth += taught - rate * (seconds[base + rows + 1] - seconds[base + rows])
             rows += 1
         s.node_tokens[nodes], s.node_parents[nodes] = token, parent
         s.node_depths[nodes], s.node_values[nodes] = s.node_depths[parent] + 1, 0.0
@@ -267,5 +273,8 @@ def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest
         choose(s, parent)
         if s.node_depths[nodes] < deepest:
             expand(t, s, nodes, tail, n_tail, position, base_key, noisy, sources)
+        worth += s.node_chances[nodes]
         nodes += 1
-    return nodes
+        if worth > best:
+            best, kept = worth, nodes
+    return kept

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from lp.config import LookaheadConfig
-from lp.lookahead.candidates import StepReads, TokenTree
+from lp.lookahead.candidates import Price, StepReads, TokenTree
 from lp.lookahead.compiled import U64, given, ints
 from lp.lookahead.exchange import chain_digest
 from lp.lookahead.mixture import grow, study
@@ -66,12 +66,20 @@ class NGramPool:
             absorb_text(tables, self._scratch, self._said(), 0)
 
     def propose(
-        self, text: Sequence[int], budget: int, row: Sequence[int] = (), column: Sequence[int] = ()
+        self,
+        text: Sequence[int],
+        budget: int,
+        row: Sequence[int] = (),
+        column: Sequence[int] = (),
+        price: Price | None = None,
     ) -> TokenTree:
-        """The tree of `budget` rows most likely to be accepted; what repeats row 0 or column 0 costs none."""
+        """The tree of the rows most likely to be accepted, as far as they pay; what the window has costs none."""
         s = self._scratch
+        self._follow(text)
         tail, n_tail = self._tail(self._length)
-        shape = (budget, self.config.depth, ints(row or text[-1:]), ints(column or text[-1:]))
+        cost = price or Price.free(budget)
+        terms = cost.rate, cost.base, cost.seconds, cost.slopes, cost.lesson, cost.lessons
+        shape = (budget, self.config.depth, ints(row or text[-1:]), ints(column or text[-1:]), terms)
         nodes = grow(self._tables, s, tail, n_tail, self._length - 1, *self._noise, self._sources, *shape)
         tree = TokenTree(budget)
         tree.tokens = np.asarray(s.node_tokens)[1:nodes].tolist()
@@ -88,6 +96,7 @@ class NGramPool:
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """Learn the weights from the step's tokens, then remember what it read and said."""
         t, s, sources = self._tables, self._scratch, self._sources
+        self._follow(text[: len(text) - moved])
         start, tail = self._length, self._tail(self._length)
         t.clock[0] += 1
         self._extend(text[len(text) - moved :])
@@ -98,6 +107,14 @@ class NGramPool:
             absorb_ngrams(t, s, ints([token for ngram in seen.ngrams for token in ngram]), len(seen.ngrams[0]))
         if self.config.output_ngrams:
             absorb_text(t, s, self._said(), start)
+
+    def _follow(self, text: Sequence[int]) -> None:
+        """Catch up with steps that were not shown."""
+        start = self._length
+        if start < len(text):
+            self._extend(text[start:])
+            if self.config.output_ngrams:
+                absorb_text(self._tables, self._scratch, self._said(), start)
 
     def _absorb(self, tail: tuple[Any, int], seen: StepReads, sources: int) -> None:
         packed = np.ascontiguousarray(seen.harvest)

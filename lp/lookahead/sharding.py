@@ -8,7 +8,7 @@ W: columns, R: ranks, M: the limit, which is the most rows a rank may have.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, count
 from operator import or_
 
@@ -107,6 +107,16 @@ class RankRows:
             place,
             missing,
         )
+
+    def padded(self, rows: int) -> RankRows:
+        """The same among `rows`: those added say nothing, and nobody sees them."""
+        more = rows - len(self.tokens)
+        if more <= 0:
+            return self
+        visible = np.eye(rows, dtype=bool)
+        visible[: len(self.tokens), : len(self.tokens)] = self.visible
+        tokens, positions = self.tokens + self.tokens[:1] * more, self.positions + self.positions[:1] * more
+        return replace(self, tokens=tokens, positions=positions, visible=visible)
 
 
 class _Deal:

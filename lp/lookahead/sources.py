@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from lp.config import PaperConfig, RecyclingConfig
-from lp.lookahead.candidates import StepReads, TokenTree
+from lp.lookahead.candidates import Price, StepReads, TokenTree
 
 
 class PromptLookup:
@@ -28,7 +28,12 @@ class PromptLookup:
     harvest = 0
 
     def propose(
-        self, text: Sequence[int], budget: int, row: Sequence[int] = (), column: Sequence[int] = ()
+        self,
+        text: Sequence[int],
+        budget: int,
+        row: Sequence[int] = (),
+        column: Sequence[int] = (),
+        price: Price | None = None,
     ) -> TokenTree:
         """One path: at most `budget` tokens behind the longest run found."""
         tree = TokenTree(budget)
@@ -68,7 +73,12 @@ class PaperPool:
         self._learn_text(prompt, len(prompt))
 
     def propose(
-        self, text: Sequence[int], budget: int, row: Sequence[int] = (), column: Sequence[int] = ()
+        self,
+        text: Sequence[int],
+        budget: int,
+        row: Sequence[int] = (),
+        column: Sequence[int] = (),
+        price: Price | None = None,
     ) -> TokenTree:
         """The newest n-grams behind text[-1]; no two share a row."""
         tree = TokenTree(budget, shared=False)
@@ -125,7 +135,12 @@ class TokenRecycling:
         self._successors: dict[int, list[int]] = {}  # likeliest first
 
     def propose(
-        self, text: Sequence[int], budget: int, row: Sequence[int] = (), column: Sequence[int] = ()
+        self,
+        text: Sequence[int],
+        budget: int,
+        row: Sequence[int] = (),
+        column: Sequence[int] = (),
+        price: Price | None = None,
     ) -> TokenTree:
         """The static tree, filled as far as successors are known."""
         places: list[int | None] = []

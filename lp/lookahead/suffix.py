@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lp.config import SuffixConfig
-from lp.lookahead.candidates import StepReads, TokenTree
+from lp.lookahead.candidates import Price, StepReads, TokenTree
 
 
 def native_tree() -> Any:
@@ -48,7 +48,12 @@ class SuffixTree:
     harvest = 0
 
     def propose(
-        self, text: Sequence[int], budget: int, row: Sequence[int] = (), column: Sequence[int] = ()
+        self,
+        text: Sequence[int],
+        budget: int,
+        row: Sequence[int] = (),
+        column: Sequence[int] = (),
+        price: Price | None = None,
     ) -> TokenTree:
         """The continuation whose estimated probabilities add up to most, over all lengths of the match."""
         config, tree = self.config, TokenTree(budget)

@@ -12,7 +12,7 @@ _STRIDE = 2654435761  # Knuth's multiplicative hash: spreads neighbouring positi
 
 
 class LookaheadWindow:
-    """W columns of N - 1 guesses, advanced by one row each step.
+    """W columns of N - 1 guesses, advanced by one row each step; `window_size` may change between steps.
 
     Args:
         window_size: W >= 0.
@@ -44,7 +44,7 @@ class LookaheadWindow:
             new: the last row's read-offs by column, at most W (fewer near the context's end).
         """
         filled = [*new, *self.rows[-1][len(new) :]]
-        rows = [row[moved - 1 :] for row in (*self.rows[1:], filled)]
+        rows = [row[moved - 1 :][: self.window_size] for row in (*self.rows[1:], filled)]
         for j in range(len(rows[0]), self.window_size):
             column = self._fresh(text, len(text) - 1 + j)
             if j:  # its left neighbour has guesses for all its positions but the last

@@ -103,7 +103,9 @@ def _config(source: str, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # nothing of ours runs in there, and each release raises something else
-        raise ValueError(f"cannot read a model config from {source!r}: {_first_line(error)}") from error
+        asked = "trust_remote_code" in str(error)
+        remedy = "; model.trust_remote_code=true runs that code, if you trust it" if asked else ""
+        raise ValueError(f"cannot read a model config from {source!r}: {_first_line(error)}{remedy}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise ValueError(f"{source!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
     return config
@@ -126,7 +128,7 @@ def _model(source: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
         damaged = _damaged(source)
         where = f"{source!r}: {damaged} is damaged or incomplete" if damaged else repr(source)
         asked = isinstance(error, ImportError) and "attn_implementation" in kwargs
-        remedy = "; install it, or choose attn_implementation=sdpa" if asked else ""
+        remedy = "; install it, or choose attn_implementation=sdpa" if asked else _pickled(source)
         raise ValueError(f"cannot load {where}: {_first_line(error)}{remedy}") from error
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise ValueError(
@@ -162,6 +164,13 @@ def _damaged(source: str) -> str | None:
         except Exception:
             return path.name
     return None
+
+
+def _pickled(source: str) -> str:
+    """What to do with a folder that has no weights but pickled ones, which may run code when they are read."""
+    folder = Path(source)
+    pickles = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.bin"))
+    return f"; {pickles[0].name} is a pickle, which is not read: convert it to safetensors" if pickles else ""
 
 
 @contextmanager

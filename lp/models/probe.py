@@ -29,6 +29,7 @@ BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
 # sharper ones.
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.02}
 FULL_PRECISION = 2e-3  # TF32 matmuls included
+NOT_FINITE = "load it with dtype=float32 or bfloat16, or check its weights"
 _MARK = "_lp_honours_tree_mask"  # on the model: the attention backends it passed with
 _LOCK = Lock()  # ranks that are threads share a model
 
@@ -65,6 +66,8 @@ def _error(runner: ModelRunner) -> float:
     prefix, slots = ids[:PREFIX], ids[PREFIX:]
     plain = torch.tensor([prefix + [slots[slot] for slot in branch] for branch in BRANCHES], device=runner.device)
     truth = runner.model(plain, use_cache=False, logits_to_keep=DEPTH + 1).logits  # (2, DEPTH + 1, V)
+    if not truth.isfinite().all():
+        raise ValueError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE}")
     try:
         said = _step(runner, prefix, slots)
     except torch.OutOfMemoryError:
@@ -91,8 +94,9 @@ def _step(runner: ModelRunner, prefix: list[int], slots: list[int]) -> torch.Ten
 
 
 def _relative(said: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Root mean square of the difference by that of the truth's spread."""
-    return (said.double() - truth.double()).square().mean().sqrt() / truth.double().std()
+    """Root mean square of the difference by that of the truth's spread; a model may say the same of every token."""
+    spread = truth.double().std()
+    return (said.double() - truth.double()).square().mean().sqrt() / torch.where(spread > 0, spread, 1.0)
 
 
 @contextmanager

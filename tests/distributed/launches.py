@@ -42,7 +42,9 @@ def check_cases(
         model = tiny_model(case.arch, seed=case.model_seed)
         plain = plain_greedy(model, case.ids, case.new)
         expected = plain[: plain.index(case.eos) + 1] if case.eos in plain else plain
-        alone = lp.LookaheadDecoder(model, case.config).generate(case.ids, case.new, eos_token_id=case.eos)
+        alone = lp.LookaheadDecoder(model, case.config, curve=case.curve).generate(
+            case.ids, case.new, eos_token_id=case.eos
+        )
         for rank, results in enumerate(by_rank):
             assert results[i]["tokens"] == expected, f"seed {seed}, rank {rank} of {ranks}"
             assert results[i]["accepted"] == [step.accepted for step in alone.step_stats], f"seed {seed}, rank {rank}"

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+import lp
+from lp.rendezvous import ROLL_CALL_S
 from tests.conftest import LONG, Processes
 from tests.distributed.launches import ON_CPU, check_kill, pid_of
 from tests.distributed.workers.faults import IDS, STEP
+from tests.distributed.workers.restart import NEW, SAMPLINGS
 from tests.tiny_models import plain_greedy, tiny_model
 
 WORKER = "tests.distributed.workers.faults"
@@ -57,3 +62,55 @@ def test_one_rank_stops_them_all(processes: Processes, tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_launch(processes: Processes, tmp_path: Path, victim: int) -> None:
     """SIGKILL leaves no time to say goodbye: the others must find out, say so, and keep what was printed."""
     check_kill(processes, tmp_path, RANKS, victim, ON_CPU)
+
+
+@pytest.mark.parametrize("victim", range(RANKS) if LONG else [1])
+def test_a_frozen_rank_is_named(processes: Processes, tmp_path: Path, victim: int) -> None:
+    """SIGSTOP leaves no closed connection: only the time limit tells, and somebody must say who it was.
+
+    The last rank also comes late, which is no fault while it comes within the limit.
+    """
+    late_s, timeout_s = (20, 40) if LONG else (2, 10)  # of which loading on a busy machine takes some
+    env = ON_CPU | {"TIMEOUT_S": str(timeout_s), "LATE_S": str(late_s)}
+    command = processes.torchrun(RANKS, WORKER, str(tmp_path), "endless")
+    process = processes.start(command, env)
+    pids = [pid_of(tmp_path, 0, rank, process) for rank in range(RANKS)]
+    time.sleep(random.Random(f"freeze-{victim}").random())  # at any place of any step
+    os.kill(pids[victim], signal.SIGSTOP)
+    frozen, errors = time.monotonic(), ""
+    assert process.stderr is not None
+    while "RankLost: " not in errors:
+        line = process.stderr.readline()
+        assert line, errors
+        errors += line
+    assert timeout_s - 1 < time.monotonic() - frozen < timeout_s + 3 * ROLL_CALL_S
+    os.kill(pids[victim], signal.SIGCONT)  # or torchrun waits half a minute before it ends it
+    out, rest = process.communicate(timeout=60)
+    assert process.returncode != 0
+    for rank in set(range(RANKS)) - {victim}:
+        assert f"RankLost: rank {victim} does not answer, so rank {rank} stops (" in errors + rest
+    assert f"step {STEP}" in out.splitlines()
+    assert processes.wait_for_end(10) == []
+
+
+def test_a_restarted_launch_says_what_an_undisturbed_one_says(processes: Processes, tmp_path: Path) -> None:
+    """A rank is killed at a drawn step: nothing of a greedy or a sampled text is lost or said twice."""
+    rng = random.Random(7)
+    deaths = [f"{rng.randrange(RANKS)}:{rng.randint(32, 45)}"]  # in the second text, the first being done
+    if LONG:
+        deaths.insert(0, f"{rng.randrange(RANKS)}:{rng.randint(4, 20)}")
+    command = processes.torchrun(RANKS, "tests.distributed.workers.restart", str(tmp_path), *deaths)
+    ran = processes.run(command, ON_CPU | {"MAX_RESTARTS": str(len(deaths))}, timeout_s=240)
+    assert ran.returncode == 0, ran.stderr
+    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    assert [said["start"] for said in by_rank] == [len(deaths)] * RANKS, "nobody was killed"
+    oracle = lp.AutoregressiveDecoder(tiny_model())
+    for number, sampling in enumerate(SAMPLINGS):
+        seeded = sampling and lp.SamplingParams(temperature=sampling.temperature, seed=by_rank[0]["seed"])
+        plain = oracle.generate(IDS, NEW, seeded).tokens
+        for said in by_rank:
+            assert said["outputs"][number]["tokens"] == plain
+            assert 0 < said["outputs"][number]["resumed"] <= NEW
+    lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert [line["end"] for line in lines if "end" in line] == ["length", "length"]
+    assert processes.wait_for_end(10) == []

@@ -93,3 +93,20 @@ def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, setti
     assert process.returncode != 0
     assert "[partial: the run failed here]" in out
     assert processes.wait_for_end(5) == []
+
+
+def test_sigterm_to_one_worker_ends_the_run_in_order(processes: Processes, settings: list[str], tmp_path: Path) -> None:
+    """A node that is taken away says so to its rank: the step is finished, all is shown, and nobody has failed."""
+    asked = [*settings, "max_new_tokens=1500", "compare=false"]
+    process = processes.start(processes.torchrun(2, APP, *asked), _run_dir(tmp_path))
+    assert process.stdout is not None
+    seen = ""
+    while "===" not in seen:
+        seen += process.stdout.readline()
+    time.sleep(0.5)
+    rank_1 = next(p for p in processes.alive() if p.environ().get("RANK") == "1" and "launch.generate" in p.cmdline())
+    rank_1.terminate()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "interrupted" in out and "[partial" not in out and "Traceback" not in err
+    assert processes.wait_for_end(10) == []

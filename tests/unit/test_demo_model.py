@@ -60,7 +60,7 @@ def test_ranks_say_what_one_says(demo: Loaded, ranks: int) -> None:
     data = Path(os.environ.get("LP_DATA", "data")) / "humaneval.jsonl"
     prompt = (load_jsonl(data, 1) if data.is_file() else load_builtin(1))[0]
     ids = demo.tokenizer(prompt.text)["input_ids"]
-    alone = lp.LookaheadDecoder(demo.model).generate(ids, 64)
+    alone = lp.LookaheadDecoder(demo.model, lp.LookaheadConfig()).generate(ids, 64)
     assert alone.tokens == plain_greedy(demo.model, ids, 64)
     for sync in lp.KVSync:
         config = lp.LookaheadConfig(kv_sync=sync)

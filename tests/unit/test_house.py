@@ -14,11 +14,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [
     {"lp.config"},
+    {"lp.rendezvous"},
     {"lp.distributed", "lp.lookahead"},
     {"lp.attention", "lp.cache"},
-    {"lp.models"},
+    {"lp.models", "lp.tuner"},
     {"lp.decoding"},
-    {"lp.baselines", "lp.bench", "lp.tuner"},
+    {"lp.baselines", "lp.bench"},
     {"lp"},  # lp/__init__.py: the public names
     {"launch"},
 ]

@@ -149,7 +149,7 @@ def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["methods=[lookahead,nonsense]"], "methods has 'nonsense'; it must be one of lookahead, "),
+        (["methods=[lookahead,nonsense]"], "methods has 'nonsense'; it must be one of lookahead_auto, "),
         (["methods=[hf_generate@1]"], "@1 behind ours runs it on one rank"),
         (["methods=[lookahead,lookahead]"], "name each once"),
         (["methods=[hf_assisted]"], "give draft=<folder or hub name>"),

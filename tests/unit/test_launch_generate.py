@@ -9,19 +9,21 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+import launch.generate
 from launch.schema import AttentionSchema, Config, ModelSchema, settings
-from launch.stream import STEP_COLOURS
+from launch.stream import STEP_COLOURS, Pen
 from lp.bench.prompts import load_builtin
 from lp.models.loader import DEMO_MODEL
 from tests.conftest import Processes, read_until
 from tests.unit.conftest import Ran, save_tiny_model
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=40", "limit=2")
-METHODS = ["lookahead", "autoregressive", "prompt_lookup"]
+METHODS = ["lookahead_auto", "autoregressive", "prompt_lookup"]
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def test_stream_false_shows_the_same_text(generate: Callable[..., Ran]) -> None:
 
 def test_compare_false_runs_one_method(generate: Callable[..., Ran]) -> None:
     rows = _rows(generate("compare=false").out)
-    assert rows["lookahead"][-2:] == ["not", "compared"]
+    assert rows["lookahead_auto"][-2:] == ["not", "compared"]
     assert "autoregressive" not in rows and "prompt_lookup" not in rows
 
 
@@ -100,7 +102,7 @@ def test_json_is_the_whole_of_stdout(generate: Callable[..., Ran]) -> None:
     ran = generate("output=json", "repeats=2")
     found = json.loads(ran.out)
     assert ran.out.count("\n") == 1
-    assert found["equal"] is True and found["interrupted"] is False and found["method"] == "lookahead"
+    assert found["equal"] is True and found["interrupted"] is False and found["method"] == "lookahead_auto"
     assert (found["W"], found["N"], found["G"], found["threads"], found["repeats"]) == (4, 3, 4, 1, 2)
     assert list(found["methods"]) == METHODS
     for row in found["methods"].values():
@@ -125,7 +127,7 @@ def test_a_model_that_is_not_exact_is_labelled(generate: Callable[..., Ran], mon
 
 def test_lookahead_takes_fewer_steps_than_tokens(generate: Callable[..., Ran]) -> None:
     methods = json.loads(generate("output=json").out)["methods"]
-    assert methods["autoregressive"]["S"] == 1.0 < methods["lookahead"]["S"]
+    assert methods["autoregressive"]["S"] == 1.0 < methods["lookahead_auto"]["S"]
 
 
 @pytest.mark.parametrize("decoder", METHODS)
@@ -167,7 +169,7 @@ def test_a_difference_is_shown_with_its_gap(generate: Callable[..., Ran]) -> Non
     assert "prompt_lookup differs from plain decoding at new token 5 (" in ran.out and "NOT a near-tie" in ran.out
     assert _rows(ran.out)["prompt_lookup"][-5:] == ["differs", "on", "1", "of", "1"]
     found = json.loads(generate("output=json", "limit=1").out)
-    assert found["equal"] is False and found["methods"]["lookahead"]["equal"] is True
+    assert found["equal"] is False and found["methods"]["lookahead_auto"]["equal"] is True
     (difference,) = found["prompts"][0]["differences"]
     assert difference["position"] == 5 and difference["gap"] > 0 and difference["near_tie"] is False
 
@@ -195,7 +197,7 @@ def test_ctrl_c_on_a_terminal_keeps_text_and_figures(processes: Processes, tmp_p
     assert "tokens that came in one step" in seen and "Traceback" not in seen
     text = seen.partition("=== ")[2]
     assert any(code in text for code in STEP_COLOURS.values())
-    assert _rows(text)["lookahead"][-1] == "interrupted" and "autoregressive" not in _rows(text)
+    assert _rows(text)["lookahead_auto"][-1] == "interrupted" and "autoregressive" not in _rows(text)
 
 
 @pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model's weights are absent")
@@ -203,7 +205,7 @@ def test_the_demo_model_by_default(launch_generate: Callable[..., Ran]) -> None:
     """No argument at all: several built-in prompts, equal tokens, fewer steps."""
     found = json.loads(launch_generate("output=json", "max_new_tokens=32").out)
     assert found["model"] == "demo" and len(found["prompts"]) == 4
-    assert found["methods"]["lookahead"]["S"] > 1.0
+    assert found["methods"]["lookahead_auto"]["S"] > 1.0
     assert all(d["near_tie"] for prompt in found["prompts"] for d in prompt["differences"])
 
 
@@ -215,3 +217,28 @@ def test_peers_run(generate: Callable[..., Ran], decoder: str) -> None:
     found = json.loads(ran.out)
     assert found["equal"] is True and found["method"] == decoder
     assert found["methods"][decoder]["equal"] is True and found["methods"][decoder]["tokens"] == 40
+
+
+@pytest.mark.parametrize("where", ["in a text", "between texts"])
+def test_sigterm_ends_the_run_in_order(
+    generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Asked to end, it ends: what was generated is shown and marked, and the code is not that of a failure."""
+    owner, name, wanted = (Pen, "step", 3) if where == "in a text" else (launch.generate, "_head", 2)
+    honest, calls = getattr(owner, name), 0
+
+    def terminated(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == wanted:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return honest(*args, **kwargs)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(owner, name, terminated)
+    ran = generate("limit=3", "max_new_tokens=40", "compare=false", "output=json")
+    found = json.loads(ran.out)
+    assert ran.code == 0 and found["interrupted"] and len(found["prompts"]) == 1
+    tokens = found["prompts"][0]["shown"]["tokens"]
+    assert 0 < tokens < 40 if where == "in a text" else tokens == 40
+    assert signal.getsignal(signal.SIGTERM) is before

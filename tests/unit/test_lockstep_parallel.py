@@ -18,7 +18,8 @@ from lp.decoding.generation import Generation
 from lp.distributed import ParallelContext, run_lockstep
 from lp.lookahead.candidates import TokenTree
 from lp.models.loader import DEMO_MODEL
-from tests.pools import drawn_switches
+from lp.tuner.curve import StepCurve
+from tests.pools import drawn_curve, drawn_switches
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 ARCHS = ["llama", "llama", "llama", "gemma3", "mistral_sliding", "gpt_neox"]
@@ -31,12 +32,13 @@ def on_ranks(
     ids: list[int],
     new: int,
     by_rank: Callable[[int], dict[str, Any]] = lambda rank: {},
+    curve: StepCurve | None = None,
     **kwargs: Any,
 ) -> list[lp.GenerationOutput | BaseException]:
     """What `generate` gave on every rank: its output, or what it raised."""
 
     def body(context: ParallelContext) -> lp.GenerationOutput | BaseException:
-        decoder = lp.LookaheadDecoder(model, config, context)
+        decoder = lp.LookaheadDecoder(model, config, context, curve=curve)
         try:
             return decoder.generate(ids, new, **kwargs, **by_rank(context.rank))
         except ArithmeticError as error:  # what these tests raise on purpose; others end the test
@@ -63,9 +65,10 @@ def test_ranks_give_plain_greedy(cases: Callable[[int, int], range]) -> None:
             kv_sync=rng.choice(list(lp.KVSync)),
             **drawn_switches(rng),
         )
-        alone = lp.LookaheadDecoder(model, config).generate(ids, new, eos_token_id=eos)
+        curve = drawn_curve(rng)
+        alone = lp.LookaheadDecoder(model, config, curve=curve).generate(ids, new, eos_token_id=eos)
         accepted = [step.accepted for step in alone.step_stats]
-        for rank, output in enumerate(on_ranks(ranks, model, config, ids, new, eos_token_id=eos)):
+        for rank, output in enumerate(on_ranks(ranks, model, config, ids, new, curve=curve, eos_token_id=eos)):
             where = f"case {case}, rank {rank} of {ranks}: {config}, prompt {len(ids)}, new {new}, eos {eos}"
             assert isinstance(output, lp.GenerationOutput), where
             assert output.tokens == alone.tokens == expected, where
@@ -90,7 +93,7 @@ def _corrupt(generation: Any, what: str) -> bool:
     else:
         tree = TokenTree(1)
         tree.add([VOCABULARY - 1])
-        generation.source.propose = lambda text, budget, row, column: tree
+        generation.source.propose = lambda *asked: tree
     return True
 
 

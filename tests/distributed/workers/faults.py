@@ -3,7 +3,8 @@
     torchrun ... -m tests.distributed.workers.faults FOLDER drift callback signal signal     # what to do, in order
     torchrun ... -m tests.distributed.workers.faults FOLDER endless                          # until it is killed
 
-`signal` waits for one from outside: every rank writes FOLDER/GENERATION-RANK.pid once it has taken a few steps.
+`signal` waits for one from outside: every rank writes FOLDER/GENERATION-RANK.pid once it has taken a few steps. In the
+environment: LATE_S, seconds that the last rank comes late, and TIMEOUT_S, of a collective.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ class Rank:
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
-        self.folder, self.context = folder, lp.ParallelContext.from_env()
+        if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            time.sleep(float(os.environ.get("LATE_S", "0")))
+        timeout_s = float(os.environ.get("TIMEOUT_S", "120"))
+        self.folder, self.context = folder, lp.ParallelContext.from_env(timeout_s=timeout_s)
         model = tiny_model(max_position_embeddings=CONTEXT).to(self.context.device)
         self.decoder = lp.LookaheadDecoder(model, CONFIG, self.context)
         self.at_fault = self.context.rank == self.context.world_size - 1

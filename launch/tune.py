@@ -1,0 +1,141 @@
+"""`python -m launch.tune`: what steps take here, what rows bring, which setting is fastest, and what adaptive reaches.
+
+Writes tune.json, tune.png and experiment/tuned.yaml into the run folder; `launch.generate experiment=tuned
+--config-dir FOLDER` decodes with the best fixed setting.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from hydra.core.hydra_config import HydraConfig
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import lp
+from launch.app import run
+from launch.report import describe_sampling
+from launch.schema import TuneConfig
+from launch.session import check, open_model, read_prompts, sampling_of
+from launch.stream import on_rank_0
+from lp.bench.tune import BUDGETS, Tried, ranks_that_pay, search, speed_of_ranks
+from lp.decoding.base import Decoder, GenerationOutput
+from lp.tuner.curve import StepCurve
+
+WARM_UP_TOKENS = 8
+
+
+def tune(config: TuneConfig) -> None:
+    """The app.
+
+    Raises:
+        ValueError: a user error.
+    """
+    check(config)
+    prompts, sampling = read_prompts(config), sampling_of(config)
+    context, loaded = open_model(config)
+    model, how = loaded.model, (config.attention.name, config.attention.capture)
+    ids = [list(loaded.tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
+    adaptive = lp.LookaheadDecoder(model, None, context, *how)
+    assert adaptive.curve is not None
+
+    def decode(decoder: Decoder, ids: list[int], tokens: int = config.max_new_tokens) -> GenerationOutput:
+        return decoder.generate(ids, tokens, sampling)
+
+    def build(shape: lp.LookaheadConfig) -> Decoder:
+        decoder = lp.LookaheadDecoder(model, shape, context, *how)
+        decode(decoder, ids[0], WARM_UP_TOKENS)
+        return decoder
+
+    decode(adaptive, ids[0], WARM_UP_TOKENS)
+    tried = search(build, lp.AutoregressiveDecoder(model, context), adaptive, decode, ids, config.repeats)
+    speeds = speed_of_ranks(adaptive.curve, _by_rows(tried))
+    with on_rank_0(context, sys.stdout) as file:
+        dtype = str(model.dtype).removeprefix("torch.")
+        where = f"{config.model.name}, {dtype}, {model.device}, ranks: {context.world_size}"
+        title = f"{len(ids)} prompts of {config.task.name}, {where}, {describe_sampling(sampling)}"
+        console = Console(file=file)
+        console = console if console.is_terminal else Console(file=file, width=110)
+        console.print(_table(tried, title))
+        for line in _said(adaptive, tried, speeds):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        if context.is_main:
+            folder = Path(HydraConfig.get().runtime.output_dir)
+            _write(folder, adaptive.curve, tried, speeds)
+            use = f"use it: python -m launch.generate experiment=tuned --config-dir {folder}"
+            console.print(use, markup=False, highlight=False, soft_wrap=True)
+
+
+def _by_rows(tried: list[Tried]) -> list[tuple[float, float]]:
+    """(rows, S) of the settings without a window that differ in G alone."""
+    return [(t.rows, t.compression) for t in tried[: len(BUDGETS)]]
+
+
+def _table(tried: list[Tried], title: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    for name in ("setting", "rows a step", "S", "tokens/s", "vs plain"):
+        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
+    plain = tried[-1].tokens_per_s
+    for place, t in enumerate(tried):
+        if place == len(tried) - 3:
+            table.add_section()
+        speed = t.tokens_per_s
+        table.add_row(t.name, f"{t.rows:.1f}", f"{t.compression:.2f}", f"{speed:.1f}", f"{speed / plain:.2f}x")
+    return table
+
+
+def _said(adaptive: lp.LookaheadDecoder, tried: list[Tried], speeds: list[float]) -> list[str]:
+    best, free, _ = tried[-3:]
+    count = ranks_that_pay(speeds)
+    more = f"from t(T) and S, without the exchange, {count} rank{'s' * (count > 1)} pay" + "s" * (count == 1)
+    return [
+        adaptive.explain().splitlines()[0],
+        f"best fixed: {best.name}; adaptive reaches {free.tokens_per_s / best.tokens_per_s:.3f} of it, side by side",
+        f"{more} ({', '.join(f'{speed:.0f}' for speed in speeds[: count + 1])} tokens/s on 1, 2, ...)",
+    ]
+
+
+def _write(folder: Path, curve: StepCurve, tried: list[Tried], speeds: list[float]) -> None:
+    found: dict[str, Any] = {"curve": asdict(curve), "settings": [t.as_dict() for t in tried], "ranks": speeds}
+    (folder / "tune.json").write_text(json.dumps(found), encoding="utf-8")
+    best = tried[-3].config
+    assert best is not None
+    (folder / "experiment").mkdir(parents=True, exist_ok=True)
+    (folder / "experiment" / "tuned.yaml").write_text(
+        "# @package _global_\n# The best fixed setting that launch.tune found.\n"
+        "defaults:\n  - override /decoder: lookahead\n\n"
+        f"W: {best.window_size}\nN: {best.ngram_size}\nG: {best.guess_set_size}\n"
+        f"decoder:\n  candidate_depth: {best.candidate_depth}\n  recycled: {best.recycled}\n",
+        encoding="utf-8",
+    )
+    _plot(folder / "tune.png", curve, tried)
+
+
+def _plot(path: Path, curve: StepCurve, tried: list[Tried]) -> None:
+    with matplotlib.rc_context({"figure.constrained_layout.use": True}):
+        figure = Figure(figsize=(9, 3.6))
+        times, brought = figure.subplots(1, 2)
+        times.plot(curve.rows, [1e3 * s for s in curve.seconds], "o", label="measured")
+        rows = range(1, curve.most + 1)
+        times.plot(rows, [1e3 * curve.step_s(size) for size in rows], label="padding used")
+        times.set(xlabel="rows of a step", ylabel="ms", title="t(T)")
+        times.legend()
+        points = _by_rows(tried)
+        brought.plot([r for r, _ in points], [s for _, s in points], "o-", label="W=0, by G")
+        free = tried[-2]
+        brought.plot([free.rows], [free.compression], "*", markersize=12, label="adaptive")
+        brought.set_xscale("log", base=2)
+        brought.set(xlabel="rows of a step", ylabel="S, tokens a step", title="what rows bring")
+        brought.legend()
+        figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    run(tune, "tune")

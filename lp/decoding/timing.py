@@ -1,0 +1,87 @@
+"""The step curve of a decoder: real steps of every size, through its loop, its pool and its ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lp.decoding.base import Decoder, GenerationOutput, Request
+from lp.decoding.generation import Generation
+from lp.lookahead.candidates import Price, TokenTree
+from lp.lookahead.pool import NGramPool, fresh_tables
+from lp.models.loader import context_limit, vocabulary_size
+from lp.tuner.budget import FixedBudget
+from lp.tuner.curve import StepCurve, machine, measure, remembered
+
+if TYPE_CHECKING:
+    from lp.decoding.lookahead import LookaheadDecoder
+
+PREFIX, NEW = 256, 256  # tokens before the first step, and behind it
+
+
+def measured_curve(decoder: LookaheadDecoder) -> StepCurve:
+    """From the cache folder, or measured now, in a few seconds."""
+    model, runner, config = decoder.model, decoder.runner, decoder.config
+    shape = (config.row_budget, config.window_size, config.ngram_size, config.recycled, config.kv_sync)
+    how = None if runner.captured is None else "captured"
+    what = (model.config.to_json_string(), str(model.dtype), decoder.context.world_size, runner.attention, how, *shape)
+    return remembered((*what, *machine(runner.device)), lambda: _Stopwatch(decoder).curve(), decoder.context)
+
+
+class _Stopwatch(Decoder):
+    """Steps of sizes asked for, of a text whose candidates are all wrong, so that a step is a token."""
+
+    def __init__(self, decoder: LookaheadDecoder) -> None:
+        super().__init__(decoder.model, decoder.context)
+        self.runner = decoder.runner
+        self.most = decoder.config.row_budget + max(decoder.config.window_size, 1)
+        self.config = replace(decoder.config, adaptive=False, window_size=0, ngram_size=2, guess_set_size=self.most - 1)
+        self.measured: StepCurve | None = None
+
+    def curve(self) -> StepCurve:
+        """Measure it."""
+        room = min(context_limit(self.model) or PREFIX + NEW, PREFIX + NEW)
+        rng, vocabulary = random.Random(0), vocabulary_size(self.model)
+        self.generate([rng.randrange(vocabulary) for _ in range(max(room // 2, 1))], room, eos_token_id=())
+        assert self.measured
+        return self.measured
+
+    def _decode(self, request: Request) -> GenerationOutput:
+        runs, budget = list[Generation](), FixedBudget(self.config)
+
+        def step(rows: int) -> float:
+            if not runs or len(runs[-1].tokens) > (request.limit - len(request.prompt)) // 2:
+                runs.append(self._begun(request, budget))  # with room for deep trees
+            budget.rows = max(rows - 1, 0)
+            if runs[-1].step() if rows else runs[-1].step_alone():
+                raise KeyboardInterrupt
+            return runs[-1].stats[-1].seconds
+
+        self.measured = measure(step, self.most, self.context)
+        return GenerationOutput(runs[-1].tokens, "length", runs[-1].stats)
+
+    def _begun(self, request: Request, budget: FixedBudget) -> Generation:
+        source = _Wrong(self.config, request.prompt, None, fresh_tables(self.config, vocabulary_size(self.model)))
+        generation = Generation(self.config, self.context, self.runner, source, request, budget)
+        generation.prefill()
+        return generation
+
+
+class _Wrong(NGramPool):
+    """The pool, but what it proposes is all wrong, and as much as was asked for."""
+
+    def propose(
+        self,
+        text: Sequence[int],
+        budget: int,
+        row: Sequence[int] = (),
+        column: Sequence[int] = (),
+        price: Price | None = None,
+    ) -> TokenTree:
+        """The pool's tree with every token exchanged for another, filled up at the root."""
+        known, tree = super().propose(text, budget, row, column, price), TokenTree(budget, shared=False)
+        tree.tokens = [token - 1 if token else 1 for token in known.tokens] + [0] * (budget - len(known))
+        tree.parents = known.parents + [-1] * (budget - len(known))
+        return tree

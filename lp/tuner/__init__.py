@@ -1,0 +1,1 @@
+"""What a step costs, what it brings, and how many rows pay."""

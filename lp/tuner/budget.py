@@ -1,0 +1,164 @@
+"""How many columns and candidate rows a step gets: always the same, or what pays.
+
+A text takes least time if every step maximises its tokens less rate x seconds, where rate is the tokens a second that
+the steps around it reach: a row pays while its chance of being accepted exceeds rate x what it costs.
+All figures are replicated: chances, accepted tokens, and times that are rank 0's curve, never a rank's own clock.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lp.config import LookaheadConfig
+from lp.lookahead.candidates import Price
+from lp.lookahead.compiled import given
+from lp.tuner.curve import StepCurve
+
+MEMORY, BEFORE = 12.0, 4.0  # steps that the running rate looks back; plain steps that it begins with
+TRUST, DOUBT = 24.0, 20.0  # the same of how far chances are true: steps, and accepted tokens to begin with
+TRUTH = (0.7, 3.0)  # accepted tokens to one predicted: as far as it is believed
+LESSON, LESSONS = 0.04, 8  # tokens that a step's first rows bring later, by the logits they leave: the demo model's
+LADDER = (0, 2, 4, 8, 16, 32, 64, 128)  # columns
+GAIN, HALF = 0.07, 3.0  # by how much columns raise S, and how many bring half of it: the demo model's at T = 0.8
+TRIAL, RETRIAL = 16, 3  # steps that lookahead has to show that it pays, at first and after a nap
+LEAST = 0.95  # of plain decoding's rate, below which it does not pay: less loss than that is not worth being blind
+SHORTEST_NAP, LONGEST_NAP = 4, 64  # plain steps before it may try again, twice as many each time
+
+
+class Budget(Protocol):
+    """Decides, alike on every rank, what the next step takes."""
+
+    columns: int
+    idle: bool  # the next step guesses nothing and learns nothing
+    most: int  # rows that a step may be padded to
+
+    @property
+    def rows(self) -> int:
+        """Candidate rows at most."""
+        ...
+
+    @property
+    def price(self) -> Price:
+        """Of the next step's rows."""
+        ...
+
+    def padded(self, rows: int) -> int:
+        """How many rows this rank should run for so many."""
+        ...
+
+    def observe(self, tokens: int, rows: int, expected: float) -> None:
+        """A step of so many rows, padding excluded, brought so many tokens; 0 rows: an idle one.
+
+        Args:
+            expected: accepted tokens that its candidates' chances promised.
+        """
+        ...
+
+
+class FixedBudget:
+    """W columns and G x (N - 1) rows, every step."""
+
+    idle, most = False, 0
+
+    def __init__(self, config: LookaheadConfig) -> None:
+        self.columns, self.rows = config.window_size, config.row_budget
+        self.price = Price.free(config.row_budget)
+
+    def padded(self, rows: int) -> int:
+        """As they are."""
+        return rows
+
+    def observe(self, tokens: int, rows: int, expected: float) -> None:
+        """Nothing changes."""
+
+
+class _Running:
+    """A ratio of two sums that forget."""
+
+    def __init__(self, above: float, below: float, memory: float) -> None:
+        self.above, self.below, self.keep = above, below, 1 - 1 / memory
+
+    def add(self, above: float, below: float) -> None:
+        self.above, self.below = self.keep * self.above + above, self.keep * self.below + below
+
+    @property
+    def ratio(self) -> float:
+        return self.above / self.below
+
+
+class AdaptiveBudget:
+    """What pays, by the curve and by what steps brought.
+
+    Args:
+        config: its W and G are bounds.
+        curve: what steps take, by the rows of all ranks together.
+        ranks: that share them.
+    """
+
+    def __init__(self, config: LookaheadConfig, curve: StepCurve, ranks: int = 1) -> None:
+        self.config, self.curve, self.most, self.idle, self.ranks = config, curve, curve.most, False, ranks
+        self._table, self._slopes = given(curve.table), given(curve.slopes)
+        self._rate = _Running(BEFORE, BEFORE * curve.plain_s, MEMORY)
+        self._truth = _Running(DOUBT, DOUBT, TRUST)
+        self._size = _Running(BEFORE, BEFORE, MEMORY)  # rows beyond the window's, a step
+        self._awake, self._trial, self._nap = _Running(0.0, 0.0, 2 * TRIAL), TRIAL, SHORTEST_NAP
+        self._ladder = [size for size in LADDER if size <= min(config.window_size, curve.most)]
+        self.columns = self._columns()
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second around here."""
+        return max(self._rate.ratio, 1 / self.curve.plain_s)
+
+    @property
+    def rows(self) -> int:
+        """Candidate rows at most: what the config allows and the curve knows."""
+        return min(self.config.row_budget, self.curve.most - max(self.columns, 1))
+
+    @property
+    def price(self) -> Price:
+        """Of the next step's rows, in tokens as the pool predicts them."""
+        truth = min(max(self._truth.ratio, TRUTH[0]), TRUTH[1])
+        base = max(self.columns, 1)
+        return Price(self.rate / truth, base, self._table, self._slopes, LESSON / truth, LESSONS)
+
+    def padded(self, rows: int) -> int:
+        """More where that is cheaper; a rank has about its share of a step that the curve knows."""
+        together = 1 + (rows - 1) * self.ranks
+        return max(rows, 1 + -(-(self.curve.padded(together) - 1) // self.ranks))
+
+    def observe(self, tokens: int, rows: int, expected: float) -> None:
+        """Follow what steps bring; lookahead that does not reach plain decoding's rate is left alone for a while."""
+        if not rows:
+            self._nap_on()
+            return
+        seconds = self.curve.step_s(rows)
+        self._rate.add(tokens, seconds)
+        self._truth.add(tokens - 1, expected)
+        self._size.add(rows - max(self.columns, 1), 1)
+        self._awake.add(tokens, seconds)
+        self._trial -= 1
+        pays = self._awake.ratio >= LEAST / self.curve.plain_s
+        if self._trial <= 0 and not pays:
+            self.idle, self._left, self.columns = True, self._nap, 0
+            self._nap = min(2 * self._nap, LONGEST_NAP)
+            return
+        if self._trial <= -TRIAL:
+            self._nap = SHORTEST_NAP
+        self.columns = self._columns()
+
+    def _nap_on(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self.idle, self._trial, self._awake = False, RETRIAL, _Running(0.0, 0.0, 2 * TRIAL)
+
+    def _columns(self) -> int:
+        """What raises S by more than the columns' rows cost."""
+        rows = round(self._size.ratio)
+        tokens = self._rate.ratio * self.curve.step_s(rows + 1)
+
+        def worth(columns: int) -> float:
+            cost = self.curve.step_s(rows + max(columns, 1))
+            return tokens * GAIN * (1 - 0.5 ** (columns / HALF)) - self.rate * cost
+
+        return max(self._ladder, key=worth)

@@ -1,0 +1,204 @@
+"""t(T): what a step of T rows takes, measured once and kept on disk, and what it teaches about rows.
+
+T: rows of a step, the last generated token's included. Bumps are used: where a larger step is cheaper, a step is
+padded up to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from lp.distributed import ParallelContext
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+WORTH_PADDING = 0.9  # of a step's time: less than noise is no reason to run rows that say nothing
+DEAREST = 16.0  # times the cheapest step: larger ones never pay
+ROUNDS, PATIENT_S, LIMIT_S = 15, 2.5, 5.0
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StepCurve:
+    """Seconds of a whole step (model, exchange, host) by its rows.
+
+    Args:
+        rows: sizes measured, ascending, the first 1.
+        seconds: of each.
+        plain_s: of a step that guesses nothing and learns nothing.
+
+    Raises:
+        ValueError: no sizes, or seconds that are none.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    plain_s: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(self.rows))
+        object.__setattr__(self, "seconds", tuple(self.seconds))
+        ascending = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
+        if not self.rows or self.rows[0] != 1 or not ascending or len(self.rows) != len(self.seconds):
+            raise ValueError(f"a step curve has rows {self.rows}, seconds {self.seconds}; it needs 1 and up, one each")
+        if not all(0 < value < float("inf") for value in (*self.seconds, self.plain_s)):
+            raise ValueError(f"a step curve has seconds {self.seconds}, {self.plain_s}; measure it again")
+
+    @property
+    def most(self) -> int:
+        """The largest size measured."""
+        return self.rows[-1]
+
+    @cached_property
+    def _padded(self) -> list[int]:
+        """By rows, how many to run."""
+        raw = np.interp(np.arange(self.most + 1), self.rows, self.seconds)
+        sizes = list(range(self.most + 1))
+        cheapest = self.most
+        for rows in range(self.most, 0, -1):
+            if raw[rows] < raw[cheapest]:
+                cheapest = rows
+            elif raw[cheapest] < WORTH_PADDING * raw[rows]:
+                sizes[rows] = cheapest
+        return sizes
+
+    def padded(self, rows: int) -> int:
+        """How many rows to run for so many: more where that is cheaper."""
+        return self._padded[rows] if rows <= self.most else rows
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """Seconds by rows, 0 to `most`, padding used; it never falls."""
+        raw = np.interp(np.arange(self.most + 1), self.rows, self.seconds)[self._padded]
+        return np.minimum.accumulate(raw[::-1])[::-1]
+
+    def step_s(self, rows: int) -> float:
+        """Seconds of a step; past the largest size measured, by its slope."""
+        if rows <= self.most:
+            return float(self.table[rows])
+        return float(self.table[-1] * rows / self.most)
+
+    @cached_property
+    def slopes(self) -> np.ndarray:
+        """By rows: the least that a further row costs, on average, in the best of all larger steps. (most + 1,)
+
+        A row less likely than this price pays in no larger step, since later rows are less likely still.
+        """
+        table, slopes = self.table, np.full(self.most + 1, np.inf)
+        for rows in range(self.most):
+            more = np.arange(1, self.most - rows + 1)
+            slopes[rows] = ((table[rows + 1 :] - table[rows]) / more).min()
+        return slopes
+
+    def __str__(self) -> str:
+        shown = [size for size in self.rows if size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
+        times = " ".join(f"{size}:{1e3 * self.step_s(size):.2f}" for size in shown)
+        pads = sorted({size for rows, size in enumerate(self._padded) if size > rows})
+        return f"t(T) in ms {times}, plain {1e3 * self.plain_s:.2f}" + f"; padded up to {pads}" * bool(pads)
+
+
+def flat(seconds: float, most: int) -> StepCurve:
+    """Rows cost nothing."""
+    return StepCurve((1, most), (seconds, seconds), seconds)
+
+
+def measure(step: Callable[[int], float], most: int, context: ParallelContext) -> StepCurve:
+    """Time steps of every size in alternation, for a few seconds at most; all ranks take rank 0's times.
+
+    Args:
+        step: takes a step of so many rows on all ranks and returns its seconds on this one; 0 is a plain step.
+        most: rows.
+        context: the ranks.
+    """
+
+    def told(size: int) -> float:
+        return float(context.broadcast(torch.tensor([step(size)], dtype=torch.float64), 0))
+
+    sizes = [0, *(size for size in SIZES if size < most), most]
+    for size in sizes[:3]:
+        told(size)  # compiles, allocates
+    times: dict[int, list[float]] = {}
+    for size in sizes:
+        times[size] = [min(told(size) for _ in range(2))]
+        dearest = DEAREST * times[0][0]
+        if dearest < times[size][0] < LIMIT_S / 10:  # or was the machine busy?
+            times[size] = [min(times[size][0], *(told(size) for _ in range(4)))]
+        if times[size][0] > dearest or sum(map(sum, times.values())) > LIMIT_S:
+            break  # known to be too dear, which is enough
+    spent = 2 * sum(map(sum, times.values()))
+    cheap = [size for size in times if times[size][0] <= DEAREST * times[0][0]]
+    for turn in range(1, ROUNDS):
+        if spent > (PATIENT_S if turn > 3 else LIMIT_S):
+            break
+        for size in cheap[:: 1 if turn % 2 else -1]:
+            times[size].append(told(size))
+            spent += times[size][-1]
+    plain, *rest = (min(taken) for taken in times.values())  # what else the machine does only ever adds
+    return StepCurve(tuple(times)[1:], tuple(rest), plain)
+
+
+def remembered(parts: Sequence[Any], measured: Callable[[], StepCurve], context: ParallelContext) -> StepCurve:
+    """The curve of this model and machine from the user's cache folder, else measured and written there.
+
+    Args:
+        parts: what the curve depends on.
+        measured: makes it, on all ranks.
+        context: the ranks; what rank 0 has counts.
+    """
+    path = _folder() / f"{hashlib.blake2b(repr((FORMAT, *parts)).encode(), digest_size=12).hexdigest()}.json"
+    text = path.read_text(encoding="utf-8") if context.is_main and path.exists() else None
+    text = _share(text, context)
+    if text:
+        try:
+            return StepCurve(**json.loads(text))
+        except (ValueError, TypeError):
+            pass  # cut or of another version: measured again
+    curve = measured()
+    if context.is_main:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps(asdict(curve)), encoding="utf-8")
+            part.replace(path)
+        except OSError:  # no folder that may be written to: measured again next time
+            pass
+    return curve
+
+
+def machine(device: torch.device) -> tuple[Any, ...]:
+    """What of this machine and its libraries a step's time depends on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return name, torch.get_num_threads(), torch.__version__, transformers.__version__, platform.python_version()
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    kind = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} {named or platform.processor()} {os.cpu_count()} {kind}"
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lp" / "curves"
+
+
+def _share(text: str | None, context: ParallelContext) -> str | None:
+    """Rank 0's text on every rank, "" for none."""
+    data = list((text or "").encode())
+    length = int(context.broadcast(torch.tensor([len(data)]), 0))
+    if not length:
+        return None
+    body = torch.tensor(data) if context.is_main else torch.empty(length, dtype=torch.long)
+    return bytes(context.broadcast(body, 0).tolist()).decode()

@@ -1,0 +1,294 @@
+"""Drawn cases of decoding, held against transformers' own `generate`.
+
+A case is data: JSON of it is all that is needed to run it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as tf
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+
+import lp
+from lp.distributed import ParallelContext, run_lockstep
+from lp.lookahead.noise import gumbel
+from lp.models.loader import context_limit
+from lp.models.support import check_supported
+from tests.pools import drawn_switches
+from tests.tiny_models import MATRIX, VOCABULARY, drawn_text, letters, plain_greedy, tiny_config, tiny_model
+
+# Whose sizes may be drawn: nothing in their configs goes layer by layer.
+RESIZED = [
+    "llama", "mistral", "mistral_sliding", "qwen2", "qwen2_sliding", "qwen3", "phi3", "gemma", "granite", "gpt_neox",
+    "stablelm", "olmo2", "starcoder2", "phi3_sliding",
+]  # fmt: skip
+STOPPABLE = 8  # fewest tokens of a vocabulary that has strings to stop at
+PEERS: dict[str, Any] = {
+    "prompt_lookup": lp.PromptLookupDecoder,
+    "paper": lp.PaperDecoder,
+    "recycling": lp.RecyclingDecoder,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, a prompt and what is asked for; the defaults are the simplest there is.
+
+    Attributes:
+        arch, model_seed, sharpness, overrides: of `tiny_model`.
+        backend: the attention.
+        method: "lookahead" or one of PEERS, with their default settings.
+        config: fields of LookaheadConfig.
+        ids, new: the prompt, and the most tokens to add.
+        ranks: threads in lockstep.
+        sampling: fields of SamplingParams.
+        processors: names of PROCESSORS.
+        eos, stop_strings: as `generate` takes them.
+        criterion: end where the sum of all ids is a multiple of it; 0 for never.
+        prefill_chunk: rows.
+        calls: of the same decoder, one after the other.
+    """
+
+    arch: str = "llama"
+    model_seed: int = 0
+    sharpness: float = 3.0
+    overrides: dict[str, Any] = field(default_factory=dict)
+    backend: str = "auto"
+    method: str = "lookahead"
+    config: dict[str, Any] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=lambda: [1])
+    new: int = 1
+    ranks: int = 1
+    sampling: dict[str, Any] | None = None
+    processors: list[str] = field(default_factory=list)
+    eos: list[int] = field(default_factory=list)
+    stop_strings: list[str] = field(default_factory=list)
+    criterion: int = 0
+    prefill_chunk: int = 512
+    calls: int = 1
+
+    @classmethod
+    def drawn(cls, seed: str, ranks: int) -> Case:
+        """What a seed stands for."""
+        rng = random.Random(seed)
+        arch = rng.choice(RESIZED if rng.random() < 0.6 else _supported())
+        overrides = _drawn_sizes(rng, arch)
+        vocabulary = overrides["vocab_size"]
+        fewest = rng.choice([1, 1, 1, 40])
+        eos = [rng.randrange(vocabulary) for _ in range(rng.choice([0, 1, 3]))] if vocabulary > 2 else []
+        strings = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2))]
+        sampled = rng.random() < 0.4
+        method = rng.choice(["lookahead"] * 9 + [*PEERS])
+        return cls(
+            arch=arch,
+            model_seed=rng.randrange(1000),
+            sharpness=rng.choice([0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 6.0]),
+            overrides=overrides,
+            backend=rng.choice(["auto", "sdpa", "eager"]) if arch in RESIZED else "auto",
+            method=method,
+            config=_drawn_config(rng, method),
+            ids=drawn_text(rng, rng.randint(fewest, max(fewest, 60)), vocabulary),
+            new=rng.randint(1, 60),
+            ranks=ranks,
+            sampling=_drawn_sampling(rng) if sampled else None,
+            processors=rng.sample([*PROCESSORS], rng.choice([0, 0, 0, 1, 2])),
+            eos=eos,
+            stop_strings=strings if vocabulary >= STOPPABLE and rng.random() < 0.2 else [],
+            criterion=rng.choice([0, 0, 0, 0, 0, 0, 37]),
+            prefill_chunk=rng.choice([1, 7, 64, 512]),
+            calls=rng.choice([1, 1, 1, 2]),
+        )
+
+    def json(self) -> str:
+        """What differs from the defaults."""
+        return json.dumps({key: value for key, value in asdict(self).items() if value != asdict(Case())[key]})
+
+
+@cache
+def _supported() -> list[str]:
+    names = []
+    for arch in MATRIX:
+        try:
+            check_supported(tiny_config(arch))
+        except ValueError:
+            continue
+        names.append(arch)
+    return names
+
+
+def _drawn_sizes(rng: random.Random, arch: str) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"vocab_size": rng.choice([2, 5, 17, 61, 61, 61, 300])}
+    if hasattr(tiny_config(arch), "vocab_size_per_layer_input"):
+        sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
+    if arch not in RESIZED:
+        return sizes
+    sizes |= {"num_hidden_layers": rng.randint(1, 3), "num_key_value_heads": rng.choice([1, 2, 4])}
+    if "sliding" in arch or arch == "starcoder2":
+        sizes |= {"sliding_window": rng.randint(4, 40)}
+    return sizes | ({"max_position_embeddings": 64} if rng.random() < 0.2 else {})
+
+
+def _drawn_config(rng: random.Random, method: str) -> dict[str, Any]:
+    sync = {"kv_sync": rng.choice(["recompute", "broadcast"])}
+    if method != "lookahead":
+        return sync
+    shape = {"window_size": rng.randint(0, 12), "ngram_size": rng.randint(2, 6), "guess_set_size": rng.randint(0, 12)}
+    policy = {
+        "candidate_depth": rng.choice([None, 1, 9, 48]),
+        "warmup_steps": rng.choice([0, 0, 0, 3]),
+        "pool_scope": rng.choice(["request", "session"]),
+        "window_noise": rng.random() < 0.8,
+    }
+    return shape | policy | drawn_switches(rng) | sync
+
+
+def _drawn_sampling(rng: random.Random) -> dict[str, Any]:
+    drawn: dict[str, Any] = {"seed": rng.randrange(1 << 40), "temperature": rng.choice([0.3, 0.8, 1.0, 2.0])}
+    warpers = {"top_k": 5, "top_p": 0.8, "min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.2}
+    return drawn | {name: value for name, value in warpers.items() if rng.random() < 0.25}
+
+
+class Alternating(LogitsProcessor):
+    """A user's own: whether the prefix's sum is odd decides which half of the tokens is favoured."""
+
+    per_branch = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        odd = (input_ids.sum(-1, keepdim=True) + torch.arange(scores.shape[-1])) % 2
+        return scores - 1.5 * odd
+
+
+class Noise(LogitsProcessor):
+    """The Gumbel noise of the position to come: with it, the argmax of `generate` is coupled sampling."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + gumbel(self.seed, 0, input_ids.shape[1], scores.shape[-1], scores.device)
+
+
+def _some_eos(case: Case) -> list[int]:
+    return case.eos or [0]
+
+
+PROCESSORS: dict[str, Callable[[Case], LogitsProcessor]] = {
+    "repetition": lambda case: tf.RepetitionPenaltyLogitsProcessor(1.3),
+    "no_repeat": lambda case: tf.NoRepeatNGramLogitsProcessor(3),
+    "bad_words": lambda case: tf.NoBadWordsLogitsProcessor([[1], [0, 0]]),
+    "bias": lambda case: tf.SequenceBiasLogitsProcessor([[[1], -2.0], [[0, 1], 4.0]]),
+    "min_length": lambda case: tf.MinLengthLogitsProcessor(30, _some_eos(case)),
+    "min_new": lambda case: tf.MinNewTokensLengthLogitsProcessor(len(case.ids), 8, _some_eos(case)),
+    "forced_eos": lambda case: tf.ForcedEOSTokenLogitsProcessor(len(case.ids) + case.new, _some_eos(case)),
+    "at_begin": lambda case: tf.SuppressTokensAtBeginLogitsProcessor([0, 1], len(case.ids) + 2),
+    "suppress": lambda case: tf.SuppressTokensLogitsProcessor([0]),
+    "decay": lambda case: tf.ExponentialDecayLengthPenalty((4, 1.1), _some_eos(case), len(case.ids)),
+    "own": lambda case: Alternating(),
+}
+
+
+class SumCriterion(StoppingCriteria):
+    """Ends where the sum of all ids is a multiple."""
+
+    def __init__(self, multiple: int) -> None:
+        self.multiple = multiple
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids.sum(-1) % self.multiple == 0
+
+
+def drawn(seed: int, number: int, share: float) -> Case:
+    """Case `number` of a seed; this share of the numbers, evenly spread, has several ranks."""
+    several = int((number + 1) * share) > int(number * share)
+    return Case.drawn(f"{seed}-{number}", 2 + number % 7 if several else 1)
+
+
+def run(case: Case) -> str | None:
+    """What is wrong with a case, None if nothing is."""
+    try:
+        return _compare(case)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _model(case: Case) -> PreTrainedModel:
+    """Its logits come in float32, as `generate` rounds them before processors, which may cut near-ties either way."""
+    model = tiny_model(case.arch, case.model_seed, sharpness=case.sharpness, **case.overrides)
+
+    def rounded(module: Any, args: Any, output: Any) -> Any:
+        output.logits = output.logits.float()
+        return output
+
+    model.register_forward_hook(rounded)
+    return model
+
+
+def _asked(case: Case) -> dict[str, Any]:
+    """Arguments that `generate` and the decoders have in common."""
+    asked: dict[str, Any] = {"eos_token_id": case.eos or None}
+    if case.stop_strings:
+        asked |= {"stop_strings": case.stop_strings, "tokenizer": letters(case.overrides.get("vocab_size", VOCABULARY))}
+    if case.criterion:
+        asked["stopping_criteria"] = tf.StoppingCriteriaList([SumCriterion(case.criterion)])
+    return asked
+
+
+def _plain(case: Case, sampling: lp.SamplingParams | None) -> list[int]:
+    """transformers' own tokens, of a model that has seen no other text."""
+    model = _model(case)
+    processors = [PROCESSORS[name](case) for name in case.processors]
+    if sampling is not None:
+        assert sampling.seed is not None
+        processors += [*sampling.processors(), Noise(sampling.seed)]
+    room = min(case.new, (context_limit(model) or 1 << 30) - len(case.ids))
+    return plain_greedy(model, case.ids, room, logits_processor=tf.LogitsProcessorList(processors), **_asked(case))
+
+
+def _compare(case: Case) -> str | None:
+    sampling = lp.SamplingParams(**case.sampling) if case.sampling else None
+    models = [_model(case) for _ in range(case.ranks)]
+    asked = _asked(case) | {"prefill_chunk": case.prefill_chunk}
+
+    def generate(decoder: lp.LookaheadDecoder | lp.AutoregressiveDecoder) -> tuple[lp.GenerationOutput, list[int]]:
+        streamed: list[int] = []
+        processors = [PROCESSORS[name](case) for name in case.processors]
+        told = (lambda tokens, step: streamed.extend(tokens)) if decoder.context.is_main else None
+        output = decoder.generate(case.ids, case.new, sampling, logits_processor=processors, on_tokens=told, **asked)
+        return output, streamed
+
+    def body(context: ParallelContext) -> list[tuple[lp.GenerationOutput, list[int]]]:
+        kind, config = PEERS.get(case.method, lp.LookaheadDecoder), case.config
+        made = lp.LookaheadConfig(**config) if case.method == "lookahead" else kind.made(**config)
+        decoder = kind(models[context.rank], made, context, case.backend)
+        return [generate(decoder) for _ in range(case.calls)]
+
+    plain = _plain(case, sampling)
+    oracle, _ = generate(lp.AutoregressiveDecoder(models[0]))
+    if oracle.tokens != plain:
+        return _differ("plain decoding", oracle.tokens, "generate", plain)
+    by_rank = run_lockstep(case.ranks, body)
+    for rank, outputs in enumerate(by_rank):
+        for call, (output, streamed) in enumerate(outputs):
+            who = f"rank {rank} of {case.ranks}, call {call}"
+            if output.tokens != plain:
+                return _differ(who, output.tokens, "generate", plain)
+            if output.finish_reason != oracle.finish_reason:
+                return f"{who} ended by {output.finish_reason}, plain decoding by {oracle.finish_reason}"
+            if rank == 0 and streamed != plain:
+                return _differ(who, streamed, "streamed", plain)
+            if [s.accepted for s in output.step_stats] != [s.accepted for s in by_rank[0][call][0].step_stats]:
+                return f"{who} accepted other tokens than rank 0 in some step"
+    return None
+
+
+def _differ(name: str, tokens: list[int], other: str, expected: list[int]) -> str:
+    at = next((i for i, pair in enumerate(itertools.zip_longest(tokens, expected)) if pair[0] != pair[1]), None)
+    return f"{name} differs from {other} at new token {at}: {tokens} against {expected}"

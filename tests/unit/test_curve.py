@@ -1,0 +1,124 @@
+"""The step curve: interpolation, padding, prices, the cache on disk, and that ranks share rank 0's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lp
+from lp.distributed import ParallelContext, run_lockstep
+from lp.tuner.curve import StepCurve, flat, machine, measure, remembered
+from tests.tiny_models import tiny_model
+
+BUMP = StepCurve((1, 8, 31, 32, 64), (10.0, 12.0, 14.0, 5.0, 7.0), 9.0)
+
+
+def _drawn(rng: random.Random) -> StepCurve:
+    rows = sorted({1, *rng.sample(range(2, 120), rng.randint(1, 8))})
+    return StepCurve(tuple(rows), tuple(rng.uniform(0.5, 2) * (1 + 0.02 * row) for row in rows), 1.0)
+
+
+def test_a_bump_is_padded_over() -> None:
+    """bf16 on some processors takes five times as long for 8 rows as for 32."""
+    assert [BUMP.padded(rows) for rows in (1, 8, 31, 32, 33, 64, 65)] == [32, 32, 32, 32, 33, 64, 65]
+    assert [BUMP.step_s(rows) for rows in (1, 8, 31, 32, 64)] == [5, 5, 5, 5, 7]
+    assert BUMP.step_s(48) == pytest.approx(6)
+    assert "padded up to [32]" in str(BUMP) and "padded" not in str(flat(0.01, 64))
+
+
+def test_noise_is_no_reason_to_pad() -> None:
+    """Rows that say nothing are real work: a size measured a little too fast must not draw all smaller steps to it."""
+    curve = StepCurve((1, 4, 5, 64), (1.0, 1.2, 1.15, 3.0), 1.0)
+    assert [curve.padded(rows) for rows in range(1, 65)] == list(range(1, 65))
+
+
+def test_prices_are_what_a_further_row_costs_at_least() -> None:
+    """Too high a price stops growth before a step of the curve that pays as a whole."""
+    for seed in range(40):
+        curve = _drawn(random.Random(seed))
+        assert (np.diff(curve.table) >= 0).all()
+        for rows in range(1, curve.most):
+            costs = [
+                (curve.step_s(more) - curve.step_s(rows)) / (more - rows) for more in range(rows + 1, curve.most + 1)
+            ]
+            assert curve.slopes[rows] == pytest.approx(min(costs), abs=1e-12)
+        assert curve.slopes[curve.most] == np.inf
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "plain_s"),
+    [((), (), 1.0), ((2, 3), (1.0, 1.0), 1.0), ((1, 1), (1.0, 1.0), 1.0), ((1,), (0.0,), 1.0), ((1,), (1.0,), -1.0)],
+)
+def test_a_curve_that_is_none_is_refused(rows: tuple[int, ...], seconds: tuple[float, ...], plain_s: float) -> None:
+    """A cut cache file would steer every step."""
+    with pytest.raises(ValueError, match="a step curve has"):
+        StepCurve(rows, seconds, plain_s)
+
+
+def test_measure_alternates_and_takes_the_least() -> None:
+    """A machine that is slow for one step must not make its size dear; sizes that never pay are not waited for."""
+    asked: list[int] = []
+
+    def step(rows: int) -> float:
+        asked.append(rows)
+        slow = 50 if len(asked) % 7 == 0 else 1
+        return slow * (1e-3 + 1e-4 * rows + (1.0 if rows > 64 else 0))
+
+    curve = measure(step, 200, ParallelContext())
+    assert curve.rows[:4] == (1, 2, 3, 4) and curve.most == 96
+    for rows, seconds in zip(curve.rows[:-1], curve.seconds[:-1], strict=True):
+        assert seconds == pytest.approx(1e-3 + 1e-4 * rows)
+    assert curve.plain_s == pytest.approx(1e-3)
+    assert asked.count(8) >= 5 > asked.count(96)
+
+
+def test_ranks_take_rank_0s_times() -> None:
+    """Each rank's own clock would choose another budget on each."""
+
+    def body(context: ParallelContext) -> StepCurve:
+        return measure(lambda rows: (1 + context.rank) * (1e-3 + 1e-4 * rows), 32, context)
+
+    curves = run_lockstep(3, body)
+    assert curves[0] == curves[1] == curves[2] == measure(lambda rows: 1e-3 + 1e-4 * rows, 32, ParallelContext())
+
+
+def test_the_cache_is_one_of_model_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A curve of another model or thread count is wrong; one measured again for every prompt costs seconds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made: list[StepCurve] = []
+
+    def fresh() -> StepCurve:
+        made.append(flat(0.01 * (len(made) + 1), 9))
+        return made[-1]
+
+    context = ParallelContext()
+    first = remembered(("a", 1), fresh, context)
+    assert remembered(("a", 1), fresh, context) == first and len(made) == 1
+    assert remembered(("a", 2), fresh, context) != first
+    (file,) = [path for path in tmp_path.rglob("*.json") if f"{first.plain_s}" in path.read_text()]
+    file.write_text(file.read_text()[:-9])
+    assert remembered(("a", 1), fresh, context) == made[2], "a cut file is measured again"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert remembered(("a", 1), fresh, context) == made[3], "a folder that can't be written to costs the cache alone"
+    assert machine(tiny_model().device)[1] == 1
+
+
+def test_a_decoders_curve_is_of_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that the loop does not really run would have times of smaller ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run: list[int] = []
+    forward = lp.decoding.lookahead.ModelRunner.forward
+
+    def counted(self: object, tokens: list[int], *args: object) -> object:
+        run.append(len(tokens))
+        return forward(self, tokens, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lp.decoding.lookahead.ModelRunner, "forward", counted)
+    config = lp.LookaheadConfig(adaptive=True, window_size=4, guess_set_size=20)
+    curve = lp.LookaheadDecoder(tiny_model(), config).curve
+    assert curve is not None and curve.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24)
+    assert set(curve.rows) <= set(run)
+    assert lp.LookaheadDecoder(tiny_model(), config).curve == curve

@@ -1,0 +1,101 @@
+"""The fuzzer: drawn cases without a mismatch, and three faults planted in the loop that it must find."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lp.cache import StaticKVCache
+from lp.models.runner import ModelRunner
+from tests.conftest import LONG
+from tests.fuzzing import Case, drawn, run
+from tests.shrinking import shrink
+
+SECONDS, CASES, SHARE = 25, 3000, 0.1  # the short form ends by the clock, the long one by the count
+FAULT_CASES = 200
+
+
+def test_drawn_cases_equal_generate() -> None:
+    """Whatever no test thought of: a failure is shrunk to the command that shows it."""
+    end, number = time.monotonic() + SECONDS, 0
+    while number < CASES and (LONG or time.monotonic() < end):
+        case = drawn(0, number, SHARE)
+        failure = run(case)
+        if failure:
+            case, failure = shrink(case, failure)
+            pytest.fail(f"{failure}\npython scripts/fuzz.py --case '{case.json()}'")
+        number += 1
+    assert number >= 20, "too few cases in the time"
+
+
+def _position(patch: pytest.MonkeyPatch) -> None:
+    """The last row of a step stands one position too far."""
+    forward = ModelRunner.forward
+
+    def shifted(self: Any, tokens: Any, positions: Any, *rest: Any) -> Any:
+        late = len(positions) > 1
+        return forward(self, tokens, [*positions[:-1], positions[-1] + late], *rest)
+
+    patch.setattr(ModelRunner, "forward", shifted)
+
+
+def _branch(patch: pytest.MonkeyPatch) -> None:
+    """The last row of a step sees the row before it, whosever branch that is."""
+    forward = ModelRunner.forward
+
+    def leaky(self: Any, tokens: Any, positions: Any, visible: Any, *rest: Any) -> Any:
+        visible = visible.copy()
+        visible[-1, -2:] = True
+        return forward(self, tokens, positions, visible, *rest)
+
+    patch.setattr(ModelRunner, "forward", leaky)
+
+
+def _stale(patch: pytest.MonkeyPatch) -> None:
+    """The last accepted row keeps the KV of the row that lay in its place."""
+    commit = StaticKVCache.commit
+
+    def lazy(self: Any, rows: Any) -> None:
+        rows = [*rows]
+        commit(self, [*rows[:-1], len(rows) - 1] if rows else rows)
+
+    patch.setattr(StaticKVCache, "commit", lazy)
+
+
+@pytest.mark.parametrize("fault", [_position, _branch, _stale], ids=lambda fault: fault.__name__.strip("_"))
+def test_a_planted_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], record_property: Any) -> None:
+    """A fuzzer that finds nothing must not be one that sees nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lp.models.runner.check_tree_mask", lambda runner: None)  # which would see it at once
+        fault(patch)
+        found = next((number for number in range(FAULT_CASES) if run(drawn(1, number, SHARE))), None)
+    assert found is not None
+    print(f"{fault.__name__}: found by case {found + 1}")
+    assert run(drawn(1, found, SHARE)) is None, "the case fails without the fault too"
+
+
+def test_a_failure_shrinks_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing draw of thirty settings says little; and the command must give the same case again."""
+
+    def fails(case: Case) -> str | None:
+        return "sampled text differs at 3: ..." if case.sampling and len(case.ids) >= 5 else None
+
+    monkeypatch.setattr("tests.shrinking.run", fails)
+    failing = (case for case in (drawn(2, number, 1.0) for number in range(100)) if fails(case))
+    case, failure = shrink(next(failing), "sampled text differs at 7: ...")
+    assert failure == "sampled text differs at 3: ..." and len(case.ids) == 5
+    assert (case.ranks, case.processors, case.eos, case.calls, case.new) == (1, [], [], 1, 1)
+    assert Case(**json.loads(case.json())) == case
+
+
+def test_a_case_is_drawn_again_from_its_number() -> None:
+    """What a case is must not depend on those before it."""
+    first = [drawn(3, number, SHARE).json() for number in range(50)]
+    random.seed(1)
+    assert [drawn(3, number, SHARE).json() for number in reversed(range(50))] == first[::-1]
+    assert sum(drawn(3, number, SHARE).ranks > 1 for number in range(100)) == 10

@@ -1,0 +1,198 @@
+"""A text that was cut off goes on from its journal and ends as it would have, whatever the last process left."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lp
+from lp.decoding.journal import Journal
+from lp.distributed import ParallelContext, run_lockstep
+from tests.pools import drawn_switches
+from tests.tiny_models import VOCABULARY, drawn_text, tiny_model
+from tests.unit.conftest import Ran
+
+ALONE = ParallelContext()
+SAMPLING = lp.SamplingParams(temperature=0.8, seed=11)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def _killed_after(steps: int) -> Callable[[list[int], int], None]:
+    def on_tokens(tokens: list[int], step: int) -> None:
+        if step >= steps:
+            raise Killed
+
+    return on_tokens
+
+
+def _started(path: Path, ranks: int, model: Any, config: Any, steps: int, asked: dict[str, Any]) -> Any:
+    """What every rank returned, None where it was killed after so many steps, and what it streamed."""
+    streamed: list[list[int]] = [[] for _ in range(ranks)]
+
+    def body(context: ParallelContext) -> lp.GenerationOutput | None:
+        def on_tokens(tokens: list[int], step: int) -> None:
+            streamed[context.rank].extend(tokens)
+            if step >= steps:
+                raise Killed
+
+        try:
+            return Journal(path, context).generate(
+                lp.LookaheadDecoder(model, config, context), on_tokens=on_tokens, **asked
+            )
+        except Killed:
+            return None
+
+    return list(zip(run_lockstep(ranks, body), streamed, strict=True))
+
+
+def test_restarts_give_the_undisturbed_text(tmp_path: Path, cases: Callable[[int, int], range]) -> None:
+    """Greedy and sampled, killed again and again at drawn steps, with lines cut off, on one rank or several."""
+    for case in cases(3, 200):
+        rng = random.Random(f"journal-{case}")
+        model, path = tiny_model(seed=case), tmp_path / f"{case}.jsonl"
+        asked: dict[str, Any] = {"max_new_tokens": 40, "sampling": rng.choice([None, SAMPLING])}
+        asked["eos_token_id"] = rng.choice([None, rng.randrange(VOCABULARY)])
+        ids = drawn_text(rng, rng.randint(1, 30))
+        undisturbed = lp.AutoregressiveDecoder(model).generate(ids, **asked)
+        for steps in [*(rng.randint(0, 6) for _ in range(3)), 10**6]:  # each start with a shape and ranks of its own
+            shape = {"window_size": rng.randint(0, 6), "ngram_size": 3, "guess_set_size": rng.randint(0, 6)}
+            config = lp.LookaheadConfig(**shape, **drawn_switches(rng))
+            ended = _started(path, rng.randint(1, 2), model, config, steps, asked | {"ids": ids})
+            if rng.random() < 0.5 and ended[0][0] is None:
+                whole = path.read_bytes()
+                path.write_bytes(whole[: rng.randint(0, len(whole))])  # the last writes did not get through
+        for output, streamed in ended:
+            assert output.tokens == streamed == undisturbed.tokens, f"case {case}"
+            assert output.finish_reason == undisturbed.finish_reason
+            made = sum(step.accepted + 1 for step in output.step_stats)
+            assert made >= len(output.tokens) - output.resumed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_seed_of_none_is_kept(tmp_path: Path, ranks: int) -> None:
+    """A seed drawn anew after the restart would glue two texts together."""
+    model, ids, open_seed = tiny_model(), [1, 2, 3], lp.SamplingParams(temperature=1.0)
+
+    def once(steps: int) -> lp.GenerationOutput | None:
+        asked = {"ids": ids, "max_new_tokens": 40, "sampling": open_seed}
+        output: lp.GenerationOutput | None = _started(tmp_path / "j", ranks, model, None, steps, asked)[0][0]
+        return output
+
+    assert once(3) is None
+    output = once(10**6)
+    assert output is not None and output.resumed > 0
+    seed = Journal(tmp_path / "j", ALONE).seed
+    again = lp.AutoregressiveDecoder(model).generate(ids, 40, lp.SamplingParams(temperature=1.0, seed=seed))
+    assert output.tokens == again.tokens
+
+
+def test_a_finished_text_is_not_run_again(tmp_path: Path) -> None:
+    """Hours of finished prompts must not be repeated for the one that was cut off."""
+    model, ids = tiny_model(), [1, 2, 3]
+    decoder = lp.LookaheadDecoder(model)
+    first = Journal(tmp_path / "j", ALONE).generate(decoder, ids, 20)
+    streamed: list[int] = []
+    again = Journal(tmp_path / "j", ALONE).generate(decoder, ids, 20, on_tokens=lambda t, s: streamed.extend(t))
+    assert (again.tokens, again.finish_reason, again.steps, again.compression) == (first.tokens, "length", 0, 0.0)
+    assert streamed == first.tokens
+
+
+DIFFERENCES: dict[str, dict[str, Any]] = {
+    "prompt": {"ids": [1, 2, 4]},
+    "length": {"new": 21},
+    "sampling": {"sampling": SAMPLING},
+    "end": {"eos_token_id": 9},
+    "weights": {"model": 1},
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_another_text_begins_anew(tmp_path: Path, what: str) -> None:
+    """A text that goes on from another's tokens is no text of this model."""
+    for given in ({}, DIFFERENCES[what]):
+        asked: dict[str, Any] = {"ids": [1, 2, 3], "new": 20, "sampling": None, "model": 0} | given
+        model = tiny_model(seed=asked.pop("model"))
+        plain = lp.AutoregressiveDecoder(model).generate(
+            asked["ids"], asked["new"], asked["sampling"], eos_token_id=asked.get("eos_token_id")
+        )
+        journal = Journal(tmp_path / "j", ALONE)
+        ids, new, sampling = (asked.pop(name) for name in ("ids", "new", "sampling"))
+        output = journal.generate(lp.LookaheadDecoder(model), ids, new, sampling, **asked)
+        assert (output.tokens, output.resumed) == (plain.tokens, 0)
+
+
+def test_models_with_a_rotary_boundary_begin_anew(tmp_path: Path) -> None:
+    """Their frequencies depend on where the prompt ended: the same tokens as a prompt are not the same text."""
+    model, ids = tiny_model("llama_longrope"), drawn_text(random.Random(1), 40)
+    plain = lp.AutoregressiveDecoder(model).generate(ids, 30)
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=3, guess_set_size=2))
+    with pytest.raises(Killed):
+        Journal(tmp_path / "j", ALONE).generate(decoder, ids, 30, on_tokens=_killed_after(1))
+    output = Journal(tmp_path / "j", ALONE).generate(decoder, ids, 30)
+    assert (output.tokens, output.resumed) == (plain.tokens, 0)
+    assert Journal(tmp_path / "j", ALONE).generate(decoder, ids, 30).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("not json\n", "is no journal"), ('{"x": 1}\n', "is no journal"), ("[1]\n", "is no journal"), (None, "written")],
+)
+def test_a_bad_journal_is_refused_on_every_rank(tmp_path: Path, ranks: int, text: str | None, message: str) -> None:
+    """Rank 0 alone reads it; the others would wait for what it read."""
+    path = tmp_path / "j"
+    if text is None:
+        path = tmp_path / "none" / "j"
+    else:
+        path.write_text(text)
+    said: list[str] = []
+
+    def body(context: ParallelContext) -> None:
+        with pytest.raises(ValueError, match=message) as error:
+            Journal(path, context)
+        said.append(str(error.value))
+
+    run_lockstep(ranks, body)
+    assert len(said) == ranks and all(str(path) in line for line in said)
+
+
+def test_rejection_sampling_is_refused(tmp_path: Path) -> None:
+    """Its draws depend on the steps, which a restart changes."""
+    sampling = lp.SamplingParams(seed=1, verifier="rejection")
+    with pytest.raises(ValueError, match="rejection"):
+        Journal(tmp_path / "j", ALONE).generate(lp.LookaheadDecoder(tiny_model()), [1], 3, sampling)
+
+
+def test_a_full_disk_costs_no_text() -> None:
+    """The journal is there so that nothing is lost; it must not be what loses it."""
+    model = tiny_model()
+    with pytest.warns(UserWarning, match="is not written any more .No space left"):
+        output = Journal("/dev/full", ALONE).generate(lp.LookaheadDecoder(model), [1, 2], 20)
+    assert output.tokens == lp.AutoregressiveDecoder(model).generate([1, 2], 20).tokens
+
+
+def test_the_app_goes_on_from_its_journal(
+    launch_generate: Callable[..., Ran], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Two prompts, of which the second is cut off; its figures are of the steps that were made."""
+    asked = ["model=hf", f"model.name={tiny_folder}", "limit=2", "max_new_tokens=24", "output=json", "seed=3"]
+    asked += ["compare=false", "sampling=sample", "model.dtype=float64", "W=3", "N=3", "G=3"]
+    texts = [p["text"] for p in json.loads(launch_generate(*asked).out)["prompts"]]
+    journal = tmp_path / "journal.jsonl"
+    assert [p["text"] for p in json.loads(launch_generate(*asked, f"journal={journal}").out)["prompts"]] == texts
+    lines = journal.read_text().splitlines(keepends=True)
+    second = max(number for number, line in enumerate(lines) if "text" in json.loads(line))
+    journal.write_text("".join(lines[: second + 4]) + '{"t":[1')
+    again = json.loads(launch_generate(*asked, f"journal={journal}").out)
+    assert [p["text"] for p in again["prompts"]] == texts
+    first, last = (p["shown"] for p in again["prompts"])
+    assert (first["resumed"], first["steps"], first["tokens"]) == (24, 0, 24)
+    assert 0 < last["resumed"] < 24 and 0 < last["steps"] <= 24 - last["resumed"]

@@ -1,0 +1,80 @@
+"""launch.tune: a table, a plot and a YAML that launch.generate decodes with; what more ranks would bring."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lp
+from lp.bench.tune import ADAPTIVE, BUDGETS, PLAIN, ranks_that_pay, speed_of_ranks
+from lp.tuner.curve import StepCurve, flat
+
+
+def test_tune_writes_what_generate_loads(
+    start_app: Callable[..., Any], launch_generate: Callable[..., Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """A YAML that generate refuses, or reads as another setting, makes the search worth nothing."""
+    import launch.tune
+
+    model = ["model=hf", f"model.name={tiny_folder}", "model.dtype=float64"]
+    ran = start_app(
+        launch.tune.tune,
+        "tune",
+        *model,
+        f"hydra.run.dir={tmp_path}",
+        "limit=1",
+        "max_new_tokens=12",
+        "prompt='import os'",
+    )
+    assert ran.code == 0, ran.err
+    found = json.loads((tmp_path / "tune.json").read_text())
+    names = [setting["name"] for setting in found["settings"]]
+    assert names[-2:] == [ADAPTIVE, PLAIN] and len(names) == len(BUDGETS) + 6 + 3
+    best = max(found["settings"][:-3], key=lambda setting: setting["tokens_per_s"])
+    assert names[-3] == best["name"] and f"best fixed: {best['name']}" in ran.out
+    assert re.search(r"adaptive reaches \d+\.\d+ of it", ran.out) and re.search(r"\d+ ranks? pays?", ran.out)
+    assert all(name in ran.out for name in names) and "t(T) in ms" in ran.out
+    assert (tmp_path / "tune.png").stat().st_size > 5000
+    tuned = launch_generate(*model, "experiment=tuned", "--config-dir", str(tmp_path), "--cfg", "job")
+    assert tuned.code == 0, tuned.err
+    for key, name in (("W", "window_size"), ("N", "ngram_size"), ("G", "guess_set_size")):
+        assert re.search(rf"^'?{key}'?: {best['config'][name]}$", tuned.out, re.M)  # YAML quotes N, which may mean no
+    assert f"candidate_depth: {best['config']['candidate_depth']}\n" in tuned.out and "name: lookahead\n" in tuned.out
+    done = launch_generate(
+        *model, "experiment=tuned", "prompt=x", "max_new_tokens=9", "output=json", "--config-dir", str(tmp_path)
+    )
+    assert done.code == 0, done.err
+    said = json.loads(done.out.splitlines()[-1])
+    assert said["equal"] is True and said["G"] == best["config"]["guess_set_size"]
+
+
+def test_more_ranks_pay_while_rows_cost() -> None:
+    """Ranks divide rows: they bring nothing where rows are free, and no more than S allows where they are dear."""
+    by_rows = [(8.0, 2.5), (32.0, 4.0), (100.0, 5.0)]
+    assert ranks_that_pay(speed_of_ranks(flat(0.01, 128), by_rows)) == 1
+    dear = speed_of_ranks(StepCurve((1, 128), (0.01, 0.5), 0.01), by_rows)
+    assert dear == sorted(dear) and ranks_that_pay(dear) > 4
+    assert dear[0] == pytest.approx(
+        max(s / (0.01 + 0.49 * (r - 1) / 127) for r, s in [(1, 1.0), (2, 1.5), (3, 1.79)]), rel=0.02
+    )
+
+
+def test_the_start_says_what_steps_take(launch_generate: Callable[..., Any], tiny_folder: Path) -> None:
+    """Users can't know good W, N, G: what was chosen, and why, must be seen."""
+    model = ["model=hf", f"model.name={tiny_folder}", "prompt=x", "max_new_tokens=9", "compare=false"]
+    ran = launch_generate(*model, "verbose=true")
+    assert ran.code == 0, ran.err
+    assert re.search(r"adaptive budget up to W=16 N=2 G=104 depth=48; t\(T\) in ms 1:\d", ran.out)
+    assert re.search(r"last text: 9 tokens in \d+ steps", ran.out)
+    fixed = launch_generate(*model, "decoder=lookahead", "W=3", "G=4")
+    assert "fixed budget W=3 N=2 G=4" in fixed.out and "last text" not in fixed.out
+    assert "no steps yet" in lp.LookaheadDecoder.explain(_Fixed())  # type: ignore[arg-type]
+
+
+class _Fixed:
+    config, curve, _last = lp.LookaheadConfig(), None, []  # type: ignore[var-annotated]
