@@ -181,7 +181,7 @@ class Generation:
         clock.lap("forward")
         header = self._header()
         clock.lap("host")
-        token, told, keep = exchange.agree(header, chosen, self.context.all_gather, len(self.stats))
+        token, told, keep = exchange.agree(header, chosen, self.shape, self.context.all_gather, len(self.stats))
         clock.lap("exchange")
         if told:
             return self._told(told, keep)

@@ -135,17 +135,23 @@ def gather(
 
 
 def agree(
-    header: tuple[int, int, int], token: torch.Tensor, all_gather: Callable[[torch.Tensor], torch.Tensor], step: int
+    header: tuple[int, int, int],
+    token: torch.Tensor,
+    shape: RowShape,
+    all_gather: Callable[[torch.Tensor], torch.Tensor],
+    step: int,
 ) -> tuple[int, Stop, int]:
     """Of a step that every rank computes alike: rank 0's token (1,), the union of flags, rank 0's length.
+
+    In a row of the usual size, so that a rank that takes it for another kind of step is told.
 
     Raises:
         RuntimeError: as `gather`.
     """
-    gathered = all_gather(torch.tensor([*header, int(token)], device=token.device)).tolist()
-    if len(gathered) > 1:
-        _check_digests(np.array([row[DIGEST] for row in gathered]), step)
-    return gathered[0][HEADER], Stop(reduce(or_, (row[FLAGS] for row in gathered))), gathered[0][LENGTH]
+    row = token.new_zeros(shape.size)
+    row[:HEADER], row[HEADER : HEADER + 1] = torch.tensor(header), token
+    rows = gather(row, shape, all_gather, step)[:, : HEADER + 1].tolist()
+    return rows[0][HEADER], Stop(reduce(or_, (row[FLAGS] for row in rows))), rows[0][LENGTH]
 
 
 def _check_digests(digests: np.ndarray, step: int) -> None:

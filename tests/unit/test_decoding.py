@@ -139,7 +139,7 @@ def test_memory_does_not_grow_with_steps(steps: int) -> None:
 
     def tensor_bytes() -> int:
         gc.collect()
-        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+        tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def on_tokens(tokens: list[int], step: int) -> None:

@@ -70,7 +70,8 @@ def test_a_boolean_mask_under_eager_is_refused(monkeypatch: pytest.MonkeyPatch) 
     """`eager` adds its mask: True and False would shift scores by one and hide nothing."""
 
     def boolean(self: StepMasks, *args: Any) -> torch.Tensor:
-        return build(self, *args) == 0  # type: ignore[operator, return-value]
+        mask = build(self, *args)
+        return mask if mask is None else mask == 0  # type: ignore[operator, return-value]
 
     monkeypatch.setattr(StepMasks, "build", boolean)
     with pytest.raises(ValueError, match="LlamaForCausalLM with eager attention does not honour"):
@@ -120,11 +121,11 @@ def test_the_probe_is_small_and_asks_once() -> None:
     """Every `generate(custom_generate=...)` makes a decoder: a probe a call would cost as much as several tokens."""
     model = tiny_model("gemma3")
     rows = _counted(model)
-    lp.LookaheadDecoder(model)
+    lp.LookaheadDecoder(model, lp.LookaheadConfig())
     assert rows == [14, 10, 7, 1]  # two plain branches at once, prefix, tree, the step after the commit
     lp.PromptLookupDecoder(model)
     assert len(rows) == 4
-    lp.LookaheadDecoder(model, attention="eager")
+    lp.LookaheadDecoder(model, lp.LookaheadConfig(), attention="eager")
     assert len(rows) == 8
     ModelRunner(tiny_model("llama"), probe=False)
 
