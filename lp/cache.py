@@ -100,6 +100,13 @@ class StaticKVCache(Cache):
         self.capacity, self.length, self.zeroed = capacity, 0, zeroed
         self.places: torch.Tensor | None = None
 
+    def clear(self) -> None:
+        """Forget all rows; where whole buffers are read, a NaN that an earlier text left must not stay."""
+        self.length = 0
+        if self.zeroed:
+            for buffer in self._buffers():
+                buffer.zero_()
+
     @contextmanager
     def writing_at(self, places: torch.Tensor) -> Iterator[None]:
         """Write rows at these places of the buffers, and hand out the whole of them."""

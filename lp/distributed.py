@@ -169,8 +169,8 @@ class _ProcessContext(ParallelContext):
         return tensor
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gloo gathers on the host alone; ranks that share a GPU have no other."""
-        return tensor.contiguous().cpu() if self.backend == "gloo" else tensor.contiguous()
+        """Gloo gathers on the host alone, and ranks that share a GPU have no other; NCCL on the device alone."""
+        return tensor.contiguous().to("cpu" if self.backend == "gloo" else self.device)
 
     def close(self) -> None:
         object.__setattr__(self, "mesh", None)  # it keeps the group's threads running

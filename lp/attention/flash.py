@@ -65,7 +65,8 @@ def masked(
     """Attention with a mask and its log-sum-exp, in plain products: for the few rows of a step."""
     _, heads, rows, dim = q_1HTD.shape
     q = q_1HTD.reshape(1, k_1GTD.shape[1], -1, rows, dim)  # (1, G, H / G, T, D)
-    scores = (q @ k_1GTD[:, :, None].mT).float() * (scale or dim**-0.5) + mask_11TT[:, :, None]
+    wide = torch.promote_types(q.dtype, torch.float32)  # scores of halves may overflow, and rounded ones are coarse
+    scores = (q.to(wide) * (scale or dim**-0.5)) @ k_1GTD[:, :, None].to(wide).mT + mask_11TT[:, :, None]
     lse = scores.logsumexp(-1, keepdim=True)
     out = (scores - lse).exp().to(v_1GTD.dtype) @ v_1GTD[:, :, None]
     return out.reshape(1, heads, rows, -1), lse.reshape(1, heads, rows)

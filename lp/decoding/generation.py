@@ -197,7 +197,7 @@ class Generation:
         return len(self.stats) < self.config.warmup_steps
 
     def _propose(self) -> TokenTree:
-        rows = 0 if self._warming else self.budget.rows
+        rows = 0 if self._warming or self.budget.idle else self.budget.rows
         return self.source.propose(self.text, rows, *self.window.chains(), self.budget.price)
 
     def _cross(self, position: int) -> None:

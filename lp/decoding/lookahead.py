@@ -110,7 +110,7 @@ class LookaheadDecoder(Decoder):
         """A session's tables, from the file if there is one: the same on every rank."""
         file = self.config.pool_file
         if file and Path(file).exists():
-            load_tables(tables, file)
+            load_tables(tables, file, vocabulary_size(self.model))
         elif file and not Path(file).parent.is_dir():  # said now, not when a text that took minutes is done
             raise ValueError(f"pool_file is {file!r}, but there is no folder {str(Path(file).parent)!r}; make it first")
         check_same(self.context, {"pool": tables_digest(tables)})
@@ -120,7 +120,9 @@ class LookaheadDecoder(Decoder):
         asked = (self.settings, request.max_new_tokens, request.limit, request.stopping, request.chooser)
         items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
         check_same(self.context, items)
-        output = Generation(self.config, self.context, self.runner, self.source(request), request, self.budget()).run()
+        generation = Generation(self.config, self.context, self.runner, self.source(request), request, self.budget())
+        with self.runner.taking(generation.cache):
+            output = generation.run()
         self._last = output.step_stats
         if self._tables and self.config.pool_file and self.context.is_main:
             try:

@@ -199,7 +199,7 @@ class Chooser:
         chosen = _best(scores)
         sound = (chosen != NO_TOKEN).tolist()
         for row in (row for row, branch in enumerate(branches) if branch is not None and sound[row]):
-            chosen[row] = accept_or_resample(scores[row].softmax(-1).double().cpu(), drafts[row], generator)
+            chosen[row] = accept_or_resample(scores[row].softmax(-1, dtype=torch.float64).cpu(), drafts[row], generator)
         return chosen
 
     def _processed(

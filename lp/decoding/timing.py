@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from lp.decoding.base import Decoder, GenerationOutput, Request
 from lp.decoding.generation import Generation
 from lp.lookahead.candidates import Price, TokenTree
+from lp.lookahead.exchange import Stop
 from lp.lookahead.pool import NGramPool, fresh_tables
 from lp.models.loader import context_limit, vocabulary_size
 from lp.tuner.budget import FixedBudget
-from lp.tuner.curve import StepCurve, machine, measure, remembered
+from lp.tuner.curve import SIZES, StepCurve, machine, measure, remembered
 
 if TYPE_CHECKING:
     from lp.decoding.lookahead import LookaheadDecoder
@@ -25,7 +26,7 @@ def measured_curve(decoder: LookaheadDecoder) -> StepCurve:
     """From the cache folder, or measured now, in a few seconds."""
     model, runner, config = decoder.model, decoder.runner, decoder.config
     shape = (config.row_budget, config.window_size, config.ngram_size, config.recycled, config.kv_sync)
-    how = None if runner.captured is None else "captured"
+    how = runner.captured and runner.captured.how
     what = (model.config.to_json_string(), str(model.dtype), decoder.context.world_size, runner.attention, how, *shape)
     return remembered((*what, *machine(runner.device)), lambda: _Stopwatch(decoder).curve(), decoder.context)
 
@@ -36,7 +37,7 @@ class _Stopwatch(Decoder):
     def __init__(self, decoder: LookaheadDecoder) -> None:
         super().__init__(decoder.model, decoder.context)
         self.runner = decoder.runner
-        self.most = decoder.config.row_budget + max(decoder.config.window_size, 1)
+        self.most = min(decoder.config.row_budget + max(decoder.config.window_size, 1), SIZES[-1])
         self.config = replace(decoder.config, adaptive=False, window_size=0, ngram_size=2, guess_set_size=self.most - 1)
         self.measured: StepCurve | None = None
 
@@ -55,12 +56,18 @@ class _Stopwatch(Decoder):
             if not runs or len(runs[-1].tokens) > (request.limit - len(request.prompt)) // 2:
                 runs.append(self._begun(request, budget))  # with room for deep trees
             budget.rows = max(rows - 1, 0)
-            if runs[-1].step() if rows else runs[-1].step_alone():
-                raise KeyboardInterrupt
-            return runs[-1].stats[-1].seconds
+            run = runs[-1]
+            reason = run.step() if rows else run.step_alone()
+            if reason is Stop.INTERRUPTED:
+                if request.signals.requested:
+                    raise KeyboardInterrupt
+                raise run.failure or RuntimeError("the steps that are timed failed on another rank")
+            if reason:  # the context is short: the next step begins a text anew
+                runs.clear()
+            return run.stats[-1].seconds
 
         self.measured = measure(step, self.most, self.context)
-        return GenerationOutput(runs[-1].tokens, "length", runs[-1].stats)
+        return GenerationOutput([], "length", [])
 
     def _begun(self, request: Request, budget: FixedBudget) -> Generation:
         source = _Wrong(self.config, request.prompt, None, fresh_tables(self.config, vocabulary_size(self.model)))

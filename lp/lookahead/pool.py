@@ -161,7 +161,7 @@ def save_tables(tables: Tables, path: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
-def load_tables(tables: Tables, path: str) -> None:
+def load_tables(tables: Tables, path: str, vocabulary: int) -> None:
     """Replace what fresh tables remember by what a file does.
 
     Raises:
@@ -176,6 +176,10 @@ def load_tables(tables: Tables, path: str) -> None:
         if theirs is None or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
             raise ValueError(f"pool_file {path} is of another pool_mib, recycled or version; delete it to begin anew")
         mine[:] = theirs
+    followers, recycled = np.asarray(tables.followers) >> 32, np.asarray(tables.recycled_tokens)
+    largest = max(int(followers.max()) - 1, int(recycled.max(initial=0)))
+    if largest >= vocabulary:
+        raise ValueError(f"pool_file {path} has token {largest}, the model {vocabulary}; it is another model's")
 
 
 def tables_digest(tables: Tables) -> int:

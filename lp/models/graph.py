@@ -23,7 +23,7 @@ ROUND = 256  # capacities are multiples of it, so that prompts of like lengths s
 WARM_UPS = 2  # runs before a capture, in which libraries allocate what they keep
 
 
-def capture_mode(capture: Capture, device: torch.device, shifting: bool, attention: Attention) -> Capture | None:
+def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, attention: Attention) -> Capture | None:
     """How to capture steps, None for not at all; `auto` is a graph on a GPU where that can be right.
 
     Args:
@@ -32,9 +32,11 @@ def capture_mode(capture: Capture, device: torch.device, shifting: bool, attenti
     Raises:
         ValueError: an explicit choice that can't be; names why and a remedy.
     """
-    why = None
+    why, device = None, model.get_input_embeddings().weight.device
     if shifting:
         why = "the model's rotary frequencies change with the length of the text"
+    elif len({parameter.device for parameter in model.parameters()}) > 1:
+        why = "the model lies on more than one device"
     elif attention is Attention.FLEX:
         why = "attention=flex makes a mask of another kind each step"
     elif capture is Capture.GRAPH and device.type != "cuda":
@@ -61,7 +63,7 @@ class _Step:
 class CapturedSteps:
     """Owns the cache, the static buffers and the graphs of all buckets; captures a bucket when first needed.
 
-    Generations of one decoder take turns: they share the cache.
+    Generations of one decoder take turns at the cache; one that starts within another gets one of its own, uncaptured.
 
     Args:
         model: on its device.
@@ -72,6 +74,7 @@ class CapturedSteps:
     def __init__(self, model: PreTrainedModel, masks: StepMasks, how: Capture) -> None:
         self.model, self.masks, self.how, self.device = model, masks, how, masks.device
         self.cache: StaticKVCache | None = None
+        self.taken = False  # by a generation that runs
         self._steps: dict[int, _Step] = {}
         self._staging: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -81,7 +84,7 @@ class CapturedSteps:
         if self.cache is None or self.cache.capacity < wanted:
             self.release()
             self.cache = StaticKVCache(self.masks.config.num_hidden_layers, wanted, zeroed=True)
-        self.cache.length = 0
+        self.cache.clear()
         return self.cache
 
     def fits(self, rows: int) -> bool:
@@ -151,7 +154,7 @@ class CapturedSteps:
             with cache.writing_at(places):
                 return compiled()
 
-        run = _recorded(placed) if self.device.type == "cuda" else placed
+        run = _recorded(placed, self.device) if self.device.type == "cuda" else placed
         return _Step(tokens, positions, places, reads, visible, run)
 
     def _keywords(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -159,17 +162,18 @@ class CapturedSteps:
         return {"places": places} if self.masks.attention is Attention.FLASH else {}
 
 
-def _recorded(forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def _recorded(forward: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
     """The forward pass as a CUDA graph over the same buffers."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            forward()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = forward()
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):  # torch's own stream for it may be of another device
+            logits = forward()
 
     def replay() -> torch.Tensor:
         graph.replay()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -61,7 +62,8 @@ class ModelRunner:
         self.boundary = rope_boundary(self.config)
         self.captured: CapturedSteps | None = None
         self._settle(attention, probe)
-        if how := capture_mode(capture, self.device, self.boundary is not None, self.attention):
+        self._fallback = capture is Capture.AUTO
+        if how := capture_mode(capture, model, self.boundary is not None, self.attention):
             self.captured = CapturedSteps(model, self.masks, how)
 
     def _settle(self, attention: Attention, probe: bool) -> None:
@@ -76,16 +78,35 @@ class ModelRunner:
                     check_tree_mask(self)
                 break
             except ValueError:
+                if self.model.config._attn_implementation != loaded:
+                    self.model.set_attn_implementation(loaded)
                 if choice is tried[-1]:
                     raise
-                self.model.set_attn_implementation(loaded)
         logger.info("attention is %s", self.attention)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
-        """An empty cache of at least `capacity` rows; with captured steps always the same one."""
-        if self.captured:
+        """An empty cache of at least `capacity` rows; with captured steps always the same one, unless it is taken."""
+        set_attention(self.model, self.attention)  # another decoder of this model may have set its own
+        if self.captured and not self.captured.taken:
             return self.captured.take_cache(capacity)
         return StaticKVCache(self.config.num_hidden_layers, capacity)
+
+    @contextmanager
+    def taking(self, cache: StaticKVCache) -> Iterator[None]:
+        """Nobody else gets this cache meanwhile; then its memory is free, unless captured steps keep it."""
+        captured = self.captured if self.captured and cache is self.captured.cache else None
+        if captured is None:
+            yield
+            cache.layers.clear()  # which refer to it: it would stay until Python looks for cycles
+            return
+        captured.taken = True
+        try:
+            yield
+        except BaseException:
+            captured.release()  # a cache that did not fit, or a step that was cut
+            raise
+        finally:
+            captured.taken = False
 
     def prefill(
         self,
@@ -152,7 +173,15 @@ class ModelRunner:
             (len(reads), V), valid until the next step.
         """
         if self.captured and cache is self.captured.cache and self.captured.fits(len(tokens)):
-            return self.captured.run(tokens, positions, visible, reads)
+            try:
+                return self.captured.run(tokens, positions, visible, reads)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                if not self._fallback:
+                    raise
+                logger.warning("steps can't be captured, so they run without: %s", error)
+                self.captured = None
         return self._eager(tokens, positions, visible, cache, reads)
 
     def _eager(

@@ -102,7 +102,7 @@ class AdaptiveBudget:
         self._truth = _Running(DOUBT, DOUBT, TRUST)
         self._size = _Running(BEFORE, BEFORE, MEMORY)  # rows beyond the window's, a step
         self._awake, self._trial, self._nap = _Running(0.0, 0.0, 2 * TRIAL), TRIAL, SHORTEST_NAP
-        self._ladder = [size for size in LADDER if size <= min(config.window_size, curve.most)]
+        self._ladder = [size for size in LADDER if size <= config.window_size and self._window(size) <= curve.most]
         self.columns = self._columns()
 
     @property
@@ -113,13 +113,13 @@ class AdaptiveBudget:
     @property
     def rows(self) -> int:
         """Candidate rows at most: what the config allows and the curve knows."""
-        return min(self.config.row_budget, self.curve.most - max(self.columns, 1))
+        return min(self.config.row_budget, self.curve.most - self._window(self.columns))
 
     @property
     def price(self) -> Price:
         """Of the next step's rows, in tokens as the pool predicts them."""
         truth = min(max(self._truth.ratio, TRUTH[0]), TRUTH[1])
-        base = max(self.columns, 1)
+        base = self._window(self.columns)
         return Price(self.rate / truth, base, self._table, self._slopes, LESSON / truth, LESSONS)
 
     def padded(self, rows: int) -> int:
@@ -129,13 +129,13 @@ class AdaptiveBudget:
 
     def observe(self, tokens: int, rows: int, expected: float) -> None:
         """Follow what steps bring; lookahead that does not reach plain decoding's rate is left alone for a while."""
-        if not rows:
+        if self.idle:  # a step that guessed nothing, or caught up with what other ranks had
             self._nap_on()
             return
         seconds = self.curve.step_s(rows)
         self._rate.add(tokens, seconds)
         self._truth.add(tokens - 1, expected)
-        self._size.add(rows - max(self.columns, 1), 1)
+        self._size.add(rows - self._window(self.columns), 1)
         self._awake.add(tokens, seconds)
         self._trial -= 1
         pays = self._awake.ratio >= LEAST / self.curve.plain_s
@@ -152,13 +152,17 @@ class AdaptiveBudget:
         if not self._left:
             self.idle, self._trial, self._awake = False, RETRIAL, _Running(0.0, 0.0, 2 * TRIAL)
 
+    def _window(self, columns: int) -> int:
+        """Rows of a window of so many columns, `c` included."""
+        return max(columns, 1) + columns * (self.config.ngram_size - 2)
+
     def _columns(self) -> int:
         """What raises S by more than the columns' rows cost."""
         rows = round(self._size.ratio)
         tokens = self._rate.ratio * self.curve.step_s(rows + 1)
 
         def worth(columns: int) -> float:
-            cost = self.curve.step_s(rows + max(columns, 1))
+            cost = self.curve.step_s(rows + self._window(columns))
             return tokens * GAIN * (1 - 0.5 ** (columns / HALF)) - self.rate * cost
 
         return max(self._ladder, key=worth)

@@ -188,3 +188,12 @@ def test_auto_takes_flash_where_it_can() -> None:
         lp.LookaheadDecoder(tiny_model("llama"), attention="flex")
     with pytest.raises(ValueError, match="choose attention=sdpa"):
         lp.LookaheadDecoder(tiny_model("falcon"), attention="flash")
+
+
+def test_the_plain_half_takes_large_scores() -> None:
+    """Keys of some models are so large that products of halves overflow before they are scaled."""
+    for dtype in (torch.float16, torch.bfloat16):
+        q = torch.full((1, 2, 3, 128), 24.0, dtype=dtype)
+        v = torch.randn(1, 2, 3, 128).to(dtype)
+        visible = torch.ones(3, 3).tril().bool()
+        _check(masked(q, q, v, _own_mask(visible, dtype), None)[0], _oracle(q, q, v, visible, 128**-0.5), v)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -101,3 +103,72 @@ def test_what_cannot_be_captured_is_refused() -> None:
     with pytest.raises(ValueError, match="rotary frequencies change"):
         lp.LookaheadDecoder(tiny_model("llama_dynamic"), capture="compile")
     assert lp.LookaheadDecoder(tiny_model("llama_dynamic")).runner.captured is None
+
+
+def _captured(model: PreTrainedModel) -> lp.LookaheadDecoder:
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
+    decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, Capture.GRAPH)
+    return decoder
+
+
+def test_a_text_within_a_text() -> None:
+    """A callback that generates with the same decoder would find the cache of the text that it interrupts."""
+    model = tiny_model("llama")
+    decoder, inner = _captured(model), list[list[int]]()
+    ids = drawn_text(random.Random(1), 30)
+
+    def on_tokens(tokens: list[int], step: int) -> None:
+        if step == 3:
+            inner.append(decoder.generate(ids[:9], 12).tokens)
+
+    plain = lp.AutoregressiveDecoder(model)
+    assert decoder.generate(ids, 40, on_tokens=on_tokens).tokens == plain.generate(ids, 40).tokens
+    assert inner == [plain.generate(ids[:9], 12).tokens]
+    assert decoder.runner.captured and not decoder.runner.captured.taken
+
+
+def test_a_nan_stays_in_its_text() -> None:
+    """Whole buffers are read, masked or not, and zero times NaN is NaN."""
+    model = tiny_model("llama")
+    decoder, ids = _captured(model), drawn_text(random.Random(2), 30)
+    plain = lp.AutoregressiveDecoder(model).generate(ids, 20)
+    weight = model.get_input_embeddings().weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        decoder.generate(ids, 20)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert decoder.generate(ids, 20).tokens == plain.tokens
+
+
+def test_decoders_of_one_model_take_turns() -> None:
+    """Attention is set on the model: another decoder, or the user, may have set another since."""
+    model, ids = tiny_model("llama"), drawn_text(random.Random(3), 30)
+    plain = lp.AutoregressiveDecoder(model).generate(ids, 20).tokens
+    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
+    decoders = [lp.LookaheadDecoder(model, config, attention=name) for name in ("auto", "sdpa", "eager")]
+    for decoder in (*decoders, *decoders):
+        assert decoder.generate(ids, 20).tokens == plain
+
+
+def test_caches_end_with_their_texts() -> None:
+    """Layers and cache refer to each other: on a GPU, buffers would pile up until Python looks for cycles."""
+    model = tiny_model("llama")
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
+    made: list[weakref.ref[object]] = []
+    take = decoder.runner.new_cache
+
+    def new_cache(capacity: int) -> object:
+        cache = take(capacity)
+        made.append(weakref.ref(cache))
+        return cache
+
+    decoder.runner.new_cache = new_cache  # type: ignore[method-assign, assignment]
+    gc.disable()
+    try:
+        decoder.generate([1, 2, 3], 10)
+        assert len(made) == 1 and made[0]() is None
+    finally:
+        gc.enable()

@@ -62,14 +62,14 @@ def test_the_file_carries_a_session_on(tmp_path: Path) -> None:
     first = lp.LookaheadDecoder(model, config)
     alone = first.generate(ids, 48)
     loaded = fresh_tables(config, VOCABULARY)
-    load_tables(loaded, str(file))
+    load_tables(loaded, str(file), VOCABULARY)
     assert tables_digest(loaded) == digest(first)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     second = lp.LookaheadDecoder(model, config)
     again = second.generate(ids, 48)
     assert again.tokens == alone.tokens and again.steps < alone.steps
     assert digest(second) != digest(first), "it learned nothing more"
-    load_tables(loaded, str(file))
+    load_tables(loaded, str(file), VOCABULARY)
     assert tables_digest(loaded) == digest(second), "the file was left behind"
 
 
@@ -81,6 +81,8 @@ def test_a_file_that_is_no_such_pool_is_refused(tmp_path: Path) -> None:
     for other in ({"pool_mib": 2}, {"recycled": 4}):
         with pytest.raises(ValueError, match=f"{file} is of another pool_mib, recycled or version; delete it"):
             lp.LookaheadDecoder(model, config_of(pool_file=str(file), **other)).generate(ids, 4)
+    with pytest.raises(ValueError, match=f"{file} has token .*, the model 2; it is another model's"):
+        load_tables(fresh_tables(whole, 2 * VOCABULARY), str(file), 2)
     arrays = load_file(file)
     save_file(arrays | {"weights": arrays["weights"][:-1].copy()}, file)
     with pytest.raises(ValueError, match=f"{file} is of another pool_mib, recycled or version"):
