@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
 
-import torch
 import transformers as tf
-from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
+from transformers import LogitsProcessor, PreTrainedModel
 
 import lp
 from lp.distributed import ParallelContext, run_lockstep
-from lp.lookahead.noise import gumbel
+from lp.models.graph import CapturedSteps
 from lp.models.loader import context_limit
 from lp.models.support import check_supported
-from tests.pools import drawn_switches
+from tests.pools import drawn_curve, drawn_switches
+from tests.processors import Alternating, Noise, SumCriterion
 from tests.tiny_models import MATRIX, VOCABULARY, drawn_text, letters, plain_greedy, tiny_config, tiny_model
 
 # Whose sizes may be drawn: nothing in their configs goes layer by layer.
@@ -55,6 +55,8 @@ class Case:
         criterion: end where the sum of all ids is a multiple of it; 0 for never.
         prefill_chunk: rows.
         calls: of the same decoder, one after the other.
+        curve: seed of what steps take, where the budget adapts.
+        captured: steps have a few fixed shapes.
     """
 
     arch: str = "llama"
@@ -74,6 +76,8 @@ class Case:
     criterion: int = 0
     prefill_chunk: int = 512
     calls: int = 1
+    curve: int = 0
+    captured: bool = False
 
     @classmethod
     def drawn(cls, seed: str, ranks: int) -> Case:
@@ -105,6 +109,8 @@ class Case:
             criterion=rng.choice([0, 0, 0, 0, 0, 0, 37]),
             prefill_chunk=rng.choice([1, 7, 64, 512]),
             calls=rng.choice([1, 1, 1, 2]),
+            curve=rng.randrange(1000),
+            captured=rng.random() < 0.3,
         )
 
     def json(self) -> str:
@@ -156,26 +162,6 @@ def _drawn_sampling(rng: random.Random) -> dict[str, Any]:
     return drawn | {name: value for name, value in warpers.items() if rng.random() < 0.25}
 
 
-class Alternating(LogitsProcessor):
-    """A user's own: whether the prefix's sum is odd decides which half of the tokens is favoured."""
-
-    per_branch = True
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        odd = (input_ids.sum(-1, keepdim=True) + torch.arange(scores.shape[-1])) % 2
-        return scores - 1.5 * odd
-
-
-class Noise(LogitsProcessor):
-    """The Gumbel noise of the position to come: with it, the argmax of `generate` is coupled sampling."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + gumbel(self.seed, 0, input_ids.shape[1], scores.shape[-1], scores.device)
-
-
 def _some_eos(case: Case) -> list[int]:
     return case.eos or [0]
 
@@ -193,16 +179,6 @@ PROCESSORS: dict[str, Callable[[Case], LogitsProcessor]] = {
     "decay": lambda case: tf.ExponentialDecayLengthPenalty((4, 1.1), _some_eos(case), len(case.ids)),
     "own": lambda case: Alternating(),
 }
-
-
-class SumCriterion(StoppingCriteria):
-    """Ends where the sum of all ids is a multiple."""
-
-    def __init__(self, multiple: int) -> None:
-        self.multiple = multiple
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids.sum(-1) % self.multiple == 0
 
 
 def drawn(seed: int, number: int, share: float) -> Case:
@@ -265,9 +241,15 @@ def _compare(case: Case) -> str | None:
         return output, streamed
 
     def body(context: ParallelContext) -> list[tuple[lp.GenerationOutput, list[int]]]:
-        kind, config = PEERS.get(case.method, lp.LookaheadDecoder), case.config
-        made = lp.LookaheadConfig(**config) if case.method == "lookahead" else kind.made(**config)
-        decoder = kind(models[context.rank], made, context, case.backend)
+        model = models[context.rank]
+        if case.method == "lookahead":
+            config, curve = lp.LookaheadConfig(**case.config), drawn_curve(random.Random(case.curve))
+            decoder = lp.LookaheadDecoder(model, config, context, case.backend, curve=curve)
+        else:
+            kind = PEERS[case.method]
+            decoder = kind(model, kind.made(**case.config), context, case.backend)
+        if case.captured and decoder.runner.boundary is None:
+            decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, lp.Capture.GRAPH)
         return [generate(decoder) for _ in range(case.calls)]
 
     plain = _plain(case, sampling)
