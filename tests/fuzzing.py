@@ -18,7 +18,6 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import lp
 from lp.distributed import ParallelContext, run_lockstep
-from lp.models.graph import CapturedSteps
 from lp.models.loader import context_limit
 from lp.models.support import check_supported
 from tests.pools import drawn_curve, drawn_switches
@@ -249,7 +248,8 @@ def _compare(case: Case) -> str | None:
             kind = PEERS[case.method]
             decoder = kind(model, kind.made(**case.config), context, case.backend)
         if case.captured and decoder.runner.boundary is None:
-            decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, lp.Capture.GRAPH)
+            decoder.runner._fallback = True
+            decoder.runner._capture(lp.Capture.OFF, probe=True)
         return [generate(decoder) for _ in range(case.calls)]
 
     plain = _plain(case, sampling)

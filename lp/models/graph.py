@@ -68,7 +68,8 @@ class CapturedSteps:
     Args:
         model: on its device.
         masks: of its backend.
-        how: GRAPH records the model's own kernels, COMPILE what torch.compile makes of them (recorded on a GPU).
+        how: GRAPH records the model's own kernels, COMPILE what torch.compile makes of them (recorded on a GPU); OFF
+            runs them over the same buffers, as they are: for the probe, and where there is no GPU.
     """
 
     def __init__(self, model: PreTrainedModel, masks: StepMasks, how: Capture) -> None:
@@ -154,7 +155,8 @@ class CapturedSteps:
             with cache.writing_at(places):
                 return compiled()
 
-        run = _recorded(placed, self.device) if self.device.type == "cuda" else placed
+        recorded = self.device.type == "cuda" and self.how is not Capture.OFF
+        run = _recorded(placed, self.device) if recorded else placed
         return _Step(tokens, positions, places, reads, visible, run)
 
     def _keywords(self, places: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -64,7 +64,7 @@ class ModelRunner:
         self._settle(attention, probe)
         self._fallback = capture is Capture.AUTO
         if how := capture_mode(capture, model, self.boundary is not None, self.attention):
-            self.captured = CapturedSteps(model, self.masks, how)
+            self._capture(how, probe)
 
     def _settle(self, attention: Attention, probe: bool) -> None:
         """Take the first backend that the model honours a tree mask with."""
@@ -83,6 +83,19 @@ class ModelRunner:
                 if choice is tried[-1]:
                     raise
         logger.info("attention is %s", self.attention)
+
+    def _capture(self, how: Capture, probe: bool) -> None:
+        """Capture steps, if the model takes rows at places that are data: not every one tells its attention of them."""
+        try:
+            self.captured = CapturedSteps(self.model, self.masks, Capture.OFF)
+            if probe:
+                check_tree_mask(self)
+            self.captured = CapturedSteps(self.model, self.masks, how)
+        except ValueError as error:
+            if not self._fallback:
+                raise ValueError(f"captured steps: {error}; or choose capture=off") from error
+            logger.warning("steps are not captured: %s", error)
+            self.captured = None
 
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of at least `capacity` rows; with captured steps always the same one, unless it is taken."""

@@ -26,7 +26,7 @@ BACKENDS = [Attention.SDPA, Attention.EAGER, Attention.FLASH]
 def _placed(model: PreTrainedModel, attention: Attention) -> ModelRunner:
     """Captured steps without a compiler or a GPU: static buffers, padding and places, and the model's own kernels."""
     runner = ModelRunner(model, attention)
-    runner.captured = CapturedSteps(model, runner.masks, Capture.GRAPH)
+    runner.captured = CapturedSteps(model, runner.masks, Capture.OFF)
     return runner
 
 
@@ -70,7 +70,7 @@ def test_texts_one_after_the_other() -> None:
     model = tiny_model("llama")
     config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
     decoder = lp.LookaheadDecoder(model, config)
-    decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, Capture.GRAPH)
+    decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, Capture.OFF)
     rng, capacities = random.Random(0), set()
     for length in (5, 60, 5, 400, 5):
         ids = drawn_text(rng, length)
@@ -97,7 +97,12 @@ def test_compiled_steps_give_the_same_tokens(compiler: None) -> None:
 
 
 def test_what_cannot_be_captured_is_refused() -> None:
-    """A graph of frequencies that change with the length would go on with those it was recorded with."""
+    """A graph of frequencies that change with the length would go on with those it was recorded with.
+
+    StableLM does not tell its attention where the step's rows lie; in whole buffers it would take others for them.
+    """
+    with pytest.raises(ValueError, match=r"captured steps: StableLm.* choose capture=off"):
+        lp.LookaheadDecoder(tiny_model("stablelm"), capture="compile", attention="flash")
     with pytest.raises(ValueError, match="need a GPU; choose capture=off"):
         lp.LookaheadDecoder(tiny_model("llama"), capture="graph")
     with pytest.raises(ValueError, match="rotary frequencies change"):
@@ -107,7 +112,7 @@ def test_what_cannot_be_captured_is_refused() -> None:
 
 def _captured(model: PreTrainedModel) -> lp.LookaheadDecoder:
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
-    decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, Capture.GRAPH)
+    decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, Capture.OFF)
     return decoder
 
 

@@ -215,7 +215,7 @@ def _after_a_step(**config: Any) -> set[str]:
         ({"recycled": 0}, {"recycled"}),
         (TEXT_ONLY, {"window", "guess", "recycled"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)),
 )
 def test_switches_silence_their_source(off: dict[str, Any], silent: set[str]) -> None:
     """An ablation of a source that still votes measures nothing."""
