@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and the tests, with a seeded subset of the drawn cases; minutes, set-up included. Arguments go to pytest.
+# Lint, types and the tests, with a seeded subset of the drawn cases; minutes, set-up included. Arguments go to pytest,
+# whose workers are WORKERS (2).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
@@ -17,4 +18,4 @@ stage setup dev
 stage lint
 stage types
 # Last and bare, so that the closing lines are pytest's own, its time among them.
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest -n "${WORKERS:-2}" "$@"
