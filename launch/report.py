@@ -129,6 +129,8 @@ def describe(session: Session[Any]) -> dict[str, Any]:
     setting |= {"ranks": session.context.world_size}
     runners = [decoder.runner for decoder in session.decoders.values() if isinstance(decoder, lp.LookaheadDecoder)]
     setting |= {"exact": all(runner.exact for runner in runners)}
+    setting |= {"attention": str(runners[0].attention) if runners else None}
+    setting |= {"captured": bool(runners and runners[0].captured)}
     lookahead = next((d for name, d in session.decoders.items() if name in ("lookahead", "lookahead_auto")), None)
     if isinstance(lookahead, lp.LookaheadDecoder):
         shape = lookahead.config
@@ -191,7 +193,8 @@ def caption(report: Report) -> str:
     rounded = "activations are quantised, so tokens may differ, " * (not s["exact"])
     chosen = f"{describe_sampling(report.sampling)}, " * (report.sampling is not None)
     stops = f"stop strings: {s['stop_strings']}, " * bool(s["stop_strings"])
-    where = f"{model}, threads: {s['threads']}, ranks: {s['ranks']}"
+    attention = f", attention: {s['attention']}{', captured' * s['captured']}" * bool(s["attention"])
+    where = f"{model}, threads: {s['threads']}, ranks: {s['ranks']}{attention}"
     return f"{where}, {shape}{chosen}{stops}{rounded}median of {s['repeats']}"
 
 

@@ -51,7 +51,7 @@ def test_the_default_shows_text_and_a_table_that_says_equal(generate: Callable[.
     rows = _rows(ran.out[ran.out.index("2 prompts, greedy") :])
     assert [rows[method][0] for method in METHODS] == ["80"] * 3
     assert [rows[method][-1] for method in METHODS] == ["equal", "reference", "equal"]
-    assert "float64, cpu, threads: 1, ranks: 1, W=4 N=3 G=4, median of 1" in ran.out
+    assert "float64, cpu, threads: 1, ranks: 1, attention: flash, W=4 N=3 G=4, median of 1" in ran.out
     assert ran.err == ""
 
 
