@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +32,9 @@ def _placed(model: PreTrainedModel, attention: Attention) -> ModelRunner:
 
 
 @pytest.fixture
-def compiler() -> Iterator[None]:
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile with a cache of its own: the user's may have what a killed process left half written."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     yield
     torch._dynamo.reset()
 
