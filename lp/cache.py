@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -16,7 +17,7 @@ class CacheTooLarge(RuntimeError):
     """The device has no room for a cache.
 
     Args:
-        cache: the cache, some of whose layers may have their buffers.
+        extent: of the cache.
         layer_bytes: of one row in the layer that had no room.
 
     Attributes:
@@ -24,10 +25,21 @@ class CacheTooLarge(RuntimeError):
         nbytes: needed for all rows.
     """
 
-    def __init__(self, cache: StaticKVCache, layer_bytes: int) -> None:
-        self.row_bytes = layer_bytes * len(cache.layers)
-        self.nbytes = self.row_bytes * cache.capacity
-        super().__init__(f"a KV cache of {cache.capacity} rows needs {self.nbytes} bytes")
+    def __init__(self, extent: _Extent, layer_bytes: int) -> None:
+        self.row_bytes = layer_bytes * extent.layers
+        self.nbytes = self.row_bytes * extent.capacity
+        super().__init__(f"a KV cache of {extent.capacity} rows needs {self.nbytes} bytes")
+
+
+@dataclass(slots=True)
+class _Extent:
+    """What a cache and its layers both know. Layers that knew the cache would keep it until Python looks for cycles."""
+
+    layers: int
+    capacity: int
+    zeroed: bool
+    length: int = 0
+    places: torch.Tensor | None = None
 
 
 class _PreallocatedLayer(CacheLayerMixin):
@@ -35,20 +47,20 @@ class _PreallocatedLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, owner: StaticKVCache) -> None:
+    def __init__(self, extent: _Extent) -> None:
         super().__init__()
-        self.owner = owner
+        self.extent = extent
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        make = torch.Tensor.new_zeros if self.owner.zeroed else torch.Tensor.new_empty
+        make = torch.Tensor.new_zeros if self.extent.zeroed else torch.Tensor.new_empty
         try:
             self.keys, self.values = (
-                make(states, (*states.shape[:2], self.owner.capacity, states.shape[3]))  # (1, H, C, D)
+                make(states, (*states.shape[:2], self.extent.capacity, states.shape[3]))  # (1, H, C, D)
                 for states in (key_states, value_states)
             )
         except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
-            raise CacheTooLarge(self.owner, key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes) from error
+            raise CacheTooLarge(self.extent, key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes) from error
         self.is_initialized = True
 
     def update(
@@ -57,29 +69,29 @@ class _PreallocatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        if self.owner.places is not None:
-            self.keys.index_copy_(2, self.owner.places, key_states)
-            self.values.index_copy_(2, self.owner.places, value_states)
+        if self.extent.places is not None:
+            self.keys.index_copy_(2, self.extent.places, key_states)
+            self.values.index_copy_(2, self.extent.places, value_states)
             return self.keys, self.values
-        start, rows = self.owner.length, key_states.shape[2]
+        start, rows = self.extent.length, key_states.shape[2]
         self.keys[:, :, start : start + rows] = key_states
         self.values[:, :, start : start + rows] = value_states
         return self.keys[:, :, : start + rows], self.values[:, :, : start + rows]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.length + query_length, 0
+        return self.extent.length + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self.owner.length
+        return self.extent.length
 
     def get_max_length(self) -> int:
-        return self.owner.capacity
+        return self.extent.capacity
 
     def get_max_cache_shape(self) -> int:  # its name in transformers 5.0, which refuses a layer without it
-        return self.owner.capacity
+        return self.extent.capacity
 
     def reset(self) -> None:
-        """The rows stay; the owner forgets their number."""
+        """The rows stay; `StaticKVCache.clear` forgets their number."""
 
 
 class StaticKVCache(Cache):
@@ -91,30 +103,38 @@ class StaticKVCache(Cache):
         zeroed: rows never written are zeros, for readers of whole buffers: a mask does not hide a NaN.
 
     Attributes:
+        capacity: C.
         length: L, committed rows.
-        places: (T,) int64, where a captured step writes its rows; its layers hand out whole buffers. None otherwise.
     """
 
     def __init__(self, num_layers: int, capacity: int, zeroed: bool = False) -> None:
-        super().__init__(layers=[_PreallocatedLayer(self) for _ in range(num_layers)])
-        self.capacity, self.length, self.zeroed = capacity, 0, zeroed
-        self.places: torch.Tensor | None = None
+        self.capacity, self._extent = capacity, _Extent(num_layers, capacity, zeroed)
+        super().__init__(layers=[_PreallocatedLayer(self._extent) for _ in range(num_layers)])
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self._extent.length
+
+    @length.setter
+    def length(self, rows: int) -> None:
+        self._extent.length = rows
 
     def clear(self) -> None:
         """Forget all rows; where whole buffers are read, a NaN that an earlier text left must not stay."""
         self.length = 0
-        if self.zeroed:
+        if self._extent.zeroed:
             for buffer in self._buffers():
                 buffer.zero_()
 
     @contextmanager
     def writing_at(self, places: torch.Tensor) -> Iterator[None]:
-        """Write rows at these places of the buffers, and hand out the whole of them."""
-        self.places = places
+        """Write a captured step's rows at these places of the buffers, (T,) int64, and hand out the whole of them."""
+        self._extent.places = places
         try:
             yield
         finally:
-            self.places = None
+            self._extent.places = None
 
     def commit(self, rows: Sequence[int]) -> None:
         """Make these rows of the last step part of the prefix, in this order, and forget the others.

@@ -23,6 +23,10 @@ ROUND = 256  # capacities are multiples of it, so that prompts of like lengths s
 WARM_UPS = 2  # runs before a capture, in which libraries allocate what they keep
 
 
+class CaptureFailed(RuntimeError):
+    """The model's step can't be recorded."""
+
+
 def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, attention: Attention) -> Capture | None:
     """How to capture steps, None for not at all; `auto` is a graph on a GPU where that can be right.
 
@@ -109,7 +113,7 @@ class CapturedSteps:
         seen[:count, :count] = torch.from_numpy(visible)
         step = self._steps.get(rows)
         if step is None:
-            step = self._steps[rows] = self._capture(numbers, seen)
+            step = self._steps[rows] = self._tried(numbers, seen)
         else:
             for mine, given in zip((step.tokens, step.positions, step.places, step.reads), numbers, strict=True):
                 mine.copy_(given, non_blocking=True)
@@ -128,6 +132,16 @@ class CapturedSteps:
             numbers = torch.zeros(4, rows, dtype=torch.int64, pin_memory=pinned)
             self._staging[rows] = numbers, torch.zeros(rows, rows, dtype=torch.bool, pin_memory=pinned)
         return self._staging[rows]
+
+    def _tried(self, numbers: torch.Tensor, seen: torch.Tensor) -> _Step:
+        try:
+            return self._capture(numbers, seen)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may do anything that no graph takes
+            raise CaptureFailed(
+                f"a step of {len(seen)} rows can't be captured ({error}); choose capture=off"
+            ) from error
 
     def _capture(self, numbers: torch.Tensor, seen: torch.Tensor) -> _Step:
         tokens, positions, places, reads = numbers.to(self.device, copy=True)

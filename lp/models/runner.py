@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lp.attention import StepMasks, choices, set_attention
 from lp.cache import StaticKVCache
 from lp.config import Attention, Capture
-from lp.models.graph import CapturedSteps, capture_mode
+from lp.models.graph import CapturedSteps, CaptureFailed, capture_mode
 from lp.models.probe import check_tree_mask
 from lp.models.rope import rope_boundary
 from lp.models.support import check_supported, inexact_quantisation
@@ -106,11 +106,10 @@ class ModelRunner:
 
     @contextmanager
     def taking(self, cache: StaticKVCache) -> Iterator[None]:
-        """Nobody else gets this cache meanwhile; then its memory is free, unless captured steps keep it."""
+        """Nobody else gets this cache meanwhile."""
         captured = self.captured if self.captured and cache is self.captured.cache else None
         if captured is None:
             yield
-            cache.layers.clear()  # which refer to it: it would stay until Python looks for cycles
             return
         captured.taken = True
         try:
@@ -164,7 +163,8 @@ class ModelRunner:
         self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache, reads: int = 1
     ) -> torch.Tensor:
         """Rows in a row, for their KV and the logits of the first."""
-        return self._eager(tokens, positions, np.tri(len(tokens), dtype=bool), cache, range(reads))
+        visible = np.tri(len(tokens), dtype=bool)
+        return self.forward(tokens, positions, visible, cache, range(reads), capture=False)
 
     def forward(
         self,
@@ -173,6 +173,7 @@ class ModelRunner:
         visible: np.ndarray,
         cache: StaticKVCache,
         reads: Sequence[int],
+        capture: bool = True,
     ) -> torch.Tensor:
         """Logits of the rows that are read; the rows' KV is written behind the prefix, uncommitted.
 
@@ -181,30 +182,19 @@ class ModelRunner:
             visible: (T, T) bool, which rows of the step each one sees besides the whole prefix.
             cache: holds the prefix.
             reads: rows to read; only these go through the LM head.
+            capture: it is a step, of which there will be many.
 
         Returns:
             (len(reads), V), valid until the next step.
         """
-        if self.captured and cache is self.captured.cache and self.captured.fits(len(tokens)):
+        if capture and self.captured and cache is self.captured.cache and self.captured.fits(len(tokens)):
             try:
                 return self.captured.run(tokens, positions, visible, reads)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
+            except CaptureFailed as error:
                 if not self._fallback:
                     raise
-                logger.warning("steps can't be captured, so they run without: %s", error)
+                logger.warning("steps run uncaptured: %s", error)
                 self.captured = None
-        return self._eager(tokens, positions, visible, cache, reads)
-
-    def _eager(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        visible: np.ndarray,
-        cache: StaticKVCache,
-        reads: Sequence[int],
-    ) -> torch.Tensor:
         at = torch.tensor(positions, device=self.device)
         mask = self.masks.build(torch.from_numpy(visible).to(self.device), at, cache.length)
         output = self.model(

@@ -37,9 +37,9 @@ def _position(patch: pytest.MonkeyPatch) -> None:
     """The last row of a step stands one position too far."""
     forward = ModelRunner.forward
 
-    def shifted(self: Any, tokens: Any, positions: Any, *rest: Any) -> Any:
-        late = len(positions) > 1
-        return forward(self, tokens, [*positions[:-1], positions[-1] + late], *rest)
+    def shifted(self: Any, tokens: Any, positions: Any, *rest: Any, capture: bool = True) -> Any:
+        late = capture and len(positions) > 1
+        return forward(self, tokens, [*positions[:-1], positions[-1] + late], *rest, capture=capture)
 
     patch.setattr(ModelRunner, "forward", shifted)
 
@@ -48,10 +48,11 @@ def _branch(patch: pytest.MonkeyPatch) -> None:
     """The last row of a step sees the row before it, whosever branch that is."""
     forward = ModelRunner.forward
 
-    def leaky(self: Any, tokens: Any, positions: Any, visible: Any, *rest: Any) -> Any:
-        visible = visible.copy()
-        visible[-1, -2:] = True
-        return forward(self, tokens, positions, visible, *rest)
+    def leaky(self: Any, tokens: Any, positions: Any, visible: Any, *rest: Any, capture: bool = True) -> Any:
+        if capture:
+            visible = visible.copy()
+            visible[-1, -2:] = True
+        return forward(self, tokens, positions, visible, *rest, capture=capture)
 
     patch.setattr(ModelRunner, "forward", leaky)
 

@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.config import Attention, Capture
-from lp.models.graph import BUCKETS, CapturedSteps
+from lp.models.graph import BUCKETS, CapturedSteps, CaptureFailed
 from lp.models.runner import ModelRunner
 from tests.layouts import drawn_layout
 from tests.tiny_models import drawn_text, tiny_model
@@ -113,6 +114,32 @@ def test_what_cannot_be_captured_is_refused() -> None:
     assert lp.LookaheadDecoder(tiny_model("llama_dynamic")).runner.captured is None
 
 
+def test_a_step_that_no_graph_takes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """`auto` goes on without; a fault of a step that was recorded is no reason to try again."""
+    model, ids = tiny_model("llama"), drawn_text(random.Random(4), 30)
+    plain = lp.AutoregressiveDecoder(model).generate(ids, 20).tokens
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    decoder = _captured(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(CapturedSteps, "_capture", refuse)
+        decoder.runner._fallback = False
+        with pytest.raises(CaptureFailed, match=r"can't be captured \(operation not.* choose capture=off"):
+            decoder.generate(ids, 20)
+        decoder.runner._fallback = True
+        assert decoder.generate(ids, 20).tokens == plain
+        assert decoder.runner.captured is None and "steps run uncaptured" in caplog.text
+    decoder = _captured(model)
+    decoder.runner._fallback = True
+    assert decoder.generate(ids, 20).tokens == plain and decoder.runner.captured
+    steps = decoder.runner.captured._steps
+    steps |= {rows: replace(step, run=refuse) for rows, step in steps.items()}  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"^operation not permitted"):
+        decoder.generate(ids, 20)
+
+
 def _captured(model: PreTrainedModel) -> lp.LookaheadDecoder:
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
     decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, Capture.OFF)
@@ -162,7 +189,7 @@ def test_decoders_of_one_model_take_turns() -> None:
 
 
 def test_caches_end_with_their_texts() -> None:
-    """Layers and cache refer to each other: on a GPU, buffers would pile up until Python looks for cycles."""
+    """If layers and cache referred to each other, a GPU's buffers would pile up until Python looks for cycles."""
     model = tiny_model("llama")
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
     made: list[weakref.ref[object]] = []
