@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from rich.progress import track
 import lp
 from lp.bench.replay import load_texts
 from lp.decoding.base import Request
-from lp.lookahead.candidates import CandidateSource, Price, StepReads, TokenTree
+from lp.lookahead.candidates import CandidateSource, StepReads, TokenTree
 from lp.models.loader import load
 
 BINS = 10
@@ -39,15 +40,8 @@ class Recorder:
         self.source, self.noted, self.harvest = source, noted, source.harvest
         self.tree = TokenTree(0)
 
-    def propose(
-        self,
-        text: Sequence[int],
-        budget: int,
-        row: Sequence[int],
-        column: Sequence[int],
-        price: Price | None = None,
-    ) -> TokenTree:
-        self.tree = self.source.propose(text, budget, row, column, price)
+    def propose(self, *asked: Any) -> TokenTree:
+        self.tree = self.source.propose(*asked)
         return self.tree
 
     def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:

@@ -106,7 +106,7 @@ def replay(
     last = len(prompt) + (max_new_tokens or len(tokens))
     whole = [*prompt, *tokens]
     while len(text) < end:
-        tree = source.propose(text, budget, (), ())
+        tree = source.propose(text, budget, (), (), None)
         moved = _accepted(tree, whole[len(text) :]) + 1
         steps, slots = steps + 1, slots + 1 + sum(depth < last - len(text) for depth in _depths(tree))
         text = whole[: len(text) + moved]

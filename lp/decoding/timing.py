@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lp.decoding.base import Decoder, GenerationOutput, Request
 from lp.decoding.generation import Generation
-from lp.lookahead.candidates import Price, TokenTree
+from lp.lookahead.candidates import TokenTree
 from lp.lookahead.exchange import Stop
 from lp.lookahead.pool import NGramPool, fresh_tables
 from lp.models.loader import context_limit, vocabulary_size
@@ -50,20 +50,19 @@ class _Stopwatch(Decoder):
         return self.measured
 
     def _decode(self, request: Request) -> GenerationOutput:
-        runs, budget = list[Generation](), FixedBudget(self.config)
+        budget = FixedBudget(self.config)
+        run, reason = self._begun(request, budget), Stop.NONE
 
         def step(rows: int) -> float:
-            if not runs or len(runs[-1].tokens) > (request.limit - len(request.prompt)) // 2:
-                runs.append(self._begun(request, budget))  # with room for deep trees
+            nonlocal run, reason
+            if reason or len(run.tokens) > (request.limit - len(request.prompt)) // 2:
+                run = self._begun(request, budget)  # with room for deep trees
             budget.rows = max(rows - 1, 0)
-            run = runs[-1]
             reason = run.step() if rows else run.step_alone()
             if reason is Stop.INTERRUPTED:
                 if request.signals.requested:
                     raise KeyboardInterrupt
                 raise run.failure or RuntimeError("the steps that are timed failed on another rank")
-            if reason:  # the context is short: the next step begins a text anew
-                runs.clear()
             return run.stats[-1].seconds
 
         self.measured = measure(step, self.most, self.context)
@@ -79,16 +78,9 @@ class _Stopwatch(Decoder):
 class _Wrong(NGramPool):
     """The pool, but what it proposes is all wrong, and as much as was asked for."""
 
-    def propose(
-        self,
-        text: Sequence[int],
-        budget: int,
-        row: Sequence[int] = (),
-        column: Sequence[int] = (),
-        price: Price | None = None,
-    ) -> TokenTree:
+    def propose(self, text: Sequence[int], budget: int, *window: Any) -> TokenTree:
         """The pool's tree with every token exchanged for another, filled up at the root."""
-        known, tree = super().propose(text, budget, row, column, price), TokenTree(budget, shared=False)
+        known, tree = super().propose(text, budget, *window), TokenTree(budget, shared=False)
         tree.tokens = [token - 1 if token else 1 for token in known.tokens] + [0] * (budget - len(known))
         tree.parents = known.parents + [-1] * (budget - len(known))
         return tree

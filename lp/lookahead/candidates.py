@@ -104,12 +104,7 @@ class CandidateSource(Protocol):
     harvest: int  # K, likeliest tokens wanted of every row that is read
 
     def propose(
-        self,
-        text: Sequence[int],
-        budget: int,
-        row: Sequence[int],
-        column: Sequence[int],
-        price: Price | None = None,
+        self, text: Sequence[int], budget: int, row: Sequence[int], column: Sequence[int], price: Price | None, /
     ) -> TokenTree:
         """A tree behind text[-1] of at most `budget` nodes, not counting those that repeat the window's.
 

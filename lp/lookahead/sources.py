@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from lp.config import PaperConfig, RecyclingConfig
-from lp.lookahead.candidates import Price, StepReads, TokenTree
+from lp.lookahead.candidates import StepReads, TokenTree
 
 
 class PromptLookup:
@@ -27,14 +27,7 @@ class PromptLookup:
 
     harvest = 0
 
-    def propose(
-        self,
-        text: Sequence[int],
-        budget: int,
-        row: Sequence[int] = (),
-        column: Sequence[int] = (),
-        price: Price | None = None,
-    ) -> TokenTree:
+    def propose(self, text: Sequence[int], budget: int, *_: object) -> TokenTree:
         """One path: at most `budget` tokens behind the longest run found."""
         tree = TokenTree(budget)
         for n in range(min(self.max_matching_ngram, len(text)), 0, -1):
@@ -72,14 +65,7 @@ class PaperPool:
         self._behind: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> tails (N-1), newest last
         self._learn_text(prompt, len(prompt))
 
-    def propose(
-        self,
-        text: Sequence[int],
-        budget: int,
-        row: Sequence[int] = (),
-        column: Sequence[int] = (),
-        price: Price | None = None,
-    ) -> TokenTree:
+    def propose(self, text: Sequence[int], budget: int, *_: object) -> TokenTree:
         """The newest n-grams behind text[-1]; no two share a row."""
         tree = TokenTree(budget, shared=False)
         for tail in reversed(self._behind.get(text[-1], {})):
@@ -134,14 +120,7 @@ class TokenRecycling:
         self.config, self.harvest = config, config.successors
         self._successors: dict[int, list[int]] = {}  # likeliest first
 
-    def propose(
-        self,
-        text: Sequence[int],
-        budget: int,
-        row: Sequence[int] = (),
-        column: Sequence[int] = (),
-        price: Price | None = None,
-    ) -> TokenTree:
+    def propose(self, text: Sequence[int], budget: int, *_: object) -> TokenTree:
         """The static tree, filled as far as successors are known."""
         places: list[int | None] = []
         tree = TokenTree(budget)

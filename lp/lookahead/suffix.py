@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lp.config import SuffixConfig
-from lp.lookahead.candidates import Price, StepReads, TokenTree
+from lp.lookahead.candidates import StepReads, TokenTree
 
 
 def native_tree() -> Any:
@@ -47,14 +47,7 @@ class SuffixTree:
 
     harvest = 0
 
-    def propose(
-        self,
-        text: Sequence[int],
-        budget: int,
-        row: Sequence[int] = (),
-        column: Sequence[int] = (),
-        price: Price | None = None,
-    ) -> TokenTree:
+    def propose(self, text: Sequence[int], budget: int, *_: object) -> TokenTree:
         """The continuation whose estimated probabilities add up to most, over all lengths of the match."""
         config, tree = self.config, TokenTree(budget)
         draft = self._native.speculate(

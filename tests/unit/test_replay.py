@@ -51,7 +51,7 @@ class _Forks:
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
 
-    def propose(self, text: list[int], budget: int, row: object, column: object) -> TokenTree:
+    def propose(self, text: list[int], budget: int, *_: object) -> TokenTree:
         tree = TokenTree(budget)
         tree.add([5, 9, 9])
         tree.add([5, 6, 7])
