@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -25,10 +24,10 @@ from launch.session import (
     Session,
     check,
     decoder_builders,
-    drawn_seed,
     open_model,
     read_prompts,
     sampling_of,
+    seeded,
 )
 from launch.sweep import folder_of_run
 from lp.baselines import BASELINES, BaselineOptions
@@ -57,10 +56,6 @@ class Bench(Session[BenchmarkConfig]):
     runs: Mapping[str, Once]
     path: Path
     settings: dict[str, Any]
-
-    def told(self, value: Any) -> Any:
-        """Rank 0's, on every rank, as JSON has it."""
-        return json.loads(self.context.share_text(json.dumps(value)) or "null")
 
     def meet(self) -> None:
         """Wait for rank 0, which has rows to write."""
@@ -147,8 +142,7 @@ def open_bench(config: BenchmarkConfig, kept: KeptModel) -> Bench:
     ours = [_bare(name) for name in methods if _bare(name) in CHOICES]
     builders = decoder_builders(config, ours)
     context, loaded = kept.open(config)
-    if sampling is not None and sampling.seed is None:
-        sampling = replace(sampling, seed=drawn_seed(context))
+    sampling = seeded(sampling, context)
     settings = settings_of(config, methods, sampling, context.world_size, loaded.model.num_parameters())
     decoders: dict[str, Decoder] = {}
     for name in methods:

@@ -176,14 +176,8 @@ class ScalingConfig(BenchmarkConfig):
 
 
 @dataclass
-class TuneConfig(Common):
+class TuneConfig(Tasked):
     """What launch.tune is given. The comments are in conf/tune.yaml."""
-
-    task: TaskSchema = field(default_factory=TaskSchema)
-    prompt: str | None = None
-    prompt_file: str | None = None
-    limit: int | None = None
-    repeats: int = 1
 
 
 @dataclass

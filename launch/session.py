@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import lp
-from launch.schema import Common, Config, Tasked, TuneConfig, frozen
+from launch.schema import Common, Config, Tasked, frozen
 from lp.bench.hub import load_hub
 from lp.bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
 from lp.config import check_int
@@ -76,6 +77,10 @@ class Session(Generic[C]):
             return self.run(decoder, ids, tokens, on_tokens)
         return self.journal.generate(decoder, ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
 
+    def told(self, value: Any) -> Any:
+        """Rank 0's, on every rank, as JSON has it."""
+        return json.loads(self.context.share_text(json.dumps(value)) or "null")
+
     def _stops(self) -> dict[str, Any]:
         return {"stop_strings": list(self.config.stop_strings), "tokenizer": self.loaded.tokenizer}
 
@@ -94,9 +99,7 @@ def open_session(config: Config) -> Session[Config]:
     context, loaded = open_model(config)
     path = config.journal or restart_journal()
     journal = Journal(path, context) if path else None
-    if sampling is not None and sampling.seed is None:  # one for all runs, or they could not be compared
-        before = journal.seed if journal else None
-        sampling = replace(sampling, seed=drawn_seed(context) if before is None else before)
+    sampling = seeded(sampling, context, journal.seed if journal else None)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}
     return Session(
         config=config,
@@ -154,9 +157,20 @@ def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
     return load(model.name, model.dtype, context.device, model.attn_implementation, model.trust_remote_code)
 
 
-def drawn_seed(context: lp.ParallelContext) -> int:
-    """A seed from rank 0's torch generator."""
-    return int(context.all_gather(torch.randint(2**63 - 1, (1,)).to(context.device))[0])
+def seeded(
+    sampling: lp.SamplingParams | None, context: lp.ParallelContext, before: int | None = None
+) -> lp.SamplingParams | None:
+    """The same with its seed known, on every rank and for every run, or they could not be compared.
+
+    Args:
+        sampling: as the user gave it.
+        context: of whose rank 0 a seed is drawn, if none was given.
+        before: the seed of a run that goes on.
+    """
+    if sampling is None or sampling.seed is not None:
+        return sampling
+    drawn = int(context.all_gather(torch.randint(2**63 - 1, (1,)).to(context.device))[0])
+    return replace(sampling, seed=drawn if before is None else before)
 
 
 def sampling_of(config: Common) -> lp.SamplingParams | None:
@@ -173,7 +187,7 @@ def sampling_of(config: Common) -> lp.SamplingParams | None:
     return None
 
 
-def check(config: Tasked | TuneConfig) -> None:
+def check(config: Tasked) -> None:
     """Refuse counts below one and a prompt given twice.
 
     Raises:
@@ -200,7 +214,7 @@ def check_common(config: Common) -> None:
         raise ValueError("stop_strings has an empty string, which every text ends with; leave it out")
 
 
-def read_prompts(config: Tasked | TuneConfig) -> list[Prompt]:
+def read_prompts(config: Tasked) -> list[Prompt]:
     """The prompt, the prompt file, or the first prompts of the task.
 
     Raises:

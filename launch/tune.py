@@ -7,8 +7,8 @@ Writes tune.json, tune.png and experiment/tuned.yaml into the run folder; `launc
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,9 @@ from rich.table import Table
 import lp
 from launch.app import run
 from launch.report import describe_sampling
-from launch.schema import TuneConfig
-from launch.session import check, open_model, read_prompts, sampling_of
-from launch.stream import on_rank_0
+from launch.schema import Output, TuneConfig
+from launch.session import PLAIN, Session, check, open_model, read_prompts, sampling_of, seeded
 from lp.bench.tune import BUDGETS, Tried, ranks_that_pay, search, speed_of_ranks
-from lp.decoding.base import Decoder, GenerationOutput
 from lp.tuner.curve import StepCurve
 
 WARM_UP_TOKENS = 8
@@ -38,39 +36,56 @@ def tune(config: TuneConfig) -> None:
     Raises:
         ValueError: a user error.
     """
+    session = _open(config)
+    context, model, plain = session.context, session.loaded.model, session.decoders[PLAIN]
+    ids = [session.encode(prompt) for prompt in session.prompts]
+
+    def build(shape: lp.LookaheadConfig | None) -> lp.LookaheadDecoder:
+        decoder = lp.LookaheadDecoder(model, shape, context, config.attention.name, config.attention.capture)
+        session.run(decoder, ids[0], WARM_UP_TOKENS)
+        return decoder
+
+    adaptive, run = build(None), partial(session.run, tokens=config.max_new_tokens)
+    assert adaptive.curve is not None
+    tried = search(build, plain, adaptive, run, ids, config.repeats, session.told)
+    found: dict[str, Any] = {
+        "curve": asdict(adaptive.curve),
+        "settings": [t.as_dict() for t in tried],
+        "ranks": speed_of_ranks(adaptive.curve, _by_rows(tried)),
+    }
+    if not context.is_main:
+        return
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    _write(folder, found, adaptive.curve, tried)
+    if config.output is Output.json:
+        print(json.dumps(found), flush=True)
+        return
+    console = Console()
+    console = console if console.is_terminal else Console(width=110)
+    dtype = str(model.dtype).removeprefix("torch.")
+    where = f"{config.model.name}, {dtype}, {model.device}, ranks: {context.world_size}"
+    console.print(
+        _table(tried, f"{len(ids)} prompts of {config.task.name}, {where}, {describe_sampling(session.sampling)}")
+    )
+    for line in [
+        *_said(adaptive, tried, found["ranks"]),
+        f"use it: python -m launch.generate experiment=tuned --config-dir {folder}",
+    ]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _open(config: TuneConfig) -> Session[TuneConfig]:
     check(config)
     prompts, sampling = read_prompts(config), sampling_of(config)
     context, loaded = open_model(config)
-    model, how = loaded.model, (config.attention.name, config.attention.capture)
-    ids = [list(loaded.tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
-    adaptive = lp.LookaheadDecoder(model, None, context, *how)
-    assert adaptive.curve is not None
-
-    def decode(decoder: Decoder, ids: list[int], tokens: int = config.max_new_tokens) -> GenerationOutput:
-        return decoder.generate(ids, tokens, sampling)
-
-    def build(shape: lp.LookaheadConfig) -> Decoder:
-        decoder = lp.LookaheadDecoder(model, shape, context, *how)
-        decode(decoder, ids[0], WARM_UP_TOKENS)
-        return decoder
-
-    decode(adaptive, ids[0], WARM_UP_TOKENS)
-    tried = search(build, lp.AutoregressiveDecoder(model, context), adaptive, decode, ids, config.repeats)
-    speeds = speed_of_ranks(adaptive.curve, _by_rows(tried))
-    with on_rank_0(context, sys.stdout) as file:
-        dtype = str(model.dtype).removeprefix("torch.")
-        where = f"{config.model.name}, {dtype}, {model.device}, ranks: {context.world_size}"
-        title = f"{len(ids)} prompts of {config.task.name}, {where}, {describe_sampling(sampling)}"
-        console = Console(file=file)
-        console = console if console.is_terminal else Console(file=file, width=110)
-        console.print(_table(tried, title))
-        for line in _said(adaptive, tried, speeds):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        if context.is_main:
-            folder = Path(HydraConfig.get().runtime.output_dir)
-            _write(folder, adaptive.curve, tried, speeds)
-            use = f"use it: python -m launch.generate experiment=tuned --config-dir {folder}"
-            console.print(use, markup=False, highlight=False, soft_wrap=True)
+    return Session(
+        config=config,
+        context=context,
+        loaded=loaded,
+        decoders={PLAIN: lp.AutoregressiveDecoder(loaded.model, context)},
+        sampling=seeded(sampling, context),
+        prompts=prompts,
+    )
 
 
 def _by_rows(tried: list[Tried]) -> list[tuple[float, float]]:
@@ -102,8 +117,7 @@ def _said(adaptive: lp.LookaheadDecoder, tried: list[Tried], speeds: list[float]
     ]
 
 
-def _write(folder: Path, curve: StepCurve, tried: list[Tried], speeds: list[float]) -> None:
-    found: dict[str, Any] = {"curve": asdict(curve), "settings": [t.as_dict() for t in tried], "ranks": speeds}
+def _write(folder: Path, found: dict[str, Any], curve: StepCurve, tried: list[Tried]) -> None:
     (folder / "tune.json").write_text(json.dumps(found), encoding="utf-8")
     best = tried[-3].config
     assert best is not None

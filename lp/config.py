@@ -109,7 +109,7 @@ class LookaheadConfig:
     window_size: int = 16
     ngram_size: int = 2
     guess_set_size: int = 104
-    candidate_depth: int | None = 48
+    candidate_depth: int | None = 96
     prompt_ngrams: bool = True
     prompt_logits: bool = True
     output_ngrams: bool = True

@@ -46,11 +46,8 @@ table, which alternates its methods prompt by prompt, and not seconds across tab
 """
 
 
-SCALING = """The machine was never quiet, and ranks that wait for each other lose more to other work on it than one
-process does. Of four runs that held a projection of two ranks against the measurement, one was within 20 %: that of the
-wide model below. A later one of the same model, on a busier machine, was off by +98 %; two of the demo model, whose
-steps are short, by +34 % and +37 %, the latter below. So this has to be repeated on a quiet machine. The model of the
-gloo link was measured after these runs, and its two lines computed again with it.
+SCALING = """Nothing else ran on the machine. Ranks that wait for each other lose more to other work on it than one process
+does: on a busy machine, earlier projections of two ranks were off by +34 to +98 %.
 """
 
 

@@ -7,7 +7,7 @@ setup
 export OMP_NUM_THREADS=1
 out=docs/results
 rm -rf "$out"
-methods='[lookahead,lookahead_paper,token_recycling,prompt_lookup,hf_prompt_lookup,hf_generate,autoregressive]'
+methods='[lookahead_auto,lookahead,lookahead_paper,token_recycling,prompt_lookup,hf_prompt_lookup,hf_generate,autoregressive]'
 bench=("$python" -m launch.benchmark output=json limit=4 max_new_tokens=64 repeats=3)
 "${bench[@]}" "methods=$methods" quality=true out=$out/greedy
 "${bench[@]}" "methods=$methods" sampling=sample sampling.temperature=0.8 out=$out/sampled

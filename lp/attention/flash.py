@@ -6,10 +6,13 @@ T: rows of the step, L: cached rows, C: capacity of the cache, H: query heads, G
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional as F
 
 SHORT = 512  # cached rows up to which one masked call is faster on a CPU than two and their merge
+BLOCK = 128  # rows of a prompt that a CPU takes at once
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -35,15 +38,34 @@ def step_attention(
     """
     if q_1HTD.is_cuda:
         return _on_cuda(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, places)
-    rows, total = q_1HTD.shape[2], k_1GND.shape[2]
-    length = total - rows
+    total = k_1GND.shape[2]
     if places is not None:
         full = _spread(mask_11TT, places, total)
         return _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=full, scale=scale)[0]
+    length = total - mask_11TT.shape[3]
+    blocks = [
+        _on_cpu(q, k_1GND[:, :, : length + end], v_1GND[:, :, : length + end], mask[..., :end], scale)
+        for end, q, mask in _blocks(q_1HTD, mask_11TT)
+    ]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+
+def _blocks(q_1HTD: torch.Tensor, mask_11TT: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(end, queries, mask) of blocks of rows: a prompt's see half of each other, and no row one behind it."""
+    for start in range(0, q_1HTD.shape[2], BLOCK):
+        end = start + BLOCK
+        yield end, q_1HTD[:, :, start:end], mask_11TT[:, :, start:end]
+
+
+def _on_cpu(
+    q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GND: torch.Tensor, mask_11TU: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """The rows of a block, which see the cached rows and, of the step's, the U up to their last."""
+    length = k_1GND.shape[2] - mask_11TU.shape[3]
     if length < SHORT:
-        full = F.pad(mask_11TT, (length, 0))
+        full = F.pad(mask_11TU, (length, 0))
         return _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=full, scale=scale)[0]
-    own = _cpu_flash(q_1HTD, k_1GND[:, :, length:], v_1GND[:, :, length:], 0.0, False, attn_mask=mask_11TT, scale=scale)
+    own = _cpu_flash(q_1HTD, k_1GND[:, :, length:], v_1GND[:, :, length:], 0.0, False, attn_mask=mask_11TU, scale=scale)
     # Without a mask the queries of a KV head are as good as rows of one head: fewer, larger products.
     folded = q_1HTD.reshape(1, k_1GND.shape[1], -1, q_1HTD.shape[3])
     out, lse = _cpu_flash(folded, k_1GND[:, :, :length], v_1GND[:, :, :length], 0.0, False, scale=scale)

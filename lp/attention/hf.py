@@ -32,7 +32,9 @@ def flash_attention_forward(
     Returns:
         (1, T, H, D), and no weights, as transformers wants it.
     """
-    if attention_mask is None or attention_mask.shape[-1] == key.shape[2]:
+    rows = query.shape[2]
+    own = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[-1] == rows
+    if attention_mask is None or not own or (query.is_cuda and rows == key.shape[2]):  # theirs are bool
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     out = step_attention(query, key, value, attention_mask, scaling, places)
     return out.transpose(1, 2).contiguous(), None

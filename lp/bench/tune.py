@@ -56,13 +56,14 @@ class Tried:
 
 Run = Callable[[Decoder, list[int]], GenerationOutput]
 Build = Callable[[LookaheadConfig], Decoder]
+Told = Callable[[Any], Any]  # rank 0's value on every rank
 
 
 def time_settings(
     settings: Mapping[str, LookaheadConfig | None], decoders: Mapping[str, Decoder], run: Run,
-    prompts: Sequence[list[int]], rounds: int,
+    prompts: Sequence[list[int]], rounds: int, told: Told,
 ) -> list[Tried]:  # fmt: skip
-    """Run all of them on every prompt, in alternation."""
+    """Run all of them on every prompt, in alternation; by rank 0's clock, or ranks would choose different ones."""
     totals = {name: [0.0] * 4 for name in settings}
     for ids in prompts:
         measured = alternate({name: partial(run, decoders[name], ids) for name in settings}, rounds)
@@ -73,12 +74,12 @@ def time_settings(
                 totals[name][place] += value
     return [
         Tried(name=n, config=settings[n], tokens=int(t), steps=int(k), rows=r / k, seconds=s)
-        for n, (t, k, r, s) in totals.items()
+        for n, (t, k, r, s) in told(totals).items()
     ]
 
 
 def search(
-    build: Build, plain: Decoder, adaptive: Decoder, run: Run, prompts: Sequence[list[int]], rounds: int
+    build: Build, plain: Decoder, adaptive: Decoder, run: Run, prompts: Sequence[list[int]], rounds: int, told: Told
 ) -> list[Tried]:
     """Rows first, without a window; then columns, N, depth and K around the best, one at a time; the best fixed one,
     the adaptive budget and plain decoding once more, side by side.
@@ -88,7 +89,7 @@ def search(
     """
     base = LookaheadConfig(window_size=0, ngram_size=2)
     first = {_name(c): c for c in (replace(base, guess_set_size=g) for g in BUDGETS)}
-    tried = time_settings(first, {name: build(c) for name, c in first.items()}, run, prompts, rounds)
+    tried = time_settings(first, {name: build(c) for name, c in first.items()}, run, prompts, rounds, told)
     best = _fastest(tried)
     assert best is not None
     g = best.guess_set_size
@@ -96,12 +97,12 @@ def search(
     around += [replace(best, window_size=4, ngram_size=3, guess_set_size=max(g // 2, 1))]
     around += [replace(best, candidate_depth=12), replace(best, recycled=8)]
     second = {_name(c): c for c in (best, *around)}
-    tried += time_settings(second, {name: build(c) for name, c in second.items()}, run, prompts, rounds)[1:]
+    tried += time_settings(second, {name: build(c) for name, c in second.items()}, run, prompts, rounds, told)[1:]
     best = _fastest(tried)
     assert best is not None
     last: dict[str, LookaheadConfig | None] = {_name(best): best, ADAPTIVE: LookaheadConfig(adaptive=True), PLAIN: None}
     decoders = {_name(best): build(best), ADAPTIVE: adaptive, PLAIN: plain}
-    return tried + time_settings(last, decoders, run, prompts, rounds)
+    return tried + time_settings(last, decoders, run, prompts, rounds, told)
 
 
 def _name(c: LookaheadConfig) -> str:

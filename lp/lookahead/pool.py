@@ -88,10 +88,11 @@ class NGramPool:
         return tree
 
     def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
-        """The prompt's rows leave their logits behind its tokens."""
-        rows, tail = range(len(harvest)), ints(prompt[:1])
-        slots = StepReads(prompt, rows, range(-1, len(rows) - 1), rows, prompt[1:], harvest, ())
-        self._absorb((tail, 1), slots, self._sources & 1 << RECYCLED)
+        """The prompt's last rows leave their logits behind its tokens."""
+        places = range(len(prompt) - 1)
+        rows = places[len(places) - len(harvest) :]
+        slots = StepReads(prompt, places, range(-1, len(places) - 1), rows, prompt[rows.start + 1 :], harvest, ())
+        self._absorb((ints(prompt[:1]), 1), slots, self._sources & 1 << RECYCLED)
 
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """Learn the weights from the step's tokens, then remember what it read and said."""

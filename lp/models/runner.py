@@ -126,6 +126,7 @@ class ModelRunner:
         cache: StaticKVCache,
         chunk: int,
         read: Callable[[torch.Tensor], object] | None = None,
+        first: int = 0,
     ) -> None:
         """Cache the KV of the tokens before `c`, `chunk` rows a pass, so that no mask is larger than chunk x prompt.
 
@@ -133,6 +134,7 @@ class ModelRunner:
 
         Args:
             read: is given the logits (rows, V) of every pass, if anyone wants them.
+            first: of the tokens that are read.
         """
         boundary, end = self.boundary, len(tokens)
         if boundary and boundary.grows and not cache.length:
@@ -141,8 +143,10 @@ class ModelRunner:
         for start in range(0, end, chunk):
             part = tokens[start : start + chunk]
             places = [*range(start, start + len(part)), *anchor]
-            logits = self._chain([*part, *tokens[: len(anchor)]], places, cache, len(part) if read else 1)
-            if read:
+            unread = min(max(first - start, 0), len(part)) if read else len(part)
+            reads = range(unread, len(part)) or range(1)  # a model gives at least one
+            logits = self._chain([*part, *tokens[: len(anchor)]], places, cache, reads)
+            if read and unread < len(part):
                 read(logits)
             cache.commit(range(len(part)))
 
@@ -160,11 +164,11 @@ class ModelRunner:
             cache.commit(range(len(missing)))
 
     def _chain(
-        self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache, reads: int = 1
+        self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache, reads: Sequence[int] = (0,)
     ) -> torch.Tensor:
-        """Rows in a row, for their KV and the logits of the first."""
+        """Rows in a row, for their KV and the logits of those that are read."""
         visible = np.tri(len(tokens), dtype=bool)
-        return self.forward(tokens, positions, visible, cache, range(reads), capture=False)
+        return self.forward(tokens, positions, visible, cache, reads, capture=False)
 
     def forward(
         self,

@@ -7,6 +7,7 @@ All figures are replicated: chances, accepted tokens, and times that are rank 0'
 
 from __future__ import annotations
 
+import sys
 from typing import Protocol
 
 from lp.config import LookaheadConfig
@@ -18,8 +19,9 @@ MEMORY, BEFORE = 12.0, 4.0  # steps that the running rate looks back; plain step
 TRUST, DOUBT = 24.0, 20.0  # the same of how far chances are true: steps, and accepted tokens to begin with
 TRUTH = (0.7, 3.0)  # accepted tokens to one predicted: as far as it is believed
 LESSON, LESSONS = 0.04, 8  # tokens that a step's first rows bring later, by the logits they leave: the demo model's
+CAUTION = 1.25  # times the price: of all rows, those are taken whose chance looks best, and it is less than it looks
 LADDER = (0, 2, 4, 8, 16, 32, 64, 128)  # columns
-GAIN, HALF = 0.07, 3.0  # by how much columns raise S, and how many bring half of it: the demo model's at T = 0.8
+GAIN, HALF = 0.02, 3.0  # by how much columns raise S, and how many bring half of it: the demo model's
 TRIAL, RETRIAL = 16, 3  # steps that lookahead has to show that it pays, at first and after a nap
 LEAST = 0.95  # of plain decoding's rate, below which it does not pay: less loss than that is not worth being blind
 SHORTEST_NAP, LONGEST_NAP = 4, 64  # plain steps before it may try again, twice as many each time
@@ -46,6 +48,10 @@ class Budget(Protocol):
         """How many rows this rank should run for so many."""
         ...
 
+    def prompt_rows(self, new: int) -> int:
+        """Of how many of the prompt's last rows the logits are read, if so many new tokens are wanted."""
+        ...
+
     def observe(self, tokens: int, rows: int, expected: float) -> None:
         """A step of so many rows, padding excluded, brought so many tokens; 0 rows: an idle one.
 
@@ -67,6 +73,10 @@ class FixedBudget:
     def padded(self, rows: int) -> int:
         """As they are."""
         return rows
+
+    def prompt_rows(self, new: int) -> int:
+        """All of them."""
+        return sys.maxsize
 
     def observe(self, tokens: int, rows: int, expected: float) -> None:
         """Nothing changes."""
@@ -120,12 +130,16 @@ class AdaptiveBudget:
         """Of the next step's rows, in tokens as the pool predicts them."""
         truth = min(max(self._truth.ratio, TRUTH[0]), TRUTH[1])
         base = self._window(self.columns)
-        return Price(self.rate / truth, base, self._table, self._slopes, LESSON / truth, LESSONS)
+        return Price(CAUTION * self.rate / truth, base, self._table, self._slopes, LESSON / truth, LESSONS)
 
     def padded(self, rows: int) -> int:
         """More where that is cheaper; a rank has about its share of a step that the curve knows."""
         together = 1 + (rows - 1) * self.ranks
         return max(rows, 1 + -(-(self.curve.padded(together) - 1) // self.ranks))
+
+    def prompt_rows(self, new: int) -> int:
+        """A short text does not repay the reading of a long prompt."""
+        return new
 
     def observe(self, tokens: int, rows: int, expected: float) -> None:
         """Follow what steps bring; lookahead that does not reach plain decoding's rate is left alone for a while."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.conftest import ROOT, Processes
@@ -78,16 +80,22 @@ def test_signals_reach_the_ranks(
     assert processes.wait_for_end(20) == []
 
 
+def _in_a_text(processes: Processes, settings: list[str], folder: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A launch on two ranks that has begun to print a long text, and its rank 1."""
+    asked = [*settings, "max_new_tokens=1500", "compare=false"]
+    process = processes.start(processes.torchrun(2, APP, *asked), _run_dir(folder))
+    assert process.stdout is not None
+    while "===" not in process.stdout.readline():
+        assert process.poll() is None, "it ended before its first text"
+    time.sleep(0.5)
+    return process, next(
+        p for p in processes.alive() if p.environ().get("RANK") == "1" and "launch.generate" in p.cmdline()
+    )
+
+
 def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, settings: list[str], tmp_path: Path) -> None:
     """A text cut off by a lost rank must not look like a finished one."""
-    asked = [*settings, "max_new_tokens=1500", "compare=false"]
-    process = processes.start(processes.torchrun(2, APP, *asked), _run_dir(tmp_path))
-    assert process.stdout is not None
-    seen = ""
-    while "===" not in seen:
-        seen += process.stdout.readline()
-    time.sleep(0.5)
-    rank_1 = next(p for p in processes.alive() if p.environ().get("RANK") == "1" and "launch.generate" in p.cmdline())
+    process, rank_1 = _in_a_text(processes, settings, tmp_path)
     rank_1.kill()
     out, _ = process.communicate(timeout=30)
     assert process.returncode != 0
@@ -97,14 +105,7 @@ def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, setti
 
 def test_sigterm_to_one_worker_ends_the_run_in_order(processes: Processes, settings: list[str], tmp_path: Path) -> None:
     """A node that is taken away says so to its rank: the step is finished, all is shown, and nobody has failed."""
-    asked = [*settings, "max_new_tokens=1500", "compare=false"]
-    process = processes.start(processes.torchrun(2, APP, *asked), _run_dir(tmp_path))
-    assert process.stdout is not None
-    seen = ""
-    while "===" not in seen:
-        seen += process.stdout.readline()
-    time.sleep(0.5)
-    rank_1 = next(p for p in processes.alive() if p.environ().get("RANK") == "1" and "launch.generate" in p.cmdline())
+    process, rank_1 = _in_a_text(processes, settings, tmp_path)
     rank_1.terminate()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lp
 from lp.attention import StepMasks
-from lp.attention.flash import SHORT, masked, merge, step_attention
+from lp.attention.flash import BLOCK, SHORT, masked, merge, step_attention
 from lp.attention.hf import flash_attention_forward
 from lp.attention.masks import block_mask
 from lp.config import Attention
@@ -77,6 +77,19 @@ def test_flash(prefix: int, dtype: torch.dtype) -> None:
             scale = rng.choice([dim**-0.5, 1 / dim])
             said = step_attention(q, k, v, _own_mask(visible, dtype), scale)
             _check(said, _oracle(q, k, v, visible, scale), v)
+
+
+def test_flash_of_a_prompt() -> None:
+    """Blocks of rows must see all rows before them, their own up to each, and no fewer at the ragged end."""
+    rng = random.Random(0)
+    for prefix in (0, 17, SHORT + 3):
+        for rows in (BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
+            torch.manual_seed(rows)
+            q, (k, v) = torch.randn(1, 4, rows, 64), torch.randn(2, 1, 2, prefix + rows, 64)
+            visible = torch.from_numpy(np.tri(rows, dtype=bool))
+            visible[rng.randrange(1, rows), 0] = False
+            said = step_attention(q, k, v, _own_mask(visible, q.dtype))
+            _check(said, _oracle(q, k, v, visible, 64**-0.5), v)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

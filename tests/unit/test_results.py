@@ -34,9 +34,10 @@ def test_the_page_is_what_its_rows_say() -> None:
     assert "2 x86-64 cores, torch 2.13.0" in module.page() and "**projected**" in module.page()
 
 
-def test_a_projection_of_two_ranks_is_near_what_was_measured() -> None:
-    """What the page says of the run of the wide model that it shows."""
-    found = errors(read_lines(ROOT / "docs" / "results" / "scaling-wide" / "scaling.csv"))
+@pytest.mark.parametrize("model", ["wide", "demo"])
+def test_a_projection_of_two_ranks_is_near_what_was_measured(model: str) -> None:
+    """What the page says of the runs that it shows."""
+    found = errors(read_lines(ROOT / "docs" / "results" / f"scaling-{model}" / "scaling.csv"))
     assert found.keys() == {("lookahead", 2)} and all(abs(error) <= 0.2 for error in found.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 import lp
-from lp.bench.tune import ADAPTIVE, BUDGETS, PLAIN, ranks_that_pay, speed_of_ranks
+from lp.bench.tune import ADAPTIVE, BUDGETS, PLAIN, Tried, ranks_that_pay, search, speed_of_ranks
+from lp.decoding.base import GenerationOutput, StepStats
+from lp.distributed import ParallelContext, run_lockstep
 from lp.tuner.curve import StepCurve, flat
 
 
@@ -22,15 +25,8 @@ def test_tune_writes_what_generate_loads(
     import launch.tune
 
     model = ["model=hf", f"model.name={tiny_folder}", "model.dtype=float64"]
-    ran = start_app(
-        launch.tune.tune,
-        "tune",
-        *model,
-        f"hydra.run.dir={tmp_path}",
-        "limit=1",
-        "max_new_tokens=12",
-        "prompt='import os'",
-    )
+    asked = (launch.tune.tune, "tune", *model, f"hydra.run.dir={tmp_path}", "max_new_tokens=12", "prompt='import os'")
+    ran = start_app(*asked)
     assert ran.code == 0, ran.err
     found = json.loads((tmp_path / "tune.json").read_text())
     names = [setting["name"] for setting in found["settings"]]
@@ -51,6 +47,26 @@ def test_tune_writes_what_generate_loads(
     assert done.code == 0, done.err
     said = json.loads(done.out.splitlines()[-1])
     assert said["equal"] is True and said["G"] == best["config"]["guess_set_size"]
+    lines = start_app(*asked, "output=json").out.splitlines()
+    assert len(lines) == 1 and json.loads(lines[0]) == json.loads((tmp_path / "tune.json").read_text())
+
+
+def test_ranks_choose_by_one_clock() -> None:
+    """Ranks that go on from different settings wait for each other for ever."""
+
+    def searched(context: ParallelContext) -> list[Tried]:
+        def told(value: Any) -> Any:
+            return json.loads(context.share_text(json.dumps(value)) or "")
+
+        def run(decoder: Any, ids: list[int]) -> GenerationOutput:
+            took = random.random()
+            return GenerationOutput([1, 2], "length", [StepStats(5, 4, 1, took, 0.0, 0.0)], decode_s=took)
+
+        anyone: Any = None  # decoders are what `run` makes of them
+        return search(lambda c: anyone, anyone, anyone, run, [[1], [2]], 1, told)
+
+    one, other = run_lockstep(2, searched)
+    assert one == other and len(one) == len(BUDGETS) + 6 + 3
 
 
 def test_more_ranks_pay_while_rows_cost() -> None:
@@ -69,7 +85,7 @@ def test_the_start_says_what_steps_take(launch_generate: Callable[..., Any], tin
     model = ["model=hf", f"model.name={tiny_folder}", "prompt=x", "max_new_tokens=9", "compare=false"]
     ran = launch_generate(*model, "verbose=true")
     assert ran.code == 0, ran.err
-    assert re.search(r"adaptive budget up to W=16 N=2 G=104 depth=48; t\(T\) in ms 1:\d", ran.out)
+    assert re.search(r"adaptive budget up to W=16 N=2 G=104 depth=96; t\(T\) in ms 1:\d", ran.out)
     assert re.search(r"last text: 9 tokens in \d+ steps", ran.out)
     fixed = launch_generate(*model, "decoder=lookahead", "W=3", "G=4")
     assert "fixed budget W=3 N=2 G=4" in fixed.out and "last text" not in fixed.out
