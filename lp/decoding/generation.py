@@ -86,15 +86,14 @@ class Generation:
             reason = self.step_alone() if self.budget.idle and not any(self.owed) else self.step()
         if self.failure:
             raise self.failure
-        return GenerationOutput(
-            self.tokens[: self.keep], FINISH_REASON[reason], self.stats, prefill_s, clock.lap(), self.cache.nbytes()
-        )
+        tokens, decode_s = self.tokens[: self.keep], clock.lap()
+        return GenerationOutput(tokens, FINISH_REASON[reason], self.stats, prefill_s, decode_s, self.cache.nbytes())
 
     def prefill(self) -> None:
         """Cache the prompt; what its rows say is rank 0's word, since ranks may round it differently."""
         prompt, chooser, rows = self.request.prompt, self.request.chooser, list[torch.Tensor]()
         wanted = self.harvest if self.config.prompt_logits and self.config.prompt_ngrams else 0
-        first = max(len(prompt) - 1 - self.budget.prompt_rows(self.request.max_new_tokens), 0)
+        first = max(len(prompt) - 1 - self.budget.prompt_rows(self.request.max_new_tokens), 0)  # that is read
 
         def read(logits: torch.Tensor) -> None:
             rows.append(likeliest(chooser.scores(logits, [None] * len(logits), prompt), wanted))
@@ -159,7 +158,7 @@ class Generation:
         self.request.chooser.keep(plan.reads[self.context.rank], outcome.chose)
         self._commit(layout, plan, rows, outcome, clock)
         clock.lap("host")
-        self.budget.observe(len(outcome.tokens), len(layout), sum(candidates.chances))
+        self.budget.observe(outcome.tokens, len(layout), candidates)
         self._learn(layout, read, harvest, outcome)
         clock.lap("learn")
         return self._deliver(outcome.tokens, clock, len(rows.tokens), layout)
@@ -190,7 +189,7 @@ class Generation:
         self.request.chooser.keep([0], [0])
         self.cache.commit([0])
         self.text.append(token)
-        self.budget.observe(1, 0, 0.0)
+        self.budget.observe([token], 0, TokenTree(0))
         return self._deliver([token], clock, 1)
 
     @property

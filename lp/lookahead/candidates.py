@@ -51,6 +51,26 @@ class TokenTree:
             self.parents.append(node)
         return child
 
+    def foretold(self, text: Sequence[int]) -> tuple[float, int]:
+        """How many tokens of what came the chances promised, each given the one before, and how many the tree had.
+
+        Both are 0 where the source states no chances.
+        """
+        if not self.chances:
+            return 0.0, 0
+        mass = [0.0] * (len(self) + 1)  # of a node's children, given the node
+        child = {}
+        for node, (token, parent, chance) in enumerate(zip(self.tokens, self.parents, self.chances, strict=True)):
+            mass[parent] += chance / self.chances[parent] if parent >= 0 else chance
+            child[parent, token] = node
+        node, expected, came = -1, 0.0, 0
+        for token in text:
+            expected += mass[node]
+            if (node, token) not in child:
+                break
+            node, came = child[node, token], came + 1
+        return expected, came
+
 
 @dataclass(frozen=True, slots=True)
 class StepReads:
@@ -83,6 +103,7 @@ class Price:
         seconds: by rows of the whole step.
         slopes: by rows, the least that one more costs, as in StepCurve.
         lesson, lessons: tokens that a row is worth though it be turned down, for what it says; of so many rows.
+        truth: what to believe of a token's chance, given the one before it.
     """
 
     rate: float
@@ -91,6 +112,7 @@ class Price:
     slopes: Any
     lesson: float = 0.0
     lessons: int = 0
+    truth: float = 1.0
 
     @classmethod
     def free(cls, rows: int) -> Price:

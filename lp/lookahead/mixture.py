@@ -211,13 +211,13 @@ def recall(s, node, tail, n_tail):
 
 
 @jit
-def expand(t, s, node, tail, n_tail, position, base_key, noisy, sources):
+def expand(t, s, node, tail, n_tail, position, base_key, noisy, sources, truth):
     """Predict what follows a node."""
     known = recall(s, node, tail, n_tail)
     voted, _ = predict(t, s, known, position + s.node_depths[node] + 1, base_key, noisy, sources)
     base = node * VOTED
     for index in range(voted):
-        s.voted_tokens[base + index], s.voted_chances[base + index] = s.tokens[index], s.scores[index]
+        s.voted_tokens[base + index], s.voted_chances[base + index] = s.tokens[index], s.scores[index] * truth
     s.node_voted[node] = voted
     choose(s, node)
 
@@ -240,13 +240,13 @@ def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest
     Nodes that repeat row 0 or column 0 of the window cost no row. The tree is cut where its chances less its price
     add up to most, and ends where no larger one could pay.
     """
-    rate, base, seconds, slopes, lesson, lessons = price
+    rate, base, seconds, slopes, lesson, lessons, truth = price
     worth = best = -rate * seconds[base]
     kept = 1
     s.node_tokens[0] = tail[0]
     s.node_parents[0], s.node_depths[0], s.node_chances[0], s.node_row[0], s.node_column[0] = -1, 0, 1.0, 0, 0
     nodes, rows = 1, 0
-    expand(t, s, 0, tail, n_tail, position, base_key, noisy, sources)
+    expand(t, s, 0, tail, n_tail, position, base_key, noisy, sources, truth)
     while nodes < len(s.node_tokens):
         parent = 0
         for node in range(1, nodes):
@@ -272,7 +272,7 @@ def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest
         s.voted_chances[choice] = 0.0
         choose(s, parent)
         if s.node_depths[nodes] < deepest:
-            expand(t, s, nodes, tail, n_tail, position, base_key, noisy, sources)
+            expand(t, s, nodes, tail, n_tail, position, base_key, noisy, sources, truth)
         worth += s.node_chances[nodes]
         nodes += 1
         if worth > best:

@@ -8,16 +8,17 @@ All figures are replicated: chances, accepted tokens, and times that are rank 0'
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Protocol
 
 from lp.config import LookaheadConfig
-from lp.lookahead.candidates import Price
+from lp.lookahead.candidates import Price, TokenTree
 from lp.lookahead.compiled import given
 from lp.tuner.curve import StepCurve
 
 MEMORY, BEFORE = 12.0, 4.0  # steps that the running rate looks back; plain steps that it begins with
-TRUST, DOUBT = 24.0, 20.0  # the same of how far chances are true: steps, and accepted tokens to begin with
-TRUTH = (0.7, 3.0)  # accepted tokens to one predicted: as far as it is believed
+TRUST, DOUBT = 8.0, 4.0  # the same of how far chances are true: steps, and tokens that came as foretold to begin with
+LEAST_TRUE = 0.3  # or what is not believed would never be tried again
 LESSON, LESSONS = 0.04, 8  # tokens that a step's first rows bring later, by the logits they leave: the demo model's
 CAUTION = 1.25  # times the price: of all rows, those are taken whose chance looks best, and it is less than it looks
 LADDER = (0, 2, 4, 8, 16, 32, 64, 128)  # columns
@@ -52,12 +53,8 @@ class Budget(Protocol):
         """Of how many of the prompt's last rows the logits are read, if so many new tokens are wanted."""
         ...
 
-    def observe(self, tokens: int, rows: int, expected: float) -> None:
-        """A step of so many rows, padding excluded, brought so many tokens; 0 rows: an idle one.
-
-        Args:
-            expected: accepted tokens that its candidates' chances promised.
-        """
+    def observe(self, new: Sequence[int], rows: int, tree: TokenTree) -> None:
+        """A step of so many rows, padding excluded, with these candidates brought new tokens; 0 rows: an idle one."""
         ...
 
 
@@ -78,7 +75,7 @@ class FixedBudget:
         """All of them."""
         return sys.maxsize
 
-    def observe(self, tokens: int, rows: int, expected: float) -> None:
+    def observe(self, new: Sequence[int], rows: int, tree: TokenTree) -> None:
         """Nothing changes."""
 
 
@@ -127,10 +124,14 @@ class AdaptiveBudget:
 
     @property
     def price(self) -> Price:
-        """Of the next step's rows, in tokens as the pool predicts them."""
-        truth = min(max(self._truth.ratio, TRUTH[0]), TRUTH[1])
+        """Of the next step's rows."""
         base = self._window(self.columns)
-        return Price(CAUTION * self.rate / truth, base, self._table, self._slopes, LESSON / truth, LESSONS)
+        return Price(CAUTION * self.rate, base, self._table, self._slopes, LESSON, LESSONS, self._believed)
+
+    @property
+    def _believed(self) -> float:
+        """Of a chance. A loop whose turns differ breaks at the same token each time, on a path that looked sure."""
+        return min(max(self._truth.ratio, LEAST_TRUE), 1.0)
 
     def padded(self, rows: int) -> int:
         """More where that is cheaper; a rank has about its share of a step that the curve knows."""
@@ -141,16 +142,17 @@ class AdaptiveBudget:
         """A short text does not repay the reading of a long prompt."""
         return new
 
-    def observe(self, tokens: int, rows: int, expected: float) -> None:
+    def observe(self, new: Sequence[int], rows: int, tree: TokenTree) -> None:
         """Follow what steps bring; lookahead that does not reach plain decoding's rate is left alone for a while."""
         if self.idle:  # a step that guessed nothing, or caught up with what other ranks had
             self._nap_on()
             return
         seconds = self.curve.step_s(rows)
-        self._rate.add(tokens, seconds)
-        self._truth.add(tokens - 1, expected)
+        self._rate.add(len(new), seconds)
+        expected, came = tree.foretold(new)
+        self._truth.add(came, expected / self._believed)
         self._size.add(rows - self._window(self.columns), 1)
-        self._awake.add(tokens, seconds)
+        self._awake.add(len(new), seconds)
         self._trial -= 1
         pays = self._awake.ratio >= LEAST / self.curve.plain_s
         if self._trial <= 0 and not pays:

@@ -23,6 +23,7 @@ from lp.tuner.curve import StepCurve, flat
 from tests.pools import drawn_curve, drawn_step, pool_of
 from tests.tiny_models import drawn_text, tiny_model
 
+NOTHING = TokenTree(0)
 MOST = 100  # rows of a trace's proposals
 CURVES = {
     "flat": flat(0.01, 128),
@@ -69,10 +70,20 @@ def test_a_tree_is_cut_where_it_is_worth_most() -> None:
 
 @dataclass
 class Position:
-    """What the pool proposed behind one token of a text, and what was true of it."""
+    """What the pool proposed behind one token of a text, what was true of it, and what came."""
 
-    chances: list[float]
+    tree: TokenTree
     true: list[int]  # the nodes that were, ascending
+    text: list[int]
+
+    def believed(self, truth: float) -> TokenTree:
+        """The tree with chances that are believed so far, a token."""
+        tree, depths = TokenTree(MOST), dict[int, int]()
+        tree.tokens, tree.parents = self.tree.tokens, self.tree.parents
+        for node, parent in enumerate(tree.parents):
+            depths[node] = depths.get(parent, 0) + 1
+        tree.chances = [chance * truth ** depths[node] for node, chance in enumerate(self.tree.chances)]
+        return tree
 
 
 class _Tracer:
@@ -101,7 +112,7 @@ class _Tracer:
                 if at < len(text) and text[at] == token:
                     depths[node] = depths[parent] + 1
                     true.append(node)
-            self.trace.append(Position(tree.chances, true))
+            self.trace.append(Position(tree, true, text[length:]))
 
 
 class _Tracing(lp.LookaheadDecoder):
@@ -136,16 +147,22 @@ def _fixed_s(trace: list[Position], rows: int, curve: StepCurve) -> float:
     return seconds
 
 
+def _first(tree: TokenTree, rows: int) -> TokenTree:
+    cut = TokenTree(rows)
+    cut.tokens, cut.parents, cut.chances = tree.tokens[:rows], tree.parents[:rows], tree.chances[:rows]
+    return cut
+
+
 def _adaptive_s(trace: list[Position], curve: StepCurve) -> float:
     """The same of one whose steps take what the budget says."""
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True, window_size=0, guess_set_size=MOST), curve)
     at, seconds = 0, 0.0
     while at < len(trace):
-        chances = trace[at].chances
-        rows = 0 if budget.idle else _cut(chances, budget.price)
+        tree = trace[at].believed(budget.price.truth)
+        rows = 0 if budget.idle else _cut(tree.chances, budget.price)
         tokens = 1 + sum(node < rows for node in trace[at].true)
         seconds += curve.plain_s if budget.idle else curve.step_s(1 + rows)
-        budget.observe(tokens, 0 if budget.idle else 1 + rows, sum(chances[:rows]))
+        budget.observe(trace[at].text[:tokens], 0 if budget.idle else 1 + rows, _first(tree, rows))
         at += tokens
     return seconds
 
@@ -187,6 +204,33 @@ def test_ranks_choose_alike(ranks: int, least: int) -> None:
     assert steps >= least and len(seen) >= 3
 
 
+def test_what_a_tree_foretold() -> None:
+    """Two branches of which one is true for two tokens; the step's last token is the model's own."""
+    tree = TokenTree(9)
+    tree.tokens, tree.parents, tree.chances = [5, 6, 7, 8], [-1, -1, 1, 2], [0.2, 0.5, 0.4, 0.1]
+    assert tree.foretold([6, 7, 9]) == (pytest.approx(0.7 + 0.8 + 0.25), 2)
+    assert tree.foretold([6, 7, 8, 1]) == (pytest.approx(0.7 + 0.8 + 0.25), 3), "nothing was promised behind the end"
+    assert tree.foretold([9]) == (pytest.approx(0.7), 0)
+    assert TokenTree(0).foretold([1]) == (0.0, 0)
+
+
+def test_paths_that_break_are_cut_short() -> None:
+    """A loop whose turns differ: every path looks sure to its end, and breaks at its fifth token."""
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 100), (0.01, 0.04), 0.01))
+    taken = []
+    for _ in range(12):
+        price, tree = budget.price, TokenTree(96)
+        tree.add([1] * 96)
+        tree.chances = [(0.99 * price.truth) ** (depth + 1) for depth in range(96)]
+        cut = _first(tree, _cut(tree.chances, price))
+        taken.append(len(cut))
+        budget.observe([1] * 4 + [2], 1 + len(cut), cut)
+    assert taken[0] > 40 and all(4 <= rows <= 12 for rows in taken[-3:]), taken
+    for _ in range(12):
+        budget.observe([1] * 30, 31, _first(tree, 29))
+    assert budget.price.truth > 0.95, "what holds again is believed again"
+
+
 def test_what_does_not_pay_is_left_plain() -> None:
     """On text that nobody can guess every try is lost: few may be made, and they must be made."""
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 120), (1.08, 30.0), 1.0))
@@ -196,13 +240,13 @@ def test_what_does_not_pay_is_left_plain() -> None:
         rows = 0 if idle else max(budget.columns, 1)
         seconds += budget.curve.plain_s if idle else budget.curve.step_s(rows)
         tried += not idle
-        budget.observe(1, rows, 0.0)
+        budget.observe([1], rows, NOTHING)
     assert seconds < 1010 and 40 < tried < 100
     while budget.idle:
-        budget.observe(1, 0, 0.0)
+        budget.observe([1], 0, NOTHING)
     for _ in range(40):
         assert not budget.idle, "what pays again is used again"
-        budget.observe(4, 5, 3.0)
+        budget.observe([1] * 4, 5, NOTHING)
     assert budget.rate > 3 * 0.3
 
 
@@ -212,7 +256,7 @@ def test_columns_follow_what_rows_cost() -> None:
     for name, curve in CURVES.items():
         budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), curve)
         for _ in range(30):
-            budget.observe(3, 20, 2.0)
+            budget.observe([1] * 3, 20, NOTHING)
         chosen[name] = budget.columns
     assert chosen["flat"] == 16 and chosen["linear"] == 0 and chosen["a bump below 32"] > 0
 
