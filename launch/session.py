@@ -26,11 +26,7 @@ from lp.models.shapes import SHAPES
 from lp.rendezvous import env_int
 
 PLAIN = "autoregressive"  # the oracle the others are held against
-METHODS = (
-    "lookahead_auto",
-    PLAIN,
-    "prompt_lookup",
-)  # compared with the one chosen
+METHODS = ("lookahead_auto", PLAIN, "prompt_lookup")  # compared with the one chosen
 CHOICES = (*METHODS, "lookahead", "lookahead_paper", "token_recycling", "suffix")  # the last needs an optional package
 C = TypeVar("C", bound=Tasked)
 T = TypeVar("T")
