@@ -116,7 +116,7 @@ class Processes:
                 continue
         return found
 
-    def wait_for_end(self, timeout_s: float) -> list[psutil.Process]:
+    def wait_for_end(self, timeout_s: float = 20) -> list[psutil.Process]:
         """Those still alive after at most `timeout_s`: none, if the launch cleans up behind itself."""
         end = time.monotonic() + timeout_s
         while (left := self.alive()) and time.monotonic() < end:

@@ -34,7 +34,7 @@ def check_cases(
     command = processes.torchrun(ranks, worker, str(folder), str(first), str(last))
     ran = processes.run(command, env, timeout_s=240)
     assert ran.returncode == 0, ran.stderr
-    assert processes.wait_for_end(10) == []
+    assert processes.wait_for_end() == []
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     broadcasts = 0
     for i, seed in enumerate(range(first, last)):
@@ -104,4 +104,4 @@ def check_kill(processes: Processes, folder: Path, ranks: int, victim: int, env:
     assert process.returncode != 0
     assert f"step {STEP}" in out.splitlines(), "what rank 0 had printed is lost"
     assert f"{victim}: -9" in errors, errors
-    assert processes.wait_for_end(10) == []
+    assert processes.wait_for_end() == []

@@ -55,7 +55,7 @@ def test_one_rank_stops_them_all(processes: Processes, tmp_path: Path) -> None:
         assert {end["reason"] for end in generation} == {"interrupted"}
     left = [name for rank in range(RANKS) for name in (tmp_path / f"{rank}.threads").read_text().split()]
     assert not [name for name in left if "gloo" in name], "a thread of the group may abort the process as it ends"
-    assert processes.wait_for_end(10) == []
+    assert processes.wait_for_end() == []
 
 
 @pytest.mark.parametrize("victim", range(RANKS))
@@ -90,7 +90,7 @@ def test_a_frozen_rank_is_named(processes: Processes, tmp_path: Path, victim: in
     for rank in set(range(RANKS)) - {victim}:
         assert f"RankLost: rank {victim} does not answer, so rank {rank} stops (" in errors + rest
     assert f"step {STEP}" in out.splitlines()
-    assert processes.wait_for_end(10) == []
+    assert processes.wait_for_end() == []
 
 
 def test_a_restarted_launch_says_what_an_undisturbed_one_says(processes: Processes, tmp_path: Path) -> None:
@@ -113,4 +113,4 @@ def test_a_restarted_launch_says_what_an_undisturbed_one_says(processes: Process
             assert 0 < said["outputs"][number]["resumed"] <= NEW
     lines = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
     assert [line["end"] for line in lines if "end" in line] == ["length", "length"]
-    assert processes.wait_for_end(10) == []
+    assert processes.wait_for_end() == []

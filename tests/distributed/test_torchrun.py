@@ -40,7 +40,7 @@ def test_two_ranks_say_what_one_says(processes: Processes, settings: list[str], 
     one, two = said
     assert json.dumps(two).count('"equal": true') >= 2
     assert [p["text"] for p in one["prompts"]] == [p["text"] for p in two["prompts"]]
-    assert processes.wait_for_end(5) == []
+    assert processes.wait_for_end() == []
 
 
 def test_ranks_sweep(processes: Processes, settings: list[str], tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_user_error_is_said_once(processes: Processes, settings: list[str], tm
     ran = processes.run(processes.torchrun(2, APP, *settings, "max_new_tokens=0"), _run_dir(tmp_path))
     assert ran.returncode == 2
     assert ran.stderr.count("max_new_tokens is 0") == 1 and "Traceback" not in ran.stderr
-    assert processes.wait_for_end(5) == []
+    assert processes.wait_for_end() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -100,7 +100,7 @@ def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, setti
     out, _ = process.communicate(timeout=30)
     assert process.returncode != 0
     assert "[partial: the run failed here]" in out
-    assert processes.wait_for_end(5) == []
+    assert processes.wait_for_end() == []
 
 
 def test_sigterm_to_one_worker_ends_the_run_in_order(processes: Processes, settings: list[str], tmp_path: Path) -> None:
@@ -110,4 +110,4 @@ def test_sigterm_to_one_worker_ends_the_run_in_order(processes: Processes, setti
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "interrupted" in out and "[partial" not in out and "Traceback" not in err
-    assert processes.wait_for_end(10) == []
+    assert processes.wait_for_end() == []
