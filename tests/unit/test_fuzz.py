@@ -16,7 +16,7 @@ from tests.conftest import LONG
 from tests.fuzzing import Case, drawn, run
 from tests.shrinking import shrink
 
-SECONDS, CASES, SHARE = 25, 3000, 0.1  # the short form ends by the clock, the long one by the count
+SECONDS, CASES, SHARE = 60, 3000, 0.1  # the short form ends by the clock, the long one by the count
 FAULT_CASES = 200
 
 
