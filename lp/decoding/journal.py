@@ -10,12 +10,15 @@ but not the machine (there is no fsync); all ranks are told what it read.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,6 +29,9 @@ from lp.distributed import ParallelContext
 from lp.lookahead.exchange import text_digest
 from lp.models.replicas import model_digests
 from lp.models.rope import rope_boundary
+
+STARTS = (b'{"text":', b'{"t":', b'{"end":')  # of lines
+OBJECTS = ("logits_processor", "stopping_criteria")  # whose settings are their attributes
 
 
 @dataclass
@@ -57,7 +63,7 @@ class Journal:
         if "error" in told:  # on every rank, or the others would wait for rank 0
             raise ValueError(told["error"])
         self.records = {name: Record(**record) for name, record in told.items()}
-        self._models: dict[int, str] = {}
+        self._models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # an id may be that of a model before
 
     @property
     def seed(self) -> int | None:
@@ -91,6 +97,8 @@ class Journal:
         """
         if sampling is not None and sampling.verifier is Verifier.REJECTION:
             raise ValueError("a journal can't go on with verifier 'rejection', which draws anew; use 'coupled'")
+        for key in OBJECTS:
+            options[key] = [*options.get(key, ())]  # which may be an iterator, and is read twice
         name = self._name(decoder, ids, max_new_tokens, sampling, options)
         record = self.records.setdefault(name, Record())
         if sampling is not None and sampling.seed is None:
@@ -125,12 +133,12 @@ class Journal:
         self, decoder: Decoder, ids: Sequence[int], new: int, sampling: SamplingParams | None, options: dict[str, Any]
     ) -> str:
         """A digest of the model and of what was asked; neither of W, N, G nor of ranks, which change no text."""
-        if id(decoder.model) not in self._models:
-            self._models[id(decoder.model)] = json.dumps(model_digests(decoder.model))
-        model, chosen = self._models[id(decoder.model)], sampling and asdict(sampling)
-        processors = [plain_settings(vars(processor)) for processor in options.get("logits_processor", ())]
+        if decoder.model not in self._models:
+            self._models[decoder.model] = json.dumps(model_digests(decoder.model))
+        model, chosen = self._models[decoder.model], sampling and asdict(sampling)
+        settings = [plain_settings(vars(each)) for key in OBJECTS for each in options[key]]
         asked = sorted((key, repr(plain_settings(value))) for key, value in options.items())
-        return f"{text_digest(repr((model, list(ids), new, chosen, processors, asked))):016x}"
+        return f"{text_digest(repr((model, list(ids), new, chosen, settings, asked))):016x}"
 
     def _drawn(self) -> int:
         return int(self.context.all_gather(torch.randint(2**63 - 1, (1,)).to(self.context.device))[0])
@@ -139,13 +147,16 @@ class Journal:
         """What the file holds, as JSON for all ranks; from here on it ends with a whole line."""
         try:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - for as long as the run lasts
-            lines = self.path.read_bytes().split(b"\n") if self.path.is_file() else [b""]
-            if lines[-1]:  # cut off in the middle
-                self._file.truncate(self._file.tell() - len(lines[-1]))
-            return json.dumps({name: asdict(record) for name, record in _read(lines[:-1]).items()})
+            *lines, cut = self.path.read_bytes().split(b"\n") if self.path.is_file() else [b""]
+            if not any(start.startswith(cut[: len(start)]) for start in STARTS):
+                raise ValueError("ends with what no journal has")
+            records = _read(lines)
+            if cut:  # of a line that was written last; not before the others are known to be a journal's
+                self._file.truncate(self._file.tell() - len(cut))
+            return json.dumps({name: asdict(record) for name, record in records.items()})
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); give a path in a folder that exists and is yours"
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             reason = "is no journal of lp; give another path, or delete it"
         return json.dumps({"error": f"journal {self.path} {reason}"})
 
@@ -153,7 +164,9 @@ class Journal:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            written = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+            if self._file.write(written) < len(written):  # the next line must not follow half a one
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:  # a full disk must not cost the text
             warnings.warn(f"journal {self.path} is not written any more ({error.strerror})", stacklevel=2)
             self._file = None

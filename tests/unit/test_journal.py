@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import StoppingCriteria
 
 import lp
 from lp.decoding.journal import Journal
@@ -129,6 +131,25 @@ def test_another_text_begins_anew(tmp_path: Path, what: str) -> None:
         assert (output.tokens, output.resumed) == (plain.tokens, 0)
 
 
+class _Ends(StoppingCriteria):
+    """Once the text has so many tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        return torch.tensor([input_ids.shape[1] >= self.length])
+
+
+def test_criteria_are_part_of_the_question(tmp_path: Path) -> None:
+    """A text that another criterion of the same class ended is not this one; an iterator of them counts once read."""
+    decoder = lp.LookaheadDecoder(tiny_model())
+    for length in (8, 12, 12):
+        output = Journal(tmp_path / "j", ALONE).generate(decoder, [1, 2], 20, stopping_criteria=iter([_Ends(length)]))
+        assert (len(output.tokens), output.finish_reason) == (length - 2, "criteria")
+    assert output.resumed == 10
+
+
 def test_models_with_a_rotary_boundary_begin_anew(tmp_path: Path) -> None:
     """Their frequencies depend on where the prompt ended: the same tokens as a prompt are not the same text."""
     model, ids = tiny_model("llama_longrope"), drawn_text(random.Random(1), 40)
@@ -144,10 +165,20 @@ def test_models_with_a_rotary_boundary_begin_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("not json\n", "is no journal"), ('{"x": 1}\n', "is no journal"), ("[1]\n", "is no journal"), (None, "written")],
+    [
+        ("not json\n", "is no journal"),
+        ('{"x": 1}\n', "is no journal"),
+        ("[1]\n", "is no journal"),
+        ("[" * 100_000 + "\n", "is no journal"),
+        ("a letter without a last line end", "is no journal"),
+        ('{"a": "JSON file"}', "is no journal"),
+        ("two lines\nof something else", "is no journal"),
+        ('two lines\n{"t":[1', "is no journal"),
+        (None, "written"),
+    ],
 )
 def test_a_bad_journal_is_refused_on_every_rank(tmp_path: Path, ranks: int, text: str | None, message: str) -> None:
-    """Rank 0 alone reads it; the others would wait for what it read."""
+    """Rank 0 alone reads it, and the others would wait for what it read; a wrong path must cost no file."""
     path = tmp_path / "j"
     if text is None:
         path = tmp_path / "none" / "j"
@@ -162,6 +193,7 @@ def test_a_bad_journal_is_refused_on_every_rank(tmp_path: Path, ranks: int, text
 
     run_lockstep(ranks, body)
     assert len(said) == ranks and all(str(path) in line for line in said)
+    assert text is None or path.read_text() == text, "what is no journal is somebody's file"
 
 
 def test_rejection_sampling_is_refused(tmp_path: Path) -> None:
@@ -177,6 +209,24 @@ def test_a_full_disk_costs_no_text() -> None:
     with pytest.warns(UserWarning, match="is not written any more .No space left"):
         output = Journal("/dev/full", ALONE).generate(lp.LookaheadDecoder(model), [1, 2], 20)
     assert output.tokens == lp.AutoregressiveDecoder(model).generate([1, 2], 20).tokens
+
+
+def test_half_a_line_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with room for a part takes it without an error: with a line behind it, the file would be no journal."""
+    journal, decoder = Journal(tmp_path / "j", ALONE), lp.LookaheadDecoder(tiny_model())
+    assert journal._file is not None
+    raw, writes = journal._file, iter([None, None, 5])
+
+    class Disk:
+        def write(self, data: bytes) -> int | None:
+            return raw.write(data[: next(writes, None)])
+
+    monkeypatch.setattr(journal, "_file", Disk())
+    with pytest.warns(UserWarning, match="is not written any more .No space left"):
+        first = journal.generate(decoder, [1, 2], 20)
+    assert not (tmp_path / "j").read_bytes().endswith(b"\n")
+    again = Journal(tmp_path / "j", ALONE).generate(decoder, [1, 2], 20)
+    assert again.tokens == first.tokens and len(first.tokens) == 20
 
 
 def test_the_app_goes_on_from_its_journal(
