@@ -6,6 +6,7 @@ Among ranks, rank 0 reads and prints; every rank gets each line and does the sam
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -162,16 +163,27 @@ class Chat:
             stop_strings=self.config.stop_strings,
             tokenizer=tokenizer,
         )
-        text, output = show(lambda on_tokens: generate(on_tokens=on_tokens), tokenizer, ids, self.pen)
-        # Rank 0's word counts: Ctrl-C stops plain decoding, which has no exchange, on each rank by itself.
-        answer = self.context.share_text(text if output.tokens else None)
-        if answer is not None:
-            self.history.turns.append((said, answer))
+        try:
+            text, output = show(lambda on_tokens: generate(on_tokens=on_tokens), tokenizer, ids, self.pen)
+        except ValueError as error:
+            self._agree(said, None, error)
+            raise
+        self._agree(said, text if output.tokens else None)
         self.totals.add(output)
         ending = ENDINGS.get(output.finish_reason)
         self._say(str(Totals().add(output)) + f" ({ending})" * (ending is not None))
         if output.signal == signal.SIGTERM:
             signal.raise_signal(signal.SIGTERM)  # which `run` holds
+
+    def _agree(self, said: str, answer: str | None, error: ValueError | None = None) -> None:
+        """Rank 0's word counts: Ctrl-C stops plain decoding, which has no exchange, on each rank by itself, and a rank
+        that failed alone, of which the others know nothing, goes on beside them.
+        """
+        told = json.loads(self.context.share_text(json.dumps({"answer": answer, "failed": error is not None})) or "")
+        if told["answer"] is not None:
+            self.history.turns.append((said, told["answer"]))
+        if error and not told["failed"]:
+            print(f"[rank {self.context.rank}] error: {explain(error)}", file=sys.stderr, flush=True)
 
     def _ends(self) -> list[int] | None:
         """What ends an answer: the model's EOS tokens, and the one of the tokenizer, which may end a turn."""

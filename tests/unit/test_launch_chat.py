@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import signal
@@ -13,7 +14,14 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import lp
+from launch.chat import Chat
 from launch.history import History
+from launch.schema import AutoregressiveSchema, ChatConfig, GreedySchema
+from launch.settings import Settings
+from launch.stream import Pen
+from lp.config import check_int
+from lp.distributed import ParallelContext, run_lockstep
+from lp.models.loader import load
 from tests.unit.conftest import CONTEXT, Ran
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=12")
@@ -230,3 +238,44 @@ def test_sigterm_ends_the_chat(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ran.code == 143 and len(prompts) == 1 and prompts[0]["output"].signal == signal.SIGTERM
+
+
+@pytest.mark.parametrize("bad", [{0}, {1}, {0, 1, 2}])
+def test_a_rank_that_fails_alone_stays_in_step(
+    chat_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bad: set[int]
+) -> None:
+    """As one without room for the cache does: it took the others' answer for the next line, and the chat hung."""
+    monkeypatch.setattr("lp.distributed.DEFAULT_TIMEOUT_S", 20)
+    loaded = load(chat_folder)
+    capfd.readouterr()
+    config = ChatConfig(decoder=AutoregressiveSchema(), sampling=GreedySchema(), max_new_tokens=4)
+
+    def body(context: ParallelContext) -> tuple[list[list[int]], Chat]:
+        asked, lines = list[list[int]](), iter(["one", "two", None])
+
+        class Fails:
+            def generate(self, ids: list[int], *args: Any, on_tokens: Any, **options: Any) -> lp.GenerationOutput:
+                asked.append(ids)
+                if len(asked) == 1 and context.rank in bad:
+                    check_int("bytes", 9, 0, 8, "use a device with more memory")
+                on_tokens([7], 0)
+                return lp.GenerationOutput([7], "interrupted", [])
+
+        class Typed:
+            def read(self) -> str | None:
+                return next(lines)
+
+        history, keyboard = History(loaded.tokenizer, CONTEXT), Typed() if context.is_main else None
+        said: dict[str, Any] = {"decoder": Fails(), "keyboard": keyboard, "pen": Pen(io.StringIO(), False)}
+        chat = Chat(
+            config=config, context=context, loaded=loaded, history=history, settings=Settings.of(config), **said
+        )
+        chat.run()
+        return asked, chat
+
+    asked, chats = zip(*run_lockstep(3, body), strict=True)
+    assert len(asked[0]) == 2 and asked[0] == asked[1] == asked[2]
+    assert all(chat.ended and chat.history.turns == chats[0].history.turns for chat in chats)
+    assert len(chats[0].history.turns) == (1 if 0 in bad else 2)
+    message = "error: bytes is 9; it must be an integer in [0, 8]; use a device with more memory\n"
+    assert capfd.readouterr().err == ("[rank 1] " if 0 not in bad else "") + message
