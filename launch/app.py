@@ -1,7 +1,8 @@
 """What every app starts with: Hydra around a task, and errors as a user wants to read them.
 
-A user error is one line on stderr and exit code 2, as is a disk that is full; a rank that was lost is one line and exit
-code 1, Ctrl-C is exit code 130, SIGTERM 0 where the app ends as asked; anything else is a bug and keeps its traceback.
+A user error is one line on stderr and exit code 2, as is a disk that is full or a run folder that cannot be made; a
+rank that was lost is one line and exit code 1, Ctrl-C is exit code 130, SIGTERM 0 where the app ends as asked; anything
+else is a bug and keeps its traceback.
 HYDRA_FULL_ERROR=1 keeps every traceback.
 """
 
@@ -137,12 +138,22 @@ def reported() -> Iterator[None]:
         print(f"[rank {_rank()}] " * (_rank() > 0) + f"error: {explain(error)}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
     except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        _drop_stdout()
         what = f"{error.filename} " * bool(error.filename)
-        print(f"error: cannot write {what}({error.strerror}); make room, or write elsewhere", file=sys.stderr)
+        if error.errno in DISK_FULL:
+            _drop_stdout()
+            remedy = "make room, or write elsewhere"
+        elif _hydras(error):
+            remedy = "give a folder that can be made, as in hydra.run.dir=runs/1"
+        else:
+            raise
+        print(f"error: cannot write {what}({error.strerror}); {remedy}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
+
+
+def _hydras(error: Exception) -> bool:
+    """Whether Hydra met it, which makes the run's folder, and not what it runs."""
+    names = [str(frame.f_globals["__name__"]).split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [name for name in names if name in ("hydra", *OURS)][-1:] == ["hydra"]
 
 
 def _drop_stdout() -> None:

@@ -165,7 +165,8 @@ class _ProcessContext(ParallelContext):
         return dist.new_group(backend="gloo", timeout=PATIENCE)
 
     def _wait(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.broadcast(tensor, src=0, group=self._patient)
+        with self._answered():
+            dist.broadcast(tensor, src=0, group=self._patient)
         return tensor
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -64,13 +64,16 @@ class RowFile:
         methods: that every prompt has a row of.
 
     Raises:
-        ValueError: another process has the file open, or it holds something else.
+        ValueError: another process has the file open, it cannot be written, or it holds something else.
     """
 
     def __init__(self, path: Path, methods: Sequence[str]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._methods = path, list(methods)
-        self._file = path.open("ab+")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab+")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror}); give another out=") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -33,7 +33,7 @@ def sigterm_raises() -> Iterator[None]:
 
 
 class DeferredSignals:
-    """While entered, the first SIGINT or SIGTERM sets `requested`; a second one acts as it did before.
+    """While entered, the first SIGINT or SIGTERM sets `requested`; a second one of its kind acts as it did before.
 
     Outside the main thread, where Python allows no handlers, signals act as usual.
     """

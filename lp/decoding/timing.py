@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lp.decoding.base import Decoder, GenerationOutput, Request
 from lp.decoding.generation import Generation
+from lp.decoding.signals import interruption
 from lp.lookahead.candidates import TokenTree
 from lp.lookahead.exchange import Stop
 from lp.lookahead.pool import NGramPool, fresh_tables
@@ -61,7 +62,7 @@ class _Stopwatch(Decoder):
             reason = run.step() if rows else run.step_alone()
             if reason is Stop.INTERRUPTED:
                 if request.signals.requested:
-                    raise KeyboardInterrupt
+                    raise interruption(request.signals.received)
                 raise run.failure or RuntimeError("the steps that are timed failed on another rank")
             return run.stats[-1].seconds
 

@@ -85,7 +85,7 @@ class StepCurve:
         return np.minimum.accumulate(raw[::-1])[::-1]
 
     def step_s(self, rows: int) -> float:
-        """Seconds of a step; past the largest size measured, by its slope."""
+        """Seconds of a step; past the largest size measured, in proportion to its rows."""
         if rows <= self.most:
             return float(self.table[rows])
         return float(self.table[-1] * rows / self.most)
@@ -167,7 +167,7 @@ def remembered(parts: Sequence[Any], measured: Callable[[], StepCurve], context:
     if context.is_main:
         with contextlib.suppress(OSError, ValueError):  # none, or one that can't be read: the others wait for a word
             text = path.read_text(encoding="utf-8")
-    text = _share(text, context)
+    text = context.share_text(text)
     if text:
         try:
             return StepCurve(**json.loads(text))
@@ -204,13 +204,3 @@ def _folder() -> Path:
         "~/.cache"
     )  # without a home: a folder that is not there
     return Path(cache) / "lp" / "curves"
-
-
-def _share(text: str | None, context: ParallelContext) -> str | None:
-    """Rank 0's text on every rank, "" for none."""
-    data = list((text or "").encode())
-    length = int(context.broadcast(torch.tensor([len(data)]), 0))
-    if not length:
-        return None
-    body = torch.tensor(data) if context.is_main else torch.empty(length, dtype=torch.long)
-    return bytes(context.broadcast(body, 0).tolist()).decode()

@@ -190,6 +190,13 @@ def test_a_bad_file_to_keep(launch_generate: Launch, tiny_folder: Path, tmp_path
     assert content is None or (tmp_path / "file").read_text() == content
 
 
+def test_a_run_folder_that_cannot_be_made(launch_generate: Launch, tmp_path: Path) -> None:
+    """A folder of another user, or of a disk that is read only, is the most usual of wrong paths."""
+    (tmp_path / "file").touch()
+    said = refused(launch_generate, f"hydra.run.dir={tmp_path}/file/runs")
+    assert f"cannot write {tmp_path}/file/runs (Not a directory); give a folder that can be made" in said
+
+
 @pytest.fixture
 def used_port() -> Iterator[int]:
     with closing(socket.socket()) as taken:

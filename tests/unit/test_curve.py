@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import lp
+from lp.decoding.signals import DeferredSignals, Terminated
 from lp.distributed import ParallelContext, run_lockstep
 from lp.tuner.curve import StepCurve, flat, machine, measure, remembered
 from tests.tiny_models import tiny_model
@@ -124,3 +126,19 @@ def test_a_decoders_curve_is_of_its_steps(tmp_path: Path, monkeypatch: pytest.Mo
     assert curve is not None and curve.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24)
     assert set(curve.rows) <= set(run)
     assert lp.LookaheadDecoder(tiny_model(), config).curve == curve
+
+
+def test_sigterm_while_measuring_is_no_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The app ends with 0 where it was asked to end, and with 130 after Ctrl-C."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forward = lp.decoding.lookahead.ModelRunner.forward
+
+    def stopped(self: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DeferredSignals):
+            signal.raise_signal(signal.SIGTERM)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(lp.decoding.lookahead.ModelRunner, "forward", stopped)
+    with pytest.raises(Terminated):
+        lp.LookaheadDecoder(tiny_model(), lp.LookaheadConfig(adaptive=True, guess_set_size=4))
+    assert not [*tmp_path.rglob("*.json")]

@@ -117,6 +117,13 @@ def test_bugs_keep_their_traceback(launch_generate: Launch, monkeypatch: pytest.
         launch_generate()
 
 
+def test_a_missing_file_of_ours_is_a_bug(launch_generate: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra runs the app: what the app cannot open is not the run's folder."""
+    monkeypatch.setattr(launch.generate, "open_session", lambda config: Path("/none/there").read_text())
+    with pytest.raises(FileNotFoundError):
+        launch_generate()
+
+
 def test_other_ranks_say_who_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A model may be missing on one node alone, where rank 0 sees nothing wrong."""
     from lp.config import check_int

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from launch.keyboard import Keyboard
-from lp.distributed import ParallelContext, run_lockstep
+from lp.distributed import ParallelContext, _ProcessContext, run_lockstep
+from lp.rendezvous import RankLost
 
 
 class Terminal(io.StringIO):
@@ -121,6 +122,19 @@ def test_every_rank_gets_the_text_of_rank_0(text: str | None) -> None:
 
     assert run_lockstep(3, body) == [text] * 3
     assert ParallelContext().share_text(text) == text
+
+
+def test_a_rank_lost_while_the_others_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next line finds a closed connection: gloo's words for it are no message for a user."""
+
+    def closed(*args: Any, **options: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("torch.distributed.broadcast", closed)
+    monkeypatch.setattr("torch.distributed.new_group", lambda **options: None)
+    monkeypatch.setattr("lp.distributed.silent_ranks", lambda rank, world_size: [1])
+    with pytest.raises(RankLost, match="rank 1 does not answer, so rank 0 stops .Connection closed by peer."):
+        _ProcessContext(world_size=2, backend="gloo").share_text("line")
 
 
 def test_a_closed_stdin_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,3 +83,10 @@ def test_no_name_leaves_its_folder(name: str) -> None:
     """Names of tasks come from files and from the command line."""
     made = slug(name)
     assert made and len(made) <= 80 and not set(made) & set("/\\: ") and made not in (".", "..")
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    """A wrong out= is the user's, and no traceback."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot be written \(.*\); give another out="):
+        RowFile(tmp_path / "file" / "rows.jsonl", METHODS)
