@@ -24,6 +24,7 @@ from launch.app import run
 from launch.report import describe_sampling
 from launch.schema import Output, TuneConfig
 from launch.session import PLAIN, Session, check, open_model, read_prompts, sampling_of, seeded
+from lp.bench.compare import alternate
 from lp.bench.tune import BUDGETS, Tried, ranks_that_pay, search, speed_of_ranks
 from lp.tuner.curve import StepCurve
 
@@ -42,7 +43,7 @@ def tune(config: TuneConfig) -> None:
 
     def build(shape: lp.LookaheadConfig | None) -> lp.LookaheadDecoder:
         decoder = lp.LookaheadDecoder(model, shape, context, config.attention.name, config.attention.capture)
-        session.run(decoder, ids[0], WARM_UP_TOKENS)
+        alternate({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)}, 1)  # Ctrl-C ends it too
         return decoder
 
     adaptive, run = build(None), partial(session.run, tokens=config.max_new_tokens)
@@ -51,7 +52,7 @@ def tune(config: TuneConfig) -> None:
     found: dict[str, Any] = {
         "curve": asdict(adaptive.curve),
         "settings": [t.as_dict() for t in tried],
-        "ranks": speed_of_ranks(adaptive.curve, _by_rows(tried)),
+        "ranks": _speeds(adaptive.curve, tried, context.world_size),
     }
     if not context.is_main:
         return
@@ -93,6 +94,11 @@ def _by_rows(tried: list[Tried]) -> list[tuple[float, float]]:
     return [(t.rows, t.compression) for t in tried[: len(BUDGETS)]]
 
 
+def _speeds(curve: StepCurve, tried: list[Tried], ranks: int) -> list[float] | None:
+    """Of 1, 2, ... ranks, by the curve of one; that of several has their shares and their exchange in it: None."""
+    return speed_of_ranks(curve, _by_rows(tried)) if ranks == 1 else None
+
+
 def _table(tried: list[Tried], title: str) -> Table:
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     for name in ("setting", "rows a step", "S", "tokens/s", "vs plain"):
@@ -106,15 +112,17 @@ def _table(tried: list[Tried], title: str) -> Table:
     return table
 
 
-def _said(adaptive: lp.LookaheadDecoder, tried: list[Tried], speeds: list[float]) -> list[str]:
+def _said(adaptive: lp.LookaheadDecoder, tried: list[Tried], speeds: list[float] | None) -> list[str]:
     best, free, _ = tried[-3:]
-    count = ranks_that_pay(speeds)
-    more = f"from t(T) and S, without the exchange, {count} rank{'s' * (count > 1)} pay" + "s" * (count == 1)
-    return [
+    said = [
         adaptive.explain().splitlines()[0],
         f"best fixed: {best.name}; adaptive reaches {free.tokens_per_s / best.tokens_per_s:.3f} of it, side by side",
-        f"{more} ({', '.join(f'{speed:.0f}' for speed in speeds[: count + 1])} tokens/s on 1, 2, ...)",
     ]
+    if speeds:
+        count = ranks_that_pay(speeds)
+        more = f"from t(T) and S, without the exchange, {count} rank{'s' * (count > 1)} pay" + "s" * (count == 1)
+        said.append(f"{more} ({', '.join(f'{speed:.0f}' for speed in speeds[: count + 1])} tokens/s on 1, 2, ...)")
+    return said
 
 
 def _write(folder: Path, found: dict[str, Any], curve: StepCurve, tried: list[Tried]) -> None:

@@ -280,12 +280,11 @@ class Generation:
 
         What only this rank knows (a criterion, which may look at the clock; a failure) is told in the next header.
         """
-        tokens = self.tokens
+        tokens, reason = self.tokens, Stop.NONE
         stopping, alone = self.request.stopping, self.context.world_size == 1
         if not alone and stopping.criteria and not self.context.is_main:
             self.keep = len(tokens)
-            return Stop.NONE
-        reason = Stop.NONE
+            return reason
         try:
             reason, self.keep = stopping.check(tokens, new)
             if self.request.on_tokens and tokens[len(tokens) - new : self.keep]:

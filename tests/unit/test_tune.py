@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lp
+from launch.tune import _said, _speeds
 from lp.bench.tune import ADAPTIVE, BUDGETS, PLAIN, Tried, ranks_that_pay, search, speed_of_ranks
 from lp.decoding.base import GenerationOutput, StepStats
 from lp.distributed import ParallelContext, run_lockstep
@@ -49,6 +52,36 @@ def test_tune_writes_what_generate_loads(
     assert said["equal"] is True and said["G"] == best["config"]["guess_set_size"]
     lines = start_app(*asked, "output=json").out.splitlines()
     assert len(lines) == 1 and json.loads(lines[0]) == json.loads((tmp_path / "tune.json").read_text())
+
+
+def test_of_several_ranks_nothing_is_said_of_more() -> None:
+    """A curve of two ranks, read as one rank's, promises speeds that one rank never had."""
+    config = lp.LookaheadConfig()
+    tried = [Tried(name=f"{n}", config=config, tokens=9, steps=3, rows=8.0, seconds=1.0) for n in range(len(BUDGETS))]
+    one, two = (_speeds(flat(0.01, 128), tried, ranks) for ranks in (1, 2))
+    assert one is not None and two is None
+    decoder: Any = _Fixed()
+    decoder.explain = lambda: "t(T)"
+    assert "1 rank pays" in _said(decoder, tried, one)[-1] and not any(
+        "pay" in line for line in _said(decoder, tried, two)
+    )
+
+
+def test_ctrl_c_ends_a_warm_up(
+    start_app: Callable[..., Any], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first Ctrl-C, which a generation takes for itself, is lost."""
+    import launch.tune
+
+    honest = lp.LookaheadDecoder.generate
+
+    def stopped(*args: Any, **options: Any) -> GenerationOutput:
+        return replace(honest(*args, **options), finish_reason="interrupted", signal=signal.SIGINT)
+
+    monkeypatch.setattr(lp.LookaheadDecoder, "generate", stopped)
+    monkeypatch.setattr(launch.tune, "search", lambda build, *rest: pytest.fail("the search began"))
+    model = ["model=hf", f"model.name={tiny_folder}", "prompt=x", f"hydra.run.dir={tmp_path}"]
+    assert start_app(launch.tune.tune, "tune", *model).code == 130
 
 
 def test_ranks_choose_by_one_clock() -> None:
