@@ -250,6 +250,13 @@ def test_what_does_not_pay_is_left_plain() -> None:
     assert budget.rate > 3 * 0.3
 
 
+def test_a_rank_pads_its_share() -> None:
+    """The curve's rows are of all ranks together: padded up to all of them, each would run what one rank did."""
+    config = lp.LookaheadConfig(adaptive=True)
+    one, two = (AdaptiveBudget(config, CURVES["a bump below 32"], ranks) for ranks in (1, 2))
+    assert (one.padded(20), two.padded(11), two.padded(40)) == (32, 17, 40)
+
+
 def test_columns_follow_what_rows_cost() -> None:
     """Columns bring a few per cent: right where rows are free, wrong where they are dear."""
     chosen = {}

@@ -100,6 +100,8 @@ def test_the_cache_is_one_of_model_and_machine(tmp_path: Path, monkeypatch: pyte
     context = ParallelContext()
     first = remembered(("a", 1), fresh, context)
     assert remembered(("a", 1), fresh, context) == first and len(made) == 1
+    shared = run_lockstep(2, lambda context: remembered(("a", 1), fresh, context))
+    assert shared == [first, first] and len(made) == 1, "ranks that do not read the file measure nothing"
     assert remembered(("a", 2), fresh, context) != first
     (file,) = [path for path in tmp_path.rglob("*.json") if f"{first.plain_s}" in path.read_text()]
     file.write_text(file.read_text()[:-9])

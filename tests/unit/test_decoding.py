@@ -13,6 +13,7 @@ import torch
 from transformers import MaxTimeCriteria, StoppingCriteria
 
 import lp
+from lp.decoding.signals import DeferredSignals
 from lp.decoding.stopping import Stopping
 from lp.models.runner import ModelRunner
 from tests.tiny_models import CONTEXT, VOCABULARY, plain_greedy, tiny_model
@@ -62,6 +63,14 @@ def test_interrupt_keeps_what_was_generated(make: Any) -> None:
     assert 4 <= len(output.tokens) < 60
     assert output.tokens == plain_greedy(tiny_model(), PROMPT, 60)[: len(output.tokens)]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_first_signal_is_the_one_that_counts() -> None:
+    """Ctrl-C at a launcher comes as SIGINT from the terminal, then as SIGTERM from the launcher."""
+    with DeferredSignals() as held:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+    assert held.received == signal.SIGINT
 
 
 def test_a_second_interrupt_is_immediate() -> None:

@@ -107,6 +107,16 @@ def test_a_finished_text_is_not_run_again(tmp_path: Path) -> None:
     assert streamed == first.tokens
 
 
+def test_a_text_killed_before_its_end_was_written_ends_there(tmp_path: Path) -> None:
+    """Its last token is in the file and what that token ended is not: a text that went on would be longer."""
+    decoder, path = lp.LookaheadDecoder(tiny_model()), tmp_path / "j"
+    eos = decoder.generate([1, 2, 3], 20).tokens[7]
+    first = Journal(path, ALONE).generate(decoder, [1, 2, 3], 20, eos_token_id=eos)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    again = Journal(path, ALONE).generate(decoder, [1, 2, 3], 20, eos_token_id=eos)
+    assert (again.tokens, again.finish_reason) == (first.tokens, "eos") and again.steps == 1
+
+
 DIFFERENCES: dict[str, dict[str, Any]] = {
     "prompt": {"ids": [1, 2, 4]},
     "length": {"new": 21},
@@ -246,3 +256,4 @@ def test_the_app_goes_on_from_its_journal(
     first, last = (p["shown"] for p in again["prompts"])
     assert (first["resumed"], first["steps"], first["tokens"]) == (24, 0, 24)
     assert 0 < last["resumed"] < 24 and 0 < last["steps"] <= 24 - last["resumed"]
+    assert [row["tokens"] for row in again["methods"].values()] == [last["tokens"] - last["resumed"]]
