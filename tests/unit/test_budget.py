@@ -18,7 +18,7 @@ from lp.distributed import ParallelContext, run_lockstep
 from lp.lookahead.candidates import CandidateSource, Price, StepReads, TokenTree
 from lp.lookahead.compiled import given
 from lp.models.loader import DEMO_MODEL, load
-from lp.tuner.budget import AdaptiveBudget
+from lp.tuner.budget import SHORTEST_NAP, AdaptiveBudget
 from lp.tuner.curve import StepCurve, flat
 from tests.pools import drawn_curve, drawn_step, pool_of
 from tests.tiny_models import drawn_text, tiny_model
@@ -248,6 +248,13 @@ def test_what_does_not_pay_is_left_plain() -> None:
         assert not budget.idle, "what pays again is used again"
         budget.observe([1] * 4, 5, NOTHING)
     assert budget.rate > 3 * 0.3
+    naps = 0
+    while not budget.idle:
+        budget.observe([1], max(budget.columns, 1), NOTHING)
+    while budget.idle:
+        budget.observe([1], 0, NOTHING)
+        naps += 1
+    assert naps == SHORTEST_NAP, "a long success makes up for the naps before it"
 
 
 def test_a_rank_pads_its_share() -> None:

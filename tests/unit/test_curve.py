@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,25 @@ def test_sigterm_while_measuring_is_no_ctrl_c(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(Terminated):
         lp.LookaheadDecoder(tiny_model(), lp.LookaheadConfig(adaptive=True, guess_set_size=4))
     assert not [*tmp_path.rglob("*.json")]
+
+
+def test_a_rank_that_fails_while_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says why; the others end in order, as they do in a text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forward, ended, first = lp.decoding.lookahead.ModelRunner.forward, dict[int, str](), tiny_model()
+    models = [first, deepcopy(first)]
+
+    def body(context: ParallelContext) -> None:
+        def failing(self: Any, tokens: list[int], *args: Any, **kwargs: Any) -> Any:
+            if len(tokens) == 12 and kwargs.get("capture", True) and self.model is models[1]:
+                raise RuntimeError("this device is gone")
+            return forward(self, tokens, *args, **kwargs)
+
+        monkeypatch.setattr(lp.decoding.lookahead.ModelRunner, "forward", failing)
+        try:
+            lp.LookaheadDecoder(models[context.rank], lp.LookaheadConfig(adaptive=True), context)
+        except BaseException as error:
+            ended[context.rank] = f"{type(error).__name__} {error}"
+
+    run_lockstep(2, body)
+    assert ended == {0: "Terminated ", 1: "RuntimeError this device is gone"}
