@@ -11,6 +11,7 @@ import csv
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -24,6 +25,7 @@ from launch.bench_session import Bench, KeptModel, methods_of, open_bench
 from launch.schema import Output, ScalingConfig
 from launch.sweep import folder_of_run, relaunch
 from lp.baselines import BASELINES
+from lp.bench.compare import uncut
 from lp.bench.plots import scaling_plots
 from lp.bench.projection import Link, Projection, Run
 from lp.bench.rows import load_rows
@@ -90,29 +92,17 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
     World sizes and plain decoding alternate in each of ROUNDS rounds behind a first one that is not counted.
     """
     links = {name: Link(**vars(link)) for name, link in config.links.items()}
-    decoder, tokens = bench.decoders["lookahead"], config.max_new_tokens
-    assert isinstance(decoder, lp.LookaheadDecoder)
-    prompts = [bench.encode(prompt) for prompt in bench.prompts]
+    texts = [partial(bench.run, ids=bench.encode(prompt), tokens=config.max_new_tokens) for prompt in bench.prompts]
     jobs = {
-        (weak, ranks): [
-            Projection(
-                model=bench.loaded.model,
-                config=_widened(decoder.config, ranks if weak else 1),
-                ids=ids,
-                max_new_tokens=tokens,
-                ranks=ranks,
-                sampling=bench.sampling,
-                attention=config.attention.name,
-            )
-            for ids in prompts
-        ]
+        (weak, ranks): [Projection(decoder=decoder, decode=text, ranks=ranks) for text in texts]
         for weak in ((False, True) if config.weak else (False,))
         for ranks in config.projected_ranks
+        for decoder in [_widened(bench, ranks if weak else 1)]
     }
     taken: dict[tuple[bool, int], list[list[Run]]] = {key: [] for key in jobs}  # by round and prompt
     speeds = list[float]()
     for _ in range(1 + ROUNDS):
-        plain = [bench.runs["autoregressive"](ids, tokens) for ids in prompts]
+        plain = [uncut(text(bench.decoders["autoregressive"])) for text in texts]
         speeds.append(sum(len(output.tokens) for output in plain) / sum(output.decode_s for output in plain))
         for key, of_prompts in jobs.items():
             taken[key].append([job.run() for job in of_prompts])
@@ -120,13 +110,20 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
     for (weak, ranks), of_prompts in jobs.items():
         rounds = taken[weak, ranks][1:]
         found = [job.summed([one[number] for one in rounds]) for number, job in enumerate(of_prompts)]
-        shape = of_prompts[0].config
+        shape = of_prompts[0].decoder.config
         lines += projected_lines(found, links, median(speeds[1:]), weak, (shape.window_size, shape.guess_set_size))
     return lines
 
 
-def _widened(config: lp.LookaheadConfig, factor: int) -> lp.LookaheadConfig:
-    return replace(config, window_size=config.window_size * factor, guess_set_size=config.guess_set_size * factor)
+def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
+    """The decoder with so many times W and G."""
+    decoder, how = bench.decoders["lookahead"], bench.config.attention
+    assert isinstance(decoder, lp.LookaheadDecoder)
+    if factor == 1:
+        return decoder
+    shape = decoder.config
+    shape = replace(shape, window_size=shape.window_size * factor, guess_set_size=shape.guess_set_size * factor)
+    return lp.LookaheadDecoder(bench.loaded.model, shape, None, how.name, how.capture)
 
 
 def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:

@@ -1,22 +1,25 @@
-"""Projections run the very steps of ranks, one at a time; scaling lines tell measured from projected."""
+"""Projections run the very steps of ranks, one rank at a time; scaling lines tell measured from projected."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import launch.scaling
 import lp
 from lp.bench.projection import Link, Projected, Projection
 from lp.bench.report import read_lines
 from lp.bench.scaling import errors, projected_lines, with_efficiency
-from lp.distributed import ParallelContext, run_lockstep
-from lp.models.runner import ModelRunner
+from lp.decoding.base import StepStats
+from lp.decoding.generation import Generation
+from lp.distributed import LockstepContext, ParallelContext, run_lockstep
 from tests.tiny_models import tiny_model
 from tests.unit.conftest import Ran
 
@@ -25,8 +28,12 @@ CONFIG = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6)
 LINK = Link(base_us=10, hop_us=2, gb_s=1, source="made up")
 
 
-def _projection(model: Any, ranks: int, tokens: int, config: lp.LookaheadConfig = CONFIG) -> Projection:
-    return Projection(model=model, config=config, ids=IDS, max_new_tokens=tokens, ranks=ranks)
+def _decode(decoder: lp.LookaheadDecoder) -> lp.GenerationOutput:
+    return decoder.generate(IDS, 24)
+
+
+def _projection(model: Any, ranks: int, config: lp.LookaheadConfig = CONFIG) -> Projection:
+    return Projection(decoder=lp.LookaheadDecoder(model, config), decode=_decode, ranks=ranks)
 
 
 def test_a_link_is_alpha_and_beta() -> None:
@@ -36,41 +43,81 @@ def test_a_link_is_alpha_and_beta() -> None:
 
 
 def test_one_rank_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once would time each other; one that keeps the turn would hang the rest."""
-    forward, inside, most = ModelRunner.forward, threading.Semaphore(1), []
+    """Two at once would time each other, and all runs of one rank in a row would have its weather."""
+    ran: list[tuple[int, int]] = []
+    projection = _projection(tiny_model(), 3)
+    step = Generation.step
 
-    def alone(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
-        most.append(inside.acquire(blocking=False))
-        try:
-            return forward(self, *args, **kwargs)
-        finally:
-            inside.release()
+    def watched(self: Generation) -> Any:
+        ran.append((threading.get_ident(), self.context.rank))
+        return step(self)
 
-    monkeypatch.setattr(ModelRunner, "forward", alone)
-    _projection(tiny_model(), 3, 12).run()
-    assert len(most) > 12 and all(most)
+    monkeypatch.setattr(Generation, "step", watched)
+    assert projection.tape and {rank for _, rank in ran} == {0, 1, 2}
+    steps = len(ran) // 3
+    ran.clear()
+    for _ in range(2):
+        projection.run()
+    assert ran == [(threading.get_ident(), rank) for _ in range(2) for rank in range(3) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_shares_are_those_of_ranks(ranks: int) -> None:
-    """The steps, rows and bytes of a real group of ranks, or its time is another group's."""
-    model = tiny_model()
+@pytest.mark.parametrize("sampling", [None, lp.SamplingParams(temperature=0.9, seed=5)])
+def test_shares_are_those_of_ranks(ranks: int, sampling: lp.SamplingParams | None) -> None:
+    """The tokens, steps, rows and bytes of a real group of ranks, or its time is another group's."""
+    model, given = tiny_model(), list[int]()
+
+    def decode(decoder: lp.LookaheadDecoder) -> lp.GenerationOutput:
+        return decoder.generate(IDS, 24, sampling)
 
     def body(context: ParallelContext) -> lp.GenerationOutput:
-        return lp.LookaheadDecoder(model, CONFIG, context).generate(IDS, 24)
+        decoder = lp.LookaheadDecoder(model, CONFIG, context)
+        if context.is_main:
+            decoder.context = Weighed(0, ranks, shared=context.shared, given=given)  # type: ignore[attr-defined]
+        return decode(decoder)
 
-    projection = _projection(model, ranks, 24)
-    real, found = run_lockstep(ranks, body), projection.summed([projection.run(), projection.run()])
-    assert (found.tokens, found.steps) == (len(real[0].tokens), real[0].steps)
-    largest = [max(rank.step_stats[step].slots for rank in real) for step in range(found.steps)]
+    projection = Projection(decoder=lp.LookaheadDecoder(model, CONFIG), decode=decode, ranks=ranks)
+    real, runs = run_lockstep(ranks, body), [projection.run(), projection.run()]
+    for run in runs:
+        assert [output.tokens for output in run] == [real[0].tokens] * ranks
+        assert [_rows(output) for output in run] == [_rows(output) for output in real]
+    found = projection.summed(runs)
+    assert (found.ranks, found.tokens, found.steps) == (ranks, len(real[0].tokens), real[0].steps)
+    largest = [max(rows) for rows in zip(*map(_rows, real), strict=True)]
     assert found.rows == pytest.approx(sum(largest) / found.steps)
-    assert 0 < found.compute_s == found.forward_s + found.host_s and found.payload_bytes > 3 * 8
+    assert 0 < found.compute_s == found.forward_s + found.host_s and found.payload_bytes == given[-1]
     assert found.decode_s(LINK) == found.compute_s + found.steps * LINK.all_gather_s(ranks, found.payload_bytes)
+
+
+@dataclass(frozen=True)
+class Weighed(LockstepContext):
+    """Notes the bytes that a rank gives."""
+
+    given: list[int] = field(default_factory=list)
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        self.given.append(row.nbytes)
+        return super().all_gather(row)
+
+
+def _rows(output: lp.GenerationOutput) -> list[int]:
+    return [step.slots for step in output.step_stats]
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    """Of medians: the slowest run of any rank would be the unluckiest, the slowest half of a step no rank's."""
+
+    def output(*steps: tuple[float, float]) -> lp.GenerationOutput:
+        return lp.GenerationOutput([1], "length", [StepStats(7, 0, 0, forward, 9.0, host) for forward, host in steps])
+
+    quick, slow, late = output((1, 1), (4, 1)), output((3, 2), (1, 3)), output((50, 50), (1, 3))
+    found = _projection(tiny_model(), 2).summed([[quick, slow], [quick, late], [quick, slow]])
+    assert (found.forward_s, found.host_s, found.compute_s) == (3 + 4, 2 + 1, 10)
 
 
 def test_a_second_collective_is_refused() -> None:
     with pytest.raises(ValueError, match="project kv_sync=recompute"):
-        _projection(tiny_model(), 2, 4, lp.LookaheadConfig(kv_sync=lp.KVSync.BROADCAST))
+        _projection(tiny_model(), 2, lp.LookaheadConfig(kv_sync=lp.KVSync.BROADCAST))
 
 
 def _projected(ranks: int, compute_s: float) -> Projected:
