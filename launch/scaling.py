@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,12 @@ from rich.console import Console
 import lp
 from launch.app import run
 from launch.bench_session import Bench, KeptModel, methods_of, open_bench
-from launch.schema import Output, ScalingConfig
+from launch.schema import Output, ScalingConfig, frozen
 from launch.sweep import folder_of_run, relaunch
 from lp.baselines import BASELINES
 from lp.bench.compare import uncut
 from lp.bench.plots import scaling_plots
-from lp.bench.projection import Link, Projection, Run
+from lp.bench.projection import Link, Projection, Run, check_projectable
 from lp.bench.rows import load_rows
 from lp.bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
 from lp.bench.summary import markdown
@@ -75,12 +76,14 @@ def check(config: ScalingConfig) -> None:
         for ranks in getattr(config, key):
             check_int(key, ranks, 1, 1024, "give numbers of ranks, as in ranks=[1,2,4]")
     methods_of(config)
+    if config.project and config.decoder.name == "lookahead":  # now, not when everything else has been measured
+        check_projectable(frozen(lp.LookaheadConfig, config.decoder))
 
 
 def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
     """Measure one world size in processes of its own; rows that are there already are not measured again."""
     methods = [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].together)]
-    given = [key for key in HydraConfig.get().overrides.task if key.lstrip("+~").split("=")[0] not in OWN_KEYS]
+    given = [key for key in HydraConfig.get().overrides.task if re.split("[.=]", key.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
     asked = [f"methods=[{','.join(methods)}]", f"out={folder}", f"limit={limit}", "output=json"]
     relaunch(ranks, "benchmark", [*given, *asked])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lp.bench.compare import uncut
-from lp.config import PoolScope
+from lp.config import LookaheadConfig, PoolScope
 from lp.decoding.base import GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
 from lp.distributed import ParallelContext, run_lockstep
@@ -82,6 +82,16 @@ class _Replayed(ParallelContext):
         return tensor.copy_(self.tape.heard())
 
 
+def check_alike(config: LookaheadConfig) -> None:
+    """Refuse a decoder whose second run of a text is not like the first.
+
+    Raises:
+        ValueError: its pool remembers other texts.
+    """
+    if config.pool_scope is PoolScope.SESSION:
+        raise ValueError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
+
+
 def record(build: Build, decode: Decode, ranks: int) -> Tape:
     """Run all ranks as threads of this process and keep what they heard.
 
@@ -90,7 +100,7 @@ def record(build: Build, decode: Decode, ranks: int) -> Tape:
         decode: one call of it, its seed known if it samples.
 
     Raises:
-        ValueError: a pool that remembers other texts, so that no other run would be like this one.
+        ValueError: as `check_alike`.
     """
     tape = Tape()
 
@@ -98,8 +108,7 @@ def record(build: Build, decode: Decode, ranks: int) -> Tape:
         if context.is_main:
             context = _Recorded(0, ranks, inner=context, tape=tape)
         decoder = build(context)
-        if decoder.config.pool_scope is PoolScope.SESSION:
-            raise ValueError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
+        check_alike(decoder.config)
         if context.is_main:
             tape.made = len(tape.records)
         decode(decoder)

@@ -15,8 +15,8 @@ from statistics import fmean, median
 
 import torch
 
-from lp.bench.one_rank import Decode, Tape, record, replayed
-from lp.config import Capture, KVSync
+from lp.bench.one_rank import Decode, Tape, check_alike, record, replayed
+from lp.config import Capture, KVSync, LookaheadConfig
 from lp.decoding.base import GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
 from lp.distributed import ParallelContext
@@ -98,7 +98,7 @@ class Projection:
         ranks: R.
 
     Raises:
-        ValueError: kv_sync=broadcast, whose second collective has no model here.
+        ValueError: as `check_projectable`.
     """
 
     decoder: LookaheadDecoder
@@ -106,10 +106,7 @@ class Projection:
     ranks: int
 
     def __post_init__(self) -> None:
-        if self.decoder.config.kv_sync is KVSync.BROADCAST:
-            raise ValueError(
-                "kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute"
-            )
+        check_projectable(self.decoder.config)
 
     @cached_property
     def tape(self) -> Tape:
@@ -134,6 +131,17 @@ class Projection:
     def summed(self, runs: Sequence[Run]) -> Projected:
         """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
         return _summed(runs, self.tape.payload_bytes)
+
+
+def check_projectable(config: LookaheadConfig) -> None:
+    """Refuse what ranks cannot be timed with.
+
+    Raises:
+        ValueError: kv_sync=broadcast, whose second collective has no model here, or a pool that remembers other texts.
+    """
+    if config.kv_sync is KVSync.BROADCAST:
+        raise ValueError("kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute")
+    check_alike(config)
 
 
 def _placed(decoder: LookaheadDecoder, context: ParallelContext) -> LookaheadDecoder:

@@ -134,9 +134,9 @@ def with_efficiency(lines: Sequence[Line]) -> list[Line]:
 
 
 def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], float]:
-    """How far speed-ups projected over this link are off those measured, by method and ranks."""
-    speedups: dict[tuple[str, int], dict[str, float]] = {}
+    """How far speed-ups projected over this link are off those measured with the same W and G, by method and ranks."""
+    speedups: dict[tuple[str, int, int | None, int | None], dict[str, float]] = {}
     for line in lines:
         if line.speedup and line.link in (None, link):
-            speedups.setdefault((line.method, line.ranks), {})[line.kind] = line.speedup
-    return {key: pair[PROJECTED] / pair[MEASURED] - 1 for key, pair in speedups.items() if len(pair) == 2}
+            speedups.setdefault((line.method, line.ranks, line.W, line.G), {})[line.kind] = line.speedup
+    return {key[:2]: pair[PROJECTED] / pair[MEASURED] - 1 for key, pair in speedups.items() if len(pair) == 2}

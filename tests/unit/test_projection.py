@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import launch.scaling
 import lp
 from lp.bench.projection import Link, Projected, Projection
 from lp.bench.report import read_lines
-from lp.bench.scaling import errors, projected_lines, with_efficiency
+from lp.bench.scaling import MEASURED, errors, projected_lines, with_efficiency
 from lp.decoding.base import StepStats
 from lp.decoding.generation import Generation
 from lp.distributed import LockstepContext, ParallelContext, run_lockstep
@@ -140,6 +140,9 @@ def test_lines_add_up_prompts_and_say_what_they_are() -> None:
     assert two.speedup == pytest.approx(2 / 0.6) and two.efficiency == pytest.approx(1 / 1.2)
     assert "**projected**, free" in two.cells() and two.series == "lookahead, free (projected)"
     assert errors(lines) == {}
+    measured = replace(two, kind=MEASURED, link=None, speedup=2.0)
+    assert errors([*lines, measured], "free") == {("lookahead", 2): pytest.approx(two.speedup / 2 - 1)}
+    assert errors([*lines, replace(measured, W=8)], "free") == {}  # weak scaling was measured, strong projected
 
 
 @pytest.fixture
@@ -170,6 +173,8 @@ def test_a_projection_is_marked_everywhere(scale: Callable[..., Ran], tmp_path: 
         (["ranks=[]"], "leaves nothing to do"),
         (["ranks=[0]"], "ranks is 0"),
         (["methods=[nonsense]"], "methods has 'nonsense'"),
+        (["ranks=[1]", "project=true", "decoder.kv_sync=broadcast"], "project kv_sync=recompute"),
+        (["ranks=[1]", "project=true", "pool.scope=session"], "take pool.scope=request"),
     ],
 )
 def test_user_errors(scale: Callable[..., Ran], overrides: list[str], said: str) -> None:
@@ -196,9 +201,10 @@ def test_one_rank_runs_what_one_rank_can(
             raise SystemExit(3)
 
     monkeypatch.setattr(launch.scaling, "relaunch", relaunch)
-    assert scale("ranks=[1,2]", "weak=false", f"out={tmp_path}").code == 3
+    assert scale("ranks=[1,2]", "weak=false", "links.gloo.hop_us=9", f"out={tmp_path}").code == 3
     assert "methods=[lookahead,autoregressive]" in asked[0][1]
     assert "methods=[lookahead,autoregressive,transformers_tp]" in asked[1][1]
     assert all(
-        "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks"))] for _, overrides in asked
+        "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks", "links"))]
+        for _, overrides in asked
     )
