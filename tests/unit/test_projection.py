@@ -110,9 +110,9 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     def output(*steps: tuple[float, float]) -> lp.GenerationOutput:
         return lp.GenerationOutput([1], "length", [StepStats(7, 0, 0, forward, 9.0, host) for forward, host in steps])
 
-    quick, slow, late = output((1, 1), (4, 1)), output((3, 2), (1, 3)), output((50, 50), (1, 3))
+    quick, slow, late = output((1, 1), (4, 1)), output((3, 2), (1, 5)), output((50, 50), (1, 5))
     found = _projection(tiny_model(), 2).summed([[quick, slow], [quick, late], [quick, slow]])
-    assert (found.forward_s, found.host_s, found.compute_s) == (3 + 4, 2 + 1, 10)
+    assert (found.forward_s, found.host_s, found.compute_s) == (3 + 1, 2 + 5, 11)
 
 
 def test_a_second_collective_is_refused() -> None:

@@ -90,6 +90,16 @@ def test_a_report_is_one_file_with_everything(tmp_path: Path, settings: list[dic
         write_report(tmp_path / "nowhere")
 
 
+def test_a_report_of_projections_alone(tmp_path: Path) -> None:
+    """launch.scaling ranks=[] project=true has no rows."""
+    source = ROOT / "docs" / "results" / "scaling-demo"
+    for name in ("scaling.csv", "scaling.md"):
+        (tmp_path / name).write_text((source / name).read_text(encoding="utf-8"), encoding="utf-8")
+    assert [path.name for path in write_report(tmp_path)] == ["speedup.png", "step_time.png", "report.html"]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 2 and "cores, torch" in page
+
+
 def test_scaling_lines_survive_their_csv() -> None:
     """A column read as text would be sorted, or plotted, as text."""
     for path in (ROOT / "docs" / "results").glob("*/scaling.csv"):
