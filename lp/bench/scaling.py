@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from lp.bench.projection import Link, Projected
 from lp.bench.rows import Row
-from lp.bench.summary import PLAIN, totals
+from lp.bench.summary import PLAIN, Total, totals
 
 MEASURED, PROJECTED = "measured", "projected"
 HEADS = (
@@ -75,8 +75,8 @@ def measured_lines(rows: Sequence[Row]) -> list[Line]:
     """Of one launch's rows."""
     lines = []
     for total in totals(rows):
-        splits = [split for row in total.rows for split in row["split"]]
-        means = {name: fmean(split[name] for split in splits) for name in ("forward_ms", "exchange_ms", "host_ms")}
+        names = ("forward_ms", "exchange_ms", "host_ms")
+        means = {name: _a_step(total, name, fmean) for name in names}
         shaped = total.method.startswith("lookahead")
         line = Line(
             method=total.method,
@@ -88,11 +88,17 @@ def measured_lines(rows: Sequence[Row]) -> list[Line]:
             tokens_per_s=total.tokens_per_s,
             speedup=total.speedup,
             compression=total.compression,
-            rows=fmean(max(split["rows"] for split in row["split"]) for row in total.rows),
+            rows=_a_step(total, "rows", max),
             **means,
         )
         lines.append(line)
     return lines
+
+
+def _a_step(total: Total, name: str, of_ranks: Callable[[list[float]], float]) -> float:
+    """Mean over all steps of what a prompt's ranks say of a step."""
+    told = (row["steps"] * of_ranks([split[name] for split in row["split"]]) for row in total.rows)
+    return sum(told) / max(total.steps, 1)
 
 
 def projected_lines(
