@@ -29,7 +29,7 @@ from lp.baselines import BASELINES
 from lp.bench.compare import uncut
 from lp.bench.plots import scaling_plots
 from lp.bench.projection import Link, Projection, Run, check_projectable
-from lp.bench.rows import load_rows
+from lp.bench.rows import Row, digest, load_rows
 from lp.bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
 from lp.bench.summary import markdown
 from lp.config import check_int
@@ -52,7 +52,7 @@ def scaling(config: ScalingConfig) -> None:
     if config.ranks:
         for ranks in config.ranks:
             launch_benchmark(config, ranks, folder / f"ranks-{ranks}")
-        found = [load_rows(folder / f"ranks-{ranks}") for ranks in config.ranks]
+        found = [_rows_of_one_setting(folder / f"ranks-{ranks}") for ranks in config.ranks]
         lines += [line for rows in found for line in measured_lines(rows)]
         caption = _caption(found[0][0])
     if config.project:
@@ -87,6 +87,16 @@ def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
     limit = "null" if config.limit is None else config.limit
     asked = [f"methods=[{','.join(methods)}]", f"out={folder}", f"limit={limit}", "output=json"]
     relaunch(ranks, "benchmark", [*given, *asked])
+
+
+def _rows_of_one_setting(folder: Path) -> list[Row]:
+    rows = load_rows(folder)
+    if len({digest(row["settings"]) for row in rows}) > 1:
+        raise ValueError(
+            f"{folder} has rows of other settings too, which the table cannot tell apart; give another out=, or move "
+            "the other files away"
+        )
+    return rows
 
 
 def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:

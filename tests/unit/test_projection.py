@@ -182,6 +182,20 @@ def test_user_errors(scale: Callable[..., Ran], overrides: list[str], said: str)
     assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err
 
 
+def test_rows_of_an_earlier_setting_are_not_mixed_in(
+    monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
+) -> None:
+    """Two lines that look alike, and an efficiency over the wrong one."""
+    monkeypatch.setattr(launch.scaling, "relaunch", lambda *_: None)
+    folder = tmp_path / "ranks-1"
+    folder.mkdir()
+    for tokens in (6, 8):
+        row = {"index": 0, "method": "lookahead", "prompt_digest": "x", "settings": {"max_new_tokens": tokens}}
+        (folder / f"{tokens}.jsonl").write_text(json.dumps(row) + "\n")
+    ran = scale("ranks=[1]", f"out={tmp_path}")
+    assert ran.code == 2 and "has rows of other settings too" in ran.err and "give another out=" in ran.err
+
+
 def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun every rank would launch ranks."""
     monkeypatch.setenv("WORLD_SIZE", "2")
