@@ -8,10 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,6 +39,7 @@ from lp.bench.rows import Row, digest, slug
 from lp.decoding.base import Decoder, GenerationOutput
 from lp.models.loader import Loaded
 
+T = TypeVar("T")
 Once = Callable[[list[int], int], GenerationOutput]
 ALONE = "@1"  # behind a method's name: on rank 0 alone
 VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
@@ -56,10 +58,6 @@ class Bench(Session[BenchmarkConfig]):
     runs: Mapping[str, Once]
     path: Path
     settings: dict[str, Any]
-
-    def meet(self) -> None:
-        """Wait for rank 0, which has rows to write."""
-        self.context.share_text("")
 
     def shares(self, method: str, output: GenerationOutput) -> list[dict[str, float]]:
         """Mean rows and milliseconds of a step on every rank that ran the method."""
@@ -106,6 +104,26 @@ class Bench(Session[BenchmarkConfig]):
         return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
 
+def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
+    """What it gives on rank 0, which alone does it; the others wait, and get None.
+
+    Raises:
+        Exception: it failed, on every rank: others would go on with this job, and rank 0 with the next one of a sweep.
+    """
+    made, failure = None, None
+    if context.is_main:
+        try:
+            made = work()
+        except Exception as error:
+            failure = error
+    said = context.share_text(str(failure) if failure else None)
+    if failure:
+        raise failure
+    if said is not None:
+        raise ValueError(said)
+    return made
+
+
 class KeptModel:
     """The model of one job, for the next one of a sweep that asks for the same."""
 
@@ -137,6 +155,11 @@ def open_bench(config: BenchmarkConfig, kept: KeptModel) -> Bench:
         ValueError: a user error, with its remedy.
     """
     check(config)
+    if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
+        raise ValueError(
+            f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
+            "take repeats=1, or pool.scope=request"
+        )
     methods = methods_of(config)
     prompts, sampling = read_prompts(config), sampling_of(config)
     ours = [_bare(name) for name in methods if _bare(name) in CHOICES]
@@ -149,9 +172,11 @@ def open_bench(config: BenchmarkConfig, kept: KeptModel) -> Bench:
         where = context if _together(name) else lp.ParallelContext(device=context.device)
         if _bare(name) in builders:
             decoders[name] = builders[_bare(name)](loaded.model, where)
-        elif _together(name) or context.is_main:
-            options = BaselineOptions(draft=config.draft)
-            decoders[name] = BASELINES[name].build(loaded.model, where, options)
+            continue
+        build = partial(BASELINES[name].build, loaded.model, where, BaselineOptions(draft=config.draft))
+        made = build() if _together(name) else on_main(context, build)
+        if made:
+            decoders[name] = made
     bench = Bench(
         config=config,
         context=context,
@@ -172,7 +197,7 @@ def _once(bench: Bench, name: str) -> Once:
 
     def alone(ids: list[int], tokens: int) -> GenerationOutput:
         """On rank 0; the others wait, and learn how it ended."""
-        output = together(ids, tokens) if bench.context.is_main else GenerationOutput([], "", [])
+        output = on_main(bench.context, partial(together, ids, tokens)) or GenerationOutput([], "", [])
         output.finish_reason = bench.context.share_text(output.finish_reason) or ""
         return output
 

@@ -11,17 +11,18 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from launch.app import INTERRUPTED, run
-from launch.bench_session import Bench, KeptModel, open_bench
+from launch.bench_session import Bench, KeptModel, on_main, open_bench
 from launch.bench_table import Watch, print_totals, summary
 from launch.schema import BenchmarkConfig, Output
 from launch.stream import on_rank_0
 from lp.bench.compare import Measured, alternate
 from lp.bench.prompts import Prompt
-from lp.bench.rows import RowFile, digest
+from lp.bench.rows import Row, RowFile, digest
 from lp.bench.summary import totals
 from lp.decoding.base import GenerationOutput
 from lp.models.loader import context_limit
@@ -44,7 +45,7 @@ def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:
         ValueError: a user error.
     """
     bench = open_bench(config, kept)
-    file = RowFile(bench.path, list(bench.runs)) if bench.context.is_main else None
+    file = on_main(bench.context, partial(RowFile, bench.path, list(bench.runs)))
     interrupted = False
     try:
         _measure_all(bench, file)
@@ -67,10 +68,23 @@ def _measure_all(bench: Bench, file: RowFile | None) -> None:
     with Watch(bench.context.is_main, len(bench.prompts), file.rows if file else []) as watch:
         for index, prompt in todo:
             measured, shares = _measure(bench, prompt)
-            if file:
-                file.append(bench.rows(index, prompt, measured, shares))
-                watch.advance(file.rows[-len(measured) :])
-            bench.meet()
+            rows = on_main(bench.context, partial(_written, bench, file, index, prompt, measured, shares))
+            watch.advance(rows or [])
+
+
+def _written(
+    bench: Bench,
+    file: RowFile | None,
+    index: int,
+    prompt: Prompt,
+    measured: dict[str, Measured],
+    shares: dict[str, Any],
+) -> list[Row]:
+    """A prompt's rows, which are on the disk."""
+    assert file
+    rows = bench.rows(index, prompt, measured, shares)
+    file.append(rows)
+    return rows
 
 
 def _todo(bench: Bench, done: dict[str, str]) -> list[tuple[int, Prompt]]:

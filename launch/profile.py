@@ -27,7 +27,7 @@ import lp
 from launch.app import run
 from launch.profile_report import Report, as_json, draw, print_tables
 from launch.schema import Output, ProfileConfig
-from launch.session import PLAIN, check_common, decoder_builders, load_model, open_context, sampling_of
+from launch.session import PLAIN, check_common, decoder_builders, load_model, open_context, sampling_of, seeded
 from launch.stream import on_rank_0
 from lp.bench.ceilings import device_name
 from lp.bench.profile import Plan, profile
@@ -89,7 +89,7 @@ def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
         rounds=config.rounds,
         ranks=1 if ranks is None else ranks,
         rank=rank or 0,
-        sampling=sampling_of(config),
+        sampling=seeded(sampling_of(config), context),
     )
 
 

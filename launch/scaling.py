@@ -10,7 +10,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -21,12 +23,13 @@ from rich.console import Console
 import lp
 from launch.app import run
 from launch.bench_session import Bench, KeptModel, methods_of, open_bench
-from launch.schema import Output, ScalingConfig
+from launch.schema import Output, ScalingConfig, frozen
 from launch.sweep import folder_of_run, relaunch
 from lp.baselines import BASELINES
+from lp.bench.compare import uncut
 from lp.bench.plots import scaling_plots
-from lp.bench.projection import Link, Projection, Run
-from lp.bench.rows import load_rows
+from lp.bench.projection import Link, Projection, Run, check_projectable
+from lp.bench.rows import Row, digest, load_rows
 from lp.bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
 from lp.bench.summary import markdown
 from lp.config import check_int
@@ -49,7 +52,7 @@ def scaling(config: ScalingConfig) -> None:
     if config.ranks:
         for ranks in config.ranks:
             launch_benchmark(config, ranks, folder / f"ranks-{ranks}")
-        found = [load_rows(folder / f"ranks-{ranks}") for ranks in config.ranks]
+        found = [_rows_of_one_setting(folder / f"ranks-{ranks}") for ranks in config.ranks]
         lines += [line for rows in found for line in measured_lines(rows)]
         caption = _caption(found[0][0])
     if config.project:
@@ -73,15 +76,27 @@ def check(config: ScalingConfig) -> None:
         for ranks in getattr(config, key):
             check_int(key, ranks, 1, 1024, "give numbers of ranks, as in ranks=[1,2,4]")
     methods_of(config)
+    if config.project and config.decoder.name == "lookahead":  # now, not when everything else has been measured
+        check_projectable(frozen(lp.LookaheadConfig, config.decoder))
 
 
 def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
     """Measure one world size in processes of its own; rows that are there already are not measured again."""
     methods = [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].together)]
-    given = [key for key in HydraConfig.get().overrides.task if key.lstrip("+~").split("=")[0] not in OWN_KEYS]
+    given = [key for key in HydraConfig.get().overrides.task if re.split("[.=]", key.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
     asked = [f"methods=[{','.join(methods)}]", f"out={folder}", f"limit={limit}", "output=json"]
     relaunch(ranks, "benchmark", [*given, *asked])
+
+
+def _rows_of_one_setting(folder: Path) -> list[Row]:
+    rows = load_rows(folder)
+    if len({digest(row["settings"]) for row in rows}) > 1:
+        raise ValueError(
+            f"{folder} has rows of other settings too, which the table cannot tell apart; give another out=, or move "
+            "the other files away"
+        )
+    return rows
 
 
 def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
@@ -90,29 +105,17 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
     World sizes and plain decoding alternate in each of ROUNDS rounds behind a first one that is not counted.
     """
     links = {name: Link(**vars(link)) for name, link in config.links.items()}
-    decoder, tokens = bench.decoders["lookahead"], config.max_new_tokens
-    assert isinstance(decoder, lp.LookaheadDecoder)
-    prompts = [bench.encode(prompt) for prompt in bench.prompts]
+    texts = [partial(bench.run, ids=bench.encode(prompt), tokens=config.max_new_tokens) for prompt in bench.prompts]
     jobs = {
-        (weak, ranks): [
-            Projection(
-                model=bench.loaded.model,
-                config=_widened(decoder.config, ranks if weak else 1),
-                ids=ids,
-                max_new_tokens=tokens,
-                ranks=ranks,
-                sampling=bench.sampling,
-                attention=config.attention.name,
-            )
-            for ids in prompts
-        ]
+        (weak, ranks): [Projection(decoder=decoder, decode=text, ranks=ranks) for text in texts]
         for weak in ((False, True) if config.weak else (False,))
         for ranks in config.projected_ranks
+        for decoder in [_widened(bench, ranks if weak else 1)]
     }
     taken: dict[tuple[bool, int], list[list[Run]]] = {key: [] for key in jobs}  # by round and prompt
     speeds = list[float]()
     for _ in range(1 + ROUNDS):
-        plain = [bench.runs["autoregressive"](ids, tokens) for ids in prompts]
+        plain = [uncut(text(bench.decoders["autoregressive"])) for text in texts]
         speeds.append(sum(len(output.tokens) for output in plain) / sum(output.decode_s for output in plain))
         for key, of_prompts in jobs.items():
             taken[key].append([job.run() for job in of_prompts])
@@ -120,13 +123,20 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
     for (weak, ranks), of_prompts in jobs.items():
         rounds = taken[weak, ranks][1:]
         found = [job.summed([one[number] for one in rounds]) for number, job in enumerate(of_prompts)]
-        shape = of_prompts[0].config
+        shape = of_prompts[0].decoder.config
         lines += projected_lines(found, links, median(speeds[1:]), weak, (shape.window_size, shape.guess_set_size))
     return lines
 
 
-def _widened(config: lp.LookaheadConfig, factor: int) -> lp.LookaheadConfig:
-    return replace(config, window_size=config.window_size * factor, guess_set_size=config.guess_set_size * factor)
+def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
+    """The decoder with so many times W and G."""
+    decoder, how = bench.decoders["lookahead"], bench.config.attention
+    assert isinstance(decoder, lp.LookaheadDecoder)
+    if factor == 1:
+        return decoder
+    shape = decoder.config
+    shape = replace(shape, window_size=shape.window_size * factor, guess_set_size=shape.guess_set_size * factor)
+    return lp.LookaheadDecoder(bench.loaded.model, shape, None, how.name, how.capture)
 
 
 def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:

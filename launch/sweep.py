@@ -106,6 +106,11 @@ class SweepEnd(Callback):
     def __init__(self, report: bool = False) -> None:
         self.report = report
 
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Before the first job: what failed when the same folder was swept before is being done again."""
+        for note in (Path(config.hydra.sweep.dir) / FAILED).glob("*.txt"):
+            note.unlink()
+
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """After the last job.
 

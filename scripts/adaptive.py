@@ -101,10 +101,13 @@ def report(lines: list[dict[str, Any]]) -> None:
             + ", ".join(f"{task} {len(groups[temperature, task])}" for task in tasks)
         )
         print("| method | " + " | ".join(tasks) + " |\n|---" + "|---" * len(tasks) + "|")
-        for name in groups[temperature, tasks[0]][0]:
+        for name in dict.fromkeys(name for task in tasks for run in groups[temperature, task] for name in run):
             cells = []
             for task in tasks:
                 runs = [run for run in groups[temperature, task] if name in run]
+                if not runs:
+                    cells.append("-")
+                    continue
                 total = sum(run[name]["tokens"] for run in runs) / sum(run[name]["seconds"] for run in runs)
                 rates = [_rate(run[DEFAULT]) / _rate(run[name]) for run in runs]
                 cells.append(f"{total:.0f} ({statistics.median(rates):.2f})")
@@ -164,6 +167,8 @@ def main() -> None:
     left = jobs(args, {(line["task"], line["index"], line["temperature"]) for line in map(json.loads, read)})
     if left and not args.report:
         run_all(args, load(args.model, args.dtype), left)
+    if not args.results.exists():
+        parser.error(f"{args.results} does not exist, and nothing was measured; give --tasks, without --report")
     report([json.loads(line) for line in args.results.read_text(encoding="utf-8").splitlines()])
     print(f"{len(left)} prompts were left before this run")
 

@@ -6,6 +6,7 @@ NPROC=2 bash torchrun.sh scripts.link
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 
 import torch
@@ -17,6 +18,8 @@ from lp.distributed import ParallelContext
 def main() -> None:
     torch.set_num_threads(1)
     context = ParallelContext.from_env()
+    if context.world_size == 1:
+        sys.exit("error: one rank has nobody to gather from; NPROC=2 bash torchrun.sh scripts.link")
     link = Link.measured(context, f"{context.world_size} ranks, {context.backend}, torch {torch.__version__}")
     if context.is_main:
         print(json.dumps(asdict(link)))

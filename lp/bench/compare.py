@@ -60,20 +60,28 @@ class Difference:
     plain_logit: float | None = None
 
 
+def uncut(output: GenerationOutput) -> GenerationOutput:
+    """The same.
+
+    Raises:
+        KeyboardInterrupt: a signal ended it, so what it measured is worth nothing.
+    """
+    if output.finish_reason == "interrupted":
+        raise interruption(output.signal)
+    return output
+
+
 def alternate(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -> dict[str, Measured]:
     """Run every method once a round, each round beginning with another one, so that drift of the machine hits all.
 
     Raises:
-        KeyboardInterrupt: a run was stopped by a signal; what it measured is worth nothing.
+        KeyboardInterrupt: a signal ended a run.
     """
     names = list(methods)
     outputs: dict[str, list[GenerationOutput]] = {name: [] for name in names}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            output = methods[name]()
-            if output.finish_reason == "interrupted":
-                raise interruption(output.signal)
-            outputs[name].append(output)
+            outputs[name].append(uncut(methods[name]()))
     return {name: Measured(output=runs[0], decode_s=median(r.decode_s for r in runs)) for name, runs in outputs.items()}
 
 

@@ -10,16 +10,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lp.decoding.base import Decoder, GenerationOutput
+from lp.bench.compare import uncut
+from lp.config import LookaheadConfig, PoolScope
+from lp.decoding.base import GenerationOutput
+from lp.decoding.lookahead import LookaheadDecoder
 from lp.distributed import ParallelContext, run_lockstep
+from lp.lookahead.exchange import HEADER
 
-Build = Callable[[ParallelContext], Decoder]
-Decode = Callable[[Decoder], GenerationOutput]
+Build = Callable[[ParallelContext], LookaheadDecoder]
+Decode = Callable[[LookaheadDecoder], GenerationOutput]
 
 
 @dataclass
 class Tape:
-    """What the collectives of a rank gave, in order.
+    """What the collectives of a run gave, in order: the same to every rank, so that one tape serves them all.
 
     Attributes:
         records: every result, those of a decoder's making first.
@@ -35,6 +39,11 @@ class Tape:
         """The next result."""
         self.at += 1
         return self.records[self.at - 1]
+
+    @property
+    def payload_bytes(self) -> int:
+        """What each rank gave to the last all-gather."""
+        return self.records[-1][0].nbytes
 
 
 @dataclass(frozen=True)
@@ -55,42 +64,71 @@ class _Recorded(ParallelContext):
 
 @dataclass(frozen=True)
 class _Replayed(ParallelContext):
-    """A rank among others that are on tape; its collectives cost what they cost a single rank."""
+    """A rank among others that are on tape; its collectives cost what they cost a single rank.
+
+    Its header is its own, so that a rank that does not do what it did is told, and Ctrl-C and failures end the text.
+    What it read is from the tape: captured steps may round otherwise.
+    """
 
     tape: Tape = field(default_factory=Tape)
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        super().all_gather(row)  # the copy to the host, which also waits for the device
-        return self.tape.heard()
+        mine = super().all_gather(row)  # the copy to the host, which also waits for the device
+        everyone = self.tape.heard().clone()
+        everyone[self.rank, :HEADER] = mine[0, :HEADER]
+        return everyone
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         return tensor.copy_(self.tape.heard())
 
 
-def record(build: Build, decode: Decode, rank: int, ranks: int) -> Tape:
-    """Run all ranks as threads of this process and keep what rank `rank` heard.
+def check_alike(config: LookaheadConfig) -> None:
+    """Refuse a decoder whose second run of a text is not like the first.
+
+    Raises:
+        ValueError: its pool remembers other texts.
+    """
+    if config.pool_scope is PoolScope.SESSION:
+        raise ValueError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
+
+
+def record(build: Build, decode: Decode, ranks: int) -> Tape:
+    """Run all ranks as threads of this process and keep what they heard.
 
     Args:
         build: a decoder in a context.
-        decode: one call of it.
+        decode: one call of it, its seed known if it samples.
+
+    Raises:
+        ValueError: as `check_alike`.
     """
+    tape = Tape()
 
-    def body(context: ParallelContext) -> Tape:
-        tape = Tape()
-        decoder = build(_Recorded(context.rank, ranks, context.rank, inner=context, tape=tape))
-        tape.made = len(tape.records)
+    def body(context: ParallelContext) -> None:
+        if context.is_main:
+            context = _Recorded(0, ranks, inner=context, tape=tape)
+        decoder = build(context)
+        check_alike(decoder.config)
+        if context.is_main:
+            tape.made = len(tape.records)
         decode(decoder)
-        return tape
 
-    return run_lockstep(ranks, body)[rank]
+    run_lockstep(ranks, body)
+    return tape
 
 
 def replayed(build: Build, decode: Decode, rank: int, ranks: int, tape: Tape) -> Callable[[], GenerationOutput]:
-    """The same decode of that rank alone, to be called as often as one likes."""
+    """The same decode of that rank alone, to be called as often as one likes.
+
+    Raises:
+        RuntimeError: when called, it is not the same decode.
+        KeyboardInterrupt: when called, a signal ended it.
+    """
+    tape.at = 0
     decoder = build(_Replayed(rank, ranks, rank, tape=tape))
 
     def again() -> GenerationOutput:
         tape.at = tape.made
-        return decode(decoder)
+        return uncut(decode(decoder))
 
     return again

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from lp.attention.ablation import WithoutAttention
 from lp.bench.ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
-from lp.bench.one_rank import record, replayed
+from lp.bench.compare import uncut
+from lp.bench.one_rank import Build, record, replayed
 from lp.bench.passes import HEAD_CALLS, Passes, head_call, reads_of
 from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput
@@ -28,7 +29,6 @@ from lp.lookahead.sharding import RankRows, ShardPlan
 from lp.models.loader import context_limit
 from lp.models.shapes import check_memory
 
-Build = Callable[[ParallelContext], LookaheadDecoder]
 PREFILL_ROWS = 512  # of a pass, as `generate` has it
 
 
@@ -42,7 +42,7 @@ class Plan:
         tokens: of every decode.
         rounds: of every measurement, whose medians count.
         ranks, rank: R, and which of them runs here.
-        sampling: of the decodes; None is greedy.
+        sampling: of the decodes, its seed known; None is greedy.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -230,14 +230,11 @@ def _decode(
     """The decode loop of this plan's rank: in earnest, or with the others on tape where they do not run."""
 
     def decode(decoder: Decoder) -> GenerationOutput:
-        output = decoder.generate(ids, plan.tokens, plan.sampling, eos_token_id=())
-        if output.finish_reason == "interrupted":
-            raise KeyboardInterrupt
-        return output
+        return uncut(decoder.generate(ids, plan.tokens, plan.sampling, eos_token_id=()))
 
     if context.world_size > 1 or plan.ranks == 1:
         return partial(decode, build(context))
-    return replayed(build, decode, plan.rank, plan.ranks, record(plain, decode, plan.rank, plan.ranks))
+    return replayed(build, decode, plan.rank, plan.ranks, record(plain, decode, plan.ranks))
 
 
 def _typical_rows(outputs: Sequence[GenerationOutput]) -> int:

@@ -1,26 +1,25 @@
 """What R ranks would do, from one device: every rank's exact share of every step is run and timed there, in turns.
 
-The ranks are threads that run the very decoder, one at a time from collective to collective, so that forward pass and
-host time of each are its own. A step takes as long as its slowest rank, plus the collective as a model of the link has
-it. Ranks are taken to be alike, each with a device and a memory of its own.
+One rank after the other runs the very decoder alone, the others on tape, so that forward pass and host time are its
+own. A step takes as long as its slowest rank, plus the collective as a model of the link has it. Ranks are taken to be
+alike, each with a device and a memory of its own.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, partial
 from statistics import fmean, median
 
 import torch
-from transformers import PreTrainedModel
 
-from lp.config import KVSync, LookaheadConfig
+from lp.bench.one_rank import Decode, Tape, check_alike, record, replayed
+from lp.config import Capture, KVSync, LookaheadConfig
 from lp.decoding.base import GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
-from lp.decoding.params import SamplingParams
-from lp.distributed import LockstepContext, ParallelContext, run_lockstep
+from lp.distributed import ParallelContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,80 +85,69 @@ class Projected:
         return self.compute_s + self.steps * link.all_gather_s(self.ranks, self.payload_bytes)
 
 
-Run = list[tuple[GenerationOutput, int]]  # by rank: what it gave, and the bytes of its last collective
-
-
-@dataclass(frozen=True)
-class TurnContext(LockstepContext):
-    """A rank that is a thread and computes only while it holds the turn; waiting for it counts as exchange.
-
-    Attributes:
-        turn: held from collective to collective.
-        payloads: bytes of what this rank gave to each collective.
-    """
-
-    turn: threading.Lock = field(default_factory=threading.Lock)
-    payloads: list[int] = field(default_factory=list)
-
-    def _trade(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        self.payloads.append(mine.numel() * mine.element_size())
-        self.turn.release()
-        try:
-            return super()._trade(mine)
-        finally:
-            self.turn.acquire()
+Run = list[GenerationOutput]  # by rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """Decodes a prompt as so many ranks would, on this one device.
+    """Decodes a text as each of so many ranks would, on this one device.
 
     Args:
-        model: loaded, on the device.
-        config: W, N, G of all ranks together.
-        ids: the prompt.
-        max_new_tokens: of the run.
+        decoder: of all ranks, in turn; it is left in the context of one of them.
+        decode: one call of it, its seed known if it samples.
         ranks: R.
-        sampling: None is greedy; its seed must be known.
-        attention: as in LookaheadDecoder.
 
     Raises:
-        ValueError: kv_sync=broadcast, whose second collective has no model here.
+        ValueError: as `check_projectable`.
     """
 
-    model: PreTrainedModel
-    config: LookaheadConfig
-    ids: Sequence[int]
-    max_new_tokens: int
+    decoder: LookaheadDecoder
+    decode: Decode
     ranks: int
-    sampling: SamplingParams | None = None
-    attention: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.config.kv_sync is KVSync.BROADCAST:
-            raise ValueError(
-                "kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute"
-            )
+        check_projectable(self.decoder.config)
+
+    @cached_property
+    def tape(self) -> Tape:
+        """What all ranks said; of steps that are not captured, since threads cannot capture at the same time."""
+
+        def build(context: ParallelContext) -> LookaheadDecoder:
+            like = self.decoder
+            made = LookaheadDecoder(like.model, like.config, None, like.runner.attention, Capture.OFF, like.curve)
+            return _placed(made, context)
+
+        return record(build, self.decode, self.ranks)
 
     def run(self) -> Run:
-        """Once."""
-        turn = threading.Lock()
+        """Every rank once, alone.
 
-        def body(given: ParallelContext) -> tuple[GenerationOutput, int]:
-            assert isinstance(given, LockstepContext)
-            device = self.model.device
-            context = TurnContext(given.rank, self.ranks, given.rank, device, shared=given.shared, turn=turn)
-            with turn:
-                decoder = LookaheadDecoder(self.model, self.config, attention=self.attention)
-                decoder.context = context  # behind the constructor: all of them have this one model
-                output = decoder.generate(self.ids, self.max_new_tokens, self.sampling)
-            return output, context.payloads[-1]
-
-        return run_lockstep(self.ranks, body)
+        Raises:
+            KeyboardInterrupt: a signal came meanwhile.
+        """
+        build = partial(_placed, self.decoder)
+        return [replayed(build, self.decode, rank, self.ranks, self.tape)() for rank in range(self.ranks)]
 
     def summed(self, runs: Sequence[Run]) -> Projected:
         """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
-        return _summed([[output for output, _ in run] for run in runs], runs[0][0][1])
+        return _summed(runs, self.tape.payload_bytes)
+
+
+def check_projectable(config: LookaheadConfig) -> None:
+    """Refuse what ranks cannot be timed with.
+
+    Raises:
+        ValueError: kv_sync=broadcast, whose second collective has no model here, or a pool that remembers other texts.
+    """
+    if config.kv_sync is KVSync.BROADCAST:
+        raise ValueError("kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute")
+    check_alike(config)
+
+
+def _placed(decoder: LookaheadDecoder, context: ParallelContext) -> LookaheadDecoder:
+    """Behind its constructor, which would compare models that are one."""
+    decoder.context = context
+    return decoder
 
 
 def _summed(runs: Sequence[Sequence[GenerationOutput]], payload: int) -> Projected:

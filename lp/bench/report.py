@@ -33,16 +33,19 @@ def write_report(folder: Path) -> list[Path]:
     Raises:
         ValueError: no results there.
     """
-    found = ordered(totals(load_rows(folder)))
-    pictures = _plots(found, folder)
-    heads, body = [*_shown(found), *HEADS], [cells(total, _shown(found)) for total in found]
-    parts = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(caption(found))}</p>", _table(heads, body)]
     lines = read_lines(folder / "scaling.csv")
+    found = ordered(totals(load_rows(folder))) if any(folder.rglob("*.jsonl")) or not lines else []
+    said = caption(found) if found else (folder / "scaling.md").read_text(encoding="utf-8").split("\n\n")[1].strip()
+    parts, pictures = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(said)}</p>"], list[Path]()
+    if found:
+        parts.append(_table([*_shown(found), *HEADS], [cells(total, _shown(found)) for total in found]))
+        pictures += _plots(found, folder)
     if lines:
-        pictures += scaling_plots(lines, caption(found), folder)
         parts.append(_table(SCALING_HEADS, [line.cells() for line in lines]))
+        pictures += scaling_plots(lines, said, folder)
     parts += [_picture(path) for path in pictures]
-    parts.append(f"<h2>Settings</h2><pre>{html.escape(_settings(found))}</pre>")
+    if found:
+        parts.append(f"<h2>Settings</h2><pre>{html.escape(_settings(found))}</pre>")
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>lp</title><style>{STYLE}</style>'
     report = folder / "report.html"
     report.write_text(page + "\n".join(parts) + "</html>\n", encoding="utf-8")

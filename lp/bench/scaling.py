@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from lp.bench.projection import Link, Projected
 from lp.bench.rows import Row
-from lp.bench.summary import PLAIN, totals
+from lp.bench.summary import PLAIN, Total, totals
 
 MEASURED, PROJECTED = "measured", "projected"
 HEADS = (
@@ -75,8 +75,8 @@ def measured_lines(rows: Sequence[Row]) -> list[Line]:
     """Of one launch's rows."""
     lines = []
     for total in totals(rows):
-        splits = [split for row in total.rows for split in row["split"]]
-        means = {name: fmean(split[name] for split in splits) for name in ("forward_ms", "exchange_ms", "host_ms")}
+        names = ("forward_ms", "exchange_ms", "host_ms")
+        means = {name: _a_step(total, name, fmean) for name in names}
         shaped = total.method.startswith("lookahead")
         line = Line(
             method=total.method,
@@ -88,11 +88,17 @@ def measured_lines(rows: Sequence[Row]) -> list[Line]:
             tokens_per_s=total.tokens_per_s,
             speedup=total.speedup,
             compression=total.compression,
-            rows=fmean(max(split["rows"] for split in row["split"]) for row in total.rows),
+            rows=_a_step(total, "rows", max),
             **means,
         )
         lines.append(line)
     return lines
+
+
+def _a_step(total: Total, name: str, of_ranks: Callable[[list[float]], float]) -> float:
+    """Mean over all steps of what a prompt's ranks say of a step."""
+    told = (row["steps"] * of_ranks([split[name] for split in row["split"]]) for row in total.rows)
+    return sum(told) / max(total.steps, 1)
 
 
 def projected_lines(
@@ -134,9 +140,9 @@ def with_efficiency(lines: Sequence[Line]) -> list[Line]:
 
 
 def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], float]:
-    """How far speed-ups projected over this link are off those measured, by method and ranks."""
-    speedups: dict[tuple[str, int], dict[str, float]] = {}
+    """How far speed-ups projected over this link are off those measured with the same W and G, by method and ranks."""
+    speedups: dict[tuple[str, int, int | None, int | None], dict[str, float]] = {}
     for line in lines:
         if line.speedup and line.link in (None, link):
-            speedups.setdefault((line.method, line.ranks), {})[line.kind] = line.speedup
-    return {key: pair[PROJECTED] / pair[MEASURED] - 1 for key, pair in speedups.items() if len(pair) == 2}
+            speedups.setdefault((line.method, line.ranks, line.W, line.G), {})[line.kind] = line.speedup
+    return {key[:2]: pair[PROJECTED] / pair[MEASURED] - 1 for key, pair in speedups.items() if len(pair) == 2}

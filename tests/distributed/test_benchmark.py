@@ -38,6 +38,20 @@ def test_a_sweep_of_launches(processes: Processes, settings: list[str], tmp_path
     assert processes.wait_for_end() == []
 
 
+def test_a_job_that_fails_on_rank_0_leaves_the_next_one(
+    processes: Processes, settings: list[str], tmp_path: Path
+) -> None:
+    """Rank 0 alone makes the draft model: the others must not wait for it with other methods."""
+    asked = ["-m", *settings, "W=2", "methods=[hf_assisted],[lookahead,autoregressive]", "limit=1", f"out={tmp_path}"]
+    asked = [each for each in asked if each != "limit=2"]
+    ran = processes.run(processes.torchrun(2, "launch.benchmark", *asked), ON_CPU, timeout_s=240)
+    assert ran.returncode == 2 and "job 0 failed with exit code 2" in ran.stderr and "1 failed;" in ran.stderr, ran
+    assert [(t.method, t.setting["ranks"], t.differing) for t in totals(load_rows(tmp_path))] == [
+        ("lookahead", 2, 0), ("autoregressive", 2, 0)
+    ]  # fmt: skip
+    assert processes.wait_for_end(5) == []
+
+
 def test_scaling_measures_ranks_and_holds_a_projection_against_them(
     processes: Processes, settings: list[str], tmp_path: Path
 ) -> None:

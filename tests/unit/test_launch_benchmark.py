@@ -18,10 +18,12 @@ import pytest
 from transformers import AutoTokenizer
 
 import launch.app
-from launch.bench_session import KeptModel
+import lp
+from launch.bench_session import KeptModel, on_main
 from launch.benchmark import benchmark
 from lp.bench.rows import load_rows
 from lp.bench.summary import totals
+from lp.distributed import run_lockstep
 from tests.unit.conftest import Ran
 
 SMALL = ["model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "limit=3"]
@@ -158,12 +160,28 @@ def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path
         (["methods=[transformers_tp]"], "launch with NPROC=2 or more"),
         (["methods=[accelerate_pp]"], "needs two; torch sees"),
         (["parallel.nproc=0"], "parallel.nproc is 0"),
+        (["repeats=2", "pool.scope=session"], "take repeats=1, or pool.scope=request"),
         (["task=mbpp", "task.path=nowhere", "task.hub=null"], "task mbpp has no file nowhere"),
     ],
 )
 def test_user_errors(bench: Callable[..., Ran], overrides: list[str], said: str) -> None:
     ran = bench(*overrides)
     assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err
+
+
+def test_what_fails_on_rank_0_alone_fails_on_all() -> None:
+    """Else rank 0 goes on to the next job of a sweep, and the others take its words for those of this one."""
+
+    def body(context: lp.ParallelContext) -> tuple[int | None, str]:
+        made = on_main(context, lambda: context.rank + 7)
+        try:
+            on_main(context, lambda: int("x"))
+        except ValueError as error:
+            return made, str(error)
+        return made, ""
+
+    said = "invalid literal for int() with base 10: 'x'"
+    assert run_lockstep(3, body) == [(7, said), (None, said), (None, said)]
 
 
 @pytest.mark.usefixtures("wrong_prompt_lookup")
@@ -216,8 +234,10 @@ def test_a_sweep_goes_on_behind_a_failed_job(
     monkeypatch.setenv("LP_RUN_DIR", str(tmp_path / "sweep"))
     ran = bench("-m", "W=2,-1,3", "limit=1", "out=null")
     assert ran.code == 2 and "job 1 failed with exit code 2: " in ran.err and "1 failed; " in ran.err
+    again = bench("-m", "W=2,1", "limit=1", "out=null", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert again.code == 0, again.err  # what failed then is not said again
     found = totals(load_rows(tmp_path / "sweep"))
-    assert sorted({total.setting["W"] for total in found}) == [2, 3]
+    assert sorted({total.setting["W"] for total in found}) == [1, 2, 3]
     table = ran.out[ran.out.rindex("  W ") :]
     assert [line.split()[:2] for line in table.splitlines() if line[:3] in ("  2", "  3")] == [
         [str(width), method] for width in (2, 3) for method in METHODS

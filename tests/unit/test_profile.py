@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,12 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import lp
 from lp.attention.ablation import WithoutAttention
 from lp.bench.ceilings import WARM_UP, CeilingCalls, Ceilings, Work, alternated
-from lp.bench.one_rank import record, replayed
-from lp.bench.profile import Build, Plan, profile
+from lp.bench.one_rank import Build, record, replayed
+from lp.bench.profile import Plan, profile
 from lp.bench.speed import speeds, transformers_greedy
 from lp.decoding.base import Decoder, GenerationOutput
 from lp.distributed import ParallelContext, run_lockstep
 from lp.models.shapes import build_shape, shape_config
+from lp.tuner.budget import FixedBudget
 from tests.tiny_models import plain_greedy, tiny_model
 
 CPU = torch.device("cpu")
@@ -119,11 +122,46 @@ def test_one_rank_alone_does_what_it_did_among_all(rank: int, kv_sync: str) -> N
         return lp.LookaheadDecoder(model, config, context)
 
     among = run_lockstep(3, lambda context: _decode(build(context)))[rank]
-    again = replayed(build, _decode, rank, 3, record(build, _decode, rank, 3))
+    again = replayed(build, _decode, rank, 3, record(build, _decode, 3))
     for _ in range(2):  # the tape is rewound
         alone = again()
         assert alone.tokens == among.tokens == plain_greedy(model, IDS, 12)
         assert [s.slots for s in alone.step_stats] == [s.slots for s in among.step_stats]
+
+
+def test_a_replay_of_something_else_is_told() -> None:
+    """Other steps, heard as if they were the tape's, would be timed as that rank's."""
+    build = _build(tiny_model())
+    tape = record(build, _decode, 3)
+
+    def decode(decoder: lp.LookaheadDecoder) -> GenerationOutput:
+        decoder.budget = lambda: FixedBudget(replace(CONFIG, window_size=3))  # type: ignore[method-assign]
+        return _decode(decoder)
+
+    with pytest.raises(RuntimeError, match="rank 1 differs from rank 0, 2 at step 0"):
+        replayed(build, decode, 1, 3, tape)()
+    with pytest.raises(ValueError, match="the prompt of rank 1 differs"):
+        replayed(build, lambda decoder: decoder.generate(IDS[1:], 12), 1, 3, tape)()
+
+
+def test_a_replay_can_be_interrupted() -> None:
+    """The tape has nobody's Ctrl-C: it would be dropped, and the measurement go on."""
+    build = _build(tiny_model())
+
+    def interrupted(decoder: Decoder) -> GenerationOutput:
+        return decoder.generate(IDS, 12, eos_token_id=(), on_tokens=lambda *_: signal.raise_signal(signal.SIGINT))
+
+    again = replayed(build, interrupted, 1, 3, record(build, _decode, 3))
+    with pytest.raises(KeyboardInterrupt):
+        again()
+
+
+def test_a_pool_of_other_texts_has_no_tape() -> None:
+    """The second decode would guess with what the first one left."""
+    config = lp.LookaheadConfig(pool_scope=lp.PoolScope.SESSION)
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"take pool\.scope=request"):
+        record(lambda context: lp.LookaheadDecoder(model, config, context), _decode, 2)
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (3, 2)])

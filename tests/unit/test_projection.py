@@ -1,22 +1,25 @@
-"""Projections run the very steps of ranks, one at a time; scaling lines tell measured from projected."""
+"""Projections run the very steps of ranks, one rank at a time; scaling lines tell measured from projected."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import launch.scaling
 import lp
 from lp.bench.projection import Link, Projected, Projection
 from lp.bench.report import read_lines
-from lp.bench.scaling import errors, projected_lines, with_efficiency
-from lp.distributed import ParallelContext, run_lockstep
-from lp.models.runner import ModelRunner
+from lp.bench.scaling import MEASURED, errors, projected_lines, with_efficiency
+from lp.decoding.base import StepStats
+from lp.decoding.generation import Generation
+from lp.distributed import LockstepContext, ParallelContext, run_lockstep
 from tests.tiny_models import tiny_model
 from tests.unit.conftest import Ran
 
@@ -25,8 +28,12 @@ CONFIG = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6)
 LINK = Link(base_us=10, hop_us=2, gb_s=1, source="made up")
 
 
-def _projection(model: Any, ranks: int, tokens: int, config: lp.LookaheadConfig = CONFIG) -> Projection:
-    return Projection(model=model, config=config, ids=IDS, max_new_tokens=tokens, ranks=ranks)
+def _decode(decoder: lp.LookaheadDecoder) -> lp.GenerationOutput:
+    return decoder.generate(IDS, 24)
+
+
+def _projection(model: Any, ranks: int, config: lp.LookaheadConfig = CONFIG) -> Projection:
+    return Projection(decoder=lp.LookaheadDecoder(model, config), decode=_decode, ranks=ranks)
 
 
 def test_a_link_is_alpha_and_beta() -> None:
@@ -36,41 +43,81 @@ def test_a_link_is_alpha_and_beta() -> None:
 
 
 def test_one_rank_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two at once would time each other; one that keeps the turn would hang the rest."""
-    forward, inside, most = ModelRunner.forward, threading.Semaphore(1), []
+    """Two at once would time each other, and all runs of one rank in a row would have its weather."""
+    ran: list[tuple[int, int]] = []
+    projection = _projection(tiny_model(), 3)
+    step = Generation.step
 
-    def alone(self: ModelRunner, *args: Any, **kwargs: Any) -> Any:
-        most.append(inside.acquire(blocking=False))
-        try:
-            return forward(self, *args, **kwargs)
-        finally:
-            inside.release()
+    def watched(self: Generation) -> Any:
+        ran.append((threading.get_ident(), self.context.rank))
+        return step(self)
 
-    monkeypatch.setattr(ModelRunner, "forward", alone)
-    _projection(tiny_model(), 3, 12).run()
-    assert len(most) > 12 and all(most)
+    monkeypatch.setattr(Generation, "step", watched)
+    assert projection.tape and {rank for _, rank in ran} == {0, 1, 2}
+    steps = len(ran) // 3
+    ran.clear()
+    for _ in range(2):
+        projection.run()
+    assert ran == [(threading.get_ident(), rank) for _ in range(2) for rank in range(3) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_shares_are_those_of_ranks(ranks: int) -> None:
-    """The steps, rows and bytes of a real group of ranks, or its time is another group's."""
-    model = tiny_model()
+@pytest.mark.parametrize("sampling", [None, lp.SamplingParams(temperature=0.9, seed=5)])
+def test_shares_are_those_of_ranks(ranks: int, sampling: lp.SamplingParams | None) -> None:
+    """The tokens, steps, rows and bytes of a real group of ranks, or its time is another group's."""
+    model, given = tiny_model(), list[int]()
+
+    def decode(decoder: lp.LookaheadDecoder) -> lp.GenerationOutput:
+        return decoder.generate(IDS, 24, sampling)
 
     def body(context: ParallelContext) -> lp.GenerationOutput:
-        return lp.LookaheadDecoder(model, CONFIG, context).generate(IDS, 24)
+        decoder = lp.LookaheadDecoder(model, CONFIG, context)
+        if context.is_main:
+            decoder.context = Weighed(0, ranks, shared=context.shared, given=given)  # type: ignore[attr-defined]
+        return decode(decoder)
 
-    projection = _projection(model, ranks, 24)
-    real, found = run_lockstep(ranks, body), projection.summed([projection.run(), projection.run()])
-    assert (found.tokens, found.steps) == (len(real[0].tokens), real[0].steps)
-    largest = [max(rank.step_stats[step].slots for rank in real) for step in range(found.steps)]
+    projection = Projection(decoder=lp.LookaheadDecoder(model, CONFIG), decode=decode, ranks=ranks)
+    real, runs = run_lockstep(ranks, body), [projection.run(), projection.run()]
+    for run in runs:
+        assert [output.tokens for output in run] == [real[0].tokens] * ranks
+        assert [_rows(output) for output in run] == [_rows(output) for output in real]
+    found = projection.summed(runs)
+    assert (found.ranks, found.tokens, found.steps) == (ranks, len(real[0].tokens), real[0].steps)
+    largest = [max(rows) for rows in zip(*map(_rows, real), strict=True)]
     assert found.rows == pytest.approx(sum(largest) / found.steps)
-    assert 0 < found.compute_s == found.forward_s + found.host_s and found.payload_bytes > 3 * 8
+    assert 0 < found.compute_s == found.forward_s + found.host_s and found.payload_bytes == given[-1]
     assert found.decode_s(LINK) == found.compute_s + found.steps * LINK.all_gather_s(ranks, found.payload_bytes)
+
+
+@dataclass(frozen=True)
+class Weighed(LockstepContext):
+    """Notes the bytes that a rank gives."""
+
+    given: list[int] = field(default_factory=list)
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        self.given.append(row.nbytes)
+        return super().all_gather(row)
+
+
+def _rows(output: lp.GenerationOutput) -> list[int]:
+    return [step.slots for step in output.step_stats]
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    """Of medians: the slowest run of any rank would be the unluckiest, the slowest half of a step no rank's."""
+
+    def output(*steps: tuple[float, float]) -> lp.GenerationOutput:
+        return lp.GenerationOutput([1], "length", [StepStats(7, 0, 0, forward, 9.0, host) for forward, host in steps])
+
+    quick, slow, late = output((1, 1), (4, 1)), output((3, 2), (1, 5)), output((50, 50), (1, 5))
+    found = _projection(tiny_model(), 2).summed([[quick, slow], [quick, late], [quick, slow]])
+    assert (found.forward_s, found.host_s, found.compute_s) == (3 + 1, 2 + 5, 11)
 
 
 def test_a_second_collective_is_refused() -> None:
     with pytest.raises(ValueError, match="project kv_sync=recompute"):
-        _projection(tiny_model(), 2, 4, lp.LookaheadConfig(kv_sync=lp.KVSync.BROADCAST))
+        _projection(tiny_model(), 2, lp.LookaheadConfig(kv_sync=lp.KVSync.BROADCAST))
 
 
 def _projected(ranks: int, compute_s: float) -> Projected:
@@ -93,6 +140,9 @@ def test_lines_add_up_prompts_and_say_what_they_are() -> None:
     assert two.speedup == pytest.approx(2 / 0.6) and two.efficiency == pytest.approx(1 / 1.2)
     assert "**projected**, free" in two.cells() and two.series == "lookahead, free (projected)"
     assert errors(lines) == {}
+    measured = replace(two, kind=MEASURED, link=None, speedup=2.0)
+    assert errors([*lines, measured], "free") == {("lookahead", 2): pytest.approx(two.speedup / 2 - 1)}
+    assert errors([*lines, replace(measured, W=8)], "free") == {}  # weak scaling was measured, strong projected
 
 
 @pytest.fixture
@@ -123,11 +173,27 @@ def test_a_projection_is_marked_everywhere(scale: Callable[..., Ran], tmp_path: 
         (["ranks=[]"], "leaves nothing to do"),
         (["ranks=[0]"], "ranks is 0"),
         (["methods=[nonsense]"], "methods has 'nonsense'"),
+        (["ranks=[1]", "project=true", "decoder.kv_sync=broadcast"], "project kv_sync=recompute"),
+        (["ranks=[1]", "project=true", "pool.scope=session"], "take pool.scope=request"),
     ],
 )
 def test_user_errors(scale: Callable[..., Ran], overrides: list[str], said: str) -> None:
     ran = scale(*overrides)
     assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err
+
+
+def test_rows_of_an_earlier_setting_are_not_mixed_in(
+    monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
+) -> None:
+    """Two lines that look alike, and an efficiency over the wrong one."""
+    monkeypatch.setattr(launch.scaling, "relaunch", lambda *_: None)
+    folder = tmp_path / "ranks-1"
+    folder.mkdir()
+    for tokens in (6, 8):
+        row = {"index": 0, "method": "lookahead", "prompt_digest": "x", "settings": {"max_new_tokens": tokens}}
+        (folder / f"{tokens}.jsonl").write_text(json.dumps(row) + "\n")
+    ran = scale("ranks=[1]", f"out={tmp_path}")
+    assert ran.code == 2 and "has rows of other settings too" in ran.err and "give another out=" in ran.err
 
 
 def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +215,10 @@ def test_one_rank_runs_what_one_rank_can(
             raise SystemExit(3)
 
     monkeypatch.setattr(launch.scaling, "relaunch", relaunch)
-    assert scale("ranks=[1,2]", "weak=false", f"out={tmp_path}").code == 3
+    assert scale("ranks=[1,2]", "weak=false", "links.gloo.hop_us=9", f"out={tmp_path}").code == 3
     assert "methods=[lookahead,autoregressive]" in asked[0][1]
     assert "methods=[lookahead,autoregressive,transformers_tp]" in asked[1][1]
     assert all(
-        "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks"))] for _, overrides in asked
+        "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks", "links"))]
+        for _, overrides in asked
     )

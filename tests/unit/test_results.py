@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from lp.bench.plots import heat_map
 from lp.bench.report import read_lines, write_report
 from lp.bench.rows import RowFile, digest, load_rows
-from lp.bench.scaling import errors
-from lp.bench.summary import HEADS, cells, ordered, totals, varying
+from lp.bench.scaling import errors, measured_lines
+from lp.bench.summary import HEADS, Total, cells, ordered, totals, varying
 from tests.conftest import ROOT
 
 PNG = b"\x89PNG"
@@ -88,6 +89,52 @@ def test_a_report_is_one_file_with_everything(tmp_path: Path, settings: list[dic
     assert not re.search(r"(src|href)=[\"'](?!data:)|https?://|<script", page)
     with pytest.raises(ValueError, match="holds no rows"):
         write_report(tmp_path / "nowhere")
+
+
+def test_a_report_of_projections_alone(tmp_path: Path) -> None:
+    """launch.scaling ranks=[] project=true has no rows."""
+    source = ROOT / "docs" / "results" / "scaling-demo"
+    for name in ("scaling.csv", "scaling.md"):
+        (tmp_path / name).write_text((source / name).read_text(encoding="utf-8"), encoding="utf-8")
+    assert [path.name for path in write_report(tmp_path)] == ["speedup.png", "step_time.png", "report.html"]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:image/png;base64,") == 2 and "cores, torch" in page
+
+
+def _split(rows: float) -> dict[str, float]:
+    return {"rows": rows, "forward_ms": 2 * rows, "exchange_ms": 1.0, "host_ms": 0.5}
+
+
+def test_measured_lines_are_means_over_steps() -> None:
+    """A short prompt must not weigh as much as a long one, nor a method of one rank count as one of two."""
+    setting = {"task": "a", "W": 2, "N": 2, "G": 4, "ranks": 2}
+    rows = [
+        _row(index, method, setting, steps, seconds) | {"split": splits}
+        for index, steps in ((0, 10), (1, 30))
+        for method, seconds, splits in (
+            ("lookahead", 1.0, [_split(4 + 4 * index), _split(6)]),
+            ("lookahead@1", 2.0, [_split(9)]),
+            ("autoregressive", 4.0, [_split(1)]),
+        )
+    ]
+    both, alone, plain = measured_lines(rows)
+    assert [(line.ranks, line.W, line.speedup) for line in (both, alone, plain)] == [
+        (2, 2, 4.0), (1, 2, 2.0), (1, None, 1.0)
+    ]  # fmt: skip
+    assert (both.rows, both.forward_ms) == ((10 * 6 + 30 * 8) / 40, (10 * 10 + 30 * 14) / 40)
+    assert (both.exchange_ms, both.host_ms, alone.rows) == (1.0, 0.5, 9)
+
+
+def test_a_heat_map_shows_the_best_of_several_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The last one instead would be read as all that W and N can do."""
+    said = list[str]()
+    save = "matplotlib.figure.Figure.savefig"
+    monkeypatch.setattr(save, lambda self, path: said.extend(text.get_text() for text in self.axes[0].texts))
+    rows = [
+        _row(0, "lookahead", {"task": "a", "W": 2, "N": 2, "G": g}, 50, s) for g, s in ((2, 2.0), (4, 1.0), (8, 4.0))
+    ]
+    heat_map([Total(rows=[row], plain_tokens_per_s=25.0) for row in rows], "", tmp_path / "map.png")
+    assert said == ["4.00\nG=4"]
 
 
 def test_scaling_lines_survive_their_csv() -> None:

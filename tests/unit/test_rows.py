@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def test_every_cut_of_the_tail_is_survived(tmp_path: Path) -> None:
             file.append(_block(index))
         file.close()
         assert path.read_bytes() == whole
+
+
+def test_rows_are_on_the_disk_when_the_next_prompt_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written but not synced, they are lost with the power."""
+    synced = list[int]()
+    monkeypatch.setattr("os.fsync", lambda file: synced.append(os.fstat(file).st_size))
+    whole = _written(tmp_path / "rows.jsonl", 2)
+    assert synced[1:] == [len(whole)] and len(synced) == 2
 
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
