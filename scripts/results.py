@@ -46,8 +46,8 @@ table, which alternates its methods prompt by prompt, and not seconds across tab
 """
 
 
-SCALING = """Nothing else ran on the machine. Ranks that wait for each other lose more to other work on it than one
-process does: on a busy machine, earlier projections of two ranks were off by +34 to +98 %.
+SCALING = """Ranks that wait for each other lose more to other work on the machine than one process does: on a busy one,
+earlier projections of two ranks were off by +34 to +98 %. These are of one run, with nothing else started by us.
 """
 
 
