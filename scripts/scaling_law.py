@@ -45,7 +45,7 @@ def run(model: Any, setting: tuple[int, int], prompts: list[list[int]], new: int
     steps = sum(output.steps for output in outputs)
     slots = sum(step.slots for output in outputs for step in output.step_stats)
     tokens = sum(len(output.tokens) for output in outputs)
-    return {"N": n, "size": size, "S": tokens / steps, "rows": slots / steps, "temperature": temperature}
+    return {"N": n, "size": size, "S": tokens / steps, "rows": slots / steps}
 
 
 def plot(results: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -89,14 +89,16 @@ def main() -> None:
     texts = load_jsonl(args.task, args.limit) if args.task else load_builtin(args.limit)
     prompts = [list(loaded.tokenizer(prompt.text)["input_ids"]) for prompt in texts]
     lines = args.results.read_text(encoding="utf-8").splitlines() if args.results.exists() else []
-    results = [r for r in map(json.loads, lines) if r["temperature"] == args.temperature]
+    asked = {"model": args.model, "task": str(args.task), "prompts": len(prompts)}
+    asked |= {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    results = [r for r in map(json.loads, lines) if asked.items() <= r.items()]
     done = {(r["N"], r["size"]) for r in results}
     wanted = [s for s in settings(args.ngrams, args.widths, args.rows) if s not in done]
     for setting in track(wanted, "settings", disable=not sys.stderr.isatty()):
-        results.append(run(loaded.model, setting, prompts, args.max_new_tokens, args.temperature))
+        results.append(run(loaded.model, setting, prompts, args.max_new_tokens, args.temperature) | asked)
         with args.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(results[-1]) + "\n")
-    plot(results, args.figure, f"{len(prompts)} prompts, T = {args.temperature:g}")
+    plot(results, args.figure, f"{args.model}, {len(prompts)} prompts, T = {args.temperature:g}")
     paper = _seen([r for r in results if r["N"] != OURS])
     model = AcceptanceModel.fitted(paper)
     print(f"all N: alpha {model.alpha:.3f}, f {model.f:.2f}, error of log S {model.error(paper):.3f}")
