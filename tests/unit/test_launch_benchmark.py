@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 import launch.app
@@ -93,6 +94,7 @@ def test_other_prompts_are_not_mixed_in(bench: Callable[..., Ran], tmp_path: Pat
 
 def _benchmark(arguments: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    torch.set_num_threads(1)  # as in the process of the tests: rows of another number are other rows
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["app", *arguments])
         launch.app.run(partial(benchmark, kept=KeptModel()), "benchmark")
