@@ -140,6 +140,7 @@ def agree(
     shape: RowShape,
     all_gather: Callable[[torch.Tensor], torch.Tensor],
     step: int,
+    ranks: int,
 ) -> tuple[int, Stop, int]:
     """Of a step that every rank computes alike: rank 0's token (1,), the union of flags, rank 0's length.
 
@@ -148,6 +149,8 @@ def agree(
     Raises:
         RuntimeError: as `gather`.
     """
+    if ranks == 1:  # what packing takes would be felt in every plain step
+        return int(token), Stop(header[FLAGS]), header[LENGTH]
     row = token.new_zeros(shape.size)
     row[:HEADER], row[HEADER : HEADER + 1] = torch.tensor(header), token
     rows = gather(row, shape, all_gather, step)[:, : HEADER + 1].tolist()

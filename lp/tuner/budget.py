@@ -23,7 +23,7 @@ LESSON, LESSONS = 0.04, 8  # tokens that a step's first rows bring later, by the
 CAUTION = 1.25  # times the price: of all rows, those are taken whose chance looks best, and it is less than it looks
 LADDER = (0, 2, 4, 8, 16, 32, 64, 128)  # columns
 GAIN, HALF = 0.02, 3.0  # by how much columns raise S, and how many bring half of it: the demo model's
-TRIAL, RETRIAL = 16, 3  # steps that lookahead has to show that it pays, at first and after a nap
+TRIAL, RETRIAL = 8, 2  # steps that lookahead has to show that it pays, at first and after a nap
 LEAST = 0.95  # of plain decoding's rate, below which it does not pay: less loss than that is not worth being blind
 SHORTEST_NAP, LONGEST_NAP = 4, 64  # plain steps before it may try again, twice as many each time
 
@@ -107,6 +107,7 @@ class AdaptiveBudget:
         self._table, self._slopes = given(curve.table), given(curve.slopes)
         self._rate = _Running(BEFORE, BEFORE * curve.plain_s, MEMORY)
         self._truth = _Running(DOUBT, DOUBT, TRUST)
+        self._accepted = _Running(BEFORE, BEFORE, MEMORY)  # tokens, a step
         self._size = _Running(BEFORE, BEFORE, MEMORY)  # rows beyond the window's, a step
         self._awake, self._trial, self._nap = _Running(0.0, 0.0, 2 * TRIAL), TRIAL, SHORTEST_NAP
         self._ladder = [size for size in LADDER if size <= config.window_size and self._window(size) <= curve.most]
@@ -125,8 +126,8 @@ class AdaptiveBudget:
     @property
     def price(self) -> Price:
         """Of the next step's rows."""
-        base = self._window(self.columns)
-        return Price(CAUTION * self.rate, base, self._table, self._slopes, LESSON, LESSONS, self._believed)
+        base, lesson = self._window(self.columns), LESSON * min(self._accepted.ratio, 1.0)
+        return Price(CAUTION * self.rate, base, self._table, self._slopes, lesson, LESSONS, self._believed)
 
     @property
     def _believed(self) -> float:
@@ -149,6 +150,7 @@ class AdaptiveBudget:
             return
         seconds = self.curve.step_s(rows)
         self._rate.add(len(new), seconds)
+        self._accepted.add(len(new) - 1, 1)
         expected, came = tree.foretold(new)
         self._truth.add(came, expected / self._believed)
         self._size.add(rows - self._window(self.columns), 1)

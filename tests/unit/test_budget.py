@@ -204,16 +204,6 @@ def test_ranks_choose_alike(ranks: int, least: int) -> None:
     assert steps >= least and len(seen) >= 3
 
 
-def test_what_a_tree_foretold() -> None:
-    """Two branches of which one is true for two tokens; the step's last token is the model's own."""
-    tree = TokenTree(9)
-    tree.tokens, tree.parents, tree.chances = [5, 6, 7, 8], [-1, -1, 1, 2], [0.2, 0.5, 0.4, 0.1]
-    assert tree.foretold([6, 7, 9]) == (pytest.approx(0.7 + 0.8 + 0.25), 2)
-    assert tree.foretold([6, 7, 8, 1]) == (pytest.approx(0.7 + 0.8 + 0.25), 3), "nothing was promised behind the end"
-    assert tree.foretold([9]) == (pytest.approx(0.7), 0)
-    assert TokenTree(0).foretold([1]) == (0.0, 0)
-
-
 def test_paths_that_break_are_cut_short() -> None:
     """A loop whose turns differ: every path looks sure to its end, and breaks at its fifth token."""
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 100), (0.01, 0.04), 0.01))

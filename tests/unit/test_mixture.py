@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lp.lookahead import compiled, mixture
+from lp.lookahead.candidates import TokenTree
 from lp.lookahead.compiled import U64
 from lp.lookahead.mixture import FEATURES, FLOOR, GAPS, RATE, RECYCLED_0
 from lp.lookahead.noise import _keyed, gumbel, sequence_key
@@ -204,3 +205,13 @@ def test_recycled_logits_guess_under_the_noise_of_their_position(noise: tuple[in
         assert pool.propose(text, 1).tokens == [int(scores.argmax())]
         differ += int(scores.argmax()) != int(np.argmax(logits))
     assert (differ > 10) == bool(noise and renoise)
+
+
+def test_what_a_tree_foretold() -> None:
+    """Two branches of which one is true for two tokens; the step's last token is the model's own."""
+    tree = TokenTree(9)
+    tree.tokens, tree.parents, tree.chances = [5, 6, 7, 8], [-1, -1, 1, 2], [0.2, 0.5, 0.4, 0.1]
+    assert tree.foretold([6, 7, 9]) == (pytest.approx(0.7 + 0.8 + 0.25), 2)
+    assert tree.foretold([6, 7, 8, 1]) == (pytest.approx(0.7 + 0.8 + 0.25), 3), "nothing was promised behind the end"
+    assert tree.foretold([9]) == (pytest.approx(0.7), 0)
+    assert TokenTree(0).foretold([1]) == (0.0, 0)
