@@ -6,8 +6,6 @@ T: rows of the step, L: cached rows, C: capacity of the cache, H: query heads, G
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.nn import functional as F
 
@@ -42,19 +40,15 @@ def step_attention(
     if places is not None:
         full = _spread(mask_11TT, places, total)
         return _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=full, scale=scale)[0]
-    length = total - mask_11TT.shape[3]
-    blocks = [
-        _on_cpu(q, k_1GND[:, :, : length + end], v_1GND[:, :, : length + end], mask[..., :end], scale)
-        for end, q, mask in _blocks(q_1HTD, mask_11TT)
-    ]
-    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
-
-
-def _blocks(q_1HTD: torch.Tensor, mask_11TT: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(end, queries, mask) of blocks of rows: a prompt's see half of each other, and no row one behind it."""
-    for start in range(0, q_1HTD.shape[2], BLOCK):
-        end = start + BLOCK
-        yield end, q_1HTD[:, :, start:end], mask_11TT[:, :, start:end]
+    rows = q_1HTD.shape[2]
+    if rows <= BLOCK:
+        return _on_cpu(q_1HTD, k_1GND, v_1GND, mask_11TT, scale)
+    blocks = []  # a prompt's rows see half of each other, and none sees one behind it
+    for end in range(BLOCK, rows + BLOCK, BLOCK):
+        own, seen = slice(end - BLOCK, end), total - rows + end
+        mask = mask_11TT[:, :, own, :end]
+        blocks.append(_on_cpu(q_1HTD[:, :, own], k_1GND[:, :, :seen], v_1GND[:, :, :seen], mask, scale))
+    return torch.cat(blocks, 2)
 
 
 def _on_cpu(
