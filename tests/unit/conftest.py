@@ -20,7 +20,7 @@ CONTEXT = 256
 
 
 def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = CONTEXT) -> Path:
-    """A random Llama with the demo model's tokenizer."""
+    """A random Llama with the demo model's tokenizer; it has no EOS token, so what is drawn never ends early."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -32,6 +32,7 @@ def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = 
         num_key_value_heads=2,
         max_position_embeddings=context,
         initializer_range=0.1,
+        eos_token_id=None,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
