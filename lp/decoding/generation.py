@@ -92,8 +92,9 @@ class Generation:
     def prefill(self) -> None:
         """Cache the prompt; what its rows say is rank 0's word, since ranks may round it differently."""
         prompt, chooser, rows = self.request.prompt, self.request.chooser, list[torch.Tensor]()
-        wanted = self.harvest if self.config.prompt_logits and self.config.prompt_ngrams else 0
-        first = max(len(prompt) - 1 - self.budget.prompt_rows(self.request.max_new_tokens), 0)  # that is read
+        most = self.budget.prompt_rows(self.request.max_new_tokens)
+        wanted = self.harvest if self.config.prompt_logits and self.config.prompt_ngrams and most else 0
+        first = max(len(prompt) - 1 - most, 0)  # that is read
 
         def read(logits: torch.Tensor) -> None:
             rows.append(likeliest(chooser.scores(logits, [None] * len(logits), prompt), wanted))
@@ -140,12 +141,7 @@ class Generation:
         clock.lap("host")
         said = self._attempt(lambda: self._forward(layout, plan, rows))
         chosen, likely = said or (self._zeros(len(rows.reads)), self._zeros(len(rows.reads), self.harvest))
-        clock.lap("forward")
-        header = self._header(layout.tokens, layout.parents)  # while a GPU is still at the step
-        clock.lap("host")
-        if chosen.is_cuda:  # or the exchange, which waits for it, would seem to take the model's time
-            torch.cuda.synchronize(chosen.device)
-        clock.lap("forward")
+        header = self._header(clock, chosen, layout.tokens, layout.parents)
         row = exchange.pack(header, chosen, likely, plan, self.shape)
         clock.lap("host")
         gathered = exchange.gather(row, self.shape, self.context.all_gather, len(self.stats))
@@ -176,11 +172,7 @@ class Generation:
 
         said = self._attempt(forward)
         chosen = self._zeros(1) if said is None else said
-        if chosen.is_cuda:
-            torch.cuda.synchronize(chosen.device)
-        clock.lap("forward")
-        header = self._header()
-        clock.lap("host")
+        header = self._header(clock, chosen)
         ranks, step = self.context.world_size, len(self.stats)
         token, told, keep = exchange.agree(header, chosen, self.shape, self.context.all_gather, step, ranks)
         clock.lap("exchange")
@@ -222,10 +214,17 @@ class Generation:
         scores = chooser.scores(logits, branches, self.text)
         return chooser.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
 
-    def _header(self, *parts: Sequence[int]) -> tuple[int, int, int]:
-        self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], *parts)
-        self.digested = len(self.text)
+    def _header(self, clock: Clock, chosen: torch.Tensor, *parts: Sequence[int]) -> tuple[int, int, int]:
+        """What the other ranks are told besides what was chosen, made while a GPU is still at it."""
+        clock.lap("forward")
+        if self.context.world_size > 1:  # a single rank has nobody to differ from
+            self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], *parts)
+            self.digested = len(self.text)
         flags = self.pending | (Stop.INTERRUPTED if self.request.signals.requested else Stop.NONE)
+        clock.lap("host")
+        if chosen.is_cuda:  # or the exchange, which waits for it, would seem to take the model's time
+            torch.cuda.synchronize(chosen.device)
+        clock.lap("forward")
         return self.digest, int(flags), self.keep
 
     def _told(self, told: Stop, keep: int) -> Stop:

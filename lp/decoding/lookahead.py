@@ -74,11 +74,11 @@ class LookaheadDecoder(Decoder):
             check_same(self.context, model_digests(model))
         self.curve = curve or measured_curve(self) if self.config.adaptive else None
 
-    def budget(self) -> Budget:
+    def budget(self, temperature: float = 0.0) -> Budget:
         """What steps take, made anew for every call."""
         if self.curve is None:
             return FixedBudget(self.config)
-        return AdaptiveBudget(self.config, self.curve, self.context.world_size)
+        return AdaptiveBudget(self.config, self.curve, self.context.world_size, temperature)
 
     def explain(self) -> str:
         """What steps may take, what they cost, and what those of the last text took: two lines."""
@@ -120,7 +120,8 @@ class LookaheadDecoder(Decoder):
         asked = (self.settings, request.max_new_tokens, request.limit, request.stopping, request.chooser)
         items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
         check_same(self.context, items)
-        generation = Generation(self.config, self.context, self.runner, self.source(request), request, self.budget())
+        budget = self.budget(request.chooser.temperature if request.chooser.noise else 0.0)
+        generation = Generation(self.config, self.context, self.runner, self.source(request), request, budget)
         with self.runner.taking(generation.cache):
             output = generation.run()
         self._last = output.step_stats

@@ -104,6 +104,7 @@ class Price:
         slopes: by rows, the least that one more costs, as in StepCurve.
         lesson, lessons: tokens that a row is worth though it be turned down, for what it says; of so many rows.
         truth: what to believe of a token's chance, given the one before it.
+        risk: a path of d tokens is believed to hold with 1 / (1 + risk x d), besides.
     """
 
     rate: float
@@ -113,6 +114,7 @@ class Price:
     lesson: float = 0.0
     lessons: int = 0
     truth: float = 1.0
+    risk: float = 0.0
 
     @classmethod
     def free(cls, rows: int) -> Price:

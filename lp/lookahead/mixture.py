@@ -211,13 +211,14 @@ def recall(s, node, tail, n_tail):
 
 
 @jit
-def expand(t, s, node, tail, n_tail, position, base_key, noisy, sources, truth):
+def expand(t, s, node, tail, n_tail, position, base_key, noisy, sources, truth, risk):
     """Predict what follows a node."""
     known = recall(s, node, tail, n_tail)
     voted, _ = predict(t, s, known, position + s.node_depths[node] + 1, base_key, noisy, sources)
-    base = node * VOTED
+    base, depth = node * VOTED, s.node_depths[node]
+    believed = truth * (1 + risk * depth) / (1 + risk * (depth + 1))
     for index in range(voted):
-        s.voted_tokens[base + index], s.voted_chances[base + index] = s.tokens[index], s.scores[index] * truth
+        s.voted_tokens[base + index], s.voted_chances[base + index] = s.tokens[index], s.scores[index] * believed
     s.node_voted[node] = voted
     choose(s, node)
 
@@ -240,13 +241,13 @@ def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest
     Nodes that repeat row 0 or column 0 of the window cost no row. The tree is cut where its chances less its price
     add up to most, and ends where no larger one could pay.
     """
-    rate, base, seconds, slopes, lesson, lessons, truth = price
+    rate, base, seconds, slopes, lesson, lessons, truth, risk = price
     worth = best = -rate * seconds[base]
     kept = 1
     s.node_tokens[0] = tail[0]
     s.node_parents[0], s.node_depths[0], s.node_chances[0], s.node_row[0], s.node_column[0] = -1, 0, 1.0, 0, 0
     nodes, rows = 1, 0
-    expand(t, s, 0, tail, n_tail, position, base_key, noisy, sources, truth)
+    expand(t, s, 0, tail, n_tail, position, base_key, noisy, sources, truth, risk)
     while nodes < len(s.node_tokens):
         parent = 0
         for node in range(1, nodes):
@@ -272,7 +273,7 @@ def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest
         s.voted_chances[choice] = 0.0
         choose(s, parent)
         if s.node_depths[nodes] < deepest:
-            expand(t, s, nodes, tail, n_tail, position, base_key, noisy, sources, truth)
+            expand(t, s, nodes, tail, n_tail, position, base_key, noisy, sources, truth, risk)
         worth += s.node_chances[nodes]
         nodes += 1
         if worth > best:

@@ -78,7 +78,7 @@ class NGramPool:
         self._follow(text)
         tail, n_tail = self._tail(self._length)
         cost = price or Price.free(budget)
-        terms = cost.rate, cost.base, cost.seconds, cost.slopes, cost.lesson, cost.lessons, cost.truth
+        terms = cost.rate, cost.base, cost.seconds, cost.slopes, cost.lesson, cost.lessons, cost.truth, cost.risk
         shape = (budget, self.config.depth, ints(row or text[-1:]), ints(column or text[-1:]), terms)
         nodes = grow(self._tables, s, tail, n_tail, self._length - 1, *self._noise, self._sources, *shape)
         tree = TokenTree(budget)

@@ -18,13 +18,20 @@ from lp.tuner.curve import StepCurve
 
 MEMORY, BEFORE = 12.0, 4.0  # steps that the running rate looks back; plain steps that it begins with
 TRUST, DOUBT = 8.0, 4.0  # the same of how far chances are true: steps, and tokens that came as foretold to begin with
-LEAST_TRUE = 0.3  # or what is not believed would never be tried again
+LEAST_TRUE, DRIFT = 0.3, 0.25  # or what is not believed would never be tried again; tokens of a step that promised none
+HOLD, FADE = (
+    8.0,
+    0.75,
+)  # by the rule of succession, what held for n tokens holds for one more with n / (n + 1); n begins
+# here, besides what the best of the last steps accepted, which fades
 LESSON, LESSONS = 0.04, 8  # tokens that a step's first rows bring later, by the logits they leave: the demo model's
 CAUTION = 1.25  # times the price: of all rows, those are taken whose chance looks best, and it is less than it looks
 LADDER = (0, 2, 4, 8, 16, 32, 64, 128)  # columns
 GAIN, HALF = 0.02, 3.0  # by how much columns raise S, and how many bring half of it: the demo model's
 TRIAL, RETRIAL = 8, 2  # steps that lookahead has to show that it pays, at first and after a nap
-LEAST = 0.95  # of plain decoding's rate, below which it does not pay: less loss than that is not worth being blind
+LEAST, BEARABLE = 0.95, 0.8  # of plain decoding's rate, below which it does not pay: if nothing is accepted, and at all
+HOT = 1.5  # a temperature that leaves nothing to guess, until the text shows otherwise: the demo model's
+ECHO = 4  # tokens that, said again, end a nap
 SHORTEST_NAP, LONGEST_NAP = 4, 64  # plain steps before it may try again, twice as many each time
 
 
@@ -93,6 +100,22 @@ class _Running:
         return self.above / self.below
 
 
+class _Echo:
+    """Tells whether a text says again what it said before."""
+
+    def __init__(self) -> None:
+        self._last, self._said = tuple[int, ...](), set[tuple[int, ...]]()
+
+    def heard(self, new: Sequence[int]) -> bool:
+        """Whether the text with these new tokens ends in a run that was there before."""
+        again = False
+        for token in new:
+            self._last = (*self._last[1 - ECHO :], token)
+            again = self._last in self._said
+            self._said.add(self._last)
+        return again
+
+
 class AdaptiveBudget:
     """What pays, by the curve and by what steps brought.
 
@@ -100,9 +123,10 @@ class AdaptiveBudget:
         config: its W and G are bounds.
         curve: what steps take, by the rows of all ranks together.
         ranks: that share them.
+        temperature: of the sampling, 0 if there is none.
     """
 
-    def __init__(self, config: LookaheadConfig, curve: StepCurve, ranks: int = 1) -> None:
+    def __init__(self, config: LookaheadConfig, curve: StepCurve, ranks: int = 1, temperature: float = 0.0) -> None:
         self.config, self.curve, self.most, self.idle, self.ranks = config, curve, curve.most, False, ranks
         self._table, self._slopes = given(curve.table), given(curve.slopes)
         self._rate = _Running(BEFORE, BEFORE * curve.plain_s, MEMORY)
@@ -110,8 +134,13 @@ class AdaptiveBudget:
         self._accepted = _Running(BEFORE, BEFORE, MEMORY)  # tokens, a step
         self._size = _Running(BEFORE, BEFORE, MEMORY)  # rows beyond the window's, a step
         self._awake, self._trial, self._nap = _Running(0.0, 0.0, 2 * TRIAL), TRIAL, SHORTEST_NAP
+        self._brought, self._echo = _Running(0.0, 0.0, 2 * TRIAL), _Echo()  # as `_accepted`, of steps alone
+        self._run = 0.0  # tokens that the best of the last steps accepted
+        self._hot = temperature >= HOT
         self._ladder = [size for size in LADDER if size <= config.window_size and self._window(size) <= curve.most]
         self.columns = self._columns()
+        if self._hot:
+            self._doze()
 
     @property
     def rate(self) -> float:
@@ -127,7 +156,8 @@ class AdaptiveBudget:
     def price(self) -> Price:
         """Of the next step's rows."""
         base, lesson = self._window(self.columns), LESSON * min(self._accepted.ratio, 1.0)
-        return Price(CAUTION * self.rate, base, self._table, self._slopes, lesson, LESSONS, self._believed)
+        terms = base, self._table, self._slopes, lesson, LESSONS, self._believed, 1 / (HOLD + self._run)
+        return Price(CAUTION * self.rate, *terms)
 
     @property
     def _believed(self) -> float:
@@ -140,34 +170,40 @@ class AdaptiveBudget:
         return max(rows, 1 + -(-(self.curve.padded(together) - 1) // self.ranks))
 
     def prompt_rows(self, new: int) -> int:
-        """A short text does not repay the reading of a long prompt."""
-        return new
+        """A short text does not repay the reading of a long prompt, nor does one that nobody can guess."""
+        return 0 if self._hot else new
 
     def observe(self, new: Sequence[int], rows: int, tree: TokenTree) -> None:
         """Follow what steps bring; lookahead that does not reach plain decoding's rate is left alone for a while."""
+        again = self._echo.heard(new)
         if self.idle:  # a step that guessed nothing, or caught up with what other ranks had
-            self._nap_on()
+            self._nap_on(again)
             return
         seconds = self.curve.step_s(rows)
         self._rate.add(len(new), seconds)
         self._accepted.add(len(new) - 1, 1)
         expected, came = tree.foretold(new)
-        self._truth.add(came, expected / self._believed)
-        self._size.add(rows - self._window(self.columns), 1)
+        self._truth.add(*((came, expected / self._believed) if len(tree) else (DRIFT, DRIFT)))
+        self._run = max(len(new) - 1, FADE * self._run)
+        self._size.add(max(rows - self._window(self.columns), 0), 1)
         self._awake.add(len(new), seconds)
+        self._brought.add(len(new) - 1, 1)
         self._trial -= 1
-        pays = self._awake.ratio >= LEAST / self.curve.plain_s
+        pays = self._awake.ratio >= max(LEAST - self._brought.ratio / 2, BEARABLE) / self.curve.plain_s
         if self._trial <= 0 and not pays:
-            self.idle, self._left, self.columns = True, self._nap, 0
-            self._nap = min(2 * self._nap, LONGEST_NAP)
+            self._doze()
             return
         if self._trial <= -TRIAL:
             self._nap = SHORTEST_NAP
         self.columns = self._columns()
 
-    def _nap_on(self) -> None:
+    def _doze(self) -> None:
+        self.idle, self._left, self.columns = True, self._nap, 0
+        self._nap = min(2 * self._nap, LONGEST_NAP)
+
+    def _nap_on(self, again: bool) -> None:
         self._left -= 1
-        if not self._left:
+        if again or not self._left:
             self.idle, self._trial, self._awake = False, RETRIAL, _Running(0.0, 0.0, 2 * TRIAL)
 
     def _window(self, columns: int) -> int:

@@ -18,7 +18,7 @@ from lp.distributed import ParallelContext, run_lockstep
 from lp.lookahead.candidates import CandidateSource, Price, StepReads, TokenTree
 from lp.lookahead.compiled import given
 from lp.models.loader import DEMO_MODEL, load
-from lp.tuner.budget import SHORTEST_NAP, AdaptiveBudget
+from lp.tuner.budget import AdaptiveBudget
 from lp.tuner.curve import StepCurve, flat
 from tests.pools import drawn_curve, drawn_step, pool_of
 from tests.tiny_models import drawn_text, tiny_model
@@ -76,13 +76,14 @@ class Position:
     true: list[int]  # the nodes that were, ascending
     text: list[int]
 
-    def believed(self, truth: float) -> TokenTree:
-        """The tree with chances that are believed so far, a token."""
+    def believed(self, price: Price) -> TokenTree:
+        """The tree with chances as far as they are believed."""
         tree, depths = TokenTree(MOST), dict[int, int]()
         tree.tokens, tree.parents = self.tree.tokens, self.tree.parents
         for node, parent in enumerate(tree.parents):
             depths[node] = depths.get(parent, 0) + 1
-        tree.chances = [chance * truth ** depths[node] for node, chance in enumerate(self.tree.chances)]
+        belief = [price.truth**depth / (1 + price.risk * depth) for depth in range(MOST + 1)]
+        tree.chances = [chance * belief[depths[node]] for node, chance in enumerate(self.tree.chances)]
         return tree
 
 
@@ -158,7 +159,7 @@ def _adaptive_s(trace: list[Position], curve: StepCurve) -> float:
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True, window_size=0, guess_set_size=MOST), curve)
     at, seconds = 0, 0.0
     while at < len(trace):
-        tree = trace[at].believed(budget.price.truth)
+        tree = trace[at].believed(budget.price)
         rows = 0 if budget.idle else _cut(tree.chances, budget.price)
         tokens = 1 + sum(node < rows for node in trace[at].true)
         seconds += curve.plain_s if budget.idle else curve.step_s(1 + rows)
@@ -211,7 +212,7 @@ def test_paths_that_break_are_cut_short() -> None:
     for _ in range(12):
         price, tree = budget.price, TokenTree(96)
         tree.add([1] * 96)
-        tree.chances = [(0.99 * price.truth) ** (depth + 1) for depth in range(96)]
+        tree.chances = [(0.99 * price.truth) ** depth / (1 + price.risk * depth) for depth in range(1, 97)]
         cut = _first(tree, _cut(tree.chances, price))
         taken.append(len(cut))
         budget.observe([1] * 4 + [2], 1 + len(cut), cut)
@@ -219,32 +220,6 @@ def test_paths_that_break_are_cut_short() -> None:
     for _ in range(12):
         budget.observe([1] * 30, 31, _first(tree, 29))
     assert budget.price.truth > 0.95, "what holds again is believed again"
-
-
-def test_what_does_not_pay_is_left_plain() -> None:
-    """On text that nobody can guess every try is lost: few may be made, and they must be made."""
-    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 120), (1.08, 30.0), 1.0))
-    seconds, tried = 0.0, 0
-    for _ in range(1000):
-        idle = budget.idle
-        rows = 0 if idle else max(budget.columns, 1)
-        seconds += budget.curve.plain_s if idle else budget.curve.step_s(rows)
-        tried += not idle
-        budget.observe([1], rows, NOTHING)
-    assert seconds < 1010 and 40 < tried < 100
-    while budget.idle:
-        budget.observe([1], 0, NOTHING)
-    for _ in range(40):
-        assert not budget.idle, "what pays again is used again"
-        budget.observe([1] * 4, 5, NOTHING)
-    assert budget.rate > 3 * 0.3
-    naps = 0
-    while not budget.idle:
-        budget.observe([1], max(budget.columns, 1), NOTHING)
-    while budget.idle:
-        budget.observe([1], 0, NOTHING)
-        naps += 1
-    assert naps == SHORTEST_NAP, "a long success makes up for the naps before it"
 
 
 def test_a_rank_pads_its_share() -> None:

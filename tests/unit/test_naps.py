@@ -1,0 +1,103 @@
+"""What the adaptive budget makes of the last steps: what it believes, and when it leaves steps plain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import lp
+from lp.lookahead.candidates import TokenTree
+from lp.tuner.budget import SHORTEST_NAP, AdaptiveBudget
+from lp.tuner.curve import StepCurve
+
+NOTHING = TokenTree(0)
+NEW = count(10_000)  # tokens that no text had
+LOSING = StepCurve((1, 120), (1.08, 30.0), 1.0)  # guessing alone costs 8 %
+
+
+def test_belief_comes_back_without_rows() -> None:
+    """Chances that are not believed keep every row out, and without rows nothing shows that they are true again."""
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 100), (0.01, 0.31), 0.01))
+    tree = TokenTree(20)
+    tree.add([1] * 20)
+    tree.chances = [0.99] * 20
+    for _ in range(4):
+        budget.observe([2], 21, tree)
+    lowest = budget.price.truth
+    for _ in range(40):
+        budget.observe([2], 1, NOTHING)
+    assert lowest < 0.4 and budget.price.truth > 0.9
+
+
+def test_what_held_is_believed_to_hold() -> None:
+    """A path is not believed far beyond what the last steps accepted."""
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 100), (0.01, 0.02), 0.01))
+    risks = [budget.price.risk]
+    for accepted in (0, 0, 24, 0, 0, 0):
+        budget.observe([1] * (accepted + 1), 30, NOTHING)
+        risks.append(budget.price.risk)
+    assert risks[:3] == [1 / 8] * 3 and risks[3] == 1 / 32 < risks[4] < risks[5] < risks[6] < 1 / 8
+
+
+def _steps(budget: AdaptiveBudget, tokens: Sequence[int]) -> int:
+    """Steps of a token each, in which nothing is accepted; how many were not plain."""
+    tried = 0
+    for token in tokens:
+        tried += not budget.idle
+        budget.observe([token], 0 if budget.idle else max(budget.columns, 1), NOTHING)
+    return tried
+
+
+def test_what_does_not_pay_is_left_plain() -> None:
+    """On text that nobody can guess every try is lost: few may be made, and they must be made."""
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), LOSING)
+    assert 40 < _steps(budget, range(1000)) < 100
+    at = 1000
+    while budget.idle:
+        at += 1
+        budget.observe([at], 0, NOTHING)
+    for _ in range(40):
+        assert not budget.idle, "what pays again is used again"
+        budget.observe([1] * 4, 5, NOTHING)
+    assert budget.rate > 3 * 0.3
+    while not budget.idle:
+        at += 1
+        budget.observe([at], max(budget.columns, 1), NOTHING)
+    naps = 0
+    while budget.idle:
+        naps += 1
+        budget.observe([at + naps], 0, NOTHING)
+    assert naps == SHORTEST_NAP, "a long success makes up for the naps before it"
+
+
+def test_what_is_said_again_ends_a_nap() -> None:
+    """A loop that begins while nothing is guessed is seen at its fourth token."""
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), LOSING)
+    _steps(budget, range(150))
+    while not budget.idle:
+        _steps(budget, [next(NEW)])
+    loop = [5, 6, 7, 8, 9]
+    for token in loop[:3]:
+        _steps(budget, [token])
+    assert budget.idle
+    _steps(budget, loop[3:4])
+    assert not budget.idle
+
+
+def test_a_loss_is_borne_while_something_is_accepted() -> None:
+    """Steps that lose a tenth but accept something teach what pays later."""
+    budgets = [AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 120), (1.2, 1.3), 1.0)) for _ in "ab"]
+    naps = [False, False]
+    for at in range(40):
+        for which, new in enumerate(([at], [-at] * (1 + (at % 8 == 0)))):
+            budgets[which].observe(new, 0 if budgets[which].idle else 1, NOTHING)
+            naps[which] |= budgets[which].idle
+    assert naps == [True, False]
+
+
+def test_hot_text_begins_plain() -> None:
+    """At a high temperature there is nothing to guess until the text shows otherwise."""
+    config = lp.LookaheadConfig(adaptive=True)
+    warm, hot = (AdaptiveBudget(config, LOSING, 1, temperature) for temperature in (1.0, 2.0))
+    assert (warm.idle, warm.prompt_rows(50)) == (False, 50) and (hot.idle, hot.prompt_rows(50)) == (True, 0)
+    assert _steps(hot, range(200)) > 5, "but it is tried"
