@@ -53,8 +53,8 @@ def by_decoder(decoder: Any) -> Run:
     return run
 
 
-def methods(model: Any, fixed: list[str]) -> dict[str, Run]:
-    """All that run here; `fixed` are settings as W,N,G,depth."""
+def methods(model: Any, fixed: list[str], only: list[str]) -> dict[str, Run]:
+    """All that run here, or the default and these; `fixed` are settings as W,N,G,depth."""
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or 0
     made: dict[str, Run] = {
         DEFAULT: by_decoder(lp.LookaheadDecoder(model)),
@@ -73,19 +73,20 @@ def methods(model: Any, fixed: list[str]) -> dict[str, Run]:
         w, n, g, depth = map(int, setting.split(","))
         config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=depth)
         made[f"W={w} N={n} G={g} depth={depth}"] = by_decoder(lp.LookaheadDecoder(model, config))
-    return made
+    return {name: run for name, run in made.items() if name == DEFAULT or name in (only or made)}
 
 
 def measure(made: dict[str, Run], ids: list[int], new: int, temperature: float, index: int) -> dict[str, Any]:
     """One prompt: every method once, beginning with another one each time."""
-    names, taken, plain = list(made), {}, None
+    names, taken = list(made), dict[str, dict[str, Any]]()
     for name in names[index % len(names) :] + names[: index % len(names)]:
         start = time.perf_counter()
         tokens, steps = made[name](ids, new, temperature, index)
         taken[name] = {"seconds": time.perf_counter() - start, "tokens": len(tokens), "steps": steps, "text": tokens}
-    plain = taken[PLAIN]["text"]
-    for result in taken.values():
-        result["equal"] = result.pop("text") == plain
+    texts = {name: result.pop("text") for name, result in taken.items()}
+    for name, text in texts.items():
+        if PLAIN in texts:
+            taken[name]["equal"] = text == texts[PLAIN]
     return taken
 
 
@@ -113,7 +114,8 @@ def report(lines: list[dict[str, Any]]) -> None:
                 cells.append(f"{total:.0f} ({statistics.median(rates):.2f})")
             print(f"| {name} | " + " | ".join(cells) + " |")
     ours = [run[name] for line in lines for run in [line["methods"]] for name in run if not name.startswith("generate")]
-    print(f"\n{sum(not run['equal'] for run in ours)} of {len(ours)} texts of lp's decoders are not plain decoding's")
+    equal = [run["equal"] for run in ours if "equal" in run]
+    print(f"\n{equal.count(False)} of {len(equal)} texts of lp's decoders are not plain decoding's")
 
 
 def _rate(run: dict[str, Any]) -> float:
@@ -133,7 +135,7 @@ def jobs(args: argparse.Namespace, done: set[tuple[str, int, float]]) -> list[tu
 
 def run_all(args: argparse.Namespace, loaded: Loaded, left: list[tuple[int, str, str, float]]) -> None:
     """Measure until the time is up."""
-    made, end = methods(loaded.model, args.fixed), time.monotonic() + args.seconds
+    made, end = methods(loaded.model, args.fixed, args.only), time.monotonic() + args.seconds
     print(lp.LookaheadDecoder(loaded.model).explain().splitlines()[0])
     for run in made.values():
         for temperature in args.temperatures:
@@ -156,6 +158,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--fixed", nargs="*", default=[], help="fixed settings beside the default, as W,N,G,depth")
+    parser.add_argument("--only", nargs="*", default=[], help="methods beside the default, as the tables name them")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many")
     parser.add_argument("--report", action="store_true", help="print what the file has")
     parser.add_argument("--model", default="demo")
