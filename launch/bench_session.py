@@ -17,17 +17,12 @@ from typing import Any, TypeVar
 import torch
 
 import lp
+from launch.builders import CHOICES, METHODS, PLAIN
 from launch.schema import BenchmarkConfig
 from launch.session import (
-    CHOICES,
-    METHODS,
-    PLAIN,
     Session,
-    check,
-    decoder_builders,
+    checked,
     open_model,
-    read_prompts,
-    sampling_of,
     seeded,
 )
 from launch.sweep import folder_of_run
@@ -154,28 +149,23 @@ def open_bench(config: BenchmarkConfig, kept: KeptModel) -> Bench:
     Raises:
         ValueError: a user error, with its remedy.
     """
-    check(config)
+    methods = methods_of(config)
+    prompts, sampling, builders = checked(config, [_bare(name) for name in methods if _bare(name) in CHOICES])
     if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
         raise ValueError(
             f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
             "take repeats=1, or pool.scope=request"
         )
-    methods = methods_of(config)
-    prompts, sampling = read_prompts(config), sampling_of(config)
-    ours = [_bare(name) for name in methods if _bare(name) in CHOICES]
-    builders = decoder_builders(config, ours)
     context, loaded = kept.open(config)
     sampling = seeded(sampling, context)
     settings = settings_of(config, methods, sampling, context.world_size, loaded.model.num_parameters())
     decoders: dict[str, Decoder] = {}
     for name in methods:
         where = context if _together(name) else lp.ParallelContext(device=context.device)
-        if _bare(name) in builders:
-            decoders[name] = builders[_bare(name)](loaded.model, where)
-            continue
-        build = partial(BASELINES[name].build, loaded.model, where, BaselineOptions(draft=config.draft))
-        made = build() if _together(name) else on_main(context, build)
-        if made:
+        options = BaselineOptions(draft=config.draft)
+        maker = builders.get(_bare(name)) or partial(BASELINES[name].build, options=options)
+        build = partial(maker, loaded.model, where)
+        if made := build() if _together(name) else on_main(context, build):
             decoders[name] = made
     bench = Bench(
         config=config,

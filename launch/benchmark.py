@@ -19,6 +19,7 @@ from launch.app import INTERRUPTED, run
 from launch.bench_session import Bench, KeptModel, on_main, open_bench
 from launch.bench_table import Watch, print_totals, summary
 from launch.schema import BenchmarkConfig, Output
+from launch.session import WARM_UP_TOKENS
 from launch.stream import on_rank_0
 from lp.bench.compare import Measured, alternate
 from lp.bench.prompts import Prompt
@@ -26,8 +27,6 @@ from lp.bench.rows import Row, RowFile, digest
 from lp.bench.summary import totals
 from lp.decoding.base import GenerationOutput
 from lp.models.loader import context_limit
-
-WARM_UP_TOKENS = 8  # enough to touch every code path once
 
 
 def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:

@@ -16,11 +16,12 @@ from functools import partial
 
 import lp
 from launch.app import explain, is_users, run
+from launch.builders import decoder_builders
 from launch.history import History
 from launch.keyboard import Keyboard
 from launch.report import describe_sampling
 from launch.schema import ChatConfig
-from launch.session import check_common, decoder_builders, open_model
+from launch.session import check_common, open_model
 from launch.settings import Settings
 from launch.stream import Pen, on_rank_0, show, shows_colours
 from lp.decoding.base import Decoder, GenerationOutput

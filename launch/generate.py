@@ -16,16 +16,16 @@ from rich.console import Console
 
 import lp
 from launch.app import run
+from launch.builders import PLAIN
 from launch.report import Report, Result, as_json, describe, print_table
 from launch.schema import Config, Output
-from launch.session import PLAIN, Session, open_session
+from launch.session import WARM_UP_TOKENS, Session, open_session
 from launch.stream import Pen, on_rank_0, show, shows_colours
-from lp.bench.compare import alternate, differences
+from lp.bench.compare import alternate, differences, uncut
 from lp.bench.prompts import Prompt
 from lp.decoding.base import GenerationOutput
-from lp.decoding.signals import interruption, sigterm_raises
+from lp.decoding.signals import sigterm_raises
 
-WARM_UP_TOKENS = 8  # enough to touch every code path once
 SHOWN_PROMPT_LINES = 8
 
 
@@ -77,10 +77,7 @@ def _marked(pen: Pen, report: Report) -> Iterator[None]:
 
 def _warm_up(session: Session) -> None:
     ids = session.encode(session.prompts[0])
-    for decoder in session.decoders.values():
-        output = session.run(decoder, ids, WARM_UP_TOKENS)
-        if output.finish_reason == "interrupted":
-            raise interruption(output.signal)
+    alternate({name: partial(session.run, d, ids, WARM_UP_TOKENS) for name, d in session.decoders.items()}, 1)
 
 
 def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Report) -> None:
@@ -94,8 +91,7 @@ def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Report
     report.results.append(result)
     if config.verbose:
         _explain(session, report.method, pen, 1)
-    if shown.finish_reason == "interrupted":
-        raise interruption(shown.signal)
+    uncut(shown)
     if config.compare:
         _compare(session, ids, pen, result)
     else:

@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 
 import lp
 from launch.app import run
+from launch.builders import PLAIN, decoder_builders
 from launch.profile_report import Report, as_json, draw, print_tables
 from launch.schema import Output, ProfileConfig
-from launch.session import PLAIN, check_common, decoder_builders, load_model, open_context, sampling_of, seeded
+from launch.session import check_common, load_model, open_context, sampling_of, seeded
 from launch.stream import on_rank_0
 from lp.bench.ceilings import device_name
 from lp.bench.profile import Plan, profile

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 import lp
-from launch.session import PLAIN, Session
+from launch.builders import PLAIN
+from launch.session import Session
 from lp.bench.compare import Difference, Measured
 from lp.bench.prompts import Prompt
 from lp.decoding.base import GenerationOutput

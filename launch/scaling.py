@@ -75,6 +75,8 @@ def check(config: ScalingConfig) -> None:
     for key in ("ranks", "projected_ranks"):
         for ranks in getattr(config, key):
             check_int(key, ranks, 1, 1024, "give numbers of ranks, as in ranks=[1,2,4]")
+    if config.project and not config.projected_ranks:
+        raise ValueError("projected_ranks is empty with project=true; give numbers of ranks, as in [1,2,4]")
     methods_of(config)
     if config.project and config.decoder.name == "lookahead":  # now, not when everything else has been measured
         check_projectable(frozen(lp.LookaheadConfig, config.decoder))

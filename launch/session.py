@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,22 +14,19 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import lp
+from launch.builders import METHODS, Builders, decoder_builders
 from launch.schema import Common, Config, Tasked, frozen
 from lp.bench.hub import load_hub
 from lp.bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
 from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
 from lp.decoding.journal import Journal
-from lp.lookahead.suffix import native_tree
 from lp.models.loader import Loaded, load
 from lp.models.shapes import SHAPES
 from lp.rendezvous import env_int
 
-PLAIN = "autoregressive"  # the oracle the others are held against
-METHODS = ("lookahead_auto", PLAIN, "prompt_lookup")  # compared with the one chosen
-CHOICES = (*METHODS, "lookahead", "lookahead_paper", "token_recycling", "suffix")  # the last needs an optional package
+WARM_UP_TOKENS = 8  # enough to touch every code path once
 C = TypeVar("C", bound=Tasked)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,14 +84,12 @@ def open_session(config: Config) -> Session[Config]:
     Raises:
         ValueError: a user error, with its remedy.
     """
-    check(config)
-    prompts, sampling = read_prompts(config), sampling_of(config)
     others = METHODS[config.decoder.name == "lookahead" :]  # measuring its curve takes seconds
     others = tuple(name for name in others if config.compare and name != config.decoder.name)
-    builders = decoder_builders(config, [config.decoder.name, *others])
-    context, loaded = open_model(config)
-    path = config.journal or restart_journal()
+    prompts, sampling, builders = checked(config, [config.decoder.name, *others])
+    path, context = journal_path(config, sampling), open_context(config)
     journal = Journal(path, context) if path else None
+    loaded = load_model(config, context)
     sampling = seeded(sampling, context, journal.seed if journal else None)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}
     return Session(
@@ -108,10 +103,29 @@ def open_session(config: Config) -> Session[Config]:
     )
 
 
-def restart_journal() -> Path | None:
-    """Where torchrun may start the ranks again, a journal in the folder that torchrun.sh chose for all starts."""
+def checked(config: Tasked, names: Iterable[str]) -> tuple[list[Prompt], lp.SamplingParams | None, Builders]:
+    """Prompts, sampling and the builders of these decoders, before any model is loaded.
+
+    Raises:
+        ValueError: a user error, with its remedy.
+    """
+    check(config)
+    return read_prompts(config), sampling_of(config), decoder_builders(config, names)
+
+
+def journal_path(config: Config, sampling: lp.SamplingParams | None) -> Path | None:
+    """The user's; or, where torchrun may start the ranks again, one in the folder that torchrun.sh chose.
+
+    Raises:
+        ValueError: the user asks for one of rejection sampling, whose text no restart can repeat.
+    """
+    repeatable = sampling is None or sampling.verifier is not lp.Verifier.REJECTION
+    if config.journal:
+        if not repeatable:
+            raise ValueError("journal is given with verifier 'rejection', which draws anew; use verifier=coupled")
+        return Path(config.journal)
     folder = os.environ.get("LP_RUN_DIR")
-    if not folder or not env_int("TORCHELASTIC_MAX_RESTARTS", 0):
+    if not folder or not env_int("TORCHELASTIC_MAX_RESTARTS", 0) or not repeatable:
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder) / "journal.jsonl"
@@ -238,51 +252,6 @@ def _not_empty(prompt: Prompt, remedy: str) -> Prompt:
         raise ValueError(f"the prompt is empty; {remedy}")
     check_whole(prompt.text, "the prompt has half a character")
     return prompt
-
-
-def decoder_builders(config: Common, names: Iterable[str]) -> dict[str, Callable[[Any, lp.ParallelContext], Decoder]]:
-    """How to build the decoders of these names; their configs are checked now.
-
-    Raises:
-        ValueError: a value out of range, or a decoder whose package is not installed.
-    """
-    for key, value, known in (
-        ("name", config.attention.name, list(lp.Attention)),
-        ("capture", config.attention.capture, list(lp.Capture)),
-    ):
-        if value not in known:
-            raise ValueError(f"attention.{key} is {value!r}; it must be one of {', '.join(known)}")
-    if config.decoder.name not in CHOICES:
-        chosen = config.decoder.name
-        raise ValueError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(CHOICES)}>")
-    return {name: _builder(name, config) for name in names}
-
-
-def _settings(name: str, config: Common, made: type[T], **defaults: Any) -> T:
-    """As the user set the decoder that was chosen; of the others, the defaults."""
-    return frozen(made, config.decoder) if config.decoder.name == name else made(**defaults)
-
-
-def _builder(name: str, config: Common) -> Callable[[Any, lp.ParallelContext], Decoder]:
-    how = (config.attention.name, config.attention.capture)
-    shape = {"window_size": config.W, "ngram_size": config.N, "guess_set_size": config.G}
-    if name == PLAIN:
-        return lambda model, context: lp.AutoregressiveDecoder(model, context)
-    if name == "prompt_lookup":
-        lookup = _settings(name, config, lp.PromptLookupConfig)
-        return lambda model, context: lp.PromptLookupDecoder(model, lookup, context, *how)
-    if name == "lookahead_paper":
-        paper = _settings(name, config, lp.PaperConfig, **shape)
-        return lambda model, context: lp.PaperDecoder(model, paper, context, *how)
-    if name == "token_recycling":
-        recycling = _settings(name, config, lp.RecyclingConfig)
-        return lambda model, context: lp.RecyclingDecoder(model, recycling, context, *how)
-    if name == "suffix":
-        native_tree()  # refused before the model is loaded
-        suffix = _settings(name, config, lp.SuffixConfig)
-        return lambda model, context: lp.SuffixDecoder(model, suffix, context, *how)
-    own = _settings(name, config, lp.LookaheadConfig, adaptive=name == "lookahead_auto", **shape)
-    return lambda model, context: lp.LookaheadDecoder(model, own, context, *how)
 
 
 def known_device(device: str) -> str:

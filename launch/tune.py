@@ -21,14 +21,13 @@ from rich.table import Table
 
 import lp
 from launch.app import run
+from launch.builders import PLAIN
 from launch.report import describe_sampling
 from launch.schema import Output, TuneConfig
-from launch.session import PLAIN, Session, check, open_model, read_prompts, sampling_of, seeded
+from launch.session import WARM_UP_TOKENS, Session, checked, open_model, seeded
 from lp.bench.compare import alternate
 from lp.bench.tune import BUDGETS, Tried, ranks_that_pay, search, speed_of_ranks
 from lp.tuner.curve import StepCurve
-
-WARM_UP_TOKENS = 8
 
 
 def tune(config: TuneConfig) -> None:
@@ -76,14 +75,13 @@ def tune(config: TuneConfig) -> None:
 
 
 def _open(config: TuneConfig) -> Session[TuneConfig]:
-    check(config)
-    prompts, sampling = read_prompts(config), sampling_of(config)
+    prompts, sampling, builders = checked(config, [PLAIN])
     context, loaded = open_model(config)
     return Session(
         config=config,
         context=context,
         loaded=loaded,
-        decoders={PLAIN: lp.AutoregressiveDecoder(loaded.model, context)},
+        decoders={PLAIN: builders[PLAIN](loaded.model, context)},
         sampling=seeded(sampling, context),
         prompts=prompts,
     )

@@ -78,7 +78,7 @@ def check_real(name: str, value: object, low: float, high: float, remedy: str) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookaheadConfig:
-    """The shape of a lookahead step, fixed for a decoder.
+    """The shape of a lookahead step, or with `adaptive` the bounds of it.
 
     Args:
         window_size: W, columns of the window; 0 leaves only candidates.

@@ -60,7 +60,8 @@ class StepMasks:
             places: (T,) int64, where the step's rows lie in a buffer of C rows: what is before them is seen, nothing
                 that is behind.
         """
-        if self.attention is not Attention.FLEX and places is None and len(positions) == 1 and self.kinds == {FULL}:
+        unmasked = self.attention in (Attention.SDPA, Attention.FLASH) and self.kinds == {FULL}
+        if unmasked and places is None and len(positions) == 1:
             return None
         masks = {kind: self._mask(visible, positions, length, places, kind) for kind in sorted(self.kinds)}
         return masks if len(masks) > 1 else masks.popitem()[1]

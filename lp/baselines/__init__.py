@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
@@ -29,7 +30,12 @@ class BaselineOptions:
     num_tokens: int = 10
 
 
-Build = Callable[[PreTrainedModel, ParallelContext, BaselineOptions], Decoder]
+class Build(Protocol):
+    """Makes a baseline's decoder."""
+
+    def __call__(self, model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+        """From the model, the ranks and the options."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

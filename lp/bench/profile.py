@@ -170,8 +170,7 @@ class Profile:
 
 def largest_step(decoder: LookaheadDecoder) -> StepLayout:
     """All columns, and as many candidates as there may be."""
-    shape = decoder.config
-    return full_layout(shape.window_size, shape.ngram_size, shape.row_budget, shape.depth)
+    return full_layout(decoder.config)
 
 
 def profile(

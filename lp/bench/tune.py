@@ -69,7 +69,7 @@ def time_settings(
         measured = alternate({name: partial(run, decoders[name], ids) for name in settings}, rounds)
         for name, taken in measured.items():
             output = taken.output
-            rows = sum(step.candidates + max(step.columns, 1) for step in output.step_stats)
+            rows = sum(step.candidates + _window_rows(settings[name], step.columns) for step in output.step_stats)
             for place, value in enumerate((len(output.tokens), output.steps, rows, taken.decode_s)):
                 totals[name][place] += value
     return [
@@ -107,6 +107,10 @@ def search(
 
 def _name(c: LookaheadConfig) -> str:
     return f"W={c.window_size} N={c.ngram_size} G={c.guess_set_size} depth={c.depth} K={c.recycled}"
+
+
+def _window_rows(config: LookaheadConfig | None, columns: int) -> int:
+    return max(columns, 1) + columns * (config.ngram_size - 2 if config else 0)
 
 
 def _fastest(tried: Sequence[Tried]) -> LookaheadConfig | None:

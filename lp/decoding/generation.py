@@ -56,7 +56,7 @@ class Generation:
         self.budget = budget
         self.text = list(request.prompt)
         self.window = LookaheadWindow(budget.columns, config.ngram_size, request.prompt)
-        largest = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
+        largest = full_layout(config)
         self.harvest = min(source.harvest, vocabulary_size(runner.model))
         self.shape = exchange.RowShape.of(ShardPlan.build(largest, context.world_size), self.harvest)
         self.cache = runner.new_cache(request.limit + 1 + max(len(largest), budget.most))

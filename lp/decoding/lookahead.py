@@ -119,6 +119,7 @@ class LookaheadDecoder(Decoder):
     def _decode(self, request: Request) -> GenerationOutput:
         asked = (self.settings, request.max_new_tokens, request.limit, request.stopping, request.chooser)
         items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
+        items["step curve"] = text_digest(repr(self.curve))
         check_same(self.context, items)
         budget = self.budget(request.chooser.temperature if request.chooser.noise else 0.0)
         generation = Generation(self.config, self.context, self.runner, self.source(request), request, budget)

@@ -27,7 +27,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 def step_rows(config: LookaheadConfig) -> int:
     """Rows of the largest step."""
-    return len(full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth))
+    return len(full_layout(config))
 
 
 def too_large(error: CacheTooLarge, config: LookaheadConfig, prompt: int, new: int, device: torch.device) -> ValueError:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from lp.decoding.base import Decoder, GenerationOutput, Request
 from lp.decoding.generation import Generation
+from lp.decoding.memory import step_rows
 from lp.decoding.signals import interruption
 from lp.lookahead.candidates import TokenTree
 from lp.lookahead.exchange import Stop
 from lp.lookahead.pool import NGramPool, fresh_tables
 from lp.models.loader import context_limit, vocabulary_size
+from lp.rendezvous import env_int
 from lp.tuner.budget import FixedBudget
 from lp.tuner.curve import SIZES, StepCurve, machine, measure, remembered
 
@@ -28,7 +30,8 @@ def measured_curve(decoder: LookaheadDecoder) -> StepCurve:
     model, runner, config = decoder.model, decoder.runner, decoder.config
     shape = (config.row_budget, config.window_size, config.ngram_size, config.recycled, config.kv_sync)
     how = runner.captured and runner.captured.how
-    what = (model.config.to_json_string(), str(model.dtype), decoder.context.world_size, runner.attention, how, *shape)
+    where = (decoder.context.world_size, decoder.context.backend, env_int("LOCAL_WORLD_SIZE", 1))
+    what = (model.config.to_json_string(), str(model.dtype), *where, runner.attention, how, *shape)
     return remembered((*what, *machine(runner.device)), lambda: _Stopwatch(decoder).curve(), decoder.context)
 
 
@@ -38,8 +41,15 @@ class _Stopwatch(Decoder):
     def __init__(self, decoder: LookaheadDecoder) -> None:
         super().__init__(decoder.model, decoder.context)
         self.runner = decoder.runner
-        self.most = min(decoder.config.row_budget + max(decoder.config.window_size, 1), SIZES[-1])
-        self.config = replace(decoder.config, adaptive=False, window_size=0, ngram_size=2, guess_set_size=self.most - 1)
+        self.most = min(step_rows(decoder.config), SIZES[-1])
+        self.config = replace(
+            decoder.config,
+            adaptive=False,
+            window_size=0,
+            ngram_size=2,
+            guess_set_size=self.most - 1,
+            warmup_steps=0,
+        )
         self.measured: StepCurve | None = None
 
     def curve(self) -> StepCurve:

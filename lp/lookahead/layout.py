@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from lp.config import LookaheadConfig
 from lp.lookahead.candidates import TokenTree
 from lp.lookahead.compiled import given, ints, jit
 from lp.lookahead.window import LookaheadWindow
@@ -166,9 +167,10 @@ class StepLayout:
         return [*guesses, *self.last_row(), *range(self.n_window, len(self.tokens))]
 
 
-def full_layout(window_size: int, ngram_size: int, budget: int, depth: int) -> StepLayout:
-    """The largest step there can be: all columns, and `budget` candidate rows in paths that share nothing."""
+def full_layout(config: LookaheadConfig) -> StepLayout:
+    """The largest step there can be: all columns, and all candidate rows in paths that share nothing."""
+    budget, depth = config.row_budget, config.depth
     tree = TokenTree(budget)
     for first in range(0, budget, depth):
         tree.add(-1 - row for row in range(first, min(first + depth, budget)))
-    return StepLayout(LookaheadWindow(window_size, ngram_size, [0]), tree, 0, 0, sys.maxsize)
+    return StepLayout(LookaheadWindow(config.window_size, config.ngram_size, [0]), tree, 0, 0, sys.maxsize)

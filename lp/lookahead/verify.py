@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lp.lookahead.exchange import NO_TOKEN
 from lp.lookahead.layout import StepLayout
 
 
@@ -41,7 +42,8 @@ def walk(layout: StepLayout, read: Mapping[int, int], depth: int | None = None) 
     """
     front, chose, tokens = [0], [0], [read[0]]
     while depth is None or len(tokens) <= depth:
-        front = [child for slot in front for child in layout.children(slot, tokens[-1])]
+        children = (child for slot in front for child in layout.children(slot, tokens[-1]))
+        front = [child for child in children if read[child] != NO_TOKEN]  # its own step says what is wrong with it
         if not front:
             break
         chose.append(front[0])

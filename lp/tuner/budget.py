@@ -27,7 +27,7 @@ HOLD, FADE = (
 LESSON, LESSONS = 0.04, 8  # tokens that a step's first rows bring later, by the logits they leave: the demo model's
 CAUTION = 1.25  # times the price: of all rows, those are taken whose chance looks best, and it is less than it looks
 LADDER = (0, 2, 4, 8, 16, 32, 64, 128)  # columns
-GAIN, HALF = 0.02, 3.0  # by how much columns raise S, and how many bring half of it: the demo model's
+GAIN, HALF = 0.02, 3.0  # by how much columns raise S at most, and how many bring half of it: the demo model's
 TRIAL, RETRIAL = 8, 2  # steps that lookahead has to show that it pays, at first and after a nap
 LEAST, BEARABLE = 0.95, 0.8  # of plain decoding's rate, below which it does not pay: if nothing is accepted, and at all
 HOT = 1.5  # a temperature that leaves nothing to guess, until the text shows otherwise: the demo model's
@@ -217,6 +217,6 @@ class AdaptiveBudget:
 
         def worth(columns: int) -> float:
             cost = self.curve.step_s(rows + self._window(columns))
-            return tokens * GAIN * (1 - 0.5 ** (columns / HALF)) - self.rate * cost
+            return tokens * GAIN * columns / (columns + HALF) - self.rate * cost
 
         return max(self._ladder, key=worth)

@@ -7,10 +7,12 @@ padded up to it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -22,6 +24,7 @@ import torch
 import transformers
 
 from lp.distributed import ParallelContext
+from lp.lookahead.compiled import COMPILED
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WORTH_PADDING = 0.9  # of a step's time: less than noise is no reason to run rows that say nothing
@@ -176,19 +179,18 @@ def remembered(parts: Sequence[Any], measured: Callable[[], StepCurve], context:
     curve = measured()
     if context.is_main:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}.part")
-            part.write_text(json.dumps(asdict(curve)), encoding="utf-8")
-            part.replace(path)
-        except OSError:  # no folder that may be written to: measured again next time
-            pass
+            _keep(path, json.dumps(asdict(curve)))
+        except OSError as error:
+            why = f"{path.parent} cannot be written to ({error.strerror}): set XDG_CACHE_HOME to a folder that is yours"
+            warnings.warn(f"the step curve is measured anew at every start, since {why}", stacklevel=2)
     return curve
 
 
 def machine(device: torch.device) -> tuple[Any, ...]:
     """What of this machine and its libraries a step's time depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    return name, torch.get_num_threads(), torch.__version__, transformers.__version__, platform.python_version()
+    versions = torch.__version__, transformers.__version__, platform.python_version()
+    return name, torch.get_num_threads(), COMPILED, *versions
 
 
 def _processor() -> str:
@@ -200,7 +202,18 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(
-        "~/.cache"
-    )  # without a home: a folder that is not there
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "lp" / "curves"
+
+
+def _keep(path: Path, text: str) -> None:
+    """Write it whole, or leave nothing."""
+    if not path.is_absolute():  # there is no home, and "~" would be a folder right here
+        raise FileNotFoundError(errno.ENOENT, "there is no home folder")
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -77,7 +77,7 @@ def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
         assert accepted or not more
     assert len(payloads) == 1, "the size of the gathered tensor depends on the step"
     most_reads = max(step["most_reads"] for step in result["steps"])
-    full = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
+    full = full_layout(config)
     room, k = ShardPlan.build(full, ranks).most_reads + SPARE_READS, min(config.recycled, VOCABULARY)
     assert payloads.pop() <= 8 * (most_reads + config.window_size + 16 + room * k)
 

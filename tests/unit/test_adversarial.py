@@ -163,7 +163,7 @@ def test_logits_of_no_use_are_an_error(value: float, sampling: lp.SamplingParams
             run_lockstep(ranks, body)
             assert len(said) == ranks and len({message for message, _ in said}) == 1
             assert "(position 19) are NaN or infinite" in said[0][0]
-            assert all(got == list(range(9, 9 + len(got))) and len(got) <= 12 for _, got in said)
+            assert all(got == list(range(9, 21)) for _, got in said), "plain decoding delivered these twelve"
 
 
 def test_a_guess_of_no_use_is_no_error() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import lp
 from lp.decoding.signals import DeferredSignals, Terminated
+from lp.decoding.timing import _Stopwatch
 from lp.distributed import ParallelContext, run_lockstep
 from lp.tuner.curve import StepCurve, flat, machine, measure, remembered
 from tests.tiny_models import tiny_model
@@ -107,8 +108,11 @@ def test_the_cache_is_one_of_model_and_machine(tmp_path: Path, monkeypatch: pyte
     (file,) = [path for path in tmp_path.rglob("*.json") if f"{first.plain_s}" in path.read_text()]
     file.write_text(file.read_text()[:-9])
     assert remembered(("a", 1), fresh, context) == made[2], "a cut file is measured again"
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    assert remembered(("a", 1), fresh, context) == made[3], "a folder that can't be written to costs the cache alone"
+    for folder in ("/proc/nowhere", "~/none"):  # the second is what is left of a home where there is none
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        with pytest.warns(UserWarning, match="cannot be written to .*: set XDG_CACHE_HOME"):
+            assert remembered(("a", 1), fresh, context) == made[-1], "that costs the cache alone"
+    assert len(made) == 5 and not Path("~").exists()
     assert machine(tiny_model().device)[1] == 1
 
 
@@ -129,6 +133,15 @@ def test_a_decoders_curve_is_of_its_steps(tmp_path: Path, monkeypatch: pytest.Mo
     assert curve is not None and curve.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24)
     assert set(curve.rows) <= set(run)
     assert lp.LookaheadDecoder(tiny_model(), config).curve == curve
+
+
+def test_a_curve_reaches_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of several rows would be cut to what the curve knows; steps that warm up would look as cheap as one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = lp.LookaheadConfig(adaptive=True, window_size=6, ngram_size=4, guess_set_size=0, warmup_steps=3)
+    decoder = lp.LookaheadDecoder(tiny_model(), config)
+    assert decoder.curve is not None and decoder.curve.most == 18
+    assert _Stopwatch(decoder).config.warmup_steps == 0
 
 
 def test_sigterm_while_measuring_is_no_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

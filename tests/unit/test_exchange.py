@@ -113,7 +113,7 @@ def test_a_vocabulary_too_large_to_pack_is_refused() -> None:
 
 def shape_of(config: LookaheadConfig, ranks: int) -> RowShape:
     """A rank's row, as the decode loop chooses it."""
-    full = full_layout(config.window_size, config.ngram_size, config.row_budget, config.depth)
+    full = full_layout(config)
     return RowShape.of(ShardPlan.build(full, ranks), config.recycled)
 
 
@@ -131,7 +131,7 @@ def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int, depth: i
     """
     config = LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=depth, recycled=0)
     size = shape_of(config, ranks).size
-    full = ShardPlan.build(full_layout(w, n, config.row_budget, config.depth), ranks)
+    full = ShardPlan.build(full_layout(config), ranks)
     assert size <= full.most_reads + 16
     if ranks > 1 and g <= 15 and (w or depth is None):
         bare = ShardPlan.build(layout_of(w, n, []), ranks)

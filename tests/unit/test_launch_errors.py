@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import launch.generate
+import launch.scaling
+import launch.tune
+import lp
 from launch.app import explain, reported
+from launch.session import journal_path
 from tests.unit.conftest import CONTEXT, Ran, save_tiny_model
 
 Launch = Callable[..., Ran]
@@ -77,6 +83,33 @@ def _assert_user_error(ran: Ran, message: str) -> None:
 def test_a_bad_setting_is_one_line_and_exit_code_2(launch_generate: Launch, overrides: str) -> None:
     """Hydra's own way is a traceback or several lines, and exit code 1."""
     _assert_user_error(launch_generate(*overrides.split(" ")), BAD[overrides])
+
+
+def test_no_restart_repeats_rejection_sampling(
+    launch_generate: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A journal that was asked for is refused before the model is loaded; one that nobody asked for is not kept."""
+    rejection = ("sampling=sample", "sampling.verifier=rejection")
+    ran = launch_generate(*rejection, f"journal={tmp_path}/j", "model.name=./none")
+    _assert_user_error(ran, "journal is given with verifier 'rejection', which draws anew; use verifier=coupled")
+    monkeypatch.setenv("LP_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    config: Any = SimpleNamespace(journal=None)
+    assert journal_path(config, lp.SamplingParams(verifier="rejection")) is None
+    assert journal_path(config, None) == tmp_path / "journal.jsonl"
+
+
+def test_a_bad_journal_is_refused_before_the_model(launch_generate: Launch) -> None:
+    """Weights take minutes."""
+    _assert_user_error(launch_generate("journal=/none/j", "model.name=./none"), "journal /none/j cannot be written")
+
+
+def test_what_the_other_apps_cannot_use(start_app: Callable[..., Ran]) -> None:
+    """They check before they load, as launch.generate does."""
+    ran = start_app(launch.tune.tune, "tune", "attention.capture=none", "model.name=./none")
+    _assert_user_error(ran, "attention.capture is 'none'; it must be one of auto")
+    asked = ("ranks=[]", "project=true", "projected_ranks=[]", "model.name=./none")
+    _assert_user_error(start_app(launch.scaling.scaling, "scaling", *asked), "projected_ranks is empty with project=")
 
 
 def test_a_prompt_longer_than_the_context(launch_generate: Launch, tiny_folder: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from lp.decoding.base import Decoder, GenerationOutput
 from lp.distributed import ParallelContext, run_lockstep
 from lp.models.shapes import build_shape, shape_config
 from lp.tuner.budget import FixedBudget
+from lp.tuner.curve import flat
 from tests.tiny_models import plain_greedy, tiny_model
 
 CPU = torch.device("cpu")
@@ -135,7 +136,7 @@ def test_a_replay_of_something_else_is_told() -> None:
     tape = record(build, _decode, 3)
 
     def decode(decoder: lp.LookaheadDecoder) -> GenerationOutput:
-        decoder.budget = lambda: FixedBudget(replace(CONFIG, window_size=3))  # type: ignore[method-assign]
+        decoder.budget = lambda temperature: FixedBudget(replace(CONFIG, window_size=3))  # type: ignore[method-assign]
         return _decode(decoder)
 
     with pytest.raises(RuntimeError, match="rank 1 differs from rank 0, 2 at step 0"):
@@ -157,11 +158,13 @@ def test_a_replay_can_be_interrupted() -> None:
 
 
 def test_a_pool_of_other_texts_has_no_tape() -> None:
-    """The second decode would guess with what the first one left."""
-    config = lp.LookaheadConfig(pool_scope=lp.PoolScope.SESSION)
+    """The second decode would guess with what the first one left; a curve of one rank prices the rows of others."""
+    session = lp.LookaheadConfig(pool_scope=lp.PoolScope.SESSION)
+    adaptive = lp.LookaheadConfig(adaptive=True)
     model = tiny_model()
-    with pytest.raises(ValueError, match=r"take pool\.scope=request"):
-        record(lambda context: lp.LookaheadDecoder(model, config, context), _decode, 2)
+    for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "take decoder=lookahead")):
+        with pytest.raises(ValueError, match=remedy):
+            record(partial(lp.LookaheadDecoder, model, config, curve=flat(0.01, 64)), _decode, 2)
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (3, 2)])
