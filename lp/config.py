@@ -86,7 +86,8 @@ class LookaheadConfig:
         guess_set_size: G; candidates get G x (N - 1) rows a step, 0 verifies none.
         candidate_depth: longest candidate path in tokens, beyond N - 1 by chaining n-grams; None is the paper's N - 1.
         prompt_ngrams: the prompt's n-grams enter the pool before the first step.
-        prompt_logits: with prompt_ngrams, the logits of the prompt's rows enter it too; they pass the LM head for it.
+        prompt_logits: with prompt_ngrams, the logits of the prompt's rows enter it too; they pass the LM head for it,
+            which `adaptive` finds too dear.
         output_ngrams: the n-grams of accepted text enter the pool.
         window_ngrams: the window's n-grams enter the pool.
         position_guesses: what rows read is remembered for its position.

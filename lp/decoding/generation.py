@@ -92,19 +92,18 @@ class Generation:
     def prefill(self) -> None:
         """Cache the prompt; what its rows say is rank 0's word, since ranks may round it differently."""
         prompt, chooser, rows = self.request.prompt, self.request.chooser, list[torch.Tensor]()
-        most = self.budget.prompt_rows(self.request.max_new_tokens)
-        wanted = self.harvest if self.config.prompt_logits and self.config.prompt_ngrams and most else 0
-        first = max(len(prompt) - 1 - most, 0)  # that is read
+        read_too = self.config.prompt_logits and self.config.prompt_ngrams and self.budget.reads_prompt
+        wanted = self.harvest if read_too else 0
 
         def read(logits: torch.Tensor) -> None:
             rows.append(likeliest(chooser.scores(logits, [None] * len(logits), prompt), wanted))
 
         def fill() -> None:
-            self.runner.prefill(prompt[:-1], self.cache, self.request.prefill_chunk, read if wanted else None, first)
+            self.runner.prefill(prompt[:-1], self.cache, self.request.prefill_chunk, read if wanted else None)
 
         self._attempt(fill)
         if wanted and len(prompt) > 1:
-            said = self._zeros(len(prompt) - 1 - first, wanted) if self.failure else torch.cat(rows)
+            said = self._zeros(len(prompt) - 1, wanted) if self.failure else torch.cat(rows)
             self.source.begin(prompt, self.context.broadcast(said, 0).cpu().numpy())
 
     def _attempt(self, work: Callable[[], T]) -> T | None:

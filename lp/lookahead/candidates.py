@@ -141,10 +141,7 @@ class CandidateSource(Protocol):
         ...
 
     def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
-        """What the rows before the prompt's last said, or the last of those: (up to L - 1, K), as in StepReads.
-
-        Not called with K = 0.
-        """
+        """What the rows before the prompt's last said: (L - 1, K), as in StepReads; only if they were read."""
         ...
 
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:

@@ -88,10 +88,9 @@ class NGramPool:
         return tree
 
     def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
-        """The prompt's last rows leave their logits behind its tokens."""
+        """The prompt's rows leave their logits behind its tokens."""
         places = range(len(prompt) - 1)
-        rows = places[len(places) - len(harvest) :]
-        slots = StepReads(prompt, places, range(-1, len(places) - 1), rows, prompt[rows.start + 1 :], harvest, ())
+        slots = StepReads(prompt, places, range(-1, len(places) - 1), places, prompt[1:], harvest, ())
         self._absorb((ints(prompt[:1]), 1), slots, self._sources & 1 << RECYCLED)
 
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:

@@ -132,7 +132,7 @@ class TokenRecycling:
 
     def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
         """The prompt's rows leave their tokens' successors."""
-        self._learn(prompt[len(prompt) - 1 - len(harvest) : -1], harvest)
+        self._learn(prompt[:-1], harvest)
 
     def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
         """Every row read replaces its token's successors."""

