@@ -135,6 +135,15 @@ def test_a_decoders_curve_is_of_its_steps(tmp_path: Path, monkeypatch: pytest.Mo
     assert lp.LookaheadDecoder(tiny_model(), config).curve == curve
 
 
+def test_ranks_have_a_curve_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchange is in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, config = tiny_model(), lp.LookaheadConfig(adaptive=True, window_size=0, guess_set_size=4)
+    alone = lp.LookaheadDecoder(model, config).curve
+    both = run_lockstep(2, lambda context: lp.LookaheadDecoder(model, config, context).curve)
+    assert both[0] == both[1] != alone and len([*tmp_path.rglob("*.json")]) == 2
+
+
 def test_a_curve_reaches_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of several rows would be cut to what the curve knows; steps that warm up would look as cheap as one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

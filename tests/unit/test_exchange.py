@@ -161,3 +161,14 @@ def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range
         shape = shape_of(config, ranks)
         larger += shape.holding(plan) != shape
     assert larger == 0
+
+
+def test_a_single_rank_hears_itself() -> None:
+    """Ctrl-C in a step that guesses nothing must not be lost for want of another rank."""
+    header, token, shape = (7, int(Stop.INTERRUPTED), 5), torch.tensor([42]), RowShape(3, 0)
+
+    def all_gather(row: torch.Tensor) -> torch.Tensor:
+        return row[None]
+
+    one, packed = (exchange.agree(header, token, shape, all_gather, 0, ranks) for ranks in (1, 2))
+    assert one == packed == (42, Stop.INTERRUPTED, 5)

@@ -7,7 +7,7 @@ from itertools import count
 
 import lp
 from lp.lookahead.candidates import TokenTree
-from lp.tuner.budget import SHORTEST_NAP, AdaptiveBudget
+from lp.tuner.budget import CAUTION, LEAST_TRUE, LESSON, SHORTEST_NAP, AdaptiveBudget
 from lp.tuner.curve import StepCurve
 
 NOTHING = TokenTree(0)
@@ -21,12 +21,23 @@ def test_belief_comes_back_without_rows() -> None:
     tree = TokenTree(20)
     tree.add([1] * 20)
     tree.chances = [0.99] * 20
-    for _ in range(4):
+    for _ in range(9):
         budget.observe([2], 21, tree)
     lowest = budget.price.truth
     for _ in range(40):
         budget.observe([2], 1, NOTHING)
-    assert lowest < 0.4 and budget.price.truth > 0.9
+    assert LEAST_TRUE == lowest < 0.4 and budget.price.truth > 0.9
+
+
+def test_rows_cost_more_than_their_time_and_teach() -> None:
+    """The rows that look best are less likely than they look; what they teach is worth nothing where nothing comes."""
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 100), (0.01, 0.02), 0.01))
+    assert (budget.price.rate, budget.price.lesson) == (CAUTION * budget.rate, LESSON) and CAUTION > 1
+    _steps(budget, range(12))
+    assert budget.price.lesson < LESSON / 2
+    for _ in range(12):
+        budget.observe([1] * 9, 9, NOTHING)
+    assert budget.price.lesson == LESSON, "a lesson is worth no more than that"
 
 
 def test_what_held_is_believed_to_hold() -> None:
