@@ -68,6 +68,31 @@ def test_a_tree_is_cut_where_it_is_worth_most() -> None:
     assert {0, 60} < sizes and len(sizes) > 12
 
 
+def test_chances_are_believed_as_far_as_they_came_true() -> None:
+    """Of a path of d tokens: truth ** d, and what held for n tokens holds for d more with n / (n + d)."""
+    rng = random.Random(1)
+    text = [rng.randrange(30) for _ in range(40)] * 2
+    pool, shared = pool_of(text, guess_set_size=60), 0
+    free = given(np.zeros(61))
+    plain, doubted = (
+        pool.propose(text, 60, (), (), Price(0.0, 0, free, free, truth=truth, risk=risk))
+        for truth, risk in ((1.0, 0.0), (0.9, 1 / 8))
+    )
+    known = _by_path(plain)
+    for path, chance in _by_path(doubted).items():
+        if path in known:
+            shared += 1
+            assert chance == pytest.approx(known[path] * 0.9 ** len(path) / (1 + len(path) / 8)), path
+    assert shared > 20
+
+
+def _by_path(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return dict(zip(paths, tree.chances, strict=True))
+
+
 @dataclass
 class Position:
     """What the pool proposed behind one token of a text, what was true of it, and what came."""
