@@ -19,12 +19,7 @@ import torch
 import lp
 from launch.builders import CHOICES, METHODS, PLAIN
 from launch.schema import BenchmarkConfig
-from launch.session import (
-    Session,
-    checked,
-    open_model,
-    seeded,
-)
+from launch.session import Session, checked, open_model, seeded
 from launch.sweep import folder_of_run
 from lp.baselines import BASELINES, BaselineOptions
 from lp.bench.compare import Difference, Measured, differences
