@@ -18,11 +18,9 @@ from lp.tuner.curve import StepCurve
 MEMORY, BEFORE = 12.0, 4.0  # steps that the running rate looks back; plain steps that it begins with
 TRUST, DOUBT = 8.0, 4.0  # the same of how far chances are true: steps, and tokens that came as foretold to begin with
 LEAST_TRUE, DRIFT = 0.3, 0.25  # or what is not believed would never be tried again; tokens of a step that promised none
-HOLD, FADE = (
-    8.0,
-    0.75,
-)  # by the rule of succession, what held for n tokens holds for one more with n / (n + 1); n begins
-# here, besides what the best of the last steps accepted, which fades
+# By the rule of succession what held for n tokens holds for one more with n / (n + 1): n is HOLD and what the best of
+# the last steps accepted, which fades.
+HOLD, FADE = 8.0, 0.75
 LESSON, LESSONS = 0.04, 8  # tokens that a step's first rows bring later, by the logits they leave: the demo model's
 CAUTION = 1.25  # times the price: of all rows, those are taken whose chance looks best, and it is less than it looks
 LADDER = (0, 2, 4, 8, 16, 32, 64, 128)  # columns

@@ -144,6 +144,25 @@ def test_ranks_have_a_curve_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert both[0] == both[1] != alone and len([*tmp_path.rglob("*.json")]) == 2
 
 
+def test_the_key_knows_what_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads, or on two nodes, or a pool without numba: a curve of those would stay for ever."""
+    keys: list[str] = []
+
+    def noted(parts: Any, measured: Any, context: Any) -> StepCurve:
+        keys.append(repr(parts))
+        return flat(0.01, 9)
+
+    monkeypatch.setattr("lp.decoding.timing.remembered", noted)
+    model, config = tiny_model(), lp.LookaheadConfig(adaptive=True)
+    lp.LookaheadDecoder(model, config)
+    lp.LookaheadDecoder(model, config, ParallelContext(backend="gloo"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    lp.LookaheadDecoder(model, config)
+    monkeypatch.setattr("lp.tuner.curve.COMPILED", "otherwise")
+    lp.LookaheadDecoder(model, config)
+    assert len({*keys}) == 4
+
+
 def test_a_curve_reaches_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of several rows would be cut to what the curve knows; steps that warm up would look as cheap as one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -20,11 +20,13 @@ from transformers import AutoTokenizer
 
 import launch.app
 import lp
-from launch.bench_session import KeptModel, on_main
+from launch.bench_session import KeptModel, on_main, open_bench
 from launch.benchmark import benchmark
+from launch.schema import BenchmarkConfig
 from lp.bench.rows import load_rows
 from lp.bench.summary import totals
-from lp.distributed import run_lockstep
+from lp.distributed import ParallelContext, run_lockstep
+from lp.models.loader import Loaded, load
 from tests.unit.conftest import Ran
 
 SMALL = ["model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "limit=3"]
@@ -47,6 +49,26 @@ def bench(start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path) -> C
 
 def _untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
+
+
+def test_what_runs_on_rank_0_is_built_there_alone(
+    start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Every rank would measure its curve at the same time as the others, and keep cache and graphs that nobody uses."""
+    configs: list[BenchmarkConfig] = []
+    asked = [*SMALL, f"model.name={tiny_folder}", f"out={tmp_path}", "methods=[lookahead,lookahead@1,autoregressive]"]
+    start_app(configs.append, "benchmark", *asked)
+    loaded = load(str(tiny_folder), "float64")
+
+    class Kept(KeptModel):
+        def __init__(self, context: ParallelContext) -> None:
+            self.context = context
+
+        def open(self, config: BenchmarkConfig) -> tuple[ParallelContext, Loaded]:
+            return self.context, loaded
+
+    benches = run_lockstep(2, lambda context: open_bench(configs[0], Kept(context)))
+    assert [[*bench.decoders] for bench in benches] == [["lookahead", "lookahead@1", "autoregressive"], ["lookahead"]]
 
 
 def test_rows_say_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:

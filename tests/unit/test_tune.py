@@ -15,10 +15,11 @@ import pytest
 
 import lp
 from launch.tune import _said, _speeds
-from lp.bench.tune import ADAPTIVE, BUDGETS, PLAIN, Tried, ranks_that_pay, search, speed_of_ranks
-from lp.decoding.base import GenerationOutput, StepStats
+from lp.bench.tune import ADAPTIVE, BUDGETS, PLAIN, Tried, ranks_that_pay, search, speed_of_ranks, time_settings
+from lp.decoding.base import Decoder, GenerationOutput, StepStats
 from lp.distributed import ParallelContext, run_lockstep
 from lp.tuner.curve import StepCurve, flat
+from tests.tiny_models import tiny_model
 
 
 def test_tune_writes_what_generate_loads(
@@ -52,6 +53,19 @@ def test_tune_writes_what_generate_loads(
     assert said["equal"] is True and said["G"] == best["config"]["guess_set_size"]
     lines = start_app(*asked, "output=json").out.splitlines()
     assert len(lines) == 1 and json.loads(lines[0]) == json.loads((tmp_path / "tune.json").read_text())
+
+
+def test_rows_are_those_of_the_step() -> None:
+    """A window of N = 3 has two rows a column; a plot of S against rows would flatter it."""
+    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=2)
+    decoder = lp.LookaheadDecoder(tiny_model(), config)
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+
+    def run(decoder: Decoder, ids: list[int]) -> GenerationOutput:
+        return decoder.generate(ids, 30, eos_token_id=())
+
+    (tried,) = time_settings({"one": config}, {"one": decoder}, run, [ids], 1, lambda value: value)
+    assert tried.rows == pytest.approx(run(decoder, ids).mean_slots) and tried.rows > 8
 
 
 def test_of_several_ranks_nothing_is_said_of_more() -> None:
