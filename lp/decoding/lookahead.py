@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -37,6 +38,7 @@ from lp.tuner.curve import StepCurve
 from lp.tuner.explain import bounds, spent
 
 DecoderConfig = LookaheadConfig | PaperConfig | PromptLookupConfig | RecyclingConfig | SuffixConfig
+ROW_BYTES = 256  # of the pool, by token of a text and row that its steps may have
 C = TypeVar("C", PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig)
 
 
@@ -101,7 +103,11 @@ class LookaheadDecoder(Decoder):
 
     def source(self, request: Request) -> CandidateSource:
         """What proposes candidates, made anew for every call."""
-        tables = self._tables or fresh_tables(self.config, vocabulary_size(self.model))
+        config = self.config
+        if self.curve and config.pool_scope is PoolScope.REQUEST:  # clearing more than a text can fill takes time
+            needed = request.limit * self.curve.bearable * ROW_BYTES >> 20
+            config = replace(config, pool_mib=min(config.pool_mib, 1 + needed))
+        tables = self._tables or fresh_tables(config, vocabulary_size(self.model))
         if self.config.pool_scope is PoolScope.SESSION and self._tables is None:
             self._begin(tables)
         return NGramPool(self.config, request.prompt, request.chooser.noise_key, tables)
@@ -121,7 +127,7 @@ class LookaheadDecoder(Decoder):
         items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
         items["step curve"] = text_digest(repr(self.curve))
         check_same(self.context, items)
-        budget = self.budget(request.chooser.temperature if request.chooser.noise else 0.0)
+        budget = self.budget(request.chooser.heat)
         generation = Generation(self.config, self.context, self.runner, self.source(request), request, budget)
         with self.runner.taking(generation.cache):
             output = generation.run()

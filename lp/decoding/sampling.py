@@ -185,6 +185,12 @@ class Chooser:
         return isinstance(self.noise, torch.Generator)
 
     @property
+    def heat(self) -> float:
+        """The temperature, where tokens are sampled from all there are; else 0."""
+        others = any(not isinstance(processor, tf.TemperatureLogitsWarper) for processor in self.processors)
+        return 0.0 if self.noise is None or others else self.temperature
+
+    @property
     def noise_key(self) -> tuple[int, int] | None:
         """(seed, sequence) of the noise under which text is chosen, if it is."""
         return (self.noise.seed, self.noise.sequence) if isinstance(self.noise, NoiseRing) else None

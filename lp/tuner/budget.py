@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from lp.config import LookaheadConfig
 from lp.lookahead.candidates import Price, TokenTree
 from lp.lookahead.compiled import given
@@ -29,7 +31,7 @@ TRIAL, RETRIAL = 8, 2  # steps that lookahead has to show that it pays, at first
 LEAST, BEARABLE = 0.95, 0.8  # of plain decoding's rate, below which it does not pay: if nothing is accepted, and at all
 HOT = 1.5  # a temperature that leaves nothing to guess, until the text shows otherwise: the demo model's
 ECHO = 4  # tokens that, said again, end a nap
-SHORTEST_NAP, LONGEST_NAP = 4, 64  # plain steps before it may try again, twice as many each time
+SHORTEST_NAP, LONGEST_NAP, HOT_NAP = 4, 64, 16  # plain steps before it may try again, twice as many each time
 
 
 class Budget(Protocol):
@@ -113,7 +115,7 @@ class AdaptiveBudget:
         config: its W and G are bounds.
         curve: what steps take, by the rows of all ranks together.
         ranks: that share them.
-        temperature: of the sampling, 0 if there is none.
+        temperature: of sampling from all tokens, 0 if there is none.
     """
 
     reads_prompt = False  # each costs a row of the LM head, and all of them bring less than that
@@ -124,13 +126,17 @@ class AdaptiveBudget:
         self._rate = _Running(BEFORE, BEFORE * curve.plain_s, MEMORY)
         self._truth = _Running(DOUBT, DOUBT, TRUST)
         self._accepted = _Running(BEFORE, BEFORE, MEMORY)  # tokens, a step
-        self._size = _Running(BEFORE, BEFORE, MEMORY)  # rows beyond the window's, a step
         self._awake, self._trial, self._nap = _Running(0.0, 0.0, 2 * TRIAL), TRIAL, SHORTEST_NAP
         self._brought, self._echo = _Running(0.0, 0.0, 2 * TRIAL), _Echo()  # as `_accepted`, of steps alone
+        self._woken = self._deaf = False  # by an echo; to echoes, since the last one led nowhere
         self._run = 0.0  # tokens that the best of the last steps accepted
         self._ladder = [size for size in LADDER if size <= config.window_size and self._window(size) <= curve.most]
+        self._windows = np.array([self._window(size) for size in self._ladder])
+        self._worths, self._weight = np.zeros(len(self._ladder)), 0.0  # of a step, in tokens, beside each window
+        self._weigh((), BEFORE)
         self.columns = self._columns()
         if temperature >= HOT:
+            self._nap = HOT_NAP
             self._doze()
 
     @property
@@ -172,7 +178,7 @@ class AdaptiveBudget:
         expected, came = tree.foretold(new)
         self._truth.add(*((came, expected / self._believed) if len(tree) else (DRIFT, DRIFT)))
         self._run = max(len(new) - 1, FADE * self._run)
-        self._size.add(max(rows - self._window(self.columns), 0), 1)
+        self._weigh(tree.chances, 1)
         self._awake.add(len(new), seconds)
         self._brought.add(len(new) - 1, 1)
         self._trial -= 1
@@ -181,29 +187,32 @@ class AdaptiveBudget:
             self._doze()
             return
         if self._trial <= -TRIAL:
-            self._nap = SHORTEST_NAP
+            self._nap, self._woken = SHORTEST_NAP, False
         self.columns = self._columns()
 
     def _doze(self) -> None:
-        self.idle, self._left, self.columns = True, self._nap, 0
+        self.idle, self._left, self.columns, self._deaf = True, self._nap, 0, self._woken
         self._nap = min(2 * self._nap, LONGEST_NAP)
 
     def _nap_on(self, again: bool) -> None:
         self._left -= 1
-        if again or not self._left:
-            self.idle, self._trial, self._awake = False, RETRIAL, _Running(0.0, 0.0, 2 * TRIAL)
+        heard = again and not self._deaf
+        if heard or not self._left:
+            self._woken, self.idle, self._trial, self._awake = heard, False, RETRIAL, _Running(0.0, 0.0, 2 * TRIAL)
 
     def _window(self, columns: int) -> int:
         """Rows of a window of so many columns, `c` included."""
         return max(columns, 1) + columns * (self.config.ngram_size - 2)
 
+    def _weigh(self, chances: Sequence[float], count: float) -> None:
+        """Follow what as many of the candidates as pay are worth beside each window, its rows included."""
+        rows = np.minimum(self._windows[:, None] + np.arange(len(chances) + 1), self.curve.most)
+        worths = np.cumsum([0.0, *chances]) - CAUTION * self.rate * self.curve.table[rows]
+        keep = 1 - 1 / MEMORY
+        self._worths, self._weight = keep * self._worths + count * worths.max(1), keep * self._weight + count
+
     def _columns(self) -> int:
         """What raises S by more than the columns' rows cost."""
-        rows = round(self._size.ratio)
-        tokens = self._rate.ratio * self.curve.step_s(rows + 1)
-
-        def worth(columns: int) -> float:
-            cost = self.curve.step_s(rows + self._window(columns))
-            return tokens * GAIN * columns / (columns + HALF) - self.rate * cost
-
-        return max(self._ladder, key=worth)
+        columns = np.array(self._ladder)
+        gains = (self._accepted.ratio + 1) * GAIN * columns / (columns + HALF)
+        return self._ladder[int((self._worths / self._weight + gains).argmax())]

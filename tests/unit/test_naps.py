@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import count
 
 import lp
 from lp.lookahead.candidates import TokenTree
-from lp.tuner.budget import CAUTION, LEAST_TRUE, LESSON, SHORTEST_NAP, AdaptiveBudget
+from lp.tuner.budget import CAUTION, HOT_NAP, LEAST_TRUE, LESSON, RETRIAL, SHORTEST_NAP, TRIAL, AdaptiveBudget
 from lp.tuner.curve import StepCurve
 
 NOTHING = TokenTree(0)
@@ -95,6 +96,15 @@ def test_what_is_said_again_ends_a_nap() -> None:
     assert not budget.idle
 
 
+def test_what_is_said_again_and_leads_nowhere() -> None:
+    """Of four letters any text says something again all the time: an echo that was tried in vain is not followed."""
+    drawn = random.Random(0)
+    for letters in (4, 10):
+        budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), LOSING)
+        tried = _steps(budget, [drawn.randrange(letters) for _ in range(3000)])
+        assert 40 < tried < 300
+
+
 def test_a_loss_is_borne_while_something_is_accepted() -> None:
     """Steps that lose a tenth but accept something teach what pays later."""
     budgets = [AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 120), (1.2, 1.3), 1.0)) for _ in "ab"]
@@ -111,4 +121,7 @@ def test_hot_text_begins_plain() -> None:
     config = lp.LookaheadConfig(adaptive=True)
     warm, hot = (AdaptiveBudget(config, LOSING, 1, temperature) for temperature in (1.0, 2.0))
     assert not warm.idle and hot.idle
-    assert _steps(hot, range(200)) > 5, "but it is tried"
+    assert _steps(hot, range(HOT_NAP)) == 0
+    for budget, trial, nap in ((warm, TRIAL, SHORTEST_NAP), (hot, RETRIAL, 2 * HOT_NAP)):
+        assert _steps(budget, range(100, 100 + trial)) == trial and budget.idle
+        assert _steps(budget, range(200, 200 + nap)) == 0 and not budget.idle
