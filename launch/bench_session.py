@@ -27,6 +27,7 @@ from lp.bench.prompts import Prompt
 from lp.bench.quality import assess
 from lp.bench.rows import Row, digest, slug
 from lp.decoding.base import Decoder, GenerationOutput
+from lp.decoding.signals import Terminated
 from lp.models.loader import Loaded
 
 T = TypeVar("T")
@@ -99,18 +100,19 @@ def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
 
     Raises:
         Exception: it failed, on every rank: others would go on with this job, and rank 0 with the next one of a sweep.
+        KeyboardInterrupt: rank 0 was interrupted.
     """
     made, failure = None, None
     if context.is_main:
         try:
             made = work()
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             failure = error
-    said = context.share_text(str(failure) if failure else None)
+    said = context.share_text(f"{isinstance(failure, KeyboardInterrupt):d}{failure}" if failure else None)
     if failure:
         raise failure
     if said is not None:
-        raise ValueError(said)
+        raise Terminated if said[0] == "1" else ValueError(said[1:])
     return made
 
 

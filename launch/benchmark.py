@@ -26,7 +26,6 @@ from lp.bench.prompts import Prompt
 from lp.bench.rows import Row, RowFile, digest
 from lp.bench.summary import totals
 from lp.decoding.base import GenerationOutput
-from lp.models.loader import context_limit
 
 
 def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:
@@ -87,16 +86,11 @@ def _written(
 
 
 def _todo(bench: Bench, done: dict[str, str]) -> list[tuple[int, Prompt]]:
-    """The prompts without rows that fit the model's context."""
+    """The prompts without rows, of those that fit."""
     for index, prompt in enumerate(bench.prompts):
         if done.get(str(index), digest(prompt.text)) != digest(prompt.text):
             raise ValueError(f"{bench.path} has rows of another prompt {index}; give another out=, or the same task")
-    room = context_limit(bench.loaded.model)
-    fit = [(i, prompt) for i, prompt in enumerate(bench.prompts) if room is None or len(bench.encode(prompt)) < room]
-    if bench.context.is_main and len(fit) < len(bench.prompts):
-        count = f"{len(bench.prompts) - len(fit)} of {len(bench.prompts)} prompts"
-        print(f"{count} left out: as long as the model's context of {room}", file=sys.stderr)
-    return [(index, prompt) for index, prompt in fit if str(index) not in done]
+    return [(index, prompt) for index, prompt in bench.fitting() if str(index) not in done]
 
 
 def _warm_up(bench: Bench, prompt: Prompt) -> None:

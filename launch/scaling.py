@@ -77,18 +77,26 @@ def check(config: ScalingConfig) -> None:
             check_int(key, ranks, 1, 1024, "give numbers of ranks, as in ranks=[1,2,4]")
     if config.project and not config.projected_ranks:
         raise ValueError("projected_ranks is empty with project=true; give numbers of ranks, as in [1,2,4]")
-    methods_of(config)
+    if config.project and not config.links:
+        raise ValueError("links is empty with project=true; keep one of those in conf/scaling.yaml, or give your own")
+    for ranks in config.ranks:
+        if not _methods(config, ranks):
+            raise ValueError(f"ranks has {ranks}, on which none of methods={methods_of(config)} runs; give one more")
     if config.project and config.decoder.name == "lookahead":  # now, not when everything else has been measured
         check_projectable(frozen(lp.LookaheadConfig, config.decoder))
 
 
 def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
     """Measure one world size in processes of its own; rows that are there already are not measured again."""
-    methods = [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].together)]
     given = [key for key in HydraConfig.get().overrides.task if re.split("[.=]", key.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
-    asked = [f"methods=[{','.join(methods)}]", f"out={folder}", f"limit={limit}", "output=json"]
+    asked = [f"methods=[{','.join(_methods(config, ranks))}]", f"out={folder}", f"limit={limit}", "output=json"]
     relaunch(ranks, "benchmark", [*given, *asked])
+
+
+def _methods(config: ScalingConfig, ranks: int) -> list[str]:
+    """Those that so many ranks can run."""
+    return [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].together)]
 
 
 def _rows_of_one_setting(folder: Path) -> list[Row]:
@@ -107,7 +115,8 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
     World sizes and plain decoding alternate in each of ROUNDS rounds behind a first one that is not counted.
     """
     links = {name: Link(**vars(link)) for name, link in config.links.items()}
-    texts = [partial(bench.run, ids=bench.encode(prompt), tokens=config.max_new_tokens) for prompt in bench.prompts]
+    ids = [bench.encode(prompt) for _, prompt in bench.fitting()]
+    texts = [partial(bench.run, ids=one, tokens=config.max_new_tokens) for one in ids]
     jobs = {
         (weak, ranks): [Projection(decoder=decoder, decode=text, ranks=ranks) for text in texts]
         for weak in ((False, True) if config.weak else (False,))

@@ -21,7 +21,7 @@ from lp.bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read
 from lp.config import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
 from lp.decoding.journal import Journal
-from lp.models.loader import Loaded, load
+from lp.models.loader import Loaded, context_limit, load
 from lp.models.shapes import SHAPES
 from lp.rendezvous import env_int
 
@@ -50,6 +50,21 @@ class Session(Generic[C]):
     sampling: lp.SamplingParams | None
     prompts: list[Prompt]
     journal: Journal | None = None
+
+    def fitting(self) -> list[tuple[int, Prompt]]:
+        """The prompts that the model's context has room for, with their numbers; that others are left out is said.
+
+        Raises:
+            ValueError: it has room for none.
+        """
+        room, count = context_limit(self.loaded.model), len(self.prompts)
+        fit = [(i, prompt) for i, prompt in enumerate(self.prompts) if room is None or len(self.encode(prompt)) < room]
+        if not fit:
+            raise ValueError(f"none of {count} prompts is shorter than the model's context of {room}; give others")
+        if self.context.is_main and len(fit) < count:
+            left = f"{count - len(fit)} of {count} prompts left out"
+            print(f"{left}: as long as the model's context of {room}", file=sys.stderr)
+        return fit
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, in the model's chat template where the task asks a question and the model has one."""
@@ -122,10 +137,14 @@ def journal_path(config: Config, sampling: lp.SamplingParams | None) -> Path | N
     repeatable = sampling is None or sampling.verifier is not lp.Verifier.REJECTION
     if config.journal:
         if not repeatable:
-            raise ValueError("journal is given with verifier 'rejection', which draws anew; use verifier=coupled")
+            raise ValueError("journal is given with verifier 'rejection'; use sampling.verifier=coupled")
         return Path(config.journal)
     folder = os.environ.get("LP_RUN_DIR")
-    if not folder or not env_int("TORCHELASTIC_MAX_RESTARTS", 0) or not repeatable:
+    if not folder or not env_int("TORCHELASTIC_MAX_RESTARTS", 0):
+        return None
+    if not repeatable:
+        if env_int("RANK", 0) == 0:
+            print("no journal: rejection sampling draws anew, so a restart begins texts anew", file=sys.stderr)
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder) / "journal.jsonl"

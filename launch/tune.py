@@ -38,7 +38,7 @@ def tune(config: TuneConfig) -> None:
     """
     session = _open(config)
     context, model, plain = session.context, session.loaded.model, session.decoders[PLAIN]
-    ids = [session.encode(prompt) for prompt in session.prompts]
+    ids = [session.encode(prompt) for _, prompt in session.fitting()]
 
     def build(shape: lp.LookaheadConfig | None) -> lp.LookaheadDecoder:
         decoder = lp.LookaheadDecoder(model, shape, context, config.attention.name, config.attention.capture)

@@ -89,7 +89,7 @@ def check_alike(config: LookaheadConfig) -> None:
         ValueError: its pool remembers other texts, or its steps follow a curve, which is that of other ranks.
     """
     if config.adaptive:
-        raise ValueError("decoder.adaptive is true, whose steps follow this machine's curve; take decoder=lookahead")
+        raise ValueError("decoder.adaptive is true, whose steps follow this machine's curve; make it false")
     if config.pool_scope is PoolScope.SESSION:
         raise ValueError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lp.config import PoolScope
 from lp.decoding.base import Decoder, GenerationOutput, Request
 from lp.decoding.generation import Generation
 from lp.decoding.memory import step_rows
@@ -28,10 +29,10 @@ PREFIX, NEW = 256, 256  # tokens before the first step, and behind it
 def measured_curve(decoder: LookaheadDecoder) -> StepCurve:
     """From the cache folder, or measured now, in a few seconds."""
     model, runner, config = decoder.model, decoder.runner, decoder.config
-    shape = (config.row_budget, config.window_size, config.ngram_size, config.recycled, config.kv_sync)
+    shape = repr(replace(config, pool_scope=PoolScope.REQUEST, pool_file=None))
     how = runner.captured and runner.captured.how
     where = (decoder.context.world_size, decoder.context.backend, env_int("LOCAL_WORLD_SIZE", 1))
-    what = (model.config.to_json_string(), str(model.dtype), *where, runner.attention, how, *shape)
+    what = (model.config.to_json_string(), str(model.dtype), *where, runner.attention, how, shape)
     return remembered((*what, *machine(runner.device)), lambda: _Stopwatch(decoder).curve(), decoder.context)
 
 

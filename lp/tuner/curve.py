@@ -54,7 +54,8 @@ class StepCurve:
         object.__setattr__(self, "rows", tuple(self.rows))
         object.__setattr__(self, "seconds", tuple(self.seconds))
         ascending = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
-        if not self.rows or self.rows[0] != 1 or not ascending or len(self.rows) != len(self.seconds):
+        whole = {*map(type, self.rows)} == {int} and self.rows[0] == 1
+        if not whole or not ascending or len(self.rows) != len(self.seconds):
             raise ValueError(f"a step curve has rows {self.rows}, seconds {self.seconds}; it needs 1 and up, one each")
         if not all(0 < value < float("inf") for value in (*self.seconds, self.plain_s)):
             raise ValueError(f"a step curve has seconds {self.seconds}, {self.plain_s}; measure it again")
@@ -80,6 +81,11 @@ class StepCurve:
     def padded(self, rows: int) -> int:
         """How many rows to run for so many: more where that is cheaper."""
         return self._padded[rows] if rows <= self.most else rows
+
+    @cached_property
+    def bearable(self) -> int:
+        """Rows of the largest step that takes no longer than two of plain decoding."""
+        return max(int(np.searchsorted(self.table, 2 * self.plain_s, "right")) - 1, 1)
 
     @cached_property
     def table(self) -> np.ndarray:
@@ -174,7 +180,7 @@ def remembered(parts: Sequence[Any], measured: Callable[[], StepCurve], context:
     if text:
         try:
             return StepCurve(**json.loads(text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             pass  # cut or of another version: measured again
     curve = measured()
     if context.is_main:
@@ -182,7 +188,7 @@ def remembered(parts: Sequence[Any], measured: Callable[[], StepCurve], context:
             _keep(path, json.dumps(asdict(curve)))
         except OSError as error:
             why = f"{path.parent} cannot be written to ({error.strerror}): set XDG_CACHE_HOME to a folder that is yours"
-            warnings.warn(f"the step curve is measured anew at every start, since {why}", stacklevel=2)
+            warnings.warn(f"the step curve is measured anew for every decoder, since {why}", stacklevel=2)
     return curve
 
 
@@ -202,8 +208,9 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "lp" / "curves"
+    """As the XDG base directory specification has it: a relative path is as good as none."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (cache if cache.is_absolute() else Path(os.path.expanduser("~/.cache"))) / "lp" / "curves"
 
 
 def _keep(path: Path, text: str) -> None:

@@ -55,7 +55,14 @@ def test_prices_are_what_a_further_row_costs_at_least() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "seconds", "plain_s"),
-    [((), (), 1.0), ((2, 3), (1.0, 1.0), 1.0), ((1, 1), (1.0, 1.0), 1.0), ((1,), (0.0,), 1.0), ((1,), (1.0,), -1.0)],
+    [
+        ((), (), 1.0),
+        ((1, 2.5), (1.0, 1.0), 1.0),
+        ((2, 3), (1.0, 1.0), 1.0),
+        ((1, 1), (1.0, 1.0), 1.0),
+        ((1,), (0.0,), 1.0),
+        ((1,), (1.0,), -1.0),
+    ],
 )
 def test_a_curve_that_is_none_is_refused(rows: tuple[int, ...], seconds: tuple[float, ...], plain_s: float) -> None:
     """A cut cache file would steer every step."""
@@ -108,11 +115,18 @@ def test_the_cache_is_one_of_model_and_machine(tmp_path: Path, monkeypatch: pyte
     (file,) = [path for path in tmp_path.rglob("*.json") if f"{first.plain_s}" in path.read_text()]
     file.write_text(file.read_text()[:-9])
     assert remembered(("a", 1), fresh, context) == made[2], "a cut file is measured again"
-    for folder in ("/proc/nowhere", "~/none"):  # the second is what is left of a home where there is none
-        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    file.write_text("[" * 200_000)
+    assert remembered(("a", 1), fresh, context) == made[3], "so is one of something else"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert remembered(("a", 1), fresh, context) == made[4]
+    assert [*tmp_path.glob("home/.cache/lp/curves/*.json")], "a relative path is ignored, as XDG has it"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    for home in ("/proc/nowhere", "~"):  # the second is what is left of a home where there is none
+        monkeypatch.setenv("HOME", home)
         with pytest.warns(UserWarning, match="cannot be written to .*: set XDG_CACHE_HOME"):
             assert remembered(("a", 1), fresh, context) == made[-1], "that costs the cache alone"
-    assert len(made) == 5 and not Path("~").exists()
+    assert len(made) == 7 and not Path("~").exists() and not Path("cache").exists()
     assert machine(tiny_model().device)[1] == 1
 
 
@@ -145,7 +159,7 @@ def test_ranks_have_a_curve_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_key_knows_what_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are threads, or on two nodes, or a pool without numba: a curve of those would stay for ever."""
+    """Ranks that are threads or on two nodes, a pool without numba or learning: a curve of one is not for all."""
     keys: list[str] = []
 
     def noted(parts: Any, measured: Any, context: Any) -> StepCurve:
@@ -160,7 +174,9 @@ def test_the_key_knows_what_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) ->
     lp.LookaheadDecoder(model, config)
     monkeypatch.setattr("lp.tuner.curve.COMPILED", "otherwise")
     lp.LookaheadDecoder(model, config)
-    assert len({*keys}) == 4
+    lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=True, learn=False))
+    lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=True, learn=False, pool_scope="session", pool_file="x"))
+    assert len({*keys}) == 5 and keys[4] == keys[5], "which pool is timed is no matter, what steps do to it is"
 
 
 def test_a_curve_reaches_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from launch.benchmark import benchmark
 from launch.schema import BenchmarkConfig
 from lp.bench.rows import load_rows
 from lp.bench.summary import totals
+from lp.decoding.signals import Terminated
 from lp.distributed import ParallelContext, run_lockstep
 from lp.models.loader import Loaded, load
 from tests.unit.conftest import Ran
@@ -208,6 +209,20 @@ def test_what_fails_on_rank_0_alone_fails_on_all() -> None:
     assert run_lockstep(3, body) == [(7, said), (None, said), (None, said)]
 
 
+def test_ctrl_c_on_rank_0_ends_the_others() -> None:
+    """They would wait for its word until its connection breaks, and say that a rank was lost."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def body(context: lp.ParallelContext) -> type[BaseException]:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            on_main(context, interrupted)
+        return caught.type
+
+    assert run_lockstep(3, body) == [KeyboardInterrupt, Terminated, Terminated]
+
+
 @pytest.mark.usefixtures("wrong_prompt_lookup")
 def test_quality_says_where_a_method_parts_and_what_it_wrote(bench: Callable[..., Ran], tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
@@ -249,6 +264,9 @@ def test_prompts_without_room_are_left_out(bench: Callable[..., Ran], tmp_path: 
     ran = bench("task=humaneval", f"task.path={task}")
     assert ran.code == 0 and "1 of 3 prompts left out: as long as the model's context of 256" in ran.err
     assert [row["index"] for row in load_rows(tmp_path / "out")][::3] == [0, 2]
+    task.write_text(json.dumps({"prompt": "x = 1\n" * 500}) + "\n")
+    ran = bench("task=humaneval", f"task.path={task}", f"out={tmp_path / 'none'}")
+    assert ran.code == 2 and "none of 1 prompts is shorter than the model's context of 256" in ran.err
 
 
 def test_a_sweep_goes_on_behind_a_failed_job(

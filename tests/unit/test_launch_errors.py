@@ -86,16 +86,17 @@ def test_a_bad_setting_is_one_line_and_exit_code_2(launch_generate: Launch, over
 
 
 def test_no_restart_repeats_rejection_sampling(
-    launch_generate: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    launch_generate: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A journal that was asked for is refused before the model is loaded; one that nobody asked for is not kept."""
+    """A journal that was asked for is refused before the model is loaded; that none is kept otherwise is said."""
     rejection = ("sampling=sample", "sampling.verifier=rejection")
     ran = launch_generate(*rejection, f"journal={tmp_path}/j", "model.name=./none")
-    _assert_user_error(ran, "journal is given with verifier 'rejection', which draws anew; use verifier=coupled")
+    _assert_user_error(ran, "journal is given with verifier 'rejection'; use sampling.verifier=coupled")
     monkeypatch.setenv("LP_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     config: Any = SimpleNamespace(journal=None)
     assert journal_path(config, lp.SamplingParams(verifier="rejection")) is None
+    assert capfd.readouterr().err == "no journal: rejection sampling draws anew, so a restart begins texts anew\n"
     assert journal_path(config, None) == tmp_path / "journal.jsonl"
 
 

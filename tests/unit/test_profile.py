@@ -162,7 +162,7 @@ def test_a_pool_of_other_texts_has_no_tape() -> None:
     session = lp.LookaheadConfig(pool_scope=lp.PoolScope.SESSION)
     adaptive = lp.LookaheadConfig(adaptive=True)
     model = tiny_model()
-    for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "take decoder=lookahead")):
+    for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "make it false")):
         with pytest.raises(ValueError, match=remedy):
             record(partial(lp.LookaheadDecoder, model, config, curve=flat(0.01, 64)), _decode, 2)
 

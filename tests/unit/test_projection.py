@@ -173,6 +173,11 @@ def test_a_projection_is_marked_everywhere(scale: Callable[..., Ran], tmp_path: 
         (["ranks=[]"], "leaves nothing to do"),
         (["ranks=[0]"], "ranks is 0"),
         (["methods=[nonsense]"], "methods has 'nonsense'"),
+        (["ranks=[]", "project=true", "~links"], "links is empty with project=true"),
+        (
+            ["ranks=[2,1]", "methods=[transformers_tp]"],
+            "ranks has 1, on which none of methods=['transformers_tp'] runs",
+        ),
         (["ranks=[1]", "project=true", "decoder.kv_sync=broadcast"], "project kv_sync=recompute"),
         (["ranks=[1]", "project=true", "pool.scope=session"], "take pool.scope=request"),
     ],

@@ -14,22 +14,21 @@ from typing import Any
 import pytest
 
 import lp
-from launch.tune import _said, _speeds
+from launch.tune import _said, _speeds, tune
 from lp.bench.tune import ADAPTIVE, BUDGETS, PLAIN, Tried, ranks_that_pay, search, speed_of_ranks, time_settings
 from lp.decoding.base import Decoder, GenerationOutput, StepStats
 from lp.distributed import ParallelContext, run_lockstep
 from lp.tuner.curve import StepCurve, flat
 from tests.tiny_models import tiny_model
+from tests.unit.conftest import Ran
 
 
 def test_tune_writes_what_generate_loads(
     start_app: Callable[..., Any], launch_generate: Callable[..., Any], tiny_folder: Path, tmp_path: Path
 ) -> None:
     """A YAML that generate refuses, or reads as another setting, makes the search worth nothing."""
-    import launch.tune
-
     model = ["model=hf", f"model.name={tiny_folder}", "model.dtype=float64"]
-    asked = (launch.tune.tune, "tune", *model, f"hydra.run.dir={tmp_path}", "max_new_tokens=12", "prompt='import os'")
+    asked = (tune, "tune", *model, f"hydra.run.dir={tmp_path}", "max_new_tokens=12", "prompt='import os'")
     ran = start_app(*asked)
     assert ran.code == 0, ran.err
     found = json.loads((tmp_path / "tune.json").read_text())
@@ -53,6 +52,17 @@ def test_tune_writes_what_generate_loads(
     assert said["equal"] is True and said["G"] == best["config"]["guess_set_size"]
     lines = start_app(*asked, "output=json").out.splitlines()
     assert len(lines) == 1 and json.loads(lines[0]) == json.loads((tmp_path / "tune.json").read_text())
+
+
+def test_a_prompt_without_room_does_not_end_the_search(
+    start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path
+) -> None:
+    """It would, after minutes of settings measured on the prompts before it, with nothing written."""
+    task = tmp_path / "t.jsonl"
+    task.write_text("".join(json.dumps({"prompt": "x = 1\n" * times}) + "\n" for times in (1, 500)))
+    asked = [f"model.name={tiny_folder}", "model=hf", "task=humaneval", f"task.path={task}", "max_new_tokens=4"]
+    ran = start_app(tune, "tune", *asked, f"hydra.run.dir={tmp_path}")
+    assert ran.code == 0 and "1 of 2 prompts left out" in ran.err and (tmp_path / "tune.json").exists()
 
 
 def test_rows_are_those_of_the_step() -> None:
@@ -85,17 +95,15 @@ def test_ctrl_c_ends_a_warm_up(
     start_app: Callable[..., Any], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the first Ctrl-C, which a generation takes for itself, is lost."""
-    import launch.tune
-
     honest = lp.LookaheadDecoder.generate
 
     def stopped(*args: Any, **options: Any) -> GenerationOutput:
         return replace(honest(*args, **options), finish_reason="interrupted", signal=signal.SIGINT)
 
     monkeypatch.setattr(lp.LookaheadDecoder, "generate", stopped)
-    monkeypatch.setattr(launch.tune, "search", lambda build, *rest: pytest.fail("the search began"))
+    monkeypatch.setattr("launch.tune.search", lambda build, *rest: pytest.fail("the search began"))
     model = ["model=hf", f"model.name={tiny_folder}", "prompt=x", f"hydra.run.dir={tmp_path}"]
-    assert start_app(launch.tune.tune, "tune", *model).code == 130
+    assert start_app(tune, "tune", *model).code == 130
 
 
 def test_ranks_choose_by_one_clock() -> None:
