@@ -70,6 +70,12 @@ def test_a_curve_that_is_none_is_refused(rows: tuple[int, ...], seconds: tuple[f
         StepCurve(rows, seconds, plain_s)
 
 
+def test_bearable_rows() -> None:
+    """They say how much a text's steps may leave in the pool."""
+    assert StepCurve((1, 17, 120), (1.0, 2.0, 30.0), 1.0).bearable == 17
+    assert flat(1.0, 120).bearable == 120 and StepCurve((1, 9), (3.0, 4.0), 1.0).bearable == 1
+
+
 def test_measure_alternates_and_takes_the_least() -> None:
     """A machine that is slow for one step must not make its size dear; sizes that never pay are not waited for."""
     asked: list[int] = []

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from itertools import count
 
 import lp
+from lp.decoding.sampling import Chooser
 from lp.lookahead.candidates import TokenTree
 from lp.tuner.budget import CAUTION, HOT_NAP, LEAST_TRUE, LESSON, RETRIAL, SHORTEST_NAP, TRIAL, AdaptiveBudget
 from lp.tuner.curve import StepCurve
+from tests.tiny_models import tiny_model
 
 NOTHING = TokenTree(0)
 NEW = count(10_000)  # tokens that no text had
@@ -125,3 +127,28 @@ def test_hot_text_begins_plain() -> None:
     for budget, trial, nap in ((warm, TRIAL, SHORTEST_NAP), (hot, RETRIAL, 2 * HOT_NAP)):
         assert _steps(budget, range(100, 100 + trial)) == trial and budget.idle
         assert _steps(budget, range(200, 200 + nap)) == 0 and not budget.idle
+
+
+def test_hot_is_what_samples_from_all_tokens() -> None:
+    """Where processors leave few tokens to choose from there is something to guess at any temperature."""
+    asked = {None: 0.0, lp.SamplingParams(seed=0): 1.0, lp.SamplingParams(seed=0, temperature=2.0): 2.0}
+    asked |= {lp.SamplingParams(seed=0, temperature=2.0, min_p=0.2): 0.0}
+    decoder = lp.AutoregressiveDecoder(tiny_model())
+    for sampling, heat in asked.items():
+        assert Chooser.build(sampling, (), (), 0, 0, 1, True, decoder.model).heat == heat
+
+
+def test_columns_are_weighed_beside_every_tree() -> None:
+    """Steps of one row and steps of seven are four on average, beside which two columns look free here."""
+    curve = StepCurve((1, 2, 8, 120), (1.0, 1.3, 1.3, 40.0), 1.0)
+    tree = TokenTree(6)
+    tree.add([1] * 6)
+    tree.chances = [0.9] * 6
+    chosen = []
+    for trees in ([tree, tree], [tree, NOTHING]):
+        budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), curve)
+        for step in range(40):
+            taken = trees[step % 2]
+            budget.observe([1] * 3, 1 + len(taken), taken)
+        chosen.append(budget.columns)
+    assert chosen == [2, 0]

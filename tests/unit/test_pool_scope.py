@@ -15,6 +15,7 @@ import lp
 from lp.decoding.lookahead import LookaheadDecoder
 from lp.distributed import ParallelContext, run_lockstep
 from lp.lookahead.pool import fresh_tables, load_tables, tables_digest
+from lp.tuner.curve import StepCurve
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 SAMPLING = lp.SamplingParams(temperature=0.7, seed=11)
@@ -149,3 +150,20 @@ def test_ranks_share_one_session(tmp_path: Path, sampling: lp.SamplingParams | N
     assert plain_greedy(model, prompts[0], 40) == ranks[0][0][0] or sampling
     assert ranks[0][-1][-1] == digest(alone), "the number of ranks reached the pool"
     assert [path.name for path in tmp_path.iterdir()] == ["pool"]
+
+
+def test_a_request_gets_no_larger_pool_than_it_can_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clearing 16 MiB takes a hundredth of a short text."""
+    asked: list[int] = []
+
+    def noted(config: lp.LookaheadConfig, vocabulary: int) -> Any:
+        asked.append(config.pool_mib)
+        return fresh_tables(config, vocabulary)
+
+    monkeypatch.setattr("lp.decoding.lookahead.fresh_tables", noted)
+    model, curve = tiny_model(), StepCurve((1, 24, 120), (1.0, 2.0, 9.0), 1.0)
+    request, session = (lp.LookaheadConfig(adaptive=True, pool_scope=scope) for scope in ("request", "session"))
+    for config, new in ((request, 9), (request, 400), (session, 9), (lp.LookaheadConfig(guess_set_size=2), 9)):
+        decoder = lp.LookaheadDecoder(model, config, curve=curve)
+        assert len(decoder.generate([1, 2, 3], new, eos_token_id=()).tokens) == new
+    assert asked == [1, 3, 16, 16]
