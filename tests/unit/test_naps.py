@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import count
 
 import lp
@@ -96,6 +97,16 @@ def test_what_is_said_again_ends_a_nap() -> None:
     assert budget.idle
     _steps(budget, loop[3:4])
     assert not budget.idle
+    for _ in range(40):
+        budget.observe([next(NEW)] * 4, 5, NOTHING)
+    ahead, fails = deepcopy(budget), 0
+    while not ahead.idle:
+        fails += 1
+        _steps(ahead, [next(NEW)])
+    _steps(budget, [*(next(NEW) for _ in range(fails - 3)), *loop[:3]])
+    assert budget.idle
+    _steps(budget, loop[3:4])
+    assert not budget.idle, "the last one led somewhere"
 
 
 def test_what_is_said_again_and_leads_nowhere() -> None:
@@ -152,3 +163,14 @@ def test_columns_are_weighed_beside_every_tree() -> None:
             budget.observe([1] * 3, 1 + len(taken), taken)
         chosen.append(budget.columns)
     assert chosen == [2, 0]
+
+
+def test_a_column_may_take_the_place_of_a_poor_row() -> None:
+    """The tree was cut to fit beside the last window; beside another it would be cut elsewhere."""
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 2, 8, 9, 120), (1, 1.3, 1.3, 9, 90), 1.0))
+    tree = TokenTree(7)
+    tree.add([1] * 7)
+    tree.chances = [0.9] * 6 + [0.01]
+    for _ in range(40):
+        budget.observe([1] * 3, 8, tree)
+    assert budget.columns == 2
