@@ -7,6 +7,7 @@ rows, (1, 1, T, T), and as `sdpa` does where a sliding window hides cached rows;
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PretrainedConfig
@@ -46,7 +47,7 @@ class StepMasks:
 
     def build(
         self,
-        visible: torch.Tensor,
+        visible: torch.Tensor | np.ndarray,
         positions: torch.Tensor,
         length: int,
         places: torch.Tensor | None = None,
@@ -63,7 +64,8 @@ class StepMasks:
         unmasked = self.attention in (Attention.SDPA, Attention.FLASH) and self.kinds == {FULL}
         if unmasked and places is None and len(positions) == 1:
             return None
-        masks = {kind: self._mask(visible, positions, length, places, kind) for kind in sorted(self.kinds)}
+        shown = torch.as_tensor(visible, device=self.device)
+        masks = {kind: self._mask(shown, positions, length, places, kind) for kind in sorted(self.kinds)}
         return masks if len(masks) > 1 else masks.popitem()[1]
 
     def _mask(

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
@@ -38,8 +39,7 @@ class Clock:
         return took
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(NamedTuple):
     """One decode step on this rank.
 
     Attributes:
@@ -70,10 +70,10 @@ class StepStats:
     @classmethod
     def of(cls, clock: Clock, slots: int, candidates: int, accepted: int, columns: int, idle: bool) -> StepStats:
         """The stats of a step whose laps were named forward, exchange, host and learn."""
-        forward_s, exchange_s, host_s, learn_s = (
-            clock.shares.get(name, 0.0) for name in ("forward", "exchange", "host", "learn")
-        )
-        return cls(slots, candidates, accepted, forward_s, exchange_s, host_s + learn_s, learn_s, columns, idle)
+        share = clock.shares.get
+        forward_s, exchange_s, learn_s = share("forward", 0.0), share("exchange", 0.0), share("learn", 0.0)
+        host_s = share("host", 0.0) + learn_s
+        return cls(slots, candidates, accepted, forward_s, exchange_s, host_s, learn_s, columns, idle)
 
 
 @dataclass

@@ -179,7 +179,7 @@ class Generation:
             return self._told(told, keep)
         check_said(token, step, position)
         self.request.chooser.keep([0], [0])
-        self.cache.commit([0])
+        self.cache.length += 1
         self.text.append(token)
         self.budget.observe([token], 0, TokenTree(0))
         return self._deliver([token], clock, 1)
@@ -213,18 +213,18 @@ class Generation:
         scores = chooser.scores(logits, branches, self.text)
         return chooser.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
 
-    def _header(self, clock: Clock, chosen: torch.Tensor, *parts: Sequence[int]) -> tuple[int, int, int]:
+    def _header(self, clock: Clock, chosen: torch.Tensor, *parts: Sequence[int]) -> tuple[int, Stop, int]:
         """What the other ranks are told besides what was chosen, made while a GPU is still at it."""
         clock.lap("forward")
         if self.context.world_size > 1:  # a single rank has nobody to differ from
             self.digest = exchange.chain_digest(self.digest, self.text[self.digested :], *parts)
             self.digested = len(self.text)
-        flags = self.pending | (Stop.INTERRUPTED if self.request.signals.requested else Stop.NONE)
+        flags = self.pending | Stop.INTERRUPTED if self.request.signals.requested else self.pending
         clock.lap("host")
         if chosen.is_cuda:  # or the exchange, which waits for it, would seem to take the model's time
             torch.cuda.synchronize(chosen.device)
-        clock.lap("forward")
-        return self.digest, int(flags), self.keep
+            clock.lap("forward")
+        return self.digest, flags, self.keep
 
     def _told(self, told: Stop, keep: int) -> Stop:
         """Some rank wants to stop: the step's tokens are dropped, everything before it is kept."""

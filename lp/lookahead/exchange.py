@@ -95,7 +95,7 @@ def check_vocabulary(size: int) -> None:
 
 
 def pack(
-    header: tuple[int, int, int], tokens: torch.Tensor, harvest: torch.Tensor, plan: ShardPlan, shape: RowShape
+    header: tuple[int, Stop, int], tokens: torch.Tensor, harvest: torch.Tensor, plan: ShardPlan, shape: RowShape
 ) -> torch.Tensor:
     """This rank's row, on the device of `tokens`: P int64s, or more where the step's reads need more.
 
@@ -135,7 +135,7 @@ def gather(
 
 
 def agree(
-    header: tuple[int, int, int],
+    header: tuple[int, Stop, int],
     token: torch.Tensor,
     shape: RowShape,
     all_gather: Callable[[torch.Tensor], torch.Tensor],
@@ -149,8 +149,9 @@ def agree(
     Raises:
         RuntimeError: as `gather`.
     """
+    _, flags, length = header
     if ranks == 1:  # what packing takes would be felt in every plain step
-        return int(token), Stop(header[FLAGS]), header[LENGTH]
+        return int(token), flags, length
     row = token.new_zeros(shape.size)
     row[:HEADER], row[HEADER : HEADER + 1] = torch.tensor(header), token
     rows = gather(row, shape, all_gather, step)[:, : HEADER + 1].tolist()

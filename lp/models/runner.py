@@ -196,14 +196,15 @@ class ModelRunner:
                     raise
                 logger.warning("steps run uncaptured: %s", error)
                 self.captured = None
-        at = torch.tensor(positions, device=self.device)
-        mask = self.masks.build(torch.from_numpy(visible).to(self.device), at, cache.length)
+        ids_1T, positions_1T = torch.tensor([tokens, positions], device=self.device).split(1)
+        mask = self.masks.build(visible, positions_1T[0], cache.length)
+        last = len(reads) > 0 and [*reads] == [*range(len(tokens) - len(reads), len(tokens))]  # need no gathering
         output = self.model(
-            input_ids=torch.tensor(tokens, device=self.device)[None],
-            position_ids=at[None],
+            input_ids=ids_1T,
+            position_ids=positions_1T,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(reads, dtype=torch.long, device=self.device),
+            logits_to_keep=len(reads) if last else torch.tensor(reads, dtype=torch.long, device=self.device),
         )
         return output.logits[0]

@@ -8,7 +8,7 @@ All figures are replicated: chances, accepted tokens, and times that are rank 0'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,7 +31,7 @@ TRIAL, RETRIAL = 8, 2  # steps that lookahead has to show that it pays, at first
 LEAST, BEARABLE = 0.95, 0.8  # of plain decoding's rate, below which it does not pay: if nothing is accepted, and at all
 HOT = 1.5  # a temperature that leaves nothing to guess, until the text shows otherwise: the demo model's
 ECHO = 4  # tokens that, said again, end a nap
-SHORTEST_NAP, LONGEST_NAP, HOT_NAP = 4, 64, 16  # plain steps before it may try again, twice as many each time
+SHORTEST_NAP, LONGEST_NAP = 4, 64  # plain steps before it may try again, twice as many each time
 
 
 class Budget(Protocol):
@@ -79,16 +79,16 @@ class FixedBudget:
 
 
 class _Running:
-    """A ratio of two sums that forget."""
+    """A ratio of two sums that forget, or of several to one."""
 
-    def __init__(self, above: float, below: float, memory: float) -> None:
+    def __init__(self, above: Any, below: float, memory: float) -> None:
         self.above, self.below, self.keep = above, below, 1 - 1 / memory
 
-    def add(self, above: float, below: float) -> None:
+    def add(self, above: Any, below: float) -> None:
         self.above, self.below = self.keep * self.above + above, self.keep * self.below + below
 
     @property
-    def ratio(self) -> float:
+    def ratio(self) -> Any:
         return self.above / self.below
 
 
@@ -132,11 +132,11 @@ class AdaptiveBudget:
         self._run = 0.0  # tokens that the best of the last steps accepted
         self._ladder = [size for size in LADDER if size <= config.window_size and self._window(size) <= curve.most]
         self._windows = np.array([self._window(size) for size in self._ladder])
-        self._worths, self._weight = np.zeros(len(self._ladder)), 0.0  # of a step, in tokens, beside each window
-        self._weigh((), BEFORE)
+        self._gains = GAIN * np.array(self._ladder) / (np.array(self._ladder) + HALF)
+        self._beside = _Running(BEFORE * self._worths(()), BEFORE, MEMORY)  # each window, what a step was worth
         self.columns = self._columns()
         if temperature >= HOT:
-            self._nap = HOT_NAP
+            self._nap = LONGEST_NAP
             self._doze()
 
     @property
@@ -178,7 +178,7 @@ class AdaptiveBudget:
         expected, came = tree.foretold(new)
         self._truth.add(*((came, expected / self._believed) if len(tree) else (DRIFT, DRIFT)))
         self._run = max(len(new) - 1, FADE * self._run)
-        self._weigh(tree.chances, 1)
+        self._beside.add(self._worths(tree.chances), 1)
         self._awake.add(len(new), seconds)
         self._brought.add(len(new) - 1, 1)
         self._trial -= 1
@@ -204,15 +204,12 @@ class AdaptiveBudget:
         """Rows of a window of so many columns, `c` included."""
         return max(columns, 1) + columns * (self.config.ngram_size - 2)
 
-    def _weigh(self, chances: Sequence[float], count: float) -> None:
-        """Follow what as many of the candidates as pay are worth beside each window, its rows included."""
+    def _worths(self, chances: Sequence[float]) -> np.ndarray:
+        """Tokens that as many candidates as pay are worth beside each window, less what its rows and theirs cost."""
         rows = np.minimum(self._windows[:, None] + np.arange(len(chances) + 1), self.curve.most)
-        worths = np.cumsum([0.0, *chances]) - CAUTION * self.rate * self.curve.table[rows]
-        keep = 1 - 1 / MEMORY
-        self._worths, self._weight = keep * self._worths + count * worths.max(1), keep * self._weight + count
+        return (np.cumsum([0.0, *chances]) - CAUTION * self.rate * self.curve.table[rows]).max(1)
 
     def _columns(self) -> int:
         """What raises S by more than the columns' rows cost."""
-        columns = np.array(self._ladder)
-        gains = (self._accepted.ratio + 1) * GAIN * columns / (columns + HALF)
-        return self._ladder[int((self._worths / self._weight + gains).argmax())]
+        gains = (self._accepted.ratio + 1) * self._gains
+        return self._ladder[int((self._beside.ratio + gains).argmax())]

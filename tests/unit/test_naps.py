@@ -10,7 +10,16 @@ from itertools import count
 import lp
 from lp.decoding.sampling import Chooser
 from lp.lookahead.candidates import TokenTree
-from lp.tuner.budget import CAUTION, HOT_NAP, LEAST_TRUE, LESSON, RETRIAL, SHORTEST_NAP, TRIAL, AdaptiveBudget
+from lp.tuner.budget import (
+    CAUTION,
+    LEAST_TRUE,
+    LESSON,
+    LONGEST_NAP,
+    RETRIAL,
+    SHORTEST_NAP,
+    TRIAL,
+    AdaptiveBudget,
+)
 from lp.tuner.curve import StepCurve
 from tests.tiny_models import tiny_model
 
@@ -134,8 +143,8 @@ def test_hot_text_begins_plain() -> None:
     config = lp.LookaheadConfig(adaptive=True)
     warm, hot = (AdaptiveBudget(config, LOSING, 1, temperature) for temperature in (1.0, 2.0))
     assert not warm.idle and hot.idle
-    assert _steps(hot, range(HOT_NAP)) == 0
-    for budget, trial, nap in ((warm, TRIAL, SHORTEST_NAP), (hot, RETRIAL, 2 * HOT_NAP)):
+    assert _steps(hot, range(LONGEST_NAP)) == 0
+    for budget, trial, nap in ((warm, TRIAL, SHORTEST_NAP), (hot, RETRIAL, LONGEST_NAP)):
         assert _steps(budget, range(100, 100 + trial)) == trial and budget.idle
         assert _steps(budget, range(200, 200 + nap)) == 0 and not budget.idle
 
