@@ -36,8 +36,8 @@ def _counted(model: PreTrainedModel) -> list[int]:
 def test_branches_that_see_each_other_are_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that drops the mask and goes by order alone would mix branches, and often pass a greedy comparison."""
 
-    def by_order(self: StepMasks, visible: torch.Tensor, positions: torch.Tensor, length: int) -> Any:
-        return build(self, torch.ones_like(visible).tril(), positions, length)
+    def by_order(self: StepMasks, visible: np.ndarray, positions: torch.Tensor, length: int) -> Any:
+        return build(self, np.tri(len(visible), dtype=bool), positions, length)
 
     monkeypatch.setattr(StepMasks, "build", by_order)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -53,7 +53,7 @@ def test_a_window_that_is_not_applied_is_refused(arch: str, monkeypatch: pytest.
     for off in (1, 1000):
 
         def shifted(
-            self: StepMasks, visible: torch.Tensor, positions: torch.Tensor, length: int, off: int = off
+            self: StepMasks, visible: np.ndarray, positions: torch.Tensor, length: int, off: int = off
         ) -> Any:
             self.config.sliding_window += off
             try:
