@@ -52,9 +52,7 @@ def test_a_window_that_is_not_applied_is_refused(arch: str, monkeypatch: pytest.
     """A mask without the window, or with it one row off, is wrong only once a text is longer than the window."""
     for off in (1, 1000):
 
-        def shifted(
-            self: StepMasks, visible: np.ndarray, positions: torch.Tensor, length: int, off: int = off
-        ) -> Any:
+        def shifted(self: StepMasks, visible: np.ndarray, positions: torch.Tensor, length: int, off: int = off) -> Any:
             self.config.sliding_window += off
             try:
                 return build(self, visible, positions, length)
