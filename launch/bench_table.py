@@ -22,8 +22,8 @@ class Watch:
 
     Args:
         shown: whether this rank shows anything.
-        prompts: of the task.
-        rows: of the prompts that are done already.
+        prompts: still to do.
+        rows: of those that are done already.
     """
 
     def __init__(self, shown: bool, prompts: int, rows: Sequence[Row]) -> None:
@@ -34,7 +34,7 @@ class Watch:
         self._tokens = self._steps = 0
         self._count(rows)
         done = len({row["index"] for row in rows})
-        self._task = self._bar.add_task(self._said(), total=prompts, completed=done)
+        self._task = self._bar.add_task(self._said(), total=done + prompts, completed=done)
 
     def __enter__(self) -> Watch:
         self._bar.start()

@@ -63,7 +63,7 @@ def _measure_all(bench: Bench, file: RowFile | None) -> None:
     todo = _todo(bench, bench.told(file.done if file else None))
     if todo:
         _warm_up(bench, todo[0][1])
-    with Watch(bench.context.is_main, len(bench.prompts), file.rows if file else []) as watch:
+    with Watch(bench.context.is_main, len(todo), file.rows if file else []) as watch:
         for index, prompt in todo:
             measured, shares = _measure(bench, prompt)
             rows = on_main(bench.context, partial(_written, bench, file, index, prompt, measured, shares))

@@ -57,9 +57,11 @@ def generate(config: Config) -> None:
 def _continue_all(session: Session[Config], pen: Pen, report: Report) -> None:
     if session.config.stream:
         pen.legend()
-    _warm_up(session)
+    one = [(0, session.prompts[0])]  # too long, it has an error that counts its tokens
+    prompts = session.fitting() if len(session.prompts) > 1 else one
+    _warm_up(session, prompts[0][1])
     _explain(session, report.method, pen, 0)
-    for prompt in session.prompts:
+    for _, prompt in prompts:
         with _marked(pen, report):
             _continue(session, prompt, pen, report)
 
@@ -75,8 +77,8 @@ def _marked(pen: Pen, report: Report) -> Iterator[None]:
         raise
 
 
-def _warm_up(session: Session) -> None:
-    ids = session.encode(session.prompts[0])
+def _warm_up(session: Session, prompt: Prompt) -> None:
+    ids = session.encode(prompt)
     alternate({name: partial(session.run, d, ids, WARM_UP_TOKENS) for name, d in session.decoders.items()}, 1)
 
 

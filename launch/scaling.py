@@ -79,9 +79,10 @@ def check(config: ScalingConfig) -> None:
         raise ValueError("projected_ranks is empty with project=true; give numbers of ranks, as in [1,2,4]")
     if config.project and not config.links:
         raise ValueError("links is empty with project=true; keep one of those in conf/scaling.yaml, or give your own")
+    methods = methods_of(config)
     for ranks in config.ranks:
         if not _methods(config, ranks):
-            raise ValueError(f"ranks has {ranks}, on which none of methods={methods_of(config)} runs; give one more")
+            raise ValueError(f"ranks has {ranks}, on which none of methods={methods} runs; give one more")
     if config.project and config.decoder.name == "lookahead":  # now, not when everything else has been measured
         check_projectable(frozen(lp.LookaheadConfig, config.decoder))
 

@@ -17,6 +17,7 @@ from lp.decoding.hf import generate
 from lp.decoding.lookahead import LookaheadDecoder, PaperDecoder, PromptLookupDecoder, RecyclingDecoder, SuffixDecoder
 from lp.decoding.params import SamplingParams, Verifier
 from lp.distributed import ParallelContext
+from lp.tuner.curve import StepCurve
 
 __all__ = [
     "Attention",
@@ -36,6 +37,7 @@ __all__ = [
     "RecyclingConfig",
     "RecyclingDecoder",
     "SamplingParams",
+    "StepCurve",
     "StepStats",
     "SuffixConfig",
     "SuffixDecoder",

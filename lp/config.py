@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
+MOST_ROWS = 8192  # of a step: its mask has their square
+
 
 class KVSync(StrEnum):
     """How a rank gets the KV of accepted tokens that another rank computed."""
@@ -133,6 +135,9 @@ class LookaheadConfig:
         check_int("guess_set_size (G)", self.guess_set_size, 0, 4096, "try G=104, or 0 for no candidates")
         if self.candidate_depth is not None:
             check_int("candidate_depth", self.candidate_depth, 1, 1024, "leave it null for N - 1")
+        if (self.window_size + self.guess_set_size) * (self.ngram_size - 1) > MOST_ROWS:
+            shape = f"W={self.window_size}, N={self.ngram_size}, G={self.guess_set_size}"
+            raise ValueError(f"a step of {shape} has (W + G) x (N - 1) rows, more than {MOST_ROWS}; lower one of them")
         check_int("recycled (K)", self.recycled, 0, 32, "try 16, or 0 for none")
         check_int("pool_mib", self.pool_mib, 1, 1 << 16, "try 16, or 128 for a session")
         check_choice(self, "pool_scope", PoolScope)

@@ -1,6 +1,6 @@
 """Attention backends for tree-shaped steps."""
 
 from lp.attention.masks import StepMasks
-from lp.attention.registry import choices, set_attention
+from lp.attention.registry import NAMES, choices, set_attention
 
-__all__ = ["StepMasks", "choices", "set_attention"]
+__all__ = ["NAMES", "StepMasks", "choices", "set_attention"]

@@ -279,9 +279,9 @@ class Decoder(ABC):
         if not ids:
             raise ValueError("the prompt is empty; give at least one token, such as the model's BOS")
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        bad = next((i for i in ids if not 0 <= i < vocabulary), None)
+        bad = next((i for i in ids if not hasattr(i, "__index__") or not 0 <= i < vocabulary), None)
         if bad is not None:
-            raise ValueError(f"the prompt has token id {bad}; this model's vocabulary is 0..{vocabulary - 1}")
+            raise ValueError(f"the prompt has token id {bad!r}; this model's vocabulary is 0..{vocabulary - 1}")
         context = context_limit(self.model)
         if context is not None and len(ids) >= context:
             raise ValueError(

@@ -28,6 +28,8 @@ from lp.decoding.base import GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
 from lp.decoding.params import SamplingParams
 
+KNOWN = {"attention_mask", "position_ids", "cache_position"}  # tensors that transformers hands over by itself
+
 
 def generate(
     model: PreTrainedModel,
@@ -63,12 +65,13 @@ def generate(
         is padding they are zero, while transformers has what its model says behind padding.
 
     Raises:
-        ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors.
+        ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors,
+            masks with zeros behind a token, inputs that are no tokens.
     """
     config = generation_config or model.generation_config
     _check_asked(config, len(input_ids), streamer)
     # Declared as an argument, transformers would hand attention_mask over twice.
-    mask = model_kwargs.get("attention_mask")
+    paddings = _paddings(input_ids, model_kwargs)
     sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
     shape = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
     given = {name: value for name, value in shape.items() if value is not None}
@@ -78,8 +81,7 @@ def generate(
         streamer.put(input_ids.cpu())
 
     def decode(index: int, new: int, criteria: list[StoppingCriteria]) -> GenerationOutput:
-        row = input_ids[index].tolist()
-        padding = 0 if mask is None else int((mask[index] != 0).int().argmax())
+        row, padding = input_ids[index].tolist(), paddings[index]
         return decoder.generate(
             row[padding:],
             new,
@@ -126,6 +128,31 @@ def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | 
     refused = [name for name, wanted in asked.items() if wanted]
     if refused:
         raise ValueError(f"lp.generate does not do {', '.join(refused)}; leave it out, or use generate as it is")
+
+
+def _paddings(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int]:
+    """Left padding of every prompt (B,).
+
+    Raises:
+        ValueError: the model is to be told something else than tokens, or to skip some.
+    """
+    others = [name for name, value in model_kwargs.items() if isinstance(value, torch.Tensor) and name not in KNOWN]
+    if others:
+        raise ValueError(f"lp.generate continues tokens and takes no {', '.join(others)}; use generate as it is")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    paddings = (mask != 0).int().argmax(1).tolist()
+    for index, padding in enumerate(paddings):
+        if not mask[index][padding:].all():
+            raise ValueError(
+                f"the attention_mask of prompt {index} has zeros behind its first token (transformers makes one where "
+                "the prompt has the pad token); pad on the left, or give a mask of ones if that token is meant"
+            )
+        counted = [*range(len(mask[index]) - padding)]
+        if positions is not None and positions[index % len(positions)][padding:].tolist() != counted:
+            raise ValueError("lp.generate counts positions from the prompt's first token; leave position_ids out")
+    return paddings
 
 
 def _seed(seed: int | None) -> int:

@@ -38,7 +38,7 @@ from lp.tuner.curve import StepCurve
 from lp.tuner.explain import bounds, spent
 
 DecoderConfig = LookaheadConfig | PaperConfig | PromptLookupConfig | RecyclingConfig | SuffixConfig
-ROW_BYTES = 256  # of the pool, by token of a text and row that its steps may have
+ROW_BYTES, LEAST_ROWS = 256, 8  # of the pool, by token of a text and row that its steps may have; its own n-grams
 C = TypeVar("C", PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig)
 
 
@@ -105,7 +105,7 @@ class LookaheadDecoder(Decoder):
         """What proposes candidates, made anew for every call."""
         config = self.config
         if self.curve and config.pool_scope is PoolScope.REQUEST:  # clearing more than a text can fill takes time
-            needed = request.limit * self.curve.bearable * ROW_BYTES >> 20
+            needed = request.limit * max(self.curve.bearable, LEAST_ROWS) * ROW_BYTES >> 20
             config = replace(config, pool_mib=min(config.pool_mib, 1 + needed))
         tables = self._tables or fresh_tables(config, vocabulary_size(self.model))
         if self.config.pool_scope is PoolScope.SESSION and self._tables is None:

@@ -33,7 +33,8 @@ def measured_curve(decoder: LookaheadDecoder) -> StepCurve:
     how = runner.captured and runner.captured.how
     where = (decoder.context.world_size, decoder.context.backend, env_int("LOCAL_WORLD_SIZE", 1))
     what = (model.config.to_json_string(), str(model.dtype), *where, runner.attention, how, shape)
-    return remembered((*what, *machine(runner.device)), lambda: _Stopwatch(decoder).curve(), decoder.context)
+    kept = vars(model).setdefault("_lp_curves", {})
+    return remembered((*what, *machine(runner.device)), lambda: _Stopwatch(decoder).curve(), decoder.context, kept)
 
 
 class _Stopwatch(Decoder):

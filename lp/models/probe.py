@@ -66,11 +66,9 @@ def _error(runner: ModelRunner) -> float:
     ids = [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
     prefix, slots = ids[:PREFIX], ids[PREFIX:]
     plain = torch.tensor([prefix + [slots[slot] for slot in branch] for branch in BRANCHES], device=runner.device)
-    truth = runner.model(plain, use_cache=False, logits_to_keep=DEPTH + 1).logits  # (2, DEPTH + 1, V)
-    if not truth.isfinite().all():
-        raise ValueError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE}")
     try:
-        said = _step(runner, prefix, slots)
+        truth = runner.model(plain, use_cache=False, logits_to_keep=DEPTH + 1).logits  # (2, DEPTH + 1, V)
+        said = _step(runner, prefix, slots) if truth.isfinite().all() else None
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
@@ -78,6 +76,8 @@ def _error(runner: ModelRunner) -> float:
         raise ValueError(
             f"{_name(runner)} cannot run a tree-shaped step ({type(failure).__name__}: {reason}); {_remedy(runner)}"
         ) from failure
+    if said is None:
+        raise ValueError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE}")
     errors = [_relative(said[slot], truth[b, d]) for b, branch in enumerate(BRANCHES) for d, slot in enumerate(branch)]
     return float(torch.stack([*errors, _relative(said[-1], truth[1, -1])]).mean())
 

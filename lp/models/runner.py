@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lp.attention import StepMasks, choices, set_attention
+from lp.attention import NAMES, StepMasks, choices, set_attention
 from lp.cache import StaticKVCache
 from lp.config import Attention, Capture
 from lp.models.graph import CapturedSteps, CaptureFailed, capture_mode
@@ -99,7 +99,6 @@ class ModelRunner:
 
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of at least `capacity` rows; with captured steps always the same one, unless it is taken."""
-        set_attention(self.model, self.attention)  # another decoder of this model may have set its own
         if self.captured and not self.captured.taken:
             return self.captured.take_cache(capacity)
         return StaticKVCache(self.config.num_hidden_layers, capacity)
@@ -188,6 +187,8 @@ class ModelRunner:
         Returns:
             (len(reads), V), valid until the next step.
         """
+        if self.model.config._attn_implementation != NAMES[self.attention]:  # another decoder has set its own
+            set_attention(self.model, self.attention)
         if capture and self.captured and cache is self.captured.cache and self.captured.fits(len(tokens)):
             try:
                 return self.captured.run(tokens, positions, visible, reads)

@@ -130,8 +130,10 @@ class AdaptiveBudget:
         self._brought, self._echo = _Running(0.0, 0.0, 2 * TRIAL), _Echo()  # as `_accepted`, of steps alone
         self._woken = self._deaf = False  # by an echo; to echoes, since the last one led nowhere
         self._run = 0.0  # tokens that the best of the last steps accepted
-        self._ladder = [size for size in LADDER if size <= config.window_size and self._window(size) <= curve.most]
+        half = max(curve.most // 2, 1)  # or a window that costs nothing would leave candidates no room
+        self._ladder = [size for size in LADDER if size <= config.window_size and self._window(size) <= half]
         self._windows = np.array([self._window(size) for size in self._ladder])
+        self._costs = np.append(curve.table, np.inf)  # more rows than the curve knows are not to be had
         self._gains = GAIN * np.array(self._ladder) / (np.array(self._ladder) + HALF)
         self._beside = _Running(BEFORE * self._worths(()), BEFORE, MEMORY)  # each window, what a step was worth
         self.columns = self._columns()
@@ -206,8 +208,8 @@ class AdaptiveBudget:
 
     def _worths(self, chances: Sequence[float]) -> np.ndarray:
         """Tokens that as many candidates as pay are worth beside each window, less what its rows and theirs cost."""
-        rows = np.minimum(self._windows[:, None] + np.arange(len(chances) + 1), self.curve.most)
-        return (np.cumsum([0.0, *chances]) - CAUTION * self.rate * self.curve.table[rows]).max(1)
+        rows = np.minimum(self._windows[:, None] + np.arange(len(chances) + 1), len(self._costs) - 1)
+        return (np.cumsum([0.0, *chances]) - CAUTION * self.rate * self._costs[rows]).max(1)
 
     def _columns(self) -> int:
         """What raises S by more than the columns' rows cost."""

@@ -29,6 +29,7 @@ from lp.lookahead.compiled import COMPILED
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 WORTH_PADDING = 0.9  # of a step's time: less than noise is no reason to run rows that say nothing
 DEAREST = 16.0  # times the cheapest step: larger ones never pay
+MOST_ROWS = 1 << 14  # whose times fit a table
 ROUNDS, PATIENT_S, LIMIT_S = 15, 2.5, 5.0
 FORMAT = 1
 
@@ -55,8 +56,9 @@ class StepCurve:
         object.__setattr__(self, "seconds", tuple(self.seconds))
         ascending = all(a < b for a, b in zip(self.rows, self.rows[1:], strict=False))
         whole = {*map(type, self.rows)} == {int} and self.rows[0] == 1
-        if not whole or not ascending or len(self.rows) != len(self.seconds):
-            raise ValueError(f"a step curve has rows {self.rows}, seconds {self.seconds}; it needs 1 and up, one each")
+        if not whole or not ascending or len(self.rows) != len(self.seconds) or self.most > MOST_ROWS:
+            limit = f"it needs 1 and up to {MOST_ROWS} at most, one each"
+            raise ValueError(f"a step curve has rows {self.rows}, seconds {self.seconds}; {limit}")
         if not all(0 < value < float("inf") for value in (*self.seconds, self.plain_s)):
             raise ValueError(f"a step curve has seconds {self.seconds}, {self.plain_s}; measure it again")
 
@@ -161,19 +163,20 @@ def measure(step: Callable[[int], float], most: int, context: ParallelContext) -
     return StepCurve(tuple(times)[1:], tuple(rest), plain)
 
 
-def remembered(parts: Sequence[Any], measured: Callable[[], StepCurve], context: ParallelContext) -> StepCurve:
+def remembered(
+    parts: Sequence[Any], measured: Callable[[], StepCurve], context: ParallelContext, kept: dict[str, str]
+) -> StepCurve:
     """The curve of this model and machine from the user's cache folder, else measured and written there.
 
     Args:
         parts: what the curve depends on.
         measured: makes it, on all ranks.
         context: the ranks; what rank 0 has counts.
+        kept: where it is left if the folder can't be written to.
     """
-    path, text = (
-        _folder() / f"{hashlib.blake2b(repr((FORMAT, *parts)).encode(), digest_size=12).hexdigest()}.json",
-        None,
-    )
-    if context.is_main:
+    key = hashlib.blake2b(repr((FORMAT, *parts)).encode(), digest_size=12).hexdigest()
+    path, text = _folder() / f"{key}.json", kept.get(key)
+    if context.is_main and text is None:
         with contextlib.suppress(OSError, ValueError):  # none, or one that can't be read: the others wait for a word
             text = path.read_text(encoding="utf-8")
     text = context.share_text(text)
@@ -184,11 +187,13 @@ def remembered(parts: Sequence[Any], measured: Callable[[], StepCurve], context:
             pass  # cut or of another version: measured again
     curve = measured()
     if context.is_main:
+        text = json.dumps(asdict(curve))
         try:
-            _keep(path, json.dumps(asdict(curve)))
+            _keep(path, text)
         except OSError as error:
+            kept[key] = text
             why = f"{path.parent} cannot be written to ({error.strerror}): set XDG_CACHE_HOME to a folder that is yours"
-            warnings.warn(f"the step curve is measured anew for every decoder, since {why}", stacklevel=2)
+            warnings.warn(f"the step curve is measured anew for every model that is loaded, since {why}", stacklevel=2)
     return curve
 
 

@@ -60,6 +60,7 @@ def test_prices_are_what_a_further_row_costs_at_least() -> None:
         ((1, 2.5), (1.0, 1.0), 1.0),
         ((2, 3), (1.0, 1.0), 1.0),
         ((1, 1), (1.0, 1.0), 1.0),
+        ((1, 10**13), (1.0, 2.0), 1.0),
         ((1,), (0.0,), 1.0),
         ((1,), (1.0,), -1.0),
     ],
@@ -113,25 +114,28 @@ def test_the_cache_is_one_of_model_and_machine(tmp_path: Path, monkeypatch: pyte
         return made[-1]
 
     context = ParallelContext()
-    first = remembered(("a", 1), fresh, context)
-    assert remembered(("a", 1), fresh, context) == first and len(made) == 1
-    shared = run_lockstep(2, lambda context: remembered(("a", 1), fresh, context))
+    first = remembered(("a", 1), fresh, context, {})
+    assert remembered(("a", 1), fresh, context, {}) == first and len(made) == 1
+    shared = run_lockstep(2, lambda context: remembered(("a", 1), fresh, context, {}))
     assert shared == [first, first] and len(made) == 1, "ranks that do not read the file measure nothing"
-    assert remembered(("a", 2), fresh, context) != first
+    assert remembered(("a", 2), fresh, context, {}) != first
     (file,) = [path for path in tmp_path.rglob("*.json") if f"{first.plain_s}" in path.read_text()]
     file.write_text(file.read_text()[:-9])
-    assert remembered(("a", 1), fresh, context) == made[2], "a cut file is measured again"
+    assert remembered(("a", 1), fresh, context, {}) == made[2], "a cut file is measured again"
     file.write_text("[" * 200_000)
-    assert remembered(("a", 1), fresh, context) == made[3], "so is one of something else"
+    assert remembered(("a", 1), fresh, context, {}) == made[3], "so is one of something else"
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    assert remembered(("a", 1), fresh, context) == made[4]
+    assert remembered(("a", 1), fresh, context, {}) == made[4]
     assert [*tmp_path.glob("home/.cache/lp/curves/*.json")], "a relative path is ignored, as XDG has it"
     monkeypatch.delenv("XDG_CACHE_HOME")
+    kept: dict[str, str] = {}
     for home in ("/proc/nowhere", "~"):  # the second is what is left of a home where there is none
         monkeypatch.setenv("HOME", home)
         with pytest.warns(UserWarning, match="cannot be written to .*: set XDG_CACHE_HOME"):
-            assert remembered(("a", 1), fresh, context) == made[-1], "that costs the cache alone"
+            assert remembered(("a", 1), fresh, context, kept) == made[-1], "that costs the cache alone"
+        assert remembered(("a", 1), fresh, context, kept) == made[-1], "it is measured once for a model"
+        kept.clear()
     assert len(made) == 7 and not Path("~").exists() and not Path("cache").exists()
     assert machine(tiny_model().device)[1] == 1
 
@@ -168,7 +172,7 @@ def test_the_key_knows_what_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) ->
     """Ranks that are threads or on two nodes, a pool without numba or learning: a curve of one is not for all."""
     keys: list[str] = []
 
-    def noted(parts: Any, measured: Any, context: Any) -> StepCurve:
+    def noted(parts: Any, *others: Any) -> StepCurve:
         keys.append(repr(parts))
         return flat(0.01, 9)
 

@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    DynamicCache,
     GenerationConfig,
     PreTrainedModel,
     StoppingCriteria,
@@ -169,3 +170,34 @@ def test_what_it_cannot_do_is_refused(model: PreTrainedModel, asked: dict[str, A
     config = GenerationConfig(max_new_tokens=8, pad_token_id=0, **asked)
     with pytest.raises(ValueError, match=name):
         model.generate(IDS[1:], generation_config=config, attention_mask=MASK[1:], custom_generate=lp.generate)
+
+
+@pytest.mark.parametrize(
+    ("ids", "asked", "name"),
+    [
+        ([1, 0, 3, 4], {}, "prompt 0 has zeros"),
+        ([1, 2, 3, 0], {}, "prompt 0 has zeros"),
+        ([1, 2, 3, 4], {"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "prompt 0 has zeros"),
+        ([1, 2, 3, 4], {"position_ids": torch.arange(4)[None] + 3}, "leave position_ids out"),
+        ([], {"inputs_embeds": torch.zeros(1, 4, 32)}, "takes no inputs_embeds"),
+    ],
+    ids=str,
+)
+def test_what_is_not_a_left_padded_prompt_is_refused(
+    model: PreTrainedModel, ids: list[int], asked: dict[str, Any], name: str
+) -> None:
+    """Of these, transformers' own tokens are others than those of the prompt alone."""
+    asked = {"input_ids": torch.tensor([ids])} | asked if ids else asked
+    with pytest.raises(ValueError, match=name):
+        model.generate(**asked, max_new_tokens=8, **LOOKAHEAD)
+
+
+def test_a_pad_token_that_is_meant(model: PreTrainedModel) -> None:
+    """The remedy of that error; and a cache that has a part of the prompt changes no token."""
+    ids = torch.tensor([[1, 0, 3, 4, 0]])
+    asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
+    expected = model.generate(ids, **asked)
+    assert torch.equal(model.generate(ids, **asked, **LOOKAHEAD), expected)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :3], past_key_values=cache)
+    assert torch.equal(model.generate(ids, **asked, **LOOKAHEAD, past_key_values=cache), expected)

@@ -165,10 +165,24 @@ def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range
 
 def test_a_single_rank_hears_itself() -> None:
     """Ctrl-C in a step that guesses nothing must not be lost for want of another rank."""
-    header, token, shape = (7, int(Stop.INTERRUPTED), 5), torch.tensor([42]), RowShape(3, 0)
+    header, token, shape = (7, Stop.INTERRUPTED, 5), torch.tensor([42]), RowShape(3, 0)
 
     def all_gather(row: torch.Tensor) -> torch.Tensor:
         return row[None]
 
     one, packed = (exchange.agree(header, token, shape, all_gather, 0, ranks) for ranks in (1, 2))
     assert one == packed == (42, Stop.INTERRUPTED, 5)
+
+
+def test_ranks_agree_on_a_plain_step() -> None:
+    """Any rank may ask to stop; of what is kept and which token came, rank 0's word counts."""
+    told = [(7, Stop.CRITERIA, 4), (7, Stop.NONE, 5), (7, Stop.INTERRUPTED, 6)]
+    rows, shape = list[torch.Tensor](), RowShape(3, 0)
+
+    def all_gather(row: torch.Tensor) -> torch.Tensor:
+        rows.append(row)
+        return torch.stack(rows) if len(rows) == 3 else row[None]
+
+    for rank, header in enumerate(told):
+        heard = exchange.agree(header, torch.tensor([40 + rank]), shape, all_gather, 0, 3)
+    assert heard == (40, Stop.CRITERIA | Stop.INTERRUPTED, 4)

@@ -26,6 +26,7 @@ BAD = {
     "W=true": "W: Value 'True'",
     "W=-1": r"window_size (W) is -1; it must be an integer in [0, ",
     "W=5000": "window_size (W) is 5000",
+    "W=4096 N=64": "a step of W=4096, N=64, G=",
     "N=1": "ngram_size (N) is 1; it must be an integer in [2, ",
     "N=x": "N: Value 'x'",
     "G=-2": "guess_set_size (G) is -2",

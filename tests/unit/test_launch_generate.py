@@ -15,6 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import launch.generate
+import lp
 from launch.schema import AttentionSchema, Config, ModelSchema, settings
 from launch.stream import STEP_COLOURS, Pen
 from lp.bench.prompts import load_builtin
@@ -174,12 +175,21 @@ def test_a_difference_is_shown_with_its_gap(generate: Callable[..., Ran]) -> Non
     assert difference["position"] == 5 and difference["gap"] > 0 and difference["near_tie"] is False
 
 
-def test_an_error_on_a_later_prompt_keeps_what_finished(generate: Callable[..., Ran], tmp_path: Path) -> None:
-    """Minutes of measuring must not be lost to the last line of a file."""
-    task = tmp_path / "tasks.jsonl"
-    task.write_text(json.dumps({"prompt": "x"}) + "\n" + json.dumps({"prompt": "x = 1\n" * 500}) + "\n")
-    ran = generate("task=humaneval", f"task.path={task}")
-    assert ran.code == 2 and "1 prompt, greedy" in ran.out and ran.err.startswith("error: the prompt has ")
+def test_an_error_on_a_later_prompt_keeps_what_finished(
+    generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minutes of measuring must not be lost to what comes last."""
+    show, shown = launch.generate.show, list[str]()
+
+    def failing(*asked: Any) -> Any:
+        shown.append("")
+        if len(shown) == 2:
+            lp.LookaheadConfig(window_size=-1)
+        return show(*asked)
+
+    monkeypatch.setattr(launch.generate, "show", failing)
+    ran = generate()
+    assert ran.code == 2 and "1 prompt, greedy" in ran.out and ran.err.startswith("error: window_size (W) is -1")
 
 
 def test_ctrl_c_on_a_terminal_keeps_text_and_figures(processes: Processes, tmp_path: Path) -> None:
@@ -242,3 +252,12 @@ def test_sigterm_ends_the_run_in_order(
     tokens = found["prompts"][0]["shown"]["tokens"]
     assert 0 < tokens < 40 if where == "in a text" else tokens == 40
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_prompts_without_room_are_left_out(generate: Callable[..., Ran], tmp_path: Path) -> None:
+    """One text too long must not keep those behind it from being shown."""
+    task = tmp_path / "t.jsonl"
+    task.write_text("".join(json.dumps({"prompt": "x = 1\n" * times}) + "\n" for times in (500, 1, 2)))
+    ran = generate("task=humaneval", f"task.path={task}", "limit=3", "output=json")
+    assert ran.code == 0 and "1 of 3 prompts left out" in ran.err
+    assert len(json.loads(ran.out)["prompts"]) == 2

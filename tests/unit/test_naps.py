@@ -20,7 +20,7 @@ from lp.tuner.budget import (
     TRIAL,
     AdaptiveBudget,
 )
-from lp.tuner.curve import StepCurve
+from lp.tuner.curve import StepCurve, flat
 from tests.tiny_models import tiny_model
 
 NOTHING = TokenTree(0)
@@ -183,3 +183,15 @@ def test_a_column_may_take_the_place_of_a_poor_row() -> None:
     for _ in range(40):
         budget.observe([1] * 3, 8, tree)
     assert budget.columns == 2
+
+
+def test_a_decoder_knows_of_heat() -> None:
+    """Hot text begins plain by itself, and no window is computed meanwhile."""
+    model, config, hot = tiny_model(), lp.LookaheadConfig(adaptive=True), lp.SamplingParams(temperature=2.0, seed=1)
+    decoder = lp.LookaheadDecoder(model, config, curve=flat(0.01, 120))
+    for sampling, plain in ((hot, LONGEST_NAP), (None, 0)):
+        steps = decoder.generate([1, 2, 3], LONGEST_NAP + 9, sampling, eos_token_id=()).step_stats
+        assert [step.idle for step in steps[: plain + 1]] == [True] * plain + [False]
+    assert (
+        AdaptiveBudget(config, flat(0.01, 120), 1, 2.0).columns == 0 < AdaptiveBudget(config, flat(0.01, 120)).columns
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import lp
 from lp.attention import StepMasks
@@ -113,6 +113,13 @@ def test_a_model_that_fails_is_named() -> None:
         ValueError, match=r"LlamaForCausalLM .* cannot run a tree-shaped step \(KeyError: 'surprise'\); try"
     ):
         ModelRunner(model)
+
+
+def test_a_context_too_short_to_ask_is_named() -> None:
+    """A table of positions ends in an IndexError from inside torch."""
+    shape = GPT2Config(vocab_size=40, n_positions=8, n_embd=32, n_layer=1, n_head=2)
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel .* cannot run a tree-shaped step \(IndexError"):
+        ModelRunner(GPT2LMHeadModel(shape).eval())
 
 
 def test_the_probe_is_small_and_asks_once() -> None:

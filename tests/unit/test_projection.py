@@ -173,6 +173,7 @@ def test_a_projection_is_marked_everywhere(scale: Callable[..., Ran], tmp_path: 
         (["ranks=[]"], "leaves nothing to do"),
         (["ranks=[0]"], "ranks is 0"),
         (["methods=[nonsense]"], "methods has 'nonsense'"),
+        (["methods=[nonsense]", "ranks=[]", "project=true"], "methods has 'nonsense'"),
         (["ranks=[]", "project=true", "~links"], "links is empty with project=true"),
         (
             ["ranks=[2,1]", "methods=[transformers_tp]"],
