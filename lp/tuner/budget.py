@@ -31,7 +31,7 @@ TRIAL, RETRIAL = 8, 2  # steps that lookahead has to show that it pays, at first
 LEAST, BEARABLE = 0.95, 0.8  # of plain decoding's rate, below which it does not pay: if nothing is accepted, and at all
 HOT = 1.5  # a temperature that leaves nothing to guess, until the text shows otherwise: the demo model's
 ECHO = 4  # tokens that, said again, end a nap
-SHORTEST_NAP, LONGEST_NAP = 4, 64  # plain steps before it may try again, twice as many each time
+SHORTEST_NAP, LONGEST_NAP, HOT_NAP = 4, 64, 128  # plain steps before it may try again, twice as many each time
 
 
 class Budget(Protocol):
@@ -136,9 +136,9 @@ class AdaptiveBudget:
         self._costs = np.append(curve.table, np.inf)  # more rows than the curve knows are not to be had
         self._gains = GAIN * np.array(self._ladder) / (np.array(self._ladder) + HALF)
         self._beside = _Running(BEFORE * self._worths(()), BEFORE, MEMORY)  # each window, what a step was worth
-        self.columns = self._columns()
+        self.columns, self._longest = self._columns(), LONGEST_NAP
         if temperature >= HOT:
-            self._nap = LONGEST_NAP
+            self._nap = self._longest = HOT_NAP
             self._doze()
 
     @property
@@ -194,7 +194,7 @@ class AdaptiveBudget:
 
     def _doze(self) -> None:
         self.idle, self._left, self.columns, self._deaf = True, self._nap, 0, self._woken
-        self._nap = min(2 * self._nap, LONGEST_NAP)
+        self._nap = min(2 * self._nap, self._longest)
 
     def _nap_on(self, again: bool) -> None:
         self._left -= 1

@@ -12,9 +12,9 @@ from lp.decoding.sampling import Chooser
 from lp.lookahead.candidates import TokenTree
 from lp.tuner.budget import (
     CAUTION,
+    HOT_NAP,
     LEAST_TRUE,
     LESSON,
-    LONGEST_NAP,
     RETRIAL,
     SHORTEST_NAP,
     TRIAL,
@@ -143,8 +143,8 @@ def test_hot_text_begins_plain() -> None:
     config = lp.LookaheadConfig(adaptive=True)
     warm, hot = (AdaptiveBudget(config, LOSING, 1, temperature) for temperature in (1.0, 2.0))
     assert not warm.idle and hot.idle
-    assert _steps(hot, range(LONGEST_NAP)) == 0
-    for budget, trial, nap in ((warm, TRIAL, SHORTEST_NAP), (hot, RETRIAL, LONGEST_NAP)):
+    assert _steps(hot, range(HOT_NAP)) == 0
+    for budget, trial, nap in ((warm, TRIAL, SHORTEST_NAP), (hot, RETRIAL, HOT_NAP)):
         assert _steps(budget, range(100, 100 + trial)) == trial and budget.idle
         assert _steps(budget, range(200, 200 + nap)) == 0 and not budget.idle
 
@@ -189,8 +189,8 @@ def test_a_decoder_knows_of_heat() -> None:
     """Hot text begins plain by itself, and no window is computed meanwhile."""
     model, config, hot = tiny_model(), lp.LookaheadConfig(adaptive=True), lp.SamplingParams(temperature=2.0, seed=1)
     decoder = lp.LookaheadDecoder(model, config, curve=flat(0.01, 120))
-    for sampling, plain in ((hot, LONGEST_NAP), (None, 0)):
-        steps = decoder.generate([1, 2, 3], LONGEST_NAP + 9, sampling, eos_token_id=()).step_stats
+    for sampling, plain in ((hot, HOT_NAP), (None, 0)):
+        steps = decoder.generate([1, 2, 3], HOT_NAP + 9, sampling, eos_token_id=()).step_stats
         assert [step.idle for step in steps[: plain + 1]] == [True] * plain + [False]
     assert (
         AdaptiveBudget(config, flat(0.01, 120), 1, 2.0).columns == 0 < AdaptiveBudget(config, flat(0.01, 120)).columns
