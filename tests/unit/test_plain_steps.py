@@ -46,7 +46,6 @@ def test_a_failing_callback_stops_every_rank(bad: int, monkeypatch: pytest.Monke
 
 def test_a_rank_with_another_curve_is_named() -> None:
     """It would choose other rows, and say so only once they differ."""
-
     model = tiny_model()
 
     def body(context: ParallelContext) -> None:
