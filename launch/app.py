@@ -29,7 +29,7 @@ from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaC
 
 from launch.schema import register, settings, unknown_key
 from launch.sweep import INTERRUPTED, READER_LEFT, USER_ERROR, relaunch, surviving, tell
-from lp.decoding.signals import Terminated
+from lp.decoding.signals import asked_to_end
 from lp.distributed import leave
 from lp.rendezvous import RankLost
 
@@ -119,10 +119,8 @@ def reported() -> Iterator[None]:
     """
     try:
         yield
-    except Terminated:
-        raise SystemExit(0) from None
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        raise SystemExit(0 if asked_to_end(error) else INTERRUPTED) from None
     except BrokenPipeError:  # the reader left, as in `| head`
         _drop_stdout()
         raise SystemExit(READER_LEFT) from None

@@ -183,10 +183,8 @@ def _once(bench: Bench, name: str) -> Once:
         return bench.run(bench.decoders[name], ids, tokens)
 
     def alone(ids: list[int], tokens: int) -> GenerationOutput:
-        """On rank 0; the others wait, and learn how it ended."""
-        output = on_main(bench.context, partial(together, ids, tokens)) or GenerationOutput([], "", [])
-        output.finish_reason = bench.context.share_text(output.finish_reason) or ""
-        return output
+        """On rank 0; the others wait."""
+        return on_main(bench.context, partial(together, ids, tokens)) or GenerationOutput([], "", [])
 
     return together if _together(name) else alone
 

@@ -165,7 +165,7 @@ class Chat:
             tokenizer=tokenizer,
         )
         try:
-            text, output = show(lambda on_tokens: generate(on_tokens=on_tokens), tokenizer, ids, self.pen)
+            text, output, interruption = show(lambda on_tokens: generate(on_tokens=on_tokens), tokenizer, ids, self.pen)
         except ValueError as error:
             self._agree(said, None, error)
             raise
@@ -173,7 +173,7 @@ class Chat:
         self.totals.add(output)
         ending = ENDINGS.get(output.finish_reason)
         self._say(str(Totals().add(output)) + f" ({ending})" * (ending is not None))
-        if output.signal == signal.SIGTERM:
+        if interruption and interruption.signal == signal.SIGTERM:
             signal.raise_signal(signal.SIGTERM)  # which `run` holds
 
     def _agree(self, said: str, answer: str | None, error: ValueError | None = None) -> None:

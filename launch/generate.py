@@ -21,7 +21,7 @@ from launch.report import Report, Result, as_json, describe, print_table
 from launch.schema import Config, Output
 from launch.session import WARM_UP_TOKENS, Session, open_session
 from launch.stream import Pen, on_rank_0, show, shows_colours
-from lp.bench.compare import alternate, differences, uncut
+from lp.bench.compare import alternate, differences
 from lp.bench.prompts import Prompt
 from lp.decoding.base import GenerationOutput
 from lp.decoding.signals import sigterm_raises
@@ -88,12 +88,13 @@ def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Report
     chosen = session.decoders[report.method]
     _head(prompt, len(ids), pen, config)
     continued = partial(session.run_once, chosen, ids, config.max_new_tokens)
-    text, shown = show(continued, session.loaded.tokenizer, ids, pen, config.stream)
+    text, shown, interruption = show(continued, session.loaded.tokenizer, ids, pen, config.stream)
     result = Result(prompt=prompt, prompt_tokens=len(ids), text=text, shown=shown)
     report.results.append(result)
     if config.verbose:
         _explain(session, report.method, pen, 1)
-    uncut(shown)
+    if interruption:
+        raise interruption
     if config.compare:
         _compare(session, ids, pen, result)
     else:

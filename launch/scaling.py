@@ -26,7 +26,6 @@ from launch.bench_session import Bench, KeptModel, methods_of, open_bench
 from launch.schema import Output, ScalingConfig, frozen
 from launch.sweep import folder_of_run, relaunch
 from lp.baselines import BASELINES
-from lp.bench.compare import uncut
 from lp.bench.plots import scaling_plots
 from lp.bench.projection import Link, Projection, Run, check_projectable
 from lp.bench.rows import Row, digest, load_rows
@@ -127,7 +126,7 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
     taken: dict[tuple[bool, int], list[list[Run]]] = {key: [] for key in jobs}  # by round and prompt
     speeds = list[float]()
     for _ in range(1 + ROUNDS):
-        plain = [uncut(text(bench.decoders["autoregressive"])) for text in texts]
+        plain = [text(bench.decoders["autoregressive"]) for text in texts]
         speeds.append(sum(len(output.tokens) for output in plain) / sum(output.decode_s for output in plain))
         for key, of_prompts in jobs.items():
             taken[key].append([job.run() for job in of_prompts])

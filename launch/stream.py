@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
 from lp.decoding.base import GenerationOutput, OnTokens
+from lp.decoding.signals import Interrupted
 from lp.distributed import ParallelContext
 
 CONTEXT = 8  # prompt tokens decoded along, since some tokenizers drop the space before the first word of a text
@@ -106,14 +107,28 @@ class Pen:
         self._file.flush()
 
 
+class Shown(NamedTuple):
+    """A text that was written.
+
+    Attributes:
+        text: all of it.
+        output: the run that made it.
+        interruption: what cut it short, None if nothing did; for the caller to raise.
+    """
+
+    text: str
+    output: GenerationOutput
+    interruption: Interrupted | None
+
+
 def show(
     run: Callable[[OnTokens], GenerationOutput],
     tokenizer: PreTrainedTokenizerBase,
     ids: Sequence[int],
     pen: Pen,
     stream: bool = True,
-) -> tuple[str, GenerationOutput]:
-    """Run a decoder and write its text: as it comes, or at the end.
+) -> Shown:
+    """Run a decoder and write its text, which may have been interrupted: as it comes, or at the end.
 
     Args:
         run: continues `ids`, calling back after every step.
@@ -129,11 +144,15 @@ def show(
         if stream:
             pen.step(parts[-1], len(tokens))
 
-    output = run(on_tokens)
+    interruption = None
+    try:
+        output = run(on_tokens)
+    except Interrupted as error:
+        output, interruption = error.output, error
     parts.append(detokenizer.flush())
     pen.step(parts[-1] if stream else "".join(parts), 1)
     pen.aside("\n")
-    return "".join(parts), output
+    return Shown("".join(parts), output, interruption)
 
 
 @contextlib.contextmanager

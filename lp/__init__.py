@@ -16,6 +16,7 @@ from lp.decoding.base import Decoder, GenerationOutput, StepStats
 from lp.decoding.hf import generate
 from lp.decoding.lookahead import LookaheadDecoder, PaperDecoder, PromptLookupDecoder, RecyclingDecoder, SuffixDecoder
 from lp.decoding.params import SamplingParams, Verifier
+from lp.decoding.signals import Interrupted
 from lp.distributed import ParallelContext
 from lp.tuner.curve import StepCurve
 
@@ -25,6 +26,7 @@ __all__ = [
     "Capture",
     "Decoder",
     "GenerationOutput",
+    "Interrupted",
     "KVSync",
     "LookaheadConfig",
     "LookaheadDecoder",

@@ -15,7 +15,6 @@ import torch
 
 from lp.decoding.base import GenerationOutput
 from lp.decoding.params import SamplingParams, Verifier
-from lp.decoding.signals import interruption
 from lp.lookahead.noise import gumbel
 
 # Two logits this close may swap places when a kernel adds in another order: measured in units in the last place at the
@@ -60,28 +59,13 @@ class Difference:
     plain_logit: float | None = None
 
 
-def uncut(output: GenerationOutput) -> GenerationOutput:
-    """The same.
-
-    Raises:
-        KeyboardInterrupt: a signal ended it, so what it measured is worth nothing.
-    """
-    if output.finish_reason == "interrupted":
-        raise interruption(output.signal)
-    return output
-
-
 def alternate(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -> dict[str, Measured]:
-    """Run every method once a round, each round beginning with another one, so that drift of the machine hits all.
-
-    Raises:
-        KeyboardInterrupt: a signal ended a run.
-    """
+    """Run every method once a round, each round beginning with another one, so that drift of the machine hits all."""
     names = list(methods)
     outputs: dict[str, list[GenerationOutput]] = {name: [] for name in names}
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            outputs[name].append(uncut(methods[name]()))
+            outputs[name].append(methods[name]())
     return {name: Measured(output=runs[0], decode_s=median(r.decode_s for r in runs)) for name, runs in outputs.items()}
 
 

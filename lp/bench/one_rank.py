@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lp.bench.compare import uncut
 from lp.config import LookaheadConfig, PoolScope
 from lp.decoding.base import GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
@@ -131,6 +130,6 @@ def replayed(build: Build, decode: Decode, rank: int, ranks: int, tape: Tape) ->
 
     def again() -> GenerationOutput:
         tape.at = tape.made
-        return uncut(decode(decoder))
+        return decode(decoder)
 
     return again

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from lp.attention.ablation import WithoutAttention
 from lp.bench.ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
-from lp.bench.compare import uncut
 from lp.bench.one_rank import Build, record, replayed
 from lp.bench.passes import HEAD_CALLS, Passes, head_call, reads_of
 from lp.config import check_int
@@ -229,7 +228,7 @@ def _decode(
     """The decode loop of this plan's rank: in earnest, or with the others on tape where they do not run."""
 
     def decode(decoder: Decoder) -> GenerationOutput:
-        return uncut(decoder.generate(ids, plan.tokens, plan.sampling, eos_token_id=()))
+        return decoder.generate(ids, plan.tokens, plan.sampling, eos_token_id=())
 
     if context.world_size > 1 or plan.ranks == 1:
         return partial(decode, build(context))

@@ -16,7 +16,7 @@ from lp.config import check_int
 from lp.decoding.params import SamplingParams
 from lp.decoding.sampling import Chooser
 from lp.decoding.scores import KeepingChooser
-from lp.decoding.signals import DeferredSignals
+from lp.decoding.signals import DeferredSignals, Interrupted
 from lp.decoding.stopping import Stopping
 from lp.distributed import ParallelContext
 from lp.models.loader import context_limit
@@ -82,11 +82,10 @@ class GenerationOutput:
 
     Attributes:
         tokens: the new tokens, EOS included when it ended there.
-        finish_reason: "eos", "length", "stop_string", "criteria", "context" or "interrupted".
+        finish_reason: "eos", "length", "stop_string", "criteria" or "context"; "interrupted" in `Interrupted.output`.
         step_stats: one entry a decode step.
         prefill_s, decode_s: seconds before the first decode step, and from there on.
         cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
-        signal: number of the signal that this rank got meanwhile, 0 for none.
         logits, scores: (tokens, V), of the rows that chose the tokens, if asked for.
         resumed: first tokens that no step of this call made: a journal had them.
     """
@@ -97,7 +96,6 @@ class GenerationOutput:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cache_bytes: int = 0
-    signal: int = 0
     logits: torch.Tensor | None = field(default=None, repr=False)
     scores: torch.Tensor | None = field(default=None, repr=False)
     resumed: int = 0
@@ -198,9 +196,11 @@ class Decoder(ABC):
             output_logits: return the model's own; on one rank.
 
         Returns:
-            GenerationOutput; SIGINT or SIGTERM ends it after the current step as "interrupted".
+            GenerationOutput.
 
         Raises:
+            Interrupted: a KeyboardInterrupt with what was generated; SIGINT or SIGTERM came to some rank, and the step
+                is finished. A second one acts at once, as it would without this call.
             ValueError: a prompt that is empty, too long or not of this vocabulary, or a value out of range.
         """
         prompt = self._checked_prompt(input_ids)
@@ -238,7 +238,8 @@ class Decoder(ABC):
             )
         if isinstance(chooser, KeepingChooser):
             output.logits, output.scores = (chooser.stacked(name, len(output.tokens)) for name in ("logits", "scores"))
-        output.signal = signals.received
+        if output.finish_reason == "interrupted" or signals.received:  # which may come in the step that ends the text
+            raise Interrupted(output, signals.received)
         return output
 
     @property

@@ -27,6 +27,7 @@ from lp.config import LookaheadConfig
 from lp.decoding.base import GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
 from lp.decoding.params import SamplingParams
+from lp.decoding.signals import Interrupted
 
 KNOWN = {"attention_mask", "position_ids", "cache_position"}  # tensors that transformers hands over by itself
 
@@ -65,6 +66,8 @@ def generate(
         is padding they are zero, while transformers has what its model says behind padding.
 
     Raises:
+        Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. It has the row in progress as
+            `output` and those that were done as `finished`.
         ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors,
             masks with zeros behind a token, inputs that are no tokens.
     """
@@ -97,15 +100,22 @@ def generate(
         )
 
     criteria = [c for c in stopping_criteria or () if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
-    outputs = [decode(index, config.max_length - input_ids.shape[1], criteria) for index in range(len(input_ids))]
-    if eos is None and not any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):
-        # transformers pads behind EOS alone: where there is none, a row that met a criterion goes on with the batch.
-        longest = max(len(output.tokens) for output in outputs)
-        for index, output in enumerate(outputs):
-            if output.finish_reason == "criteria" and len(output.tokens) < longest:
-                outputs[index] = decode(index, longest, [])
-    if streamer is not None:
-        streamer.end()
+    outputs = list[GenerationOutput]()
+    try:
+        for index in range(len(input_ids)):
+            outputs.append(decode(index, config.max_length - input_ids.shape[1], criteria))
+        if eos is None and not any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):
+            # transformers pads behind EOS alone; without one, a row that met a criterion goes on with the batch.
+            longest = max(len(output.tokens) for output in outputs)
+            for index, output in enumerate(outputs):
+                if output.finish_reason == "criteria" and len(output.tokens) < longest:
+                    outputs[index] = decode(index, longest, [])
+    except Interrupted as error:
+        error.finished = outputs
+        raise
+    finally:
+        if streamer is not None:
+            streamer.end()  # which gives out the last word, and frees who waits for more
     news = _padded([output.tokens for output in outputs], config)
     sequences = torch.cat([input_ids, input_ids.new_tensor(news)], dim=1)
     if not config.return_dict_in_generate:

@@ -25,6 +25,7 @@ import torch
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
 from lp.decoding.params import SamplingParams, Verifier
 from lp.decoding.sampling import plain_settings
+from lp.decoding.signals import Interrupted
 from lp.distributed import ParallelContext
 from lp.lookahead.exchange import text_digest
 from lp.models.replicas import model_digests
@@ -93,6 +94,7 @@ class Journal:
             of the others.
 
         Raises:
+            Interrupted: as in Decoder.generate, with the whole text; the next call goes on behind it.
             ValueError: rejection sampling, whose text no restart can repeat.
         """
         if sampling is not None and sampling.verifier is Verifier.REJECTION:
@@ -121,13 +123,21 @@ class Journal:
                 on_tokens(tokens, step)
 
         told = keep if self.context.is_main else on_tokens
-        output = decoder.generate([*ids, *done], max_new_tokens - len(done), sampling, on_tokens=told, **options)
+        try:
+            output = decoder.generate([*ids, *done], max_new_tokens - len(done), sampling, on_tokens=told, **options)
+        except Interrupted as error:
+            self._ended(record, error.output, done)
+            raise
+        self._ended(record, output, done)
+        return output
+
+    def _ended(self, record: Record, output: GenerationOutput, done: Sequence[int]) -> None:
+        """Make the output the whole text's, and note its end, if it has come."""
         output.tokens, output.resumed = [*done, *output.tokens], len(done)
         record.tokens = output.tokens
         if output.finish_reason != "interrupted":
             record.end = output.finish_reason
             self._write({"end": record.end})
-        return output
 
     def _name(
         self, decoder: Decoder, ids: Sequence[int], new: int, sampling: SamplingParams | None, options: dict[str, Any]

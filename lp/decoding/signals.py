@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a request to stop after the current step, so that nothing generated is lost."""
+"""SIGINT and SIGTERM end a text after the current step, as an exception that has what was generated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,30 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lp.decoding.base import GenerationOutput
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM came while a text was generated; or, among ranks, another rank got one or failed.
+
+    Attributes:
+        output: the text up to the end of a step, already given to `on_tokens`. Its `finish_reason` is "interrupted",
+            or another one where the text ended with that step.
+        signal: number of the signal that this rank got; 0 for none, where it stopped because another rank did.
+        finished: of a batch, the outputs of the rows that were done.
+    """
+
+    def __init__(self, output: GenerationOutput, signal: int) -> None:
+        self.output, self.signal = output, signal
+        self.finished: list[GenerationOutput] = []
+        super().__init__(output, signal)
+
+    def __str__(self) -> str:
+        cause = signal.Signals(self.signal).name if self.signal else "another rank stopped"
+        return f"{cause} after {len(self.output.tokens)} new tokens, which are in the attribute `output`"
 
 
 class Terminated(KeyboardInterrupt):
@@ -14,8 +38,13 @@ class Terminated(KeyboardInterrupt):
 
 
 def interruption(number: int) -> KeyboardInterrupt:
-    """What to raise where a text was interrupted, given the signal that this process got, 0 for none."""
+    """What to raise where there is no text to keep, given the signal that this process got, 0 for none."""
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
+
+
+def asked_to_end(error: KeyboardInterrupt) -> bool:
+    """Whether it is due to SIGTERM or to another rank, and not to Ctrl-C."""
+    return isinstance(error, Terminated) or (isinstance(error, Interrupted) and error.signal != signal.SIGINT)
 
 
 @contextlib.contextmanager

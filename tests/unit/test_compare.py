@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lp
 from lp.bench.compare import Choice, alternate, differences, first_difference, logit_gap
 from lp.decoding.base import GenerationOutput
+from lp.decoding.signals import Interrupted
 
 
 def _recorder(calls: list[str], name: str, times_s: list[float]) -> Callable[[], GenerationOutput]:
@@ -32,8 +34,12 @@ def test_methods_alternate_and_each_round_begins_with_another() -> None:
 
 def test_an_interrupted_run_is_not_measured() -> None:
     """Half a run would show up as a slow or short one."""
+
+    def interrupted() -> GenerationOutput:
+        raise Interrupted(GenerationOutput([1], "interrupted", []), signal.SIGINT)
+
     with pytest.raises(KeyboardInterrupt):
-        alternate({"a": lambda: GenerationOutput([1], "interrupted", [])}, 1)
+        alternate({"a": interrupted}, 1)
 
 
 @pytest.mark.parametrize(

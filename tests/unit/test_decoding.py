@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
-import signal
 from typing import Any, cast
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from transformers import MaxTimeCriteria, StoppingCriteria
 
 import lp
-from lp.decoding.signals import DeferredSignals
 from lp.decoding.stopping import Stopping
 from lp.models.runner import ModelRunner
 from tests.tiny_models import CONTEXT, VOCABULARY, plain_greedy, tiny_model
@@ -47,45 +44,6 @@ def test_callback_gets_every_token_once(make: Any) -> None:
     assert [t for tokens, _ in seen for t in tokens] == output.tokens
     assert [step for _, step in seen] == list(range(output.steps))
     assert output.tokens[-1] == eos and output.finish_reason == "eos"
-
-
-@pytest.mark.parametrize("make", DECODERS)
-def test_interrupt_keeps_what_was_generated(make: Any) -> None:
-    """Ctrl-C must cost nothing that was generated, and leave the signal handlers as they were."""
-    before = signal.getsignal(signal.SIGINT)
-
-    def on_tokens(tokens: list[int], step: int) -> None:
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    output = make(tiny_model()).generate(PROMPT, 60, on_tokens=on_tokens)
-    assert (output.finish_reason, output.signal) == ("interrupted", signal.SIGINT)
-    assert 4 <= len(output.tokens) < 60
-    assert output.tokens == plain_greedy(tiny_model(), PROMPT, 60)[: len(output.tokens)]
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_the_first_signal_is_the_one_that_counts() -> None:
-    """Ctrl-C at a launcher comes as SIGINT from the terminal, then as SIGTERM from the launcher."""
-    with DeferredSignals() as held:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.raise_signal(number)
-    assert held.received == signal.SIGINT
-
-
-def test_a_second_interrupt_is_immediate() -> None:
-    """A step that hangs must still yield to Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
-
-    def on_tokens(tokens: list[int], step: int) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, 60, on_tokens=on_tokens)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class _AfterToken(StoppingCriteria):

@@ -52,9 +52,15 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     honest = lp.LookaheadDecoder.generate
 
     def noted(self: lp.LookaheadDecoder, ids: list[int], *args: Any, **options: Any) -> lp.GenerationOutput:
-        output = honest(self, ids, *args, **options)
-        decode = options["tokenizer"].decode
+        decode, interruption = options["tokenizer"].decode, None
+        try:
+            output = honest(self, ids, *args, **options)
+        except lp.Interrupted as error:
+            output, interruption = error.output, error
         asked.append({"text": decode(ids), "answer": decode(output.tokens), "asked": args, "output": output})
+        asked[-1]["interruption"] = interruption
+        if interruption:
+            raise interruption
         return output
 
     monkeypatch.setattr(lp.LookaheadDecoder, "generate", noted)
@@ -237,7 +243,7 @@ def test_sigterm_ends_the_chat(
         ran = talk_turns("one\ntwo\n", "max_new_tokens=30")
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert ran.code == 143 and len(prompts) == 1 and prompts[0]["output"].signal == signal.SIGTERM
+    assert ran.code == 143 and len(prompts) == 1 and prompts[0]["interruption"].signal == signal.SIGTERM
 
 
 @pytest.mark.parametrize("bad", [{0}, {1}, {0, 1, 2}])
@@ -259,7 +265,7 @@ def test_a_rank_that_fails_alone_stays_in_step(
                 if len(asked) == 1 and context.rank in bad:
                     check_int("bytes", 9, 0, 8, "use a device with more memory")
                 on_tokens([7], 0)
-                return lp.GenerationOutput([7], "interrupted", [])
+                raise lp.Interrupted(lp.GenerationOutput([7], "interrupted", []), 0)
 
         class Typed:
             def read(self) -> str | None:

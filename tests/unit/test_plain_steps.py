@@ -33,15 +33,15 @@ def test_a_failing_callback_stops_every_rank(bad: int, monkeypatch: pytest.Monke
         decoder = lp.LookaheadDecoder(model, ADAPTIVE, context, curve=CURVE)
         try:
             return decoder.generate(ids, LONGEST_NAP, HOT, eos_token_id=(), on_tokens=on_tokens)
-        except ZeroDivisionError as error:
+        except (ZeroDivisionError, lp.Interrupted) as error:
             return error
 
     for rank, output in enumerate(run_lockstep(3, body)):
         if rank == bad:
             assert isinstance(output, ZeroDivisionError)
         else:
-            assert isinstance(output, lp.GenerationOutput) and output.finish_reason == "interrupted"
-            assert output.tokens == plain[: failing + 1] and all(step.idle for step in output.step_stats)
+            assert isinstance(output, lp.Interrupted)
+            assert output.output.tokens == plain[: failing + 1] and all(step.idle for step in output.output.step_stats)
 
 
 def test_a_rank_with_another_curve_is_named() -> None:

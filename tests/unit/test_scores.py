@@ -138,7 +138,9 @@ def test_rows_argmax_to_their_tokens_in_bfloat16() -> None:
 def test_rows_of_a_text_that_was_stopped_at_once(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """No token, no row; but of the right width, so that nothing downstream falls over."""
     monkeypatch.setattr(lp.decoding.signals.DeferredSignals, "requested", True)
-    output = lp.LookaheadDecoder(model).generate([1, 2, 3], 9, output_logits=True)
+    with pytest.raises(lp.Interrupted) as caught:
+        lp.LookaheadDecoder(model).generate([1, 2, 3], 9, output_logits=True)
+    output = caught.value.output
     assert output.finish_reason == "interrupted" and output.tokens == []
     assert output.logits is not None and output.logits.shape == (0, VOCABULARY)
 

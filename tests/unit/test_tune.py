@@ -7,7 +7,6 @@ import random
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,7 @@ def test_ctrl_c_ends_a_warm_up(
     honest = lp.LookaheadDecoder.generate
 
     def stopped(*args: Any, **options: Any) -> GenerationOutput:
-        return replace(honest(*args, **options), finish_reason="interrupted", signal=signal.SIGINT)
+        raise lp.Interrupted(honest(*args, **options), signal.SIGINT)
 
     monkeypatch.setattr(lp.LookaheadDecoder, "generate", stopped)
     monkeypatch.setattr("launch.tune.search", lambda build, *rest: pytest.fail("the search began"))

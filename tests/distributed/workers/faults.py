@@ -96,6 +96,8 @@ class Rank:
         try:
             output = self.decoder.generate(IDS, new, on_tokens=on_tokens)
             end = {"reason": output.finish_reason, "tokens": output.tokens, "steps": output.steps}
+        except lp.Interrupted as error:
+            end = {"reason": f"raised {error.signal}", "tokens": error.output.tokens, "steps": error.output.steps}
         except (RuntimeError, ZeroDivisionError) as error:
             end = {"reason": f"{type(error).__name__}: {error}"}
         self.ended.append(end | {"streamed": streamed})

@@ -1,0 +1,120 @@
+"""SIGINT and SIGTERM in `model.generate(custom_generate=lp.generate)`: raised, as transformers' own loop raises them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria, pipeline
+from transformers.generation.streamers import BaseStreamer
+
+import lp
+from tests.tiny_models import plain_greedy, tiny_model
+
+LOOKAHEAD: dict[str, Any] = {"custom_generate": lp.generate, "window_size": 5, "ngram_size": 4, "guess_set_size": 5}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+BATCH = [PROMPT, PROMPT[::-1], PROMPT[:10] * 2]
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    model = tiny_model()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+class _Sends(StoppingCriteria):
+    """Ends nothing, and sends a signal to this process on its n-th call."""
+
+    def __init__(self, call: int, number: signal.Signals) -> None:
+        self.call, self.number, self.calls = call, number, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == self.call:
+            os.kill(os.getpid(), self.number)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("row", range(3))
+def test_a_batch_raises_with_the_rows_so_far(row: int, number: signal.Signals, model: PreTrainedModel) -> None:
+    """It returned: one row cut and padded, the others whole, as if the cut one were an answer."""
+    ids, new = torch.tensor(BATCH), 24
+    plain = [plain_greedy(model, prompt, new) for prompt in BATCH]
+    criteria = [_Sends(row * new + 7, number)]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        model.generate(ids, max_new_tokens=new, do_sample=False, stopping_criteria=criteria, **LOOKAHEAD)
+    error = caught.value
+    assert isinstance(error, lp.Interrupted) and error.signal == number
+    assert [output.tokens for output in error.finished] == plain[:row]
+    assert 7 <= len(error.output.tokens) < new and error.output.finish_reason == "interrupted"
+    assert error.output.tokens == plain[row][: len(error.output.tokens)]
+
+
+def test_a_row_that_goes_on_with_its_batch_raises_too(model: PreTrainedModel) -> None:
+    """Without EOS, rows that met a criterion are made longer in a second pass."""
+
+    class Short(_Sends):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            ends = super().__call__(input_ids, scores)
+            return ends | (input_ids[:, 0] == PROMPT[0]) & (input_ids.shape[1] >= len(PROMPT) + 5)
+
+    ids = torch.tensor(BATCH[:2])
+    honest, calls = lp.LookaheadDecoder.generate, list[int]()
+
+    def third(self: Any, *args: Any, **options: Any) -> lp.GenerationOutput:
+        calls.append(1)
+        if len(calls) == 3:
+            options["on_tokens"] = lambda *_: signal.raise_signal(signal.SIGINT)
+        return honest(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(lp.Interrupted) as caught:
+        patch.setattr(lp.LookaheadDecoder, "generate", third)
+        model.generate(ids, max_new_tokens=24, stopping_criteria=[Short(-1, signal.SIGINT)], **LOOKAHEAD)
+    assert [len(output.tokens) for output in caught.value.finished] == [5, 24]
+
+
+class _Streamer(BaseStreamer):
+    """Sends SIGINT after so many calls."""
+
+    def __init__(self) -> None:
+        self.tokens, self.ended = list[int](), False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+        if len(self.tokens) > len(PROMPT) + 6:
+            signal.raise_signal(signal.SIGINT)
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_a_streamer_has_all_of_it(model: PreTrainedModel) -> None:
+    """It holds back the last word until it is ended."""
+    streamer = _Streamer()
+    with pytest.raises(lp.Interrupted) as caught:
+        lp.generate(model, torch.tensor([PROMPT]), generation_config=_config(model, 60), streamer=streamer)
+    assert streamer.tokens == PROMPT + caught.value.output.tokens and streamer.ended
+
+
+def _config(model: PreTrainedModel, new: int) -> Any:
+    config = model.generation_config
+    config.max_length = len(PROMPT) + new
+    return config
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_text_pipeline_raises(tiny_folder: Path, number: signal.Signals) -> None:
+    """It would hand the cut text on as a record."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    pipe = pipeline("text-generation", model=str(tiny_folder), tokenizer=tokenizer)
+    asked: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False, "stopping_criteria": [_Sends(35, number)]}
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pipe(["def add(a, b):\n", "import os\n"], **asked, **LOOKAHEAD)
+    assert isinstance(caught.value, lp.Interrupted) and caught.value.signal == number
