@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM in `model.generate(custom_generate=lp.generate)`: raised, as transformers' own loop raises them."""
+"""SIGINT and SIGTERM in `model.generate(custom_generate=lp.generate)`: raised, as by transformers' own loop."""
 
 from __future__ import annotations
 
