@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as tf
 from transformers import LogitsProcessor, PreTrainedModel
@@ -290,6 +291,8 @@ def plain_settings(values: Any) -> Any:
         if values.numel() <= 1024:
             return values.tolist()
         return hashlib.sha256(values.detach().cpu().flatten().view(torch.uint8).numpy()).hexdigest()
+    if isinstance(values, np.ndarray | np.generic):
+        return values.tolist()
     if isinstance(values, list | tuple | set | frozenset):
         return [plain_settings(value) for value in (sorted(values) if isinstance(values, set | frozenset) else values)]
     return values if isinstance(values, int | float | str | None) else type(values).__name__
