@@ -31,7 +31,7 @@ from lp.bench.projection import Link, Projection, Run, check_projectable
 from lp.bench.rows import Row, digest, load_rows
 from lp.bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
 from lp.bench.summary import markdown
-from lp.config import check_int
+from lp.checks import check_int
 
 ROUNDS = 3  # of projections
 OWN_KEYS = ("ranks", "project", "projected_ranks", "weak", "links", "methods", "out", "limit", "output")

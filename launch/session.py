@@ -18,7 +18,7 @@ from launch.builders import METHODS, Builders, decoder_builders
 from launch.schema import Common, Config, Tasked, frozen
 from lp.bench.hub import load_hub
 from lp.bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
-from lp.config import check_int
+from lp.checks import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
 from lp.decoding.journal import Journal
 from lp.models.loader import Loaded, context_limit, load

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 import lp
 from launch.schema import ChatConfig, frozen, mirror
 from launch.session import sampling_of
-from lp.config import check_int
+from lp.checks import check_int
 
 
 @dataclass(frozen=True, kw_only=True)

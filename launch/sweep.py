@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lp.config import check_int
+from lp.checks import check_int
 
 ROOT = Path(__file__).resolve().parent.parent
 USER_ERROR, INTERRUPTED, READER_LEFT = 2, 130, 141

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
+from lp.checks import check_choice, check_count, check_real, set_field
+
 MOST_ROWS = 8192  # of a step: its mask has their square
 
 
@@ -43,39 +45,6 @@ class Capture(StrEnum):
     OFF = "off"
     GRAPH = "graph"
     COMPILE = "compile"
-
-
-def check_int(name: str, value: object, low: int, high: float, remedy: str) -> None:
-    """Refuse anything but an int in [low, high].
-
-    Raises:
-        ValueError: names the value, the limit and the remedy.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        limit = f"an integer >= {low}" if high == math.inf else f"an integer in [{low}, {int(high)}]"
-        raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")
-
-
-def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:
-    """Refuse anything but a member or its value, and make a field of a frozen config the member.
-
-    Raises:
-        ValueError: names the value and the choices.
-    """
-    value = getattr(config, name)
-    if value not in list(choices):
-        raise ValueError(f"{name} is {value!r}; it must be one of {[str(choice) for choice in choices]}")
-    object.__setattr__(config, name, choices(value))
-
-
-def check_real(name: str, value: object, low: float, high: float, remedy: str) -> None:
-    """Refuse anything but a number in [low, high].
-
-    Raises:
-        ValueError: names the value, the limit and the remedy.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}; it must be a number in [{low}, {high}]; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,22 +99,22 @@ class LookaheadConfig:
     adaptive: bool = False
 
     def __post_init__(self) -> None:
-        check_int("window_size (W)", self.window_size, 0, 4096, "try W=16, or 0 for no window")
-        check_int("ngram_size (N)", self.ngram_size, 2, 64, "try N=2")
-        check_int("guess_set_size (G)", self.guess_set_size, 0, 4096, "try G=104, or 0 for no candidates")
+        check_count(self, "window_size", 0, 4096, "try W=16, or 0 for no window", "W")
+        check_count(self, "ngram_size", 2, 64, "try N=2", "N")
+        check_count(self, "guess_set_size", 0, 4096, "try G=104, or 0 for no candidates", "G")
         if self.candidate_depth is not None:
-            check_int("candidate_depth", self.candidate_depth, 1, 1024, "leave it null for N - 1")
+            check_count(self, "candidate_depth", 1, 1024, "leave it null for N - 1")
         if (self.window_size + self.guess_set_size) * (self.ngram_size - 1) > MOST_ROWS:
             shape = f"W={self.window_size}, N={self.ngram_size}, G={self.guess_set_size}"
             raise ValueError(f"a step of {shape} has (W + G) x (N - 1) rows, more than {MOST_ROWS}; lower one of them")
-        check_int("recycled (K)", self.recycled, 0, 32, "try 16, or 0 for none")
-        check_int("pool_mib", self.pool_mib, 1, 1 << 16, "try 16, or 128 for a session")
+        check_count(self, "recycled", 0, 32, "try 16, or 0 for none", "K")
+        check_count(self, "pool_mib", 1, 1 << 16, "try 16, or 128 for a session")
         check_choice(self, "pool_scope", PoolScope)
         if self.pool_file is not None and self.pool_scope is not PoolScope.SESSION:
             raise ValueError(
                 f"pool_file is {self.pool_file!r}, but the pool is made anew for every call; add pool_scope=session"
             )
-        check_int("warmup_steps", self.warmup_steps, 0, math.inf, "leave it 0")
+        check_count(self, "warmup_steps", 0, math.inf, "leave it 0")
         check_choice(self, "kv_sync", KVSync)
 
     def shape(self) -> LookaheadConfig:
@@ -186,8 +155,8 @@ class PromptLookupConfig:
     kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
-        check_int("max_matching_ngram", self.max_matching_ngram, 1, 64, "try 2")
-        check_int("num_tokens", self.num_tokens, 1, 1024, "try 10")
+        check_count(self, "max_matching_ngram", 1, 64, "try 2")
+        check_count(self, "num_tokens", 1, 1024, "try 10")
         check_choice(self, "kv_sync", KVSync)
 
     def shape(self) -> LookaheadConfig:
@@ -217,7 +186,9 @@ class PaperConfig:
     kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
-        self.shape()
+        shape = self.shape()
+        for item in fields(self):
+            set_field(self, item.name, getattr(shape, item.name))
 
     def shape(self) -> LookaheadConfig:
         """The step it takes."""
@@ -243,8 +214,8 @@ class RecyclingConfig:
     kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
-        check_int("successors", self.successors, 1, 256, "try 8")
-        check_int("nodes", self.nodes, 1, 1024, "try 80")
+        check_count(self, "successors", 1, 256, "try 8")
+        check_count(self, "nodes", 1, 1024, "try 80")
         check_choice(self, "kv_sync", KVSync)
 
     def shape(self) -> LookaheadConfig:
@@ -277,11 +248,11 @@ class SuffixConfig:
     kv_sync: KVSync = KVSync.RECOMPUTE
 
     def __post_init__(self) -> None:
-        check_int("max_tree_depth", self.max_tree_depth, 2, 4096, "try 64")
-        check_int("max_tokens", self.max_tokens, 1, 1024, "try 32")
-        check_real("max_spec_factor", self.max_spec_factor, 0, 1024, "try 1.0")
-        check_real("max_spec_offset", self.max_spec_offset, -1024, 1024, "try 0.0")
-        check_real("min_token_prob", self.min_token_prob, 0, 1, "try 0.1")
+        check_count(self, "max_tree_depth", 2, 4096, "try 64")
+        check_count(self, "max_tokens", 1, 1024, "try 32")
+        set_field(self, "max_spec_factor", check_real("max_spec_factor", self.max_spec_factor, 0, 1024, "try 1.0"))
+        set_field(self, "max_spec_offset", check_real("max_spec_offset", self.max_spec_offset, -1024, 1024, "try 0.0"))
+        set_field(self, "min_token_prob", check_real("min_token_prob", self.min_token_prob, 0, 1, "try 0.1"))
         if not isinstance(self.tree, bool):
             raise ValueError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
         check_choice(self, "kv_sync", KVSync)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lp.config import check_real
+from lp.checks import check_real
 from lp.rendezvous import RankLost, env_int, join, silent_ranks
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class ParallelContext:
         Raises:
             ValueError: an incomplete environment, or a backend that is not available.
         """
-        check_real("timeout_s", timeout_s, 1, 86400, f"try {DEFAULT_TIMEOUT_S:g} (seconds)")
+        timeout_s = check_real("timeout_s", timeout_s, 1, 86400, f"try {DEFAULT_TIMEOUT_S:g} (seconds)")
         world_size = env_int("WORLD_SIZE", 1, low=1)
         if world_size == 1:
             return cls.single(device)

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lp.config import check_int
+from lp.checks import check_int
 
 ROLL_CALL_S = 3.0  # a rank whose collective failed waits so long for the others to find out too
 
@@ -66,5 +66,4 @@ def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> in
     """
     text = os.environ.get(name, str(default))
     value = int(text) if text.strip().isdecimal() else text
-    check_int(name, value, low, high, "launch with torchrun, or unset WORLD_SIZE for one process")
-    return int(value)
+    return check_int(name, value, low, high, "launch with torchrun, or unset WORLD_SIZE for one process")

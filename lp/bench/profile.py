@@ -18,7 +18,7 @@ from lp.attention.ablation import WithoutAttention
 from lp.bench.ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
 from lp.bench.one_rank import Build, record, replayed
 from lp.bench.passes import HEAD_CALLS, Passes, head_call, reads_of
-from lp.config import check_int
+from lp.checks import check_count, check_int, set_field
 from lp.decoding.base import Decoder, GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
 from lp.decoding.params import SamplingParams
@@ -56,15 +56,14 @@ class Plan:
     sampling: SamplingParams | None = None
 
     def __post_init__(self) -> None:
-        check_int("prefix", self.prefix, 1, float("inf"), "try 1024")
+        check_count(self, "prefix", 1, float("inf"), "try 1024")
         if not self.rows:
             raise ValueError("rows is empty; name at least one T, as in rows=[1,64]")
-        for rows in self.rows:
-            check_int("rows", rows, 1, 4096, "try rows=[1,8,64]")
-        check_int("max_new_tokens", self.tokens, 2, float("inf"), "try 32")
-        check_int("rounds", self.rounds, 1, float("inf"), "measure at least once")
-        check_int("R", self.ranks, 1, 1024, "try 1")
-        check_int("rank", self.rank, 0, self.ranks - 1, f"the ranks of R={self.ranks} are numbered from 0")
+        set_field(self, "rows", tuple(check_int("rows", rows, 1, 4096, "try rows=[1,8,64]") for rows in self.rows))
+        set_field(self, "tokens", check_int("max_new_tokens", self.tokens, 2, float("inf"), "try 32"))
+        check_count(self, "rounds", 1, float("inf"), "measure at least once")
+        set_field(self, "ranks", check_int("R", self.ranks, 1, 1024, "try 1"))
+        check_count(self, "rank", 0, self.ranks - 1, f"the ranks of R={self.ranks} are numbered from 0")
 
     def check_room(self, model: PreTrainedModel, step: int, device: torch.device, weights: int = 0) -> None:
         """Refuse what the model's context or the free memory of the device has no room for.

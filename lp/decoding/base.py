@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +13,8 @@ from typing import NamedTuple
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from lp.config import check_int
+from lp.checks import check_int, flat_list
+from lp.decoding.inputs import Eos, Prompt, eos_ids, prompt_ids
 from lp.decoding.params import SamplingParams
 from lp.decoding.sampling import Chooser
 from lp.decoding.scores import KeepingChooser
@@ -21,6 +23,7 @@ from lp.decoding.stopping import Stopping
 from lp.distributed import ParallelContext
 from lp.models.loader import context_limit
 from lp.models.rope import RopeBoundary, rope_boundary
+from lp.models.support import check_adapter
 
 OnTokens = Callable[[list[int], int], None]
 
@@ -156,16 +159,17 @@ class Decoder(ABC):
     """
 
     def __init__(self, model: PreTrainedModel, context: ParallelContext | None = None) -> None:
+        check_adapter(model)
         self.model, self.context = model, context or ParallelContext(device=model.device)
 
     def generate(
         self,
-        input_ids: Sequence[int] | torch.Tensor,
+        input_ids: Prompt,
         max_new_tokens: int = 256,
         sampling: SamplingParams | None = None,
         *,
         logits_processor: Iterable[LogitsProcessor] = (),
-        eos_token_id: int | Iterable[int] | torch.Tensor | None = None,
+        eos_token_id: Eos | None = None,
         stop_strings: Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Iterable[StoppingCriteria] = (),
@@ -179,7 +183,7 @@ class Decoder(ABC):
         """Generate from one prompt.
 
         Args:
-            input_ids: the prompt, list[int] or LongTensor (L,) or (1, L).
+            input_ids: the prompt, (L,) or (1, L): a list, a numpy array or a tensor of integers.
             max_new_tokens: most tokens to add.
             sampling: temperature, warpers and seed; None is greedy.
             logits_processor: transformers' processors, applied before the warpers of `sampling`.
@@ -203,9 +207,11 @@ class Decoder(ABC):
                 is finished. A second one acts at once, as it would without this call.
             ValueError: a prompt that is empty, too long or not of this vocabulary, or a value out of range.
         """
-        prompt = self._checked_prompt(input_ids)
-        check_int("max_new_tokens", max_new_tokens, 1, float("inf"), "ask for at least one token")
-        check_int("prefill_chunk", prefill_chunk, 1, float("inf"), "try 512")
+        prompt = prompt_ids(self.model, input_ids)
+        max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
+        prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, "try 512")
+        sequence = check_int("sequence", sequence, 0, 2**63 - 1, "number the sequences of a batch from 0")
+        padding = [check_int("padding", token, 0, math.inf, "give token ids") for token in flat_list(padding)]
         wanted = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
         if wanted and self.context.world_size > 1:
             raise ValueError(
@@ -214,7 +220,7 @@ class Decoder(ABC):
             )
         context = context_limit(self.model)
         stopping = Stopping.build(
-            self._eos(eos_token_id),
+            eos_ids(self.model, eos_token_id),
             max_new_tokens,
             None if context is None else context - len(prompt),
             [*padding, *prompt],
@@ -223,7 +229,6 @@ class Decoder(ABC):
             stopping_criteria,
             self.model.device,
         )
-        padding = list(padding)
         seeded, rank = self._seeded(sampling), self.context.rank
         chooser = (KeepingChooser if wanted else Chooser).build(
             seeded, logits_processor, padding, sequence, rank, self.reach, self.guess_noise, self.model
@@ -261,31 +266,3 @@ class Decoder(ABC):
 
     @abstractmethod
     def _decode(self, request: Request) -> GenerationOutput: ...
-
-    def _eos(self, eos_token_id: int | Iterable[int] | torch.Tensor | None) -> frozenset[int]:
-        if eos_token_id is None:
-            eos_token_id = self.model.generation_config.eos_token_id
-        if eos_token_id is None:
-            return frozenset()
-        if isinstance(eos_token_id, torch.Tensor):  # whose elements equal no int as members of a set
-            eos_token_id = eos_token_id.flatten().tolist()
-        return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
-
-    def _checked_prompt(self, input_ids: Sequence[int] | torch.Tensor) -> list[int]:
-        ids = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else list(input_ids)
-        if ids and isinstance(ids[0], list):
-            if len(ids) > 1:
-                raise ValueError(f"input_ids holds {len(ids)} prompts; generate takes one, call it for each")
-            ids = ids[0]
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token, such as the model's BOS")
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        bad = next((i for i in ids if not hasattr(i, "__index__") or not 0 <= i < vocabulary), None)
-        if bad is not None:
-            raise ValueError(f"the prompt has token id {bad!r}; this model's vocabulary is 0..{vocabulary - 1}")
-        context = context_limit(self.model)
-        if context is not None and len(ids) >= context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, the model's context {context}; leave room for one new token"
-            )
-        return ids

@@ -16,6 +16,7 @@ from transformers import (
     MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedModel,
+    QuantizedCache,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -28,8 +29,11 @@ from lp.decoding.base import GenerationOutput
 from lp.decoding.lookahead import LookaheadDecoder
 from lp.decoding.params import SamplingParams
 from lp.decoding.signals import Interrupted
+from lp.models.support import check_adapter
 
-KNOWN = {"attention_mask", "position_ids", "cache_position"}  # tensors that transformers hands over by itself
+# What transformers hands over by itself, and what changes no token.
+KNOWN = {"attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep"}
+KNOWN |= {"num_logits_to_keep", "return_dict", "output_router_logits"}
 
 
 def generate(
@@ -69,12 +73,15 @@ def generate(
         Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. It has the row in progress as
             `output` and those that were done as `finished`.
         ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors,
-            masks with zeros behind a token, inputs that are no tokens.
+            masks with zeros behind a token, inputs that are no tokens, a cache that holds something already, a model
+            whose inputs are prepared by code that is not transformers', as PEFT's prompt learning does.
     """
     config = generation_config or model.generation_config
     _check_asked(config, len(input_ids), streamer)
+    _check_preparation(model)
+    _check_cache(model_kwargs.get("past_key_values"))
     # Declared as an argument, transformers would hand attention_mask over twice.
-    paddings = _paddings(input_ids, model_kwargs)
+    paddings = _paddings(input_ids, config, model_kwargs)
     sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
     shape = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
     given = {name: value for name, value in shape.items() if value is not None}
@@ -140,18 +147,60 @@ def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | 
         raise ValueError(f"lp.generate does not do {', '.join(refused)}; leave it out, or use generate as it is")
 
 
-def _paddings(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> list[int]:
+def _check_preparation(model: PreTrainedModel) -> None:
+    """Refuse a model that makes its inputs of the tokens in a way of its own, which the decoder never calls.
+
+    PEFT sets its `prepare_inputs_for_generation` on a base model to add virtual tokens; LoRA and its kin are modules.
+    """
+    check_adapter(model)
+    prepare, own = model.prepare_inputs_for_generation, getattr(type(model), "prepare_inputs_for_generation", None)
+    name = f"{type(model).__name__}.prepare_inputs_for_generation"
+    if own is None or getattr(prepare, "__func__", None) is not own:
+        setter = type(getattr(prepare, "__self__", prepare)).__name__
+        raise ValueError(
+            f"{name} was replaced on this model (by {setter}), as PEFT does for prefix tuning, prompt tuning and "
+            "p-tuning; lp.generate hands over the tokens alone: leave custom_generate out, or use an adapter of the "
+            "weights, such as LoRA"
+        )
+    if own.__module__.partition(".")[0] != "transformers":
+        raise ValueError(
+            f"{name} comes from {own.__module__} and not from transformers; lp.generate never calls it: leave "
+            "custom_generate out, or decode with lp.LookaheadDecoder(model), which hands over the tokens alone"
+        )
+
+
+def _check_cache(cache: Any) -> None:
+    """Refuse a cache that holds KV, of whatever text; the empty one that transformers makes goes unused."""
+    held = 0 if cache is None else int(cache.get_seq_length())
+    if held:
+        raise ValueError(
+            f"past_key_values holds {held} tokens; lp.generate fills a cache of its own: leave it out and give the "
+            "whole text as input_ids, or use generate as it is"
+        )
+    if isinstance(cache, QuantizedCache):
+        raise ValueError("lp.generate has no quantized cache; leave cache_implementation out, or use generate as it is")
+
+
+def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> list[int]:
     """Left padding of every prompt (B,).
 
     Raises:
         ValueError: the model is to be told something else than tokens, or to skip some.
     """
-    others = [name for name, value in model_kwargs.items() if isinstance(value, torch.Tensor) and name not in KNOWN]
+    others = [name for name, value in model_kwargs.items() if value is not None and name not in KNOWN]
     if others:
         raise ValueError(f"lp.generate continues tokens and takes no {', '.join(others)}; use generate as it is")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    length = input_ids.shape[1]
     if mask is None:
         mask = torch.ones_like(input_ids)
+        covered = getattr(config, "_mask_length", None) or length  # of a mask of ones, which transformers leaves out
+    else:
+        covered = mask.shape[1]
+    if covered != length:
+        raise ValueError(
+            f"the attention_mask covers {covered} tokens, the prompt has {length}; give one column for every token"
+        )
     paddings = (mask != 0).int().argmax(1).tolist()
     for index, padding in enumerate(paddings):
         if not mask[index][padding:].all():

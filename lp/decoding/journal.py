@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from lp.checks import check_int
 from lp.decoding.base import Decoder, GenerationOutput, OnTokens
+from lp.decoding.inputs import Prompt, prompt_ids
 from lp.decoding.params import SamplingParams, Verifier
 from lp.decoding.sampling import plain_settings
 from lp.decoding.signals import Interrupted
@@ -74,7 +77,7 @@ class Journal:
     def generate(
         self,
         decoder: Decoder,
-        ids: Sequence[int],
+        ids: Prompt,
         max_new_tokens: int = 256,
         sampling: SamplingParams | None = None,
         *,
@@ -99,6 +102,8 @@ class Journal:
         """
         if sampling is not None and sampling.verifier is Verifier.REJECTION:
             raise ValueError("a journal can't go on with verifier 'rejection', which draws anew; use 'coupled'")
+        ids = prompt_ids(decoder.model, ids)
+        max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
         for key in OBJECTS:
             options[key] = [*options.get(key, ())]  # which may be an iterator, and is read twice
         name = self._name(decoder, ids, max_new_tokens, sampling, options)

@@ -9,7 +9,7 @@ from enum import StrEnum
 import transformers as tf
 from transformers import LogitsProcessor
 
-from lp.config import check_choice, check_int
+from lp.checks import as_float, check_choice, check_count, set_field
 
 
 class Verifier(StrEnum):
@@ -47,26 +47,26 @@ class SamplingParams:
     verifier: Verifier = Verifier.COUPLED
 
     def __post_init__(self) -> None:
-        _check_real(
-            "temperature", self.temperature, 0, math.inf, "greedy is sampling=None, in the apps sampling=greedy"
-        )
-        _check_real("top_p", self.top_p, 0, 1, "1.0 keeps every token")
-        _check_real("typical_p", self.typical_p, 0, 1, "1.0 keeps every token")
-        _check_real("repetition_penalty", self.repetition_penalty, 0, math.inf, "1.0 is no penalty")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p is {self.min_p!r}; it must be in [0, 1); 0 keeps every token")
-        check_int("top_k", self.top_k, 0, math.inf, "0 keeps every token")
+        _check_above(self, "temperature", math.inf, "greedy is sampling=None, in the apps sampling=greedy")
+        _check_above(self, "top_p", 1, "1.0 keeps every token")
+        _check_above(self, "typical_p", 1, "1.0 keeps every token")
+        _check_above(self, "repetition_penalty", math.inf, "1.0 is no penalty")
+        min_p = as_float(self.min_p)
+        if min_p is None or not 0 <= min_p < 1:
+            raise ValueError(f"min_p is {self.min_p!r}; it must be a number in [0, 1); 0 keeps every token")
+        set_field(self, "min_p", min_p)
+        check_count(self, "top_k", 0, math.inf, "0 keeps every token")
         if self.seed is not None:
-            check_int("seed", self.seed, 0, 2**63 - 1, "leave it null to draw one")
+            check_count(self, "seed", 0, 2**63 - 1, "leave it null to draw one")
         check_choice(self, "verifier", Verifier)
 
     def processors(self) -> list[LogitsProcessor]:
         """transformers' processors for these settings, in its order."""
         made: list[LogitsProcessor] = []
         if self.repetition_penalty != 1:
-            made.append(tf.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+            made.append(tf.RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.temperature != 1:
-            made.append(tf.TemperatureLogitsWarper(float(self.temperature)))
+            made.append(tf.TemperatureLogitsWarper(self.temperature))
         if self.top_k:
             made.append(tf.TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
@@ -78,7 +78,11 @@ class SamplingParams:
         return made
 
 
-def _check_real(name: str, value: object, low: float, high: float, remedy: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high or math.isinf(value):
-        limit = f"a number > {low:g}" if math.isinf(high) else f"a number in ({low:g}, {high:g}]"
+def _check_above(config: SamplingParams, name: str, high: float, remedy: str) -> None:
+    """Refuse a field that is not finite and in (0, high], and make it a float."""
+    value = getattr(config, name)
+    number = as_float(value)
+    if number is None or not 0 < number <= high or math.isinf(number):
+        limit = "a number > 0" if math.isinf(high) else f"a number in (0, {high:g}]"
         raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")
+    set_field(config, name, number)

@@ -10,10 +10,12 @@ n: rows, V: vocabulary, L: tokens of a prefix.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as tf
 from transformers import LogitsProcessor, PreTrainedModel
@@ -36,6 +38,7 @@ PREFIX_FREE = (
     tf.SuppressTokensLogitsProcessor,
     tf.InfNanRemoveLogitsProcessor,
     tf.LogitNormalization,
+    *((tf.TopHLogitsWarper,) if hasattr(tf, "TopHLogitsWarper") else ()),  # not every release of the range has it
 )
 # Functions of (prefix, scores) row by row: one call a depth, since prefixes of one depth have one length.
 BY_PREFIX = (
@@ -49,6 +52,8 @@ BY_PREFIX = (
     tf.ForcedEOSTokenLogitsProcessor,
     tf.ExponentialDecayLengthPenalty,
     tf.SuppressTokensAtBeginLogitsProcessor,
+    tf.AlternatingCodebooksLogitsProcessor,
+    tf.WatermarkLogitsProcessor,
 )
 
 
@@ -60,7 +65,10 @@ def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProces
     """
     processors = list(processors)
     for processor in processors:
-        if not isinstance(processor, (*PREFIX_FREE, *BY_PREFIX)) and not getattr(processor, "per_branch", False):
+        # It fails where no token is in a row's green list, which is likelier among rows that are never chosen.
+        failing = isinstance(processor, tf.WatermarkLogitsProcessor) and processor.seeding_scheme == "selfhash"
+        known = isinstance(processor, (*PREFIX_FREE, *BY_PREFIX)) and not failing
+        if not known and not getattr(processor, "per_branch", False):
             raise ValueError(
                 f"the logits processor {type(processor).__name__} is not known to work branch by branch; if its result "
                 "depends on (input_ids, scores) of each row alone, set per_branch = True on it"
@@ -279,7 +287,11 @@ def plain_settings(values: Any) -> Any:
     """What of a processor's settings reads the same on every rank: no objects, whose names may hold addresses."""
     if isinstance(values, dict):
         return sorted((str(key), plain_settings(value)) for key, value in values.items())
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, torch.Tensor):  # a watermark's table has a million elements
+        if values.numel() <= 1024:
+            return values.tolist()
+        return hashlib.sha256(values.detach().cpu().flatten().view(torch.uint8).numpy()).hexdigest()
+    if isinstance(values, np.ndarray | np.generic):
         return values.tolist()
     if isinstance(values, list | tuple | set | frozenset):
         return [plain_settings(value) for value in (sorted(values) if isinstance(values, set | frozenset) else values)]

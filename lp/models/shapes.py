@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from lp.config import check_int
+from lp.checks import check_int
 from lp.models.loader import DTYPES
 
 # Fields that `divide` divides; the head dimension stays, so that the kernels of attention are the same.
@@ -57,9 +57,9 @@ def shape_config(name: str, layers: int | None = None, divide: int = 1) -> Any:
     fields = dict(SHAPES[name])
     heads = fields["num_attention_heads"]
     if layers is not None:
-        check_int("shape.layers", layers, 1, fields["num_hidden_layers"], "or null for all of them")
-        fields["num_hidden_layers"] = layers
-    check_int("shape.divide", divide, 1, heads, "try 8, or 1 for the whole width")
+        most = fields["num_hidden_layers"]
+        fields["num_hidden_layers"] = check_int("shape.layers", layers, 1, most, "or null for all of them")
+    divide = check_int("shape.divide", divide, 1, heads, "try 8, or 1 for the whole width")
     if heads % divide:
         raise ValueError(f"shape.divide is {divide}; it must divide the {heads} heads of {name}; try a power of two")
     fields |= {width: max(fields[width] // divide, 1) for width in _WIDTHS}

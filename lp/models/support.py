@@ -38,6 +38,28 @@ def check_supported(config: Any) -> None:
     layer_kinds(config.get_text_config())
 
 
+def check_adapter(model: Any) -> None:
+    """Refuse a PEFT adapter that does more than change what modules compute of a row: PEFT's model feeds it by itself.
+
+    Raises:
+        ValueError: the kind of adapter, why, and the remedy.
+    """
+    active = getattr(model, "active_peft_config", None)  # of PEFT's wrapper; the model inside has those of all adapters
+    configs = getattr(model, "peft_config", None) if active is None else {"": active}
+    for config in configs.values() if isinstance(configs, dict) else ():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if config.is_prompt_learning:
+            what = f"{kind}, which puts virtual tokens or their KV before the prompt"
+        elif getattr(config, "alora_invocation_tokens", None):
+            what = f"an activated {kind} (alora_invocation_tokens), which applies to some rows by their place in a pass"
+        else:
+            continue
+        raise ValueError(
+            f"the model has an adapter that is {what}; lp hands over the tokens alone: use generate as it is, or an "
+            "adapter of the weights, such as LoRA"
+        )
+
+
 def inexact_quantisation(config: Any) -> str | None:
     """Why a quantised model's tokens may differ from plain decoding's, or None.
 

@@ -19,7 +19,7 @@ from launch.history import History
 from launch.schema import AutoregressiveSchema, ChatConfig, GreedySchema
 from launch.settings import Settings
 from launch.stream import Pen
-from lp.config import check_int
+from lp.checks import check_int
 from lp.distributed import ParallelContext, run_lockstep
 from lp.models.loader import load
 from tests.unit.conftest import CONTEXT, Ran

@@ -161,7 +161,7 @@ def test_a_missing_file_of_ours_is_a_bug(launch_generate: Launch, monkeypatch: p
 
 def test_other_ranks_say_who_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A model may be missing on one node alone, where rank 0 sees nothing wrong."""
-    from lp.config import check_int
+    from lp.checks import check_int
 
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit, match="2"), reported():

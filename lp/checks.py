@@ -1,0 +1,95 @@
+"""Checks of what a user gives: numbers and choices, each refused with its value, its limit and the remedy.
+
+Numpy's and torch's scalars are taken for the numbers that they are; what is stored is Python's own int or float, so
+that settings read the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from enum import StrEnum
+from numbers import Real
+from typing import Any
+
+
+def as_int(value: Any) -> int | None:
+    """The int that a value is, as an index would take it; None for a bool and for what is no integer."""
+    try:
+        return None if isinstance(value, bool) or getattr(value, "ndim", 0) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_float(value: Any) -> float | None:
+    """The float that a number is; None for a bool, for NaN and for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # of an int
+        return math.inf if value > 0 else -math.inf
+    return None if math.isnan(number) else number
+
+
+def flat_list(value: Any) -> list[Any]:
+    """The elements of a tensor or an array of any shape, of an iterable, or a lone value."""
+    if hasattr(value, "reshape"):
+        return value.reshape(-1).tolist()
+    return list(value) if isinstance(value, Iterable) else [value]
+
+
+def check_int(name: str, value: object, low: int, high: float, remedy: str) -> int:
+    """The int that a value is, refused outside [low, high].
+
+    Raises:
+        ValueError: names the value, the limit and the remedy.
+    """
+    number = as_int(value)
+    if number is None or not low <= number <= high:
+        limit = f"an integer >= {low}" if high == math.inf else f"an integer in [{low}, {int(high)}]"
+        raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")
+    return number
+
+
+def check_count(config: object, name: str, low: int, high: float, remedy: str, letter: str = "") -> None:
+    """Refuse a field of a frozen config outside [low, high], and make it an int.
+
+    Args:
+        letter: what the field is called elsewhere, such as W.
+
+    Raises:
+        ValueError: names the value, the limit and the remedy.
+    """
+    called = f"{name} ({letter})" if letter else name
+    set_field(config, name, check_int(called, getattr(config, name), low, high, remedy))
+
+
+def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:
+    """Refuse anything but a member or its value, and make a field of a frozen config the member.
+
+    Raises:
+        ValueError: names the value and the choices.
+    """
+    value = getattr(config, name)
+    if value not in list(choices):
+        raise ValueError(f"{name} is {value!r}; it must be one of {[str(choice) for choice in choices]}")
+    set_field(config, name, choices(value))
+
+
+def check_real(name: str, value: object, low: float, high: float, remedy: str) -> float:
+    """The float that a number is, refused outside [low, high].
+
+    Raises:
+        ValueError: names the value, the limit and the remedy.
+    """
+    number = as_float(value)
+    if number is None or not low <= number <= high:
+        raise ValueError(f"{name} is {value!r}; it must be a number in [{low}, {high}]; {remedy}")
+    return number
+
+
+def set_field(config: object, name: str, value: object) -> None:
+    """Give a field of a frozen config its checked value, while it is being made."""
+    object.__setattr__(config, name, value)

@@ -1,0 +1,68 @@
+"""What a caller gives as a prompt or as EOS, as plain token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lp.checks import as_int, flat_list
+from lp.models.loader import context_limit
+
+Prompt = Sequence[int] | np.ndarray | torch.Tensor
+Eos = int | Iterable[int] | np.ndarray | torch.Tensor
+
+
+def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
+    """The token ids of a prompt (L,) or (1, L).
+
+    Raises:
+        ValueError: not one prompt of integers, empty, too long for the model's context, or not of its vocabulary.
+    """
+    given = _elements(input_ids)
+    if given is None:
+        raise ValueError(f"input_ids is {input_ids!r}, which is no sequence; give token ids of shape (L,) or (1, L)")
+    if given and (row := _elements(given[0])) is not None:
+        if len(given) > 1:
+            raise ValueError(f"input_ids holds {len(given)} prompts; generate takes one, call it for each")
+        given = row
+    if not given:
+        raise ValueError("the prompt is empty; give at least one token, such as the model's BOS")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = list[int]()
+    for value in given:
+        token = as_int(value)
+        if token is None or not 0 <= token < vocabulary:
+            raise ValueError(f"the prompt has token id {value!r}; this model's vocabulary is 0..{vocabulary - 1}")
+        ids.append(token)
+    context = context_limit(model)
+    if context is not None and len(ids) >= context:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens, the model's context {context}; leave room for one new token"
+        )
+    return ids
+
+
+def eos_ids(model: PreTrainedModel, eos_token_id: Eos | None) -> frozenset[int]:
+    """The token ids that end a text; None takes the model's.
+
+    Raises:
+        ValueError: something else than integers.
+    """
+    given = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    ids = set[int]()
+    for value in [] if given is None else flat_list(given):
+        token = as_int(value)
+        if token is None:
+            raise ValueError(f"eos_token_id has {value!r}; give one token id or several, or () for none")
+        ids.add(token)
+    return frozenset(ids)
+
+
+def _elements(value: Any) -> list[Any] | None:
+    """Of a sequence, an array or a tensor, as plain numbers where it has them; None of a single value."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else None
