@@ -56,11 +56,11 @@ def profile_model(config: ProfileConfig) -> None:
     context = open_context(config)
     plan = _plan(config, context)
     model, ids = (_shape if config.model.name in SHAPES else _loaded)(config, plan, context)
-    came_with, build, plain = model.config._attn_implementation, partial(builder, model), partial(plain_builder, model)
+    build, plain = partial(builder, model), partial(plain_builder, model)
     with Console(stderr=True).status("measuring"):
         found = profile(model, build, plain, ids, plan, context)
         compared = config.compare and plan.ranks == 1 and plan.sampling is None
-        methods = _methods(model, came_with, ids, config) if compared else {}
+        methods = _methods(model, ids, config) if compared else {}
         compared_speeds = speeds(methods, plan.rounds) if methods else {}
     setting = _setting(config, plan, model, build(lp.ParallelContext(device=model.device)))
     report = Report(setting=setting, found=found, speeds=compared_speeds)
@@ -126,7 +126,7 @@ def _builder(config: ProfileConfig) -> Callable[[PreTrainedModel, lp.ParallelCon
 
 
 def _methods(
-    model: PreTrainedModel, attention: str, ids: list[int], config: ProfileConfig
+    model: PreTrainedModel, ids: list[int], config: ProfileConfig
 ) -> Mapping[str, Callable[[], GenerationOutput]]:
     """Ways to decode the same text, by name; those that capture steps without that too."""
     context, tokens = lp.ParallelContext(device=model.device), config.max_new_tokens
@@ -140,7 +140,7 @@ def _methods(
         backend = how.attention
         decoders["one row a step" + suffix] = lp.LookaheadDecoder(model, single, context, backend.name, backend.capture)
     methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
-    return {TRANSFORMERS: partial(transformers_greedy, model, attention, ids, tokens), **methods}
+    return {TRANSFORMERS: partial(transformers_greedy, model, ids, tokens), **methods}
 
 
 def _setting(

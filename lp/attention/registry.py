@@ -31,7 +31,7 @@ def choices(model: PreTrainedModel, attention: Attention) -> list[Attention]:
     settable = getattr(model, "_can_set_attn_implementation", lambda: True)()  # or transformers says at length why not
     if loaded is Attention.SDPA and settable and not _unfit_for_flash(model):
         return [Attention.FLASH, loaded]
-    return [loaded, Attention.SDPA] if loaded is Attention.FLASH else [loaded]
+    return [loaded]
 
 
 def set_attention(model: PreTrainedModel, attention: Attention) -> None:

@@ -198,10 +198,11 @@ def profile(
     count = _typical_rows([decode()])
     catch_up = [0] * (count - most_rows)  # among many ranks that is most of a step; which tokens costs the same
     rows = RankRows.build(layout, shard, plan.rank, catch_up)
-    ceilings, left_out = CeilingCalls(device, model.dtype), WithoutAttention(model)
+    ceilings = CeilingCalls(device, model.dtype)
     with torch.inference_mode():
         most = max(len(layout), *plan.rows)
         whole, bare = (Passes(alone().runner, ids[:-1], most, PREFILL_ROWS) for _ in range(2))
+        left_out = WithoutAttention(bare.runner.model)
         calls: dict[str, Call] = {
             **ceilings.calls(),
             "decode": lambda: outputs.append(decode()),

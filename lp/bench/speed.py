@@ -39,21 +39,15 @@ def speeds(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -
     }
 
 
-def transformers_greedy(model: PreTrainedModel, attention: str, ids: Sequence[int], tokens: int) -> GenerationOutput:
+def transformers_greedy(model: PreTrainedModel, ids: Sequence[int], tokens: int) -> GenerationOutput:
     """`model.generate`, eager and greedy, with its own cache; decoding is what it takes beyond its first token.
 
     Args:
-        attention: transformers' name of the implementation that the model came with; a runner may have set another.
         ids: the prompt.
         tokens: to count, beside the first.
     """
-    ours = model.config._attn_implementation
-    model.set_attn_implementation(attention)
-    try:
-        first_s = _generate(model, ids, 1)[1]
-        new, all_s = _generate(model, ids, tokens + 1)
-    finally:
-        model.set_attn_implementation(ours)
+    first_s = _generate(model, ids, 1)[1]
+    new, all_s = _generate(model, ids, tokens + 1)
     return GenerationOutput(new[1:], "length", [], first_s, all_s - first_s)
 
 

@@ -49,7 +49,7 @@ class LookaheadDecoder(Decoder):
         model: an HF causal LM, loaded and on its device.
         config: W, N, G and policies; None lets every step take what pays on this machine.
         context: the ranks to share each step with; None is this process alone.
-        attention: "auto", "sdpa", "eager", "flash" or "flex"; what is chosen is set on the model.
+        attention: "auto", "sdpa", "eager", "flash" or "flex"; of this decoder alone, the model stays as loaded.
         capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
         curve: what steps take, for an adaptive config; None measures it, once, and keeps it in the user's cache folder.
 

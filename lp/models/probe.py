@@ -37,14 +37,14 @@ _LOCK = Lock()  # ranks that are threads share a model
 def check_tree_mask(runner: ModelRunner) -> None:
     """Compare a tree-shaped step with plain forwards; a model that passed is not asked again.
 
-    Where the model has a sliding window, everything that holds it sees a short one meanwhile: the same code is run at
-    24 rows, whatever the window.
+    Where the model has a sliding window, the runner's view of it has a short one meanwhile: the same code is run at 24
+    rows, whatever the window.
 
     Raises:
         ValueError: the model cannot run such a step, or runs it with other results; names the architecture.
     """
     with _LOCK:
-        passed = vars(runner.model).setdefault(_MARK, set())
+        passed = vars(runner.original).setdefault(_MARK, set())
         asked = str(runner.attention) + " captured" * (runner.captured is not None)
         if asked in passed:
             return

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lp.attention import NAMES, StepMasks, choices, set_attention
+from lp.attention import StepMasks, choices, set_attention
 from lp.cache import StaticKVCache
 from lp.config import Attention, Capture
 from lp.models.graph import CapturedSteps, CaptureFailed, capture_mode
 from lp.models.probe import check_tree_mask
 from lp.models.rope import rope_boundary
 from lp.models.support import check_supported, inexact_quantisation
+from lp.models.view import ModelView
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,14 @@ class ModelRunner:
     """Runs tree-shaped steps of one model against a preallocated cache.
 
     Args:
-        model: any HF causal LM that honours a 4-D mask; its attention implementation is set if `attention`
-            names another one.
+        model: any HF causal LM that honours a 4-D mask; it stays as it is, for others may be using it.
         attention: backend.
         capture: whether steps have a few fixed shapes and their kernels are replayed.
         probe: ask the model itself whether it honours the mask, the first time it is used.
 
     Attributes:
+        original: the model as it was given.
+        model: the runner's own view of it, with the same weights and the attention that was chosen.
         attention: the backend that `auto` or the caller chose.
         captured: runs captured steps; None where they are not.
         exact: False for a quantised model whose kernels let rows of a step change each other; a warning says so.
@@ -52,9 +54,10 @@ class ModelRunner:
         probe: bool = True,
     ) -> None:
         check_supported(model.config)
-        self.model = model
+        self._view, self.original = ModelView(model), model
+        self.model = self._view.model
         self.device = model.get_input_embeddings().weight.device
-        self.config = model.config.get_text_config()
+        self.config = self.model.config.get_text_config()
         inexact = inexact_quantisation(model.config)
         self.exact = inexact is None
         if inexact:
@@ -68,7 +71,7 @@ class ModelRunner:
 
     def _settle(self, attention: Attention, probe: bool) -> None:
         """Take the first backend that the model honours a tree mask with."""
-        loaded, tried = self.model.config._attn_implementation, choices(self.model, attention)
+        tried = choices(self.model, attention)
         for choice in tried:
             try:
                 set_attention(self.model, choice)
@@ -78,8 +81,6 @@ class ModelRunner:
                     check_tree_mask(self)
                 break
             except ValueError:
-                if self.model.config._attn_implementation != loaded:
-                    self.model.set_attn_implementation(loaded)
                 if choice is tried[-1]:
                     raise
         logger.info("attention is %s", self.attention)
@@ -98,7 +99,15 @@ class ModelRunner:
             self.captured = None
 
     def new_cache(self, capacity: int) -> StaticKVCache:
-        """An empty cache of at least `capacity` rows; with captured steps always the same one, unless it is taken."""
+        """An empty cache of at least `capacity` rows; with captured steps always the same one, unless it is taken.
+
+        A text begins with it, so here the runner's view follows what has been changed on the model since.
+        """
+        if self._view.follow():
+            self.model = self._view.model
+            set_attention(self.model, self.attention)
+            if self.captured:
+                self.captured = CapturedSteps(self.model, self.masks, self.captured.how)
         if self.captured and not self.captured.taken:
             return self.captured.take_cache(capacity)
         return StaticKVCache(self.config.num_hidden_layers, capacity)
@@ -187,8 +196,6 @@ class ModelRunner:
         Returns:
             (len(reads), V), valid until the next step.
         """
-        if self.model.config._attn_implementation != NAMES[self.attention]:  # another decoder has set its own
-            set_attention(self.model, self.attention)
         if capture and self.captured and cache is self.captured.cache and self.captured.fits(len(tokens)):
             try:
                 return self.captured.run(tokens, positions, visible, reads)

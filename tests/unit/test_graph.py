@@ -28,7 +28,7 @@ BACKENDS = [Attention.SDPA, Attention.EAGER, Attention.FLASH]
 def _placed(model: PreTrainedModel, attention: Attention) -> ModelRunner:
     """Captured steps without a compiler or a GPU: static buffers, padding and places, and the model's own kernels."""
     runner = ModelRunner(model, attention)
-    runner.captured = CapturedSteps(model, runner.masks, Capture.OFF)
+    runner.captured = CapturedSteps(runner.model, runner.masks, Capture.OFF)
     return runner
 
 
@@ -74,7 +74,7 @@ def test_texts_one_after_the_other() -> None:
     model = tiny_model("llama")
     config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
     decoder = lp.LookaheadDecoder(model, config)
-    decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, Capture.OFF)
+    decoder.runner.captured = CapturedSteps(decoder.runner.model, decoder.runner.masks, Capture.OFF)
     rng, capacities = random.Random(0), set()
     for length in (5, 60, 5, 400, 5):
         ids = drawn_text(rng, length)
@@ -142,7 +142,7 @@ def test_a_step_that_no_graph_takes(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 def _captured(model: PreTrainedModel) -> lp.LookaheadDecoder:
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
-    decoder.runner.captured = CapturedSteps(model, decoder.runner.masks, Capture.OFF)
+    decoder.runner.captured = CapturedSteps(decoder.runner.model, decoder.runner.masks, Capture.OFF)
     return decoder
 
 
@@ -179,7 +179,7 @@ def test_a_nan_stays_in_its_text() -> None:
 
 
 def test_decoders_of_one_model_take_turns() -> None:
-    """Attention is set on the model: another decoder, or the user, may have set another since."""
+    """Each has an attention of its own, over the same weights."""
     model, ids = tiny_model("llama"), drawn_text(random.Random(3), 30)
     plain = lp.AutoregressiveDecoder(model).generate(ids, 20).tokens
     config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)

@@ -136,12 +136,13 @@ def test_the_probe_is_small_and_asks_once() -> None:
 
 
 def test_the_probe_leaves_the_model_as_it_was() -> None:
-    """A window left short would change every later text."""
+    """A window left short would change every later text, and another attention those of other threads."""
     for arch in SLIDING:
         model = tiny_model(arch)
         held = [getattr(module, "sliding_window", None) for module in model.modules()]
-        state = torch.get_rng_state()
-        ModelRunner(model)
+        state, running = torch.get_rng_state(), model.config._attn_implementation
+        ModelRunner(model, Attention.EAGER)
+        assert model.config._attn_implementation == running
         assert model.config.sliding_window == SLIDING_WINDOW
         assert [getattr(module, "sliding_window", None) for module in model.modules()] == held
         assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,109 @@
+"""A model as one decoder runs it: modules and a config of its own over the same weights.
+
+Attention is a field of the config that every layer looks up at every pass. Whoever sets it on a model, or shortens its
+sliding window for a moment, changes the text that another thread is generating. In a view nobody else sees it.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from operator import is_
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+# A model that records them installs hooks for it, and these are shared; nobody reads them here.
+RECORDED = ("output_hidden_states", "_output_attentions", "output_router_logits")
+_MARK = "_lp_"  # starts the names of attributes that this package leaves on a model
+
+
+class ModelView:
+    """Copies the modules that know the config and those that contain them; shares all others, weights and hooks.
+
+    Linear layers, adapters and quantised weights are mostly shared as they are. Weights that are changed in place,
+    adapters that are switched and hooks that are added are seen at once; other changes by `follow`. A copy runs
+    uncompiled where the original's `compile()` was called.
+
+    Args:
+        original: left as it is.
+
+    Attributes:
+        model: the copy.
+    """
+
+    def __init__(self, original: PreTrainedModel) -> None:
+        self.original = original
+        self._configs: dict[int, Any] = {}  # deepcopy's memo: modules that share a config share its copy
+        self._copy()
+
+    def follow(self) -> bool:
+        """Copy again if the original has other modules or attributes than then: an adapter was loaded, `eval()` called.
+
+        Returns:
+            Whether `model` is a new one; the config and what is set there stay, but for a config that was replaced.
+        """
+        if all(_same(_state(module), seen) for module, seen in self._seen):
+            return False
+        self._copy()
+        return True
+
+    def _copy(self) -> None:
+        self._modules: dict[int, nn.Module] = {}  # by the original's id: its copy, or itself where it is shared
+        self._seen: list[tuple[nn.Module, list[dict[str, Any]]]] = []
+        with torch.inference_mode(False):  # the next pass may be outside of it, and write to the buffers
+            self.model = cast(PreTrainedModel, self._mirrored(self.original))
+        for module, (attributes, *_) in self._seen:
+            mine = {name: self._own(value) for name, value in attributes.items() if name not in _OWN}
+            vars(self._modules[id(module)]).update(mine)
+
+    def _mirrored(self, module: nn.Module) -> nn.Module:
+        """A copy without its attributes yet, but for modules and buffers; or the module itself."""
+        if id(module) in self._modules:
+            return self._modules[id(module)]
+        attributes, modules, buffers = state = _state(module)
+        mirrored = {name: child if child is None else self._mirrored(child) for name, child in modules.items()}
+        knows = "sliding_window" in attributes or any(isinstance(v, PretrainedConfig) for v in attributes.values())
+        if not knows and all(map(is_, mirrored.values(), modules.values())):
+            self._modules[id(module)] = module
+            return module
+        mine = self._modules[id(module)] = object.__new__(type(module))
+        # A rotary scaling writes its frequencies in place. Tables stay shared: they are large, and constant.
+        own = {name: b.clone() if b is not None and b.ndim == 1 else b for name, b in buffers.items()}
+        vars(mine).update(_modules=mirrored, _buffers=own)
+        self._seen.append((module, state))
+        return mine
+
+    def _own(self, value: Any) -> Any:
+        """The view's own of a value: of a config, a module, or a method of one (a `forward` that hooks have wrapped)."""
+        match value:
+            case PretrainedConfig():
+                config = copy.deepcopy(value, self._configs)
+                vars(config).update(dict.fromkeys(vars(config).keys() & RECORDED, False))
+                return config
+            case nn.Module():
+                return self._modules.get(id(value), value)
+            case MethodType():
+                return MethodType(value.__func__, self._own(value.__self__))
+            case partial():
+                keywords = {name: self._own(given) for name, given in value.keywords.items()}
+                return partial(self._own(value.func), *map(self._own, value.args), **keywords)
+        return value
+
+
+_OWN = ("_modules", "_buffers", "_compiled_call_impl")  # the last one is bound to the original
+
+
+def _state(module: nn.Module) -> list[dict[str, Any]]:
+    """Its attributes, modules and buffers, as they are now: `dict` copies at once, whatever other threads do."""
+    attributes = dict(vars(module))
+    for mark in [name for name in attributes if name.startswith(_MARK)]:
+        del attributes[mark]
+    return [attributes, dict(attributes["_modules"]), dict(attributes["_buffers"])]
+
+
+def _same(now: list[dict[str, Any]], then: list[dict[str, Any]]) -> bool:
+    return all(a.keys() == b.keys() and all(map(is_, a.values(), b.values())) for a, b in zip(now, then, strict=True))
