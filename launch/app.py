@@ -15,7 +15,6 @@ import linecache
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
 
+from launch.once import print_once, rank
 from launch.schema import register, settings, unknown_key
 from launch.sweep import INTERRUPTED, READER_LEFT, USER_ERROR, relaunch, surviving, tell
 from lp.decoding.signals import asked_to_end
@@ -37,7 +37,6 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 LOST = 1
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 OURS = ("lp", "launch", "__main__")
-LATE_S = 3
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printing and exiting with 1
 
 
@@ -85,12 +84,12 @@ def _job(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | 
 
 def _run_dir(default: str) -> str:
     """Where rank 0 writes. Hydra makes the folder it is told: the other ranks, which write nothing, name this one."""
-    return "." if _rank() > 0 else os.environ.get("LP_RUN_DIR", default)
+    return "." if rank() > 0 else os.environ.get("LP_RUN_DIR", default)
 
 
 def _sweep_dir(default: str) -> str:
     """The same of a sweep, in which Hydra also writes a file: the other ranks' is gone when they end."""
-    return _nowhere().name if _rank() > 0 else _run_dir(default)
+    return _nowhere().name if rank() > 0 else _run_dir(default)
 
 
 @functools.cache
@@ -130,10 +129,7 @@ def reported() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if not is_users(error):
             raise
-        # Ranks but the first say who they are, as a model may be missing on one node alone, and say it late: an error
-        # that rank 0 has too ends them before they repeat it.
-        time.sleep(LATE_S * (_rank() > 0))
-        print(f"[rank {_rank()}] " * (_rank() > 0) + f"error: {explain(error)}", file=sys.stderr)
+        print_once(f"error: {explain(error)}")
         raise SystemExit(USER_ERROR) from None
     except OSError as error:
         what = f"{error.filename} " * bool(error.filename)
@@ -144,7 +140,7 @@ def reported() -> Iterator[None]:
             remedy = "give a folder that can be made, as in hydra.run.dir=runs/1"
         else:
             raise
-        print(f"error: cannot write {what}({error.strerror}); {remedy}", file=sys.stderr)
+        print_once(f"error: cannot write {what}({error.strerror}); {remedy}")
         raise SystemExit(USER_ERROR) from None
 
 
@@ -191,8 +187,3 @@ def is_users(error: Exception) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).split("\n")[0]
-
-
-def _rank() -> int:
-    rank = os.environ.get("RANK", "0")
-    return int(rank) if rank.isdecimal() else 0  # refused later, by name

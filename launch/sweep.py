@@ -17,6 +17,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from launch.once import print_once
 from lp.checks import check_int
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,9 +124,11 @@ class SweepEnd(Callback):
 
             show_sweep(Path(config.out or folder))
         failed = sorted((folder / FAILED).glob("*.txt"), key=lambda note: int(note.stem.split("-")[0]))
+        lines = []
         for note in failed:
             number, code = note.stem.split("-")
-            print(f"job {number} failed with exit code {code}: {note.read_text()}", file=sys.stderr)
+            lines.append(f"job {number} failed with exit code {code}: {note.read_text()}")
         if failed:
-            print(f"{len(failed)} failed; their reasons are above, the other jobs are not affected", file=sys.stderr)
+            lines.append(f"{len(failed)} failed; their reasons are above, the other jobs are not affected")
+            print_once("\n".join(lines))
             raise SystemExit(USER_ERROR if {note.stem.split("-")[1] for note in failed} == {"2"} else 1)

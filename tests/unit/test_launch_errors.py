@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import launch.generate
+import launch.once
 import launch.scaling
 import launch.tune
 import lp
 from launch.app import explain, reported
+from launch.once import print_once
 from launch.session import journal_path
+from lp.config import check_int
 from tests.unit.conftest import CONTEXT, Ran, save_tiny_model
 
 Launch = Callable[..., Ran]
@@ -163,10 +170,64 @@ def test_other_ranks_say_who_they_are(monkeypatch: pytest.MonkeyPatch, capsys: p
     """A model may be missing on one node alone, where rank 0 sees nothing wrong."""
     from lp.checks import check_int
 
+    monkeypatch.setattr(launch.once, "LATE_S", 0.05)
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit, match="2"), reported():
         check_int("W", -1, 0, 9, "try 3")
     assert capsys.readouterr().err == "[rank 3] error: W is -1; it must be an integer in [0, 9]; try 3\n"
+
+
+@pytest.fixture
+def agent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The store that torchrun keeps, and what it tells its ranks of it."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch.once, "LATE_S", 0.05)
+    yield
+    del store
+
+
+@pytest.mark.usefixtures("agent_store")
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_ranks_print_an_error_once_in_any_order(
+    ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a busy machine rank 0 may come last, or torchrun end the others late."""
+    for _ in range(2):  # two jobs of a sweep: each has its error
+        for rank in ranks:
+            monkeypatch.setenv("RANK", str(rank))
+            with pytest.raises(SystemExit, match="2"), reported():
+                check_int("W", -1, 0, 9, "try 3")
+        name = f"[rank {ranks[0]}] " * (ranks[0] > 0)
+        assert capsys.readouterr().err == f"{name}error: W is -1; it must be an integer in [0, 9]; try 3\n"
+
+
+@pytest.mark.usefixtures("agent_store")
+def test_a_rank_waits_for_one_that_is_printing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends the others once a rank has ended: one that is still printing would print nothing."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            begun.set()
+            assert go_on.wait(60)
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", stderr := Slow())
+    ranks = [threading.Thread(target=print_once, args=("error: no such file",), daemon=True) for _ in range(2)]
+    monkeypatch.setenv("RANK", "0")
+    ranks[0].start()
+    assert begun.wait(60)
+    monkeypatch.setenv("RANK", "1")
+    ranks[1].start()
+    ranks[1].join(0.5)
+    assert ranks[1].is_alive()
+    go_on.set()
+    for rank in ranks:
+        rank.join(60)
+    assert stderr.getvalue() == "error: no such file\n"
 
 
 def test_ctrl_c_is_exit_code_130(launch_generate: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
