@@ -26,12 +26,13 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
 
-from launch.once import print_once, rank
-from launch.schema import register, settings, unknown_key
-from launch.sweep import INTERRUPTED, READER_LEFT, USER_ERROR, relaunch, surviving, tell
-from lp.decoding.signals import asked_to_end
-from lp.distributed import leave
-from lp.rendezvous import RankLost
+from lp.engine.signals import asked_to_end
+from lp.parallel.context import leave
+from lp.parallel.rendezvous import RankLost
+
+from .once import print_once, rank
+from .schema import register, settings, unknown_key
+from .sweep import INTERRUPTED, READER_LEFT, USER_ERROR, relaunch, surviving, tell
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 LOST = 1

@@ -17,18 +17,20 @@ from typing import Any, TypeVar
 import torch
 
 import lp
-from launch.builders import CHOICES, METHODS, PLAIN
-from launch.schema import BenchmarkConfig
-from launch.session import Session, checked, open_model, seeded
-from launch.sweep import folder_of_run
-from lp.baselines import BASELINES, BaselineOptions
-from lp.bench.compare import Difference, Measured, differences
-from lp.bench.prompts import Prompt
-from lp.bench.quality import assess
-from lp.bench.rows import Row, digest, slug
-from lp.decoding.base import Decoder, GenerationOutput
-from lp.decoding.signals import Terminated
+from lp.engine.decoder import Decoder
+from lp.engine.output import GenerationOutput
+from lp.engine.signals import Terminated
 from lp.models.loader import Loaded
+
+from .bench.baselines import BASELINES, BaselineOptions
+from .bench.compare import Difference, Measured, differences
+from .bench.prompts import Prompt
+from .bench.quality import assess
+from .bench.records import Row, digest, slug
+from .builders import CHOICES, METHODS, PLAIN
+from .schema import BenchmarkConfig
+from .session import Session, checked, open_model, seeded
+from .sweep import folder_of_run
 
 T = TypeVar("T")
 Once = Callable[[list[int], int], GenerationOutput]
@@ -262,7 +264,7 @@ def _figures(result: Measured) -> dict[str, Any]:
     accepted = Counter(step.accepted for step in output.step_stats)
     figures: dict[str, Any] = {"tokens": len(output.tokens), "steps": output.steps, "S": output.compression}
     figures |= {"accepted": {str(length): accepted[length] for length in sorted(accepted)}}
-    figures |= {"rows_a_step": output.mean_slots, "finish_reason": output.finish_reason}
+    figures |= {"rows_a_step": output.mean_tokens, "finish_reason": output.finish_reason}
     figures |= {"prefill_s": output.prefill_s, "decode_s": result.decode_s}
     figures["tokens_per_s"] = len(output.tokens) / result.decode_s
     return figures | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

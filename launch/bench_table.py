@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lp.bench.rows import Row, load_rows
-from lp.bench.summary import HEADS, Total, caption, cells, common, ordered, totals, varying
+from .bench.records import Row, load_rows
+from .bench.summary import HEADS, Total, caption, cells, common, ordered, totals, varying
 
 
 class Watch:
@@ -79,7 +79,7 @@ def summary(found: Sequence[Total]) -> dict[str, Any]:
 
 def show_sweep(folder: Path) -> None:
     """One table of all jobs, if any of them wrote rows, then plots and a report in the folder."""
-    from lp.bench.report import write_report  # matplotlib takes a while, and a run without a sweep needs none
+    from .bench.report import write_report  # matplotlib takes a while, and a run without a sweep needs none
 
     try:
         found = ordered(totals(load_rows(folder)))

@@ -15,17 +15,18 @@ from typing import Any
 
 from rich.console import Console
 
-from launch.app import INTERRUPTED, run
-from launch.bench_session import Bench, KeptModel, on_main, open_bench
-from launch.bench_table import Watch, print_totals, summary
-from launch.schema import BenchmarkConfig, Output
-from launch.session import WARM_UP_TOKENS
-from launch.stream import on_rank_0
-from lp.bench.compare import Measured, alternate
-from lp.bench.prompts import Prompt
-from lp.bench.rows import Row, RowFile, digest
-from lp.bench.summary import totals
-from lp.decoding.base import GenerationOutput
+from lp.engine.output import GenerationOutput
+
+from .app import INTERRUPTED, run
+from .bench.compare import Measured, alternate
+from .bench.prompts import Prompt
+from .bench.records import RecordFile, Row, digest
+from .bench.summary import totals
+from .bench_session import Bench, KeptModel, on_main, open_bench
+from .bench_table import Watch, print_totals, summary
+from .schema import BenchmarkConfig, Output
+from .session import WARM_UP_TOKENS
+from .stream import on_rank_0
 
 
 def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:
@@ -43,7 +44,7 @@ def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:
         ValueError: a user error.
     """
     bench = open_bench(config, kept)
-    file = on_main(bench.context, partial(RowFile, bench.path, list(bench.runs)))
+    file = on_main(bench.context, partial(RecordFile, bench.path, list(bench.runs)))
     interrupted = False
     try:
         _measure_all(bench, file)
@@ -59,7 +60,7 @@ def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:
     return best
 
 
-def _measure_all(bench: Bench, file: RowFile | None) -> None:
+def _measure_all(bench: Bench, file: RecordFile | None) -> None:
     todo = _todo(bench, bench.told(file.done if file else None))
     if todo:
         _warm_up(bench, todo[0][1])
@@ -72,7 +73,7 @@ def _measure_all(bench: Bench, file: RowFile | None) -> None:
 
 def _written(
     bench: Bench,
-    file: RowFile | None,
+    file: RecordFile | None,
     index: int,
     prompt: Prompt,
     measured: dict[str, Measured],
@@ -108,7 +109,7 @@ def _measure(bench: Bench, prompt: Prompt) -> tuple[dict[str, Measured], dict[st
     return measured, {name: bench.shares(name, result.output) for name, result in measured.items()}
 
 
-def _show(bench: Bench, file: RowFile) -> float:
+def _show(bench: Bench, file: RecordFile) -> float:
     """The table, and the same as one JSON object on the last line of stdout."""
     found = totals(file.rows)
     with on_rank_0(bench.context, sys.stdout) as out:

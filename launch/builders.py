@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import lp
-from launch.schema import Common, frozen
-from lp.decoding.base import Decoder
-from lp.lookahead.suffix import native_tree
+from lp.draft.suffix import native_tree
+from lp.engine.decoder import Decoder
+
+from .schema import Common, frozen
 
 PLAIN = "autoregressive"  # the oracle the others are held against
 METHODS = ("lookahead_auto", PLAIN, "prompt_lookup")  # compared with the one chosen

@@ -15,18 +15,20 @@ from dataclasses import dataclass
 from functools import partial
 
 import lp
-from launch.app import explain, is_users, run
-from launch.builders import decoder_builders
-from launch.history import History
-from launch.keyboard import Keyboard
-from launch.report import describe_sampling
-from launch.schema import ChatConfig
-from launch.session import check_common, open_model
-from launch.settings import Settings
-from launch.stream import Pen, on_rank_0, show, shows_colours
-from lp.decoding.base import Decoder, GenerationOutput
-from lp.decoding.signals import DeferredSignals
+from lp.engine.decoder import Decoder
+from lp.engine.output import GenerationOutput
+from lp.engine.signals import DeferredSignals
 from lp.models.loader import Loaded, context_limit
+
+from .app import explain, is_users, run
+from .builders import decoder_builders
+from .history import History
+from .keyboard import Keyboard
+from .report import describe_sampling
+from .schema import ChatConfig
+from .session import check_common, open_model
+from .settings import Settings
+from .stream import Pen, on_rank_0, show, shows_colours
 
 COMMAND = re.compile(r"/\w")
 HELP = '''\

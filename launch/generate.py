@@ -15,16 +15,17 @@ from typing import TextIO
 from rich.console import Console
 
 import lp
-from launch.app import run
-from launch.builders import PLAIN
-from launch.report import Report, Result, as_json, describe, print_table
-from launch.schema import Config, Output
-from launch.session import WARM_UP_TOKENS, Session, open_session
-from launch.stream import Pen, on_rank_0, show, shows_colours
-from lp.bench.compare import alternate, differences
-from lp.bench.prompts import Prompt
-from lp.decoding.base import GenerationOutput
-from lp.decoding.signals import sigterm_raises
+from lp.engine.output import GenerationOutput
+from lp.engine.signals import sigterm_raises
+
+from .app import run
+from .bench.compare import alternate, differences
+from .bench.prompts import Prompt
+from .builders import PLAIN
+from .report import Report, Result, as_json, describe, print_table
+from .schema import Config, Output
+from .session import WARM_UP_TOKENS, Session, open_session
+from .stream import Pen, on_rank_0, show, shows_colours
 
 SHOWN_PROMPT_LINES = 8
 

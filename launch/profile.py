@@ -24,19 +24,20 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 import lp
-from launch.app import run
-from launch.builders import PLAIN, decoder_builders
-from launch.profile_report import Report, as_json, draw, print_tables
-from launch.schema import Output, ProfileConfig
-from launch.session import check_common, load_model, open_context, sampling_of, seeded
-from launch.stream import on_rank_0
-from lp.bench.ceilings import device_name
-from lp.bench.profile import Plan, profile
-from lp.bench.prompts import load_builtin
-from lp.bench.speed import speeds, transformers_greedy
-from lp.decoding.base import GenerationOutput
-from lp.lookahead.compiled import COMPILED
-from lp.models.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
+from lp.compiled import COMPILED
+from lp.engine.output import GenerationOutput
+
+from .app import run
+from .bench.ceilings import device_name
+from .bench.profile import Plan, profile
+from .bench.prompts import load_builtin
+from .bench.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
+from .bench.speed import speeds, transformers_greedy
+from .builders import PLAIN, decoder_builders
+from .profile_report import Report, as_json, draw, print_tables
+from .schema import Output, ProfileConfig
+from .session import check_common, load_model, open_context, sampling_of, seeded
+from .stream import on_rank_0
 
 TRANSFORMERS = "transformers generate"
 

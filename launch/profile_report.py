@@ -11,8 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from lp.bench.profile import Point, Profile
-from lp.bench.speed import Speed
+from .bench.profile import Point, Profile
+from .bench.speed import Speed
 
 PICTURE = "profile.png"
 

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 import lp
-from launch.builders import PLAIN
-from launch.session import Session
-from lp.bench.compare import Difference, Measured
-from lp.bench.prompts import Prompt
-from lp.decoding.base import GenerationOutput
+from lp.engine.output import GenerationOutput
+
+from .bench.compare import Difference, Measured
+from .bench.prompts import Prompt
+from .builders import PLAIN
+from .session import Session
 
 
 @dataclass

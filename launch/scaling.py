@@ -21,17 +21,18 @@ from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 
 import lp
-from launch.app import run
-from launch.bench_session import Bench, KeptModel, methods_of, open_bench
-from launch.schema import Output, ScalingConfig, frozen
-from launch.sweep import folder_of_run, relaunch
-from lp.baselines import BASELINES
-from lp.bench.plots import scaling_plots
-from lp.bench.projection import Link, Projection, Run, check_projectable
-from lp.bench.rows import Row, digest, load_rows
-from lp.bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
-from lp.bench.summary import markdown
 from lp.checks import check_int
+
+from .app import run
+from .bench.baselines import BASELINES
+from .bench.plots import scaling_plots
+from .bench.projection import Link, Projection, Run, check_projectable
+from .bench.records import Row, digest, load_rows
+from .bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
+from .bench.summary import markdown
+from .bench_session import Bench, KeptModel, methods_of, open_bench
+from .schema import Output, ScalingConfig, frozen
+from .sweep import folder_of_run, relaunch
 
 ROUNDS = 3  # of projections
 OWN_KEYS = ("ranks", "project", "projected_ranks", "weak", "links", "methods", "out", "limit", "output")

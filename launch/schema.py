@@ -15,10 +15,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lp.config import LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
-from lp.decoding.params import SamplingParams
-from lp.distributed import DEFAULT_TIMEOUT_S
-from lp.models.shapes import SHAPES
-from lp.rendezvous import env_int
+from lp.parallel.context import DEFAULT_TIMEOUT_S
+from lp.parallel.rendezvous import env_int
+from lp.sampling.params import SamplingParams
+
+from .bench.shapes import SHAPES
 
 T = TypeVar("T")
 

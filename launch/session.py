@@ -14,16 +14,19 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import lp
-from launch.builders import METHODS, Builders, decoder_builders
-from launch.schema import Common, Config, Tasked, frozen
-from lp.bench.hub import load_hub
-from lp.bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
 from lp.checks import check_int
-from lp.decoding.base import Decoder, GenerationOutput, OnTokens
-from lp.decoding.journal import Journal
+from lp.engine.decoder import Decoder
+from lp.engine.journal import Journal
+from lp.engine.output import GenerationOutput
+from lp.engine.request import OnTokens
 from lp.models.loader import Loaded, context_limit, load
-from lp.models.shapes import SHAPES
-from lp.rendezvous import env_int
+from lp.parallel.rendezvous import env_int
+
+from .bench.hub import load_hub
+from .bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
+from .bench.shapes import SHAPES
+from .builders import METHODS, Builders, decoder_builders
+from .schema import Common, Config, Tasked, frozen
 
 WARM_UP_TOKENS = 8  # enough to touch every code path once
 C = TypeVar("C", bound=Tasked)

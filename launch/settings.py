@@ -8,9 +8,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import lp
-from launch.schema import ChatConfig, frozen, mirror
-from launch.session import sampling_of
 from lp.checks import check_int
+
+from .schema import ChatConfig, frozen, mirror
+from .session import sampling_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,10 @@ from typing import NamedTuple, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
-from lp.decoding.base import GenerationOutput, OnTokens
-from lp.decoding.signals import Interrupted
-from lp.distributed import ParallelContext
+from lp.engine.output import GenerationOutput
+from lp.engine.request import OnTokens
+from lp.engine.signals import Interrupted
+from lp.parallel.context import ParallelContext
 
 CONTEXT = 8  # prompt tokens decoded along, since some tokenizers drop the space before the first word of a text
 UNFINISHED = "\ufffd"  # what decoding gives for the bytes of a character that is not complete

@@ -17,8 +17,9 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from launch.once import print_once
 from lp.checks import check_int
+
+from .once import print_once
 
 ROOT = Path(__file__).resolve().parent.parent
 USER_ERROR, INTERRUPTED, READER_LEFT = 2, 130, 141
@@ -120,7 +121,7 @@ class SweepEnd(Callback):
         """
         folder = Path(config.hydra.sweep.dir)
         if self.report and os.environ.get("RANK", "0") == "0":
-            from launch.bench_table import show_sweep  # an app without rows needs none of it
+            from .bench_table import show_sweep  # an app without rows needs none of it
 
             show_sweep(Path(config.out or folder))
         failed = sorted((folder / FAILED).glob("*.txt"), key=lambda note: int(note.stem.split("-")[0]))

@@ -20,14 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 import lp
-from launch.app import run
-from launch.builders import PLAIN
-from launch.report import describe_sampling
-from launch.schema import Output, TuneConfig
-from launch.session import WARM_UP_TOKENS, Session, checked, open_model, seeded
-from lp.bench.compare import alternate
-from lp.bench.tune import BUDGETS, Tried, ranks_that_pay, search, speed_of_ranks
-from lp.tuner.curve import StepCurve
+from lp.budget.step_times import StepTimes
+
+from .app import run
+from .bench.compare import alternate
+from .bench.tune import BUDGETS, Tried, ranks_that_pay, search, speed_of_ranks
+from .builders import PLAIN
+from .report import describe_sampling
+from .schema import Output, TuneConfig
+from .session import WARM_UP_TOKENS, Session, checked, open_model, seeded
 
 
 def tune(config: TuneConfig) -> None:
@@ -92,7 +93,7 @@ def _by_rows(tried: list[Tried]) -> list[tuple[float, float]]:
     return [(t.rows, t.compression) for t in tried[: len(BUDGETS)]]
 
 
-def _speeds(curve: StepCurve, tried: list[Tried], ranks: int) -> list[float] | None:
+def _speeds(curve: StepTimes, tried: list[Tried], ranks: int) -> list[float] | None:
     """Of 1, 2, ... ranks, by the curve of one; that of several has their shares and their exchange in it: None."""
     return speed_of_ranks(curve, _by_rows(tried)) if ranks == 1 else None
 
@@ -123,7 +124,7 @@ def _said(adaptive: lp.LookaheadDecoder, tried: list[Tried], speeds: list[float]
     return said
 
 
-def _write(folder: Path, found: dict[str, Any], curve: StepCurve, tried: list[Tried]) -> None:
+def _write(folder: Path, found: dict[str, Any], curve: StepTimes, tried: list[Tried]) -> None:
     (folder / "tune.json").write_text(json.dumps(found), encoding="utf-8")
     best = tried[-3].config
     assert best is not None
@@ -138,7 +139,7 @@ def _write(folder: Path, found: dict[str, Any], curve: StepCurve, tried: list[Tr
     _plot(folder / "tune.png", curve, tried)
 
 
-def _plot(path: Path, curve: StepCurve, tried: list[Tried]) -> None:
+def _plot(path: Path, curve: StepTimes, tried: list[Tried]) -> None:
     with matplotlib.rc_context({"figure.constrained_layout.use": True}):
         figure = Figure(figsize=(9, 3.6))
         times, brought = figure.subplots(1, 2)

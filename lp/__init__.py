@@ -1,5 +1,6 @@
 """lp: lookahead decoding and lookahead parallelism for any Hugging Face causal LM (arXiv 2402.02057)."""
 
+from lp.budget.step_times import StepTimes
 from lp.config import (
     Attention,
     Capture,
@@ -11,14 +12,14 @@ from lp.config import (
     RecyclingConfig,
     SuffixConfig,
 )
-from lp.decoding.autoregressive import AutoregressiveDecoder
-from lp.decoding.base import Decoder, GenerationOutput, StepStats
-from lp.decoding.hf import generate
-from lp.decoding.lookahead import LookaheadDecoder, PaperDecoder, PromptLookupDecoder, RecyclingDecoder, SuffixDecoder
-from lp.decoding.params import SamplingParams, Verifier
-from lp.decoding.signals import Interrupted
-from lp.distributed import ParallelContext
-from lp.tuner.curve import StepCurve
+from lp.engine.autoregressive import AutoregressiveDecoder
+from lp.engine.decoder import Decoder
+from lp.engine.lookahead import LookaheadDecoder, PaperDecoder, PromptLookupDecoder, RecyclingDecoder, SuffixDecoder
+from lp.engine.output import GenerationOutput, StepStats
+from lp.engine.signals import Interrupted
+from lp.integrations.custom_generate import generate
+from lp.parallel.context import ParallelContext
+from lp.sampling.params import SamplingParams, Verifier
 
 __all__ = [
     "Attention",
@@ -39,8 +40,8 @@ __all__ = [
     "RecyclingConfig",
     "RecyclingDecoder",
     "SamplingParams",
-    "StepCurve",
     "StepStats",
+    "StepTimes",
     "SuffixConfig",
     "SuffixDecoder",
     "Verifier",

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from lp.checks import check_choice, check_count, check_real, set_field
 
-MOST_ROWS = 8192  # of a step: its mask has their square
+MAX_STEP_TOKENS = 8192  # of a step: its mask has their square
 
 
 class KVSync(StrEnum):
@@ -104,9 +104,11 @@ class LookaheadConfig:
         check_count(self, "guess_set_size", 0, 4096, "try G=104, or 0 for no candidates", "G")
         if self.candidate_depth is not None:
             check_count(self, "candidate_depth", 1, 1024, "leave it null for N - 1")
-        if (self.window_size + self.guess_set_size) * (self.ngram_size - 1) > MOST_ROWS:
+        if (self.window_size + self.guess_set_size) * (self.ngram_size - 1) > MAX_STEP_TOKENS:
             shape = f"W={self.window_size}, N={self.ngram_size}, G={self.guess_set_size}"
-            raise ValueError(f"a step of {shape} has (W + G) x (N - 1) rows, more than {MOST_ROWS}; lower one of them")
+            raise ValueError(
+                f"a step of {shape} has (W + G) x (N - 1) rows, more than {MAX_STEP_TOKENS}; lower one of them"
+            )
         check_count(self, "recycled", 0, 32, "try 16, or 0 for none", "K")
         check_count(self, "pool_mib", 1, 1 << 16, "try 16, or 128 for a session")
         check_choice(self, "pool_scope", PoolScope)
@@ -122,7 +124,7 @@ class LookaheadConfig:
         return self
 
     @property
-    def row_budget(self) -> int:
+    def draft_budget(self) -> int:
         """Candidate rows a step may take."""
         return self.guess_set_size * (self.ngram_size - 1)
 

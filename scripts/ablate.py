@@ -21,7 +21,7 @@ import transformers
 from rich.progress import track
 
 import lp
-from lp.bench.prompts import load_builtin, load_jsonl
+from launch.bench.prompts import load_builtin, load_jsonl
 from lp.models.loader import Loaded, load
 
 PAPER = {"window_size": 7, "ngram_size": 5, "guess_set_size": 7}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import lp
-from lp.bench.prompts import load_jsonl
+from launch.bench.prompts import load_jsonl
 from lp.models.loader import Loaded, load
 
 DEFAULT, PLAIN = "adaptive", "plain"

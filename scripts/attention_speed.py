@@ -17,7 +17,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lp.attention.hf import flash_attention_forward
-from lp.lookahead.layout import ancestors
+from lp.draft.layout import ancestors
 
 
 def main() -> None:

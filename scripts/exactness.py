@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 import lp
-from lp.bench.compare import first_difference, logit_gap
-from lp.bench.prompts import Prompt, load_builtin, load_jsonl
+from launch.bench.compare import first_difference, logit_gap
+from launch.bench.prompts import Prompt, load_builtin, load_jsonl
 from lp.models.loader import load
 
 DTYPES = ("float64", "float32", "bfloat16")

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import lp
-from lp.bench.prompts import load_builtin
-from lp.decoding.journal import Journal
+from launch.bench.prompts import load_builtin
+from lp.engine.journal import Journal
 from lp.models.loader import load
 
 

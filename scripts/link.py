@@ -11,8 +11,8 @@ from dataclasses import asdict
 
 import torch
 
-from lp.bench.projection import Link
-from lp.distributed import ParallelContext
+from launch.bench.projection import Link
+from lp.parallel.context import ParallelContext
 
 
 def main() -> None:

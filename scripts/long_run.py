@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import lp
-from lp.bench.endurance import endure
+from launch.bench.endurance import endure
 from tests.tiny_models import tiny_model
 
 MIB = 1 << 20

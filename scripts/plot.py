@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lp.bench.report import write_report
+from launch.bench.report import write_report
 
 
 def main() -> None:

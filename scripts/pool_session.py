@@ -19,7 +19,7 @@ import torch
 from rich.progress import track
 
 import lp
-from lp.bench.replay import Text, load_texts
+from launch.bench.replay import Text, load_texts
 from lp.models.loader import Loaded, load
 
 MEASURED = 20

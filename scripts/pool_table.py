@@ -23,7 +23,7 @@ import torch
 from rich.progress import track
 
 import lp
-from lp.bench.replay import Text, load_texts
+from launch.bench.replay import Text, load_texts
 from lp.models.loader import load
 
 PAPER = {"window_size": 7, "ngram_size": 5, "guess_set_size": 7}

@@ -20,9 +20,10 @@ import torch
 from rich.progress import track
 
 import lp
-from lp.bench.replay import load_texts
-from lp.decoding.base import Request
-from lp.lookahead.candidates import CandidateSource, StepReads, TokenTree
+from launch.bench.replay import load_texts
+from lp.draft.source import DraftSource, StepSamples
+from lp.draft.tree import DraftTree
+from lp.engine.request import Request
 from lp.models.loader import load
 
 BINS = 10
@@ -36,25 +37,25 @@ class Recorder:
         noted: (chance given that the parent is true, accepted) of every candidate whose parent was.
     """
 
-    def __init__(self, source: CandidateSource, noted: list[tuple[float, bool]]) -> None:
+    def __init__(self, source: DraftSource, noted: list[tuple[float, bool]]) -> None:
         self.source, self.noted, self.harvest = source, noted, source.harvest
-        self.tree = TokenTree(0)
+        self.tree = DraftTree(0)
 
-    def propose(self, *asked: Any) -> TokenTree:
+    def propose(self, *asked: Any) -> DraftTree:
         self.tree = self.source.propose(*asked)
         return self.tree
 
     def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
         self.source.begin(prompt, harvest)
 
-    def observe(self, text: Sequence[int], moved: int, seen: StepReads) -> None:
+    def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
         tree, truth = self.tree, text[len(text) - moved :]
         depths = {-1: 0}  # of the nodes that are true
         for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             depth = depths.get(parent)
             if depth is not None and depth < len(truth):
-                above = tree.chances[parent] if parent >= 0 else 1.0
-                self.noted.append((tree.chances[node] / above, token == truth[depth]))
+                above = tree.accept_probs[parent] if parent >= 0 else 1.0
+                self.noted.append((tree.accept_probs[node] / above, token == truth[depth]))
                 if token == truth[depth]:
                     depths[node] = depth + 1
         self.source.observe(text, moved, seen)
@@ -65,7 +66,7 @@ class Recording(lp.LookaheadDecoder):
 
     noted: list[tuple[float, bool]]
 
-    def source(self, request: Request) -> CandidateSource:
+    def source(self, request: Request) -> DraftSource:
         """The pool, watched."""
         return Recorder(super().source(request), self.noted)
 
@@ -90,10 +91,10 @@ def main() -> None:
         for text in track(mine, f"T = {temperature:g}", disable=not sys.stderr.isatty()):
             sampling = lp.SamplingParams(temperature=temperature, seed=0) if temperature else None
             decoder.generate(text.prompt, args.max_new_tokens, sampling, sequence=text.index)
-        chances, accepted = np.array(decoder.noted).T
-        bins = np.minimum((chances * BINS).astype(int), BINS - 1)
+        accept_probs, accepted = np.array(decoder.noted).T
+        bins = np.minimum((accept_probs * BINS).astype(int), BINS - 1)
         found[f"T = {temperature:g}"] = [
-            (int((bins == b).sum()), float(chances[bins == b].mean()), float(accepted[bins == b].mean()))
+            (int((bins == b).sum()), float(accept_probs[bins == b].mean()), float(accepted[bins == b].mean()))
             for b in range(BINS)
             if (bins == b).any()
         ]

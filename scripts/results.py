@@ -11,11 +11,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lp.bench.report import read_lines
-from lp.bench.rows import load_rows
-from lp.bench.scaling import HEADS as SCALING_HEADS
-from lp.bench.scaling import errors
-from lp.bench.summary import HEADS, Total, caption, cells, markdown, ordered, short, totals, varying
+from launch.bench.records import load_rows
+from launch.bench.report import read_lines
+from launch.bench.scaling import HEADS as SCALING_HEADS
+from launch.bench.scaling import errors
+from launch.bench.summary import HEADS, Total, caption, cells, markdown, ordered, short, totals, varying
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, DATA = ROOT / "docs" / "results.md", ROOT / "docs" / "results"

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 import lp
-from lp.bench.prompts import load_builtin, load_jsonl
+from launch.bench.acceptance import AcceptanceModel, Observed
+from launch.bench.prompts import load_builtin, load_jsonl
 from lp.models.loader import load
-from lp.tuner.acceptance import AcceptanceModel, Observed
 
 OURS = 0  # in place of N
 

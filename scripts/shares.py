@@ -11,25 +11,25 @@ from __future__ import annotations
 import argparse
 
 import lp
-from lp.lookahead.layout import StepLayout, full_layout
-from lp.lookahead.sharding import ShardPlan
+from lp.draft.layout import StepLayout, largest_layout
+from lp.parallel.sharding import ShardPlan
 
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 def step(w: int, n: int, g: int) -> StepLayout:
     """A step of W columns and G chains."""
-    return full_layout(lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=None))
+    return largest_layout(lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=None))
 
 
 def equal_counts(layout: StepLayout, ranks: int) -> list[int]:
     """Rows of every rank when each gets as many columns and as many chains as the next, in order; at most one more."""
     inner = set(layout.parents)
-    leaves = [slot for slot in range(layout.n_window, len(layout)) if slot not in inner]
+    leaves = [slot for slot in range(layout.num_window, len(layout)) if slot not in inner]
     rows = []
     for rank in range(ranks):
         given = [0]
-        for pieces in (layout.last_row(), leaves):
+        for pieces in (layout.last_level(), leaves):
             given += pieces[rank * len(pieces) // ranks : (rank + 1) * len(pieces) // ranks]
         rows.append(len({above for slot in given for above in layout.path(slot)}))
     return rows
@@ -66,7 +66,7 @@ def figure(w: int, n: int, g: int, ranks: int) -> str:
         "| :--- |" + " :-: |" * columns,
     ]
     named = {f"row {k}": [layout.slot(k, j) for j in range(layout.columns)] for k in range(n - 1)}
-    first = layout.n_window
+    first = layout.num_window
     named |= {f"candidate {i + 1}": [*range(first + i * (n - 1), first + (i + 1) * (n - 1))] for i in range(g)}
     for name, slots in named.items():
         cells = [""] * columns

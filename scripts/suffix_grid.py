@@ -18,8 +18,8 @@ from pathlib import Path
 from rich.progress import track
 
 import lp
-from lp.bench.replay import Replay, Text, load_texts, replay
-from lp.lookahead.suffix import SuffixTree, native_tree
+from launch.bench.replay import Replay, Text, load_texts, replay
+from lp.draft.suffix import SuffixTree, native_tree
 
 Group = tuple[str, float]  # task, temperature
 Score = tuple[str, float, float]  # setting, S, rows a step

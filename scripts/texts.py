@@ -17,8 +17,8 @@ import torch
 from rich.progress import track
 
 import lp
-from lp.bench.prompts import load_jsonl
-from lp.bench.replay import Text, load_texts
+from launch.bench.prompts import load_jsonl
+from launch.bench.replay import Text, load_texts
 from lp.models.loader import Loaded, load
 
 

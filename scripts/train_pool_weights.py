@@ -20,12 +20,12 @@ from rich.progress import track
 from safetensors.numpy import save_file
 
 import lp
-from lp.bench.prompts import load_builtin, load_jsonl
-from lp.decoding.base import Request
-from lp.lookahead import pool
-from lp.lookahead.candidates import CandidateSource
-from lp.lookahead.mixture import FEATURES
-from lp.lookahead.tables import new_tables
+from launch.bench.prompts import load_builtin, load_jsonl
+from lp.draft.pool import ngram_pool
+from lp.draft.pool.mixture import FEATURES
+from lp.draft.pool.tables import new_tables
+from lp.draft.source import DraftSource
+from lp.engine.request import Request
 from lp.models.loader import load
 
 TEMPERATURES = (0.0, 0.3, 0.8, 1.0)
@@ -37,11 +37,11 @@ class Learner(lp.LookaheadDecoder):
 
     weights, squares = np.zeros(FEATURES), np.ones(FEATURES)
 
-    def source(self, request: Request) -> CandidateSource:
+    def source(self, request: Request) -> DraftSource:
         """A pool with the weights as they are, which it moves."""
         tables = new_tables(self.config.recycled, self.config.pool_mib, self.weights, self.squares)
         tables = tables._replace(weights=self.weights, squares=self.squares)
-        return pool.NGramPool(self.config, request.prompt, request.chooser.noise_key, tables)
+        return ngram_pool.NGramPool(self.config, request.prompt, request.sampler.noise_key, tables)
 
 
 def prompts(tasks: list[str]) -> list[str]:
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--task", action="append", default=[], help="FILE:FIRST:END, prompts of a JSONL file")
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path(pool.__file__).with_name("weights.safetensors"))
+    parser.add_argument("--output", type=Path, default=Path(ngram_pool.__file__).with_name("weights.safetensors"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     loaded, drawn = load(args.model, "float32"), random.Random(0)

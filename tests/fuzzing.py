@@ -17,9 +17,10 @@ import transformers as tf
 from transformers import LogitsProcessor, PreTrainedModel
 
 import lp
-from lp.distributed import ParallelContext, run_lockstep
 from lp.models.loader import context_limit
 from lp.models.support import check_supported
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.pools import drawn_curve, drawn_switches
 from tests.processors import Alternating, Noise, SumCriterion
 from tests.tiny_models import MATRIX, VOCABULARY, drawn_text, letters, plain_greedy, tiny_config, tiny_model

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from lp.lookahead.candidates import StepReads, TokenTree
-from lp.lookahead.layout import StepLayout
-from lp.lookahead.window import LookaheadWindow
+from lp.draft.layout import StepLayout
+from lp.draft.source import StepSamples
+from lp.draft.tree import DraftTree
+from lp.draft.window import LookaheadWindow
 
-NOTHING = StepReads([], [], [], [], [], np.zeros((0, 0), np.int64), [])  # what a source learns besides the text
+NOTHING = StepSamples([], [], [], [], [], np.zeros((0, 0), np.int64), [])  # what a source learns besides the text
 FIRST = 1000  # tokens from here on stand in no window entry
 
 
@@ -19,7 +20,7 @@ def layout_of(w: int, n: int, paths: Iterable[Sequence[int]], limit: int = 10**6
     """A window whose entry [k][j] is 100 k + j, and these candidate paths behind `c`."""
     window = LookaheadWindow(w, n, [5])
     window.rows = [[100 * k + j for j in range(w)] for k in range(n - 1)]
-    tree = TokenTree(10**6)
+    tree = DraftTree(10**6)
     for path in paths:
         tree.add(path)
     return StepLayout(window, tree, 5, position, limit)

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from lp.budget.step_times import StepTimes
+from lp.compiled import COMPILED
 from lp.config import LookaheadConfig
-from lp.lookahead.candidates import StepReads, TokenTree
-from lp.lookahead.compiled import COMPILED
-from lp.lookahead.exchange import chain_digest
-from lp.lookahead.layout import ancestors
-from lp.lookahead.mixture import FEATURES, GUESS_0, NONE_0, RECYCLED_0, TEXT_0, WINDOW_0, predict
-from lp.lookahead.pool import NGramPool, tables_digest
-from lp.lookahead.tables import DEEPEST, ORDERS, Tables, new_tables
-from lp.tuner.curve import StepCurve
+from lp.digest import chain_digest
+from lp.draft.layout import ancestors
+from lp.draft.pool.mixture import FEATURES, GUESS_0, NONE_0, RECYCLED_0, TEXT_0, WINDOW_0, predict
+from lp.draft.pool.ngram_pool import NGramPool, tables_digest
+from lp.draft.pool.tables import DEEPEST, ORDERS, Tables, new_tables
+from lp.draft.source import StepSamples
+from lp.draft.tree import DraftTree
 
 TEXT_ONLY: dict[str, Any] = {"window_ngrams": False, "position_guesses": False, "recycled": 0}
 
@@ -46,16 +47,16 @@ def harvested(rows: Iterable[Iterable[tuple[int, float]]]) -> np.ndarray:
 
 def reads_of(
     position: int, slots: Sequence[tuple[int, int, int]], harvest: np.ndarray, ngrams: Sequence[tuple[int, ...]] = ()
-) -> StepReads:
+) -> StepSamples:
     """A step whose slots are (token, parent, what it chose); the first stands at `position`."""
     positions: list[int] = []
     for _, parent, _ in slots:
         positions.append(positions[parent] + 1 if parent >= 0 else position)
     tokens, parents, chosen = ([slot[item] for slot in slots] for item in range(3))
-    return StepReads(tokens, positions, parents, range(len(slots)), chosen, harvest, ngrams)
+    return StepSamples(tokens, positions, parents, range(len(slots)), chosen, harvest, ngrams)
 
 
-def drawn_step(rng: random.Random, text: Sequence[int], kinds: int, k: int) -> tuple[list[int], StepReads]:
+def drawn_step(rng: random.Random, text: Sequence[int], kinds: int, k: int) -> tuple[list[int], StepSamples]:
     """New tokens, and what a step behind the text may have read: any tree, any logits."""
     new = [rng.randrange(kinds) if rng.random() < 0.3 else rng.choice(text) for _ in range(rng.randint(1, 4))]
     slots = [(text[-1], -1, new[0])]
@@ -74,12 +75,12 @@ def drawn_switches(rng: random.Random) -> dict[str, Any]:
     return on | {"recycled": rng.choice([0, 4, 16, 16, 32]), "pool_mib": rng.choice([1, 16])}
 
 
-def drawn_curve(rng: random.Random) -> StepCurve:
+def drawn_curve(rng: random.Random) -> StepTimes:
     """What steps might take somewhere: rows free or dear, with bumps; plain decoding cheaper or not."""
     rows = sorted({1, *rng.sample(range(2, 200), rng.randint(0, 8)), 200})
     slope, bumps = rng.choice([0.0, 0.01, 0.1, 1.0]), rng.random() < 0.4
     seconds = [1e-3 * (1 + slope * (size - 1)) * (rng.uniform(0.3, 3) if bumps else 1) for size in rows]
-    return StepCurve(tuple(rows), tuple(seconds), seconds[0] * rng.uniform(0.2, 1.2))
+    return StepTimes(tuple(rows), tuple(seconds), seconds[0] * rng.uniform(0.2, 1.2))
 
 
 def graded_weights() -> np.ndarray:
@@ -96,7 +97,7 @@ class Ballot:
 
     tokens: list[int]
     votes: list[tuple[int, int]]  # (token's index, feature); one index more is "none of them"
-    chances: list[float]  # of the tokens, then of none
+    accept_probs: list[float]  # of the tokens, then of none
 
     def sources(self) -> set[str]:
         """Names of those who voted."""
@@ -120,11 +121,11 @@ def ballot(pool: NGramPool, text: Sequence[int]) -> Ballot:
         scratch.history[place] = text[-1 - place]
     voted, votes = predict(pool._tables, scratch, known, len(text), *pool._noise, pool._sources)
     pairs = np.asarray(scratch.votes)[: 2 * votes].reshape(-1, 2).tolist()
-    chances = np.asarray(scratch.scores)[: voted + 1].tolist()
-    return Ballot(np.asarray(scratch.tokens)[:voted].tolist(), list(map(tuple, pairs)), chances)
+    accept_probs = np.asarray(scratch.scores)[: voted + 1].tolist()
+    return Ballot(np.asarray(scratch.tokens)[:voted].tolist(), list(map(tuple, pairs)), accept_probs)
 
 
-def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[TokenTree], list[Tables]]]:
+def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[DraftTree], list[Tables]]]:
     """Pools alike through drawn steps: after each, what every one of them proposes and remembers."""
     rng = random.Random(seed)
     text = [rng.randrange(99) for _ in range(30)]
@@ -139,9 +140,9 @@ def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[Toke
             pool.observe(list(text), len(new), replace(seen, harvest=seen.harvest.copy()))
 
 
-def proposal_digest(previous: int, tree: TokenTree) -> int:
+def proposal_digest(previous: int, tree: DraftTree) -> int:
     """Of its nodes and of every bit of their chances."""
-    return chain_digest(previous, tree.tokens, tree.parents, np.array(tree.chances, np.float64).view(np.int64))
+    return chain_digest(previous, tree.tokens, tree.parents, np.array(tree.accept_probs, np.float64).view(np.int64))
 
 
 def run_digests(seed: int, steps: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
-from lp.lookahead.noise import gumbel
+from lp.sampling.noise import gumbel
 
 
 class Alternating(LogitsProcessor):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lp.lookahead.layout import ancestors
+from lp.draft.layout import ancestors
 
 if TYPE_CHECKING:
     from lp.models.runner import ModelRunner

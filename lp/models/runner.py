@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lp.attention import StepMasks, choices, set_attention
-from lp.cache import StaticKVCache
 from lp.config import Attention, Capture
-from lp.models.graph import CapturedSteps, CaptureFailed, capture_mode
+from lp.models.captured_steps import CapturedSteps, CaptureFailed, capture_mode
+from lp.models.kv_cache import StaticKVCache
 from lp.models.probe import check_tree_mask
 from lp.models.rope import rope_boundary
 from lp.models.support import check_supported, inexact_quantisation

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import lp
-from lp.lookahead.exchange import SPARE_READS
-from lp.lookahead.layout import full_layout
-from lp.lookahead.sharding import ShardPlan
+from lp.draft.layout import largest_layout
+from lp.parallel.message import SPARE_READS
+from lp.parallel.sharding import ShardPlan
 from tests.conftest import Processes
 from tests.distributed.workers.cases import Case
 from tests.distributed.workers.faults import STEP
@@ -77,10 +77,10 @@ def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
         assert [name for name, _ in more] == ["broadcast"] * due
         assert accepted or not more
     assert len(payloads) == 1, "the size of the gathered tensor depends on the step"
-    most_reads = max(step["most_reads"] for step in result["steps"])
-    full = full_layout(config)
-    room, k = ShardPlan.build(full, ranks).most_reads + SPARE_READS, min(config.recycled, VOCABULARY)
-    assert payloads.pop() <= 8 * (most_reads + config.window_size + 16 + room * k)
+    max_owned = max(step["max_owned"] for step in result["steps"])
+    full = largest_layout(config)
+    room, k = ShardPlan.build(full, ranks).max_owned + SPARE_READS, min(config.recycled, VOCABULARY)
+    assert payloads.pop() <= 8 * (max_owned + config.window_size + 16 + room * k)
 
 
 def pid_of(folder: Path, generation: int, rank: int, process: subprocess.Popen[str]) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lp.bench.report import read_lines
-from lp.bench.rows import load_rows
-from lp.bench.summary import totals
+from launch.bench.records import load_rows
+from launch.bench.report import read_lines
+from launch.bench.summary import totals
 from tests.conftest import Processes
 from tests.distributed.launches import ON_CPU
 from tests.unit.conftest import save_tiny_model

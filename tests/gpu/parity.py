@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lp.config import Attention, Capture
-from lp.lookahead.layout import StepLayout
+from lp.draft.layout import StepLayout
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN
 from tests.layouts import chains, layout_of, row_0

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lp
-from lp.bench.compare import differences
+from launch.bench.compare import differences
 from lp.config import Attention, Capture
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from lp.tuner.acceptance import AcceptanceModel, Observed
+from launch.bench.acceptance import AcceptanceModel, Observed
 
 
 @pytest.mark.parametrize(("alpha", "candidates", "depth"), [(0.6, 1, 4), (0.3, 8, 3), (0.9, 4, 7), (0.5, 15, 1)])

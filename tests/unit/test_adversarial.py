@@ -12,7 +12,8 @@ from torch import nn
 from transformers import LogitsProcessor, PreTrainedModel
 
 import lp
-from lp.distributed import ParallelContext, run_lockstep
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 SHAPE = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6)
@@ -208,7 +209,7 @@ def test_a_processor_that_fails_on_one_rank_stops_every_rank(
     bad: int, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others would wait in the step's exchange until its time limit."""
-    monkeypatch.setattr("lp.distributed.DEFAULT_TIMEOUT_S", 20)
+    monkeypatch.setattr("lp.parallel.context.DEFAULT_TIMEOUT_S", 20)
     model, ids = tiny_model(), drawn_text(random.Random(3), 30)
     plain = lp.AutoregressiveDecoder(model).generate(ids, 40).tokens
 

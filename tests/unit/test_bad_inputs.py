@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lp.distributed import _choose_backend
+from lp.parallel.context import _choose_backend
 from tests.unit.conftest import CONTEXT, Ran
 
 Launch = Callable[..., Ran]

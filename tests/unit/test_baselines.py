@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 import lp
-from lp.baselines import BASELINES, BaselineOptions
-from lp.baselines.hf_generate import HFGenerateDecoder, load_draft
-from lp.distributed import ParallelContext
+from launch.bench.baselines import BASELINES, BaselineOptions
+from launch.bench.baselines.hf_generate import HFGenerateDecoder, load_draft
+from lp.parallel.context import ParallelContext
 from tests.tiny_models import plain_greedy, tiny_model
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 1, 4, 1, 5, 9]

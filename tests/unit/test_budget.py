@@ -12,32 +12,34 @@ import numpy as np
 import pytest
 
 import lp
-from lp.bench.prompts import load_builtin
-from lp.decoding.base import Request
-from lp.distributed import ParallelContext, run_lockstep
-from lp.lookahead.candidates import CandidateSource, Price, StepReads, TokenTree
-from lp.lookahead.compiled import given
+from launch.bench.prompts import load_builtin
+from lp.budget.policy import AdaptiveBudget
+from lp.budget.step_times import StepTimes, flat
+from lp.compiled import given
+from lp.draft.source import DraftSource, StepSamples, TokenPrice
+from lp.draft.tree import DraftTree
+from lp.engine.request import Request
 from lp.models.loader import DEMO_MODEL, load
-from lp.tuner.budget import AdaptiveBudget
-from lp.tuner.curve import StepCurve, flat
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.pools import drawn_curve, drawn_step, pool_of
 from tests.tiny_models import drawn_text, tiny_model
 
-NOTHING = TokenTree(0)
+NOTHING = DraftTree(0)
 MOST = 100  # rows of a trace's proposals
 CURVES = {
     "flat": flat(0.01, 128),
-    "linear": StepCurve((1, 128), (0.01, 0.01 + 127 * 0.002), 0.01),
-    "a step at 32": StepCurve((1, 31, 32, 128), (0.01, 0.011, 0.022, 0.024), 0.01),
-    "a bump below 32": StepCurve((1, 2, 31, 32, 128), (0.02, 0.04, 0.05, 0.012, 0.03), 0.02),
+    "linear": StepTimes((1, 128), (0.01, 0.01 + 127 * 0.002), 0.01),
+    "a step at 32": StepTimes((1, 31, 32, 128), (0.01, 0.011, 0.022, 0.024), 0.01),
+    "a bump below 32": StepTimes((1, 2, 31, 32, 128), (0.02, 0.04, 0.05, 0.012, 0.03), 0.02),
 }
 
 
-def _cut(chances: Sequence[float], price: Price) -> int:
+def _cut(accept_probs: Sequence[float], price: TokenPrice) -> int:
     """Rows of the best cut, by trying all of them."""
-    sizes = range(len(chances) + 1)
+    sizes = range(len(accept_probs) + 1)
     costs = [price.rate * price.seconds[price.base + rows] - price.lesson * min(rows, price.lessons) for rows in sizes]
-    gains = [0.0, *accumulate(chances)]
+    gains = [0.0, *accumulate(accept_probs)]
     return int(np.argmax([gain - cost for gain, cost in zip(gains, costs, strict=True)]))
 
 
@@ -55,13 +57,13 @@ def test_a_tree_is_cut_where_it_is_worth_most() -> None:
         curve = drawn_curve(rng)
         rate, base = rng.choice([0.0, 0.3, 1, 3]) / curve.plain_s, rng.choice([1, 2, 8])
         lesson = rng.choice([0.0, 0.05])
-        price = Price(rate, base, given(curve.table), given(curve.slopes), lesson, 8)
-        chances = pool.propose(text, 60).chances
+        price = TokenPrice(rate, base, given(curve.table), given(curve.slopes), lesson, 8)
+        accept_probs = pool.propose(text, 60).accept_probs
         tree = pool.propose(text, 60, (), (), price)
-        assert tree.chances == chances[: len(tree)]
+        assert tree.accept_probs == accept_probs[: len(tree)]
         taken, best = (
-            sum(chances[:rows]) + lesson * min(rows, 8) - rate * curve.table[base + rows]
-            for rows in (len(tree), _cut(chances, price))
+            sum(accept_probs[:rows]) + lesson * min(rows, 8) - rate * curve.table[base + rows]
+            for rows in (len(tree), _cut(accept_probs, price))
         )
         assert taken == pytest.approx(best, abs=1e-9), f"seed {seed}: {len(tree)} rows"
         sizes.add(len(tree))
@@ -75,7 +77,7 @@ def test_chances_are_believed_as_far_as_they_came_true() -> None:
     pool, shared = pool_of(text, guess_set_size=60), 0
     free = given(np.zeros(61))
     plain, doubted = (
-        pool.propose(text, 60, (), (), Price(0.0, 0, free, free, truth=truth, risk=risk))
+        pool.propose(text, 60, (), (), TokenPrice(0.0, 0, free, free, truth=truth, risk=risk))
         for truth, risk in ((1.0, 0.0), (0.9, 1 / 8))
     )
     known = _by_path(plain)
@@ -86,47 +88,47 @@ def test_chances_are_believed_as_far_as_they_came_true() -> None:
     assert shared > 20
 
 
-def _by_path(tree: TokenTree) -> dict[tuple[int, ...], float]:
+def _by_path(tree: DraftTree) -> dict[tuple[int, ...], float]:
     paths: list[tuple[int, ...]] = []
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return dict(zip(paths, tree.chances, strict=True))
+    return dict(zip(paths, tree.accept_probs, strict=True))
 
 
 @dataclass
 class Position:
     """What the pool proposed behind one token of a text, what was true of it, and what came."""
 
-    tree: TokenTree
+    tree: DraftTree
     true: list[int]  # the nodes that were, ascending
     text: list[int]
 
-    def believed(self, price: Price) -> TokenTree:
+    def believed(self, price: TokenPrice) -> DraftTree:
         """The tree with chances as far as they are believed."""
-        tree, depths = TokenTree(MOST), dict[int, int]()
+        tree, depths = DraftTree(MOST), dict[int, int]()
         tree.tokens, tree.parents = self.tree.tokens, self.tree.parents
         for node, parent in enumerate(tree.parents):
             depths[node] = depths.get(parent, 0) + 1
         belief = [price.truth**depth / (1 + price.risk * depth) for depth in range(MOST + 1)]
-        tree.chances = [chance * belief[depths[node]] for node, chance in enumerate(self.tree.chances)]
+        tree.accept_probs = [chance * belief[depths[node]] for node, chance in enumerate(self.tree.accept_probs)]
         return tree
 
 
 class _Tracer:
     """A source that notes what the pool proposes at every token, and proposes nothing."""
 
-    def __init__(self, source: CandidateSource, trace: list[Position]) -> None:
+    def __init__(self, source: DraftSource, trace: list[Position]) -> None:
         self.source, self.trace, self.harvest = source, trace, source.harvest
-        self.trees: list[tuple[int, TokenTree]] = []
+        self.trees: list[tuple[int, DraftTree]] = []
 
-    def propose(self, text: list[int], budget: int, *window: Any) -> TokenTree:
+    def propose(self, text: list[int], budget: int, *window: Any) -> DraftTree:
         self.trees.append((len(text), self.source.propose(text, MOST, (), ())))
-        return TokenTree(0)
+        return DraftTree(0)
 
     def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
         self.source.begin(prompt, harvest)
 
-    def observe(self, text: list[int], moved: int, seen: StepReads) -> None:
+    def observe(self, text: list[int], moved: int, seen: StepSamples) -> None:
         self.source.observe(text, moved, seen)
 
     def finish(self, text: list[int]) -> None:
@@ -142,7 +144,7 @@ class _Tracer:
 
 
 class _Tracing(lp.LookaheadDecoder):
-    def source(self, request: Request) -> CandidateSource:
+    def source(self, request: Request) -> DraftSource:
         self.tracer = _Tracer(super().source(request), [])
         return self.tracer
 
@@ -164,7 +166,7 @@ def traces() -> list[list[Position]]:
     return found
 
 
-def _fixed_s(trace: list[Position], rows: int, curve: StepCurve) -> float:
+def _fixed_s(trace: list[Position], rows: int, curve: StepTimes) -> float:
     """Seconds of a text whose every step takes so many rows."""
     at, seconds = 0, 0.0
     while at < len(trace):
@@ -173,19 +175,19 @@ def _fixed_s(trace: list[Position], rows: int, curve: StepCurve) -> float:
     return seconds
 
 
-def _first(tree: TokenTree, rows: int) -> TokenTree:
-    cut = TokenTree(rows)
-    cut.tokens, cut.parents, cut.chances = tree.tokens[:rows], tree.parents[:rows], tree.chances[:rows]
+def _first(tree: DraftTree, rows: int) -> DraftTree:
+    cut = DraftTree(rows)
+    cut.tokens, cut.parents, cut.accept_probs = tree.tokens[:rows], tree.parents[:rows], tree.accept_probs[:rows]
     return cut
 
 
-def _adaptive_s(trace: list[Position], curve: StepCurve) -> float:
+def _adaptive_s(trace: list[Position], curve: StepTimes) -> float:
     """The same of one whose steps take what the budget says."""
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True, window_size=0, guess_set_size=MOST), curve)
     at, seconds = 0, 0.0
     while at < len(trace):
         tree = trace[at].believed(budget.price)
-        rows = 0 if budget.idle else _cut(tree.chances, budget.price)
+        rows = 0 if budget.idle else _cut(tree.accept_probs, budget.price)
         tokens = 1 + sum(node < rows for node in trace[at].true)
         seconds += curve.plain_s if budget.idle else curve.step_s(1 + rows)
         budget.observe(trace[at].text[:tokens], 0 if budget.idle else 1 + rows, _first(tree, rows))
@@ -232,13 +234,13 @@ def test_ranks_choose_alike(ranks: int, least: int) -> None:
 
 def test_paths_that_break_are_cut_short() -> None:
     """A loop whose turns differ: every path looks sure to its end, and breaks at its fifth token."""
-    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 100), (0.01, 0.04), 0.01))
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 100), (0.01, 0.04), 0.01))
     taken = []
     for _ in range(12):
-        price, tree = budget.price, TokenTree(96)
+        price, tree = budget.price, DraftTree(96)
         tree.add([1] * 96)
-        tree.chances = [(0.99 * price.truth) ** depth / (1 + price.risk * depth) for depth in range(1, 97)]
-        cut = _first(tree, _cut(tree.chances, price))
+        tree.accept_probs = [(0.99 * price.truth) ** depth / (1 + price.risk * depth) for depth in range(1, 97)]
+        cut = _first(tree, _cut(tree.accept_probs, price))
         taken.append(len(cut))
         budget.observe([1] * 4 + [2], 1 + len(cut), cut)
     assert taken[0] > 40 and all(4 <= rows <= 12 for rows in taken[-3:]), taken
@@ -267,7 +269,7 @@ def test_columns_follow_what_rows_cost() -> None:
 
 def test_idle_steps_are_plain_ones_and_the_pool_catches_up() -> None:
     """A pool that misses the tokens of idle steps proposes what follows another text."""
-    curve = StepCurve((1, 200), (1.5, 300.0), 1.0)  # nothing pays
+    curve = StepTimes((1, 200), (1.5, 300.0), 1.0)  # nothing pays
     model, ids = tiny_model(), drawn_text(random.Random(3), 30)
     config = lp.LookaheadConfig(adaptive=True)
     decoder = lp.LookaheadDecoder(model, config, curve=curve)
@@ -284,7 +286,7 @@ def test_the_pool_follows_idle_steps() -> None:
     rng = random.Random(5)
     text = [rng.randrange(30) for _ in range(40)]
     pool, told = pool_of(text, guess_set_size=20, learn=False), pool_of(text, guess_set_size=20, learn=False)
-    nothing = StepReads([], [], [], [], [], np.zeros((0, 16), np.int64), [])
+    nothing = StepSamples([], [], [], [], [], np.zeros((0, 16), np.int64), [])
     for token in (text * 2)[:30]:
         text.append(token)
         told.observe(list(text), 1, nothing)

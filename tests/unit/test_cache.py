@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lp.cache import StaticKVCache
+from lp.models.kv_cache import StaticKVCache
 
 
 def test_capacity_has_the_names_of_every_release() -> None:

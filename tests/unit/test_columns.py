@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 import lp
-from lp.lookahead.candidates import TokenTree
-from lp.tuner.budget import CAUTION, GAIN, HALF, AdaptiveBudget
-from lp.tuner.curve import StepCurve, flat
+from lp.budget.policy import CAUTION, GAIN, HALF, AdaptiveBudget
+from lp.budget.step_times import StepTimes, flat
+from lp.draft.tree import DraftTree
 
-NOTHING = TokenTree(0)
+NOTHING = DraftTree(0)
 ADAPTIVE = lp.LookaheadConfig(adaptive=True)
 
 
-def _sure(rows: int) -> TokenTree:
+def _sure(rows: int) -> DraftTree:
     """A tree of one path that is all but certain."""
-    tree = TokenTree(rows)
+    tree = DraftTree(rows)
     tree.add([1] * rows)
-    tree.chances = [0.99] * rows
+    tree.accept_probs = [0.99] * rows
     return tree
 
 
@@ -27,7 +27,7 @@ def test_a_window_leaves_room(window: int, ngram: int) -> None:
     config = lp.LookaheadConfig(adaptive=True, window_size=window, ngram_size=ngram, guess_set_size=128)
     budget = AdaptiveBudget(config, flat(0.01, 512))
     for _ in range(12):
-        assert budget.columns > 0 and budget.rows >= min(config.row_budget, 256)
+        assert budget.columns > 0 and budget.rows >= min(config.draft_budget, 256)
         budget.observe([1], 512, NOTHING)
 
 
@@ -52,13 +52,13 @@ def test_columns_are_charged_as_rows_are() -> None:
     price = 2 * GAIN * 2 / (2 + HALF)  # tokens that two columns bring to steps of two tokens, for one row
     for margin, columns in ((0.9, 2), (CAUTION**0.5, 0)):
         seconds = price / CAUTION / 100 * margin
-        dear = StepCurve((1, 2, 3, 100), (0.01, 0.01 + seconds, 0.05, 0.5), 0.01)
+        dear = StepTimes((1, 2, 3, 100), (0.01, 0.01 + seconds, 0.05, 0.5), 0.01)
         assert AdaptiveBudget(ADAPTIVE, dear).columns == columns
 
 
 def test_the_rate_is_at_least_plain_decodings() -> None:
     """Steps that lose would make rows look cheap, and lose more."""
-    curve = StepCurve((1, 120), (1.08, 30.0), 1.0)
+    curve = StepTimes((1, 120), (1.08, 30.0), 1.0)
     budget = AdaptiveBudget(ADAPTIVE, curve)
     for token in range(5):
         budget.observe([token], 40, _sure(39))

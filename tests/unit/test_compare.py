@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lp
-from lp.bench.compare import Choice, alternate, differences, first_difference, logit_gap
-from lp.decoding.base import GenerationOutput
-from lp.decoding.signals import Interrupted
+from launch.bench.compare import Choice, alternate, differences, first_difference, logit_gap
+from lp.engine.output import GenerationOutput
+from lp.engine.signals import Interrupted
 
 
 def _recorder(calls: list[str], name: str, times_s: list[float]) -> Callable[[], GenerationOutput]:

@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 
 import lp
-from lp.decoding.signals import DeferredSignals, Terminated
-from lp.decoding.timing import _Stopwatch
-from lp.distributed import ParallelContext, run_lockstep
-from lp.tuner.curve import StepCurve, flat, machine, measure, remembered
+from lp.budget.step_times import StepTimes, flat, machine, measure, remembered
+from lp.engine.signals import DeferredSignals, Terminated
+from lp.engine.step_timing import _Stopwatch
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import tiny_model
 
-BUMP = StepCurve((1, 8, 31, 32, 64), (10.0, 12.0, 14.0, 5.0, 7.0), 9.0)
+BUMP = StepTimes((1, 8, 31, 32, 64), (10.0, 12.0, 14.0, 5.0, 7.0), 9.0)
 
 
-def _drawn(rng: random.Random) -> StepCurve:
+def _drawn(rng: random.Random) -> StepTimes:
     rows = sorted({1, *rng.sample(range(2, 120), rng.randint(1, 8))})
-    return StepCurve(tuple(rows), tuple(rng.uniform(0.5, 2) * (1 + 0.02 * row) for row in rows), 1.0)
+    return StepTimes(tuple(rows), tuple(rng.uniform(0.5, 2) * (1 + 0.02 * row) for row in rows), 1.0)
 
 
 def test_a_bump_is_padded_over() -> None:
@@ -36,7 +37,7 @@ def test_a_bump_is_padded_over() -> None:
 
 def test_noise_is_no_reason_to_pad() -> None:
     """Rows that say nothing are real work: a size measured a little too fast must not draw all smaller steps to it."""
-    curve = StepCurve((1, 4, 5, 64), (1.0, 1.2, 1.15, 3.0), 1.0)
+    curve = StepTimes((1, 4, 5, 64), (1.0, 1.2, 1.15, 3.0), 1.0)
     assert [curve.padded(rows) for rows in range(1, 65)] == list(range(1, 65))
 
 
@@ -68,13 +69,13 @@ def test_prices_are_what_a_further_row_costs_at_least() -> None:
 def test_a_curve_that_is_none_is_refused(rows: tuple[int, ...], seconds: tuple[float, ...], plain_s: float) -> None:
     """A cut cache file would steer every step."""
     with pytest.raises(ValueError, match="a step curve has"):
-        StepCurve(rows, seconds, plain_s)
+        StepTimes(rows, seconds, plain_s)
 
 
 def test_bearable_rows() -> None:
     """They say how much a text's steps may leave in the pool."""
-    assert StepCurve((1, 17, 120), (1.0, 2.0, 30.0), 1.0).bearable == 17
-    assert flat(1.0, 120).bearable == 120 and StepCurve((1, 9), (3.0, 4.0), 1.0).bearable == 1
+    assert StepTimes((1, 17, 120), (1.0, 2.0, 30.0), 1.0).bearable == 17
+    assert flat(1.0, 120).bearable == 120 and StepTimes((1, 9), (3.0, 4.0), 1.0).bearable == 1
 
 
 def test_measure_alternates_and_takes_the_least() -> None:
@@ -97,7 +98,7 @@ def test_measure_alternates_and_takes_the_least() -> None:
 def test_ranks_take_rank_0s_times() -> None:
     """Each rank's own clock would choose another budget on each."""
 
-    def body(context: ParallelContext) -> StepCurve:
+    def body(context: ParallelContext) -> StepTimes:
         return measure(lambda rows: (1 + context.rank) * (1e-3 + 1e-4 * rows), 32, context)
 
     curves = run_lockstep(3, body)
@@ -107,9 +108,9 @@ def test_ranks_take_rank_0s_times() -> None:
 def test_the_cache_is_one_of_model_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A curve of another model or thread count is wrong; one measured again for every prompt costs seconds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made: list[StepCurve] = []
+    made: list[StepTimes] = []
 
-    def fresh() -> StepCurve:
+    def fresh() -> StepTimes:
         made.append(flat(0.01 * (len(made) + 1), 9))
         return made[-1]
 
@@ -144,14 +145,14 @@ def test_a_decoders_curve_is_of_its_steps(tmp_path: Path, monkeypatch: pytest.Mo
     """Sizes that the loop does not really run would have times of smaller ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run: list[int] = []
-    forward = lp.decoding.lookahead.ModelRunner.forward
+    forward = lp.engine.lookahead.ModelRunner.forward
 
     def counted(self: Any, tokens: list[int], *args: Any, capture: bool = True) -> Any:
         if capture:
             run.append(len(tokens))
         return forward(self, tokens, *args, capture=capture)
 
-    monkeypatch.setattr(lp.decoding.lookahead.ModelRunner, "forward", counted)
+    monkeypatch.setattr(lp.engine.lookahead.ModelRunner, "forward", counted)
     config = lp.LookaheadConfig(adaptive=True, window_size=4, guess_set_size=20)
     curve = lp.LookaheadDecoder(tiny_model(), config).curve
     assert curve is not None and curve.rows == (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -172,17 +173,17 @@ def test_the_key_knows_what_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) ->
     """Ranks that are threads or on two nodes, a pool without numba or learning: a curve of one is not for all."""
     keys: list[str] = []
 
-    def noted(parts: Any, *others: Any) -> StepCurve:
+    def noted(parts: Any, *others: Any) -> StepTimes:
         keys.append(repr(parts))
         return flat(0.01, 9)
 
-    monkeypatch.setattr("lp.decoding.timing.remembered", noted)
+    monkeypatch.setattr("lp.engine.step_timing.remembered", noted)
     model, config = tiny_model(), lp.LookaheadConfig(adaptive=True)
     lp.LookaheadDecoder(model, config)
     lp.LookaheadDecoder(model, config, ParallelContext(backend="gloo"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     lp.LookaheadDecoder(model, config)
-    monkeypatch.setattr("lp.tuner.curve.COMPILED", "otherwise")
+    monkeypatch.setattr("lp.budget.step_times.COMPILED", "otherwise")
     lp.LookaheadDecoder(model, config)
     lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=True, learn=False))
     lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=True, learn=False, pool_scope="session", pool_file="x"))
@@ -201,14 +202,14 @@ def test_a_curve_reaches_the_largest_step(tmp_path: Path, monkeypatch: pytest.Mo
 def test_sigterm_while_measuring_is_no_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The app ends with 0 where it was asked to end, and with 130 after Ctrl-C."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forward = lp.decoding.lookahead.ModelRunner.forward
+    forward = lp.engine.lookahead.ModelRunner.forward
 
     def stopped(self: Any, *args: Any, **options: Any) -> Any:
         if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DeferredSignals):
             signal.raise_signal(signal.SIGTERM)
         return forward(self, *args, **options)
 
-    monkeypatch.setattr(lp.decoding.lookahead.ModelRunner, "forward", stopped)
+    monkeypatch.setattr(lp.engine.lookahead.ModelRunner, "forward", stopped)
     with pytest.raises(Terminated):
         lp.LookaheadDecoder(tiny_model(), lp.LookaheadConfig(adaptive=True, guess_set_size=4))
     assert not [*tmp_path.rglob("*.json")]
@@ -217,7 +218,7 @@ def test_sigterm_while_measuring_is_no_ctrl_c(tmp_path: Path, monkeypatch: pytes
 def test_a_rank_that_fails_while_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says why; the others end in order, as they do in a text."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forward, ended, first = lp.decoding.lookahead.ModelRunner.forward, dict[int, str](), tiny_model()
+    forward, ended, first = lp.engine.lookahead.ModelRunner.forward, dict[int, str](), tiny_model()
     models = [first, deepcopy(first)]
 
     def body(context: ParallelContext) -> None:
@@ -226,7 +227,7 @@ def test_a_rank_that_fails_while_steps_are_timed(tmp_path: Path, monkeypatch: py
                 raise RuntimeError("this device is gone")
             return forward(self, tokens, *args, **kwargs)
 
-        monkeypatch.setattr(lp.decoding.lookahead.ModelRunner, "forward", failing)
+        monkeypatch.setattr(lp.engine.lookahead.ModelRunner, "forward", failing)
         try:
             lp.LookaheadDecoder(models[context.rank], lp.LookaheadConfig(adaptive=True), context)
         except BaseException as error:

@@ -11,7 +11,7 @@ import torch
 from transformers import MaxTimeCriteria, StoppingCriteria
 
 import lp
-from lp.decoding.stopping import Stopping
+from lp.engine.stopping import Stopping
 from lp.models.runner import ModelRunner
 from tests.tiny_models import CONTEXT, VOCABULARY, plain_greedy, tiny_model
 

@@ -10,10 +10,10 @@ import torch
 from transformers import StopStringCriteria
 
 import lp
-from lp.bench.compare import first_difference, logit_gap
-from lp.bench.prompts import load_builtin, load_jsonl
-from lp.distributed import run_lockstep
+from launch.bench.compare import first_difference, logit_gap
+from launch.bench.prompts import load_builtin, load_jsonl
 from lp.models.loader import DEMO_MODEL, Loaded, load
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import plain_greedy
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))

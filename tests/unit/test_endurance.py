@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import lp
-from lp.bench.endurance import endure
+from launch.bench.endurance import endure
 from tests.conftest import LONG
 from tests.tiny_models import tiny_model
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from lp.config import LookaheadConfig
-from lp.lookahead import exchange
-from lp.lookahead.exchange import RowShape, Stop
-from lp.lookahead.layout import full_layout
-from lp.lookahead.sharding import ShardPlan
+from lp.draft.layout import largest_layout
+from lp.parallel import message
+from lp.parallel.message import MessageShape, Stop
+from lp.parallel.sharding import ShardPlan
 from tests.layouts import chains, drawn_layout, layout_of
 
 LARGEST_TOKEN = 2**21 - 1
 
 
-def trade(rows: list[torch.Tensor], shape: RowShape, step: int = 0) -> tuple[torch.Tensor, int]:
+def trade(rows: list[torch.Tensor], shape: MessageShape, step: int = 0) -> tuple[torch.Tensor, int]:
     """What rank 0 gathers, and by how many collectives."""
     parts = [row.split(shape.size) for row in rows]
     calls = 0
@@ -31,18 +31,18 @@ def trade(rows: list[torch.Tensor], shape: RowShape, step: int = 0) -> tuple[tor
         assert torch.equal(mine, parts[0][calls - 1])
         return torch.stack([part[calls - 1] for part in parts])  # fails, as a collective would, where sizes differ
 
-    return exchange.gather(rows[0], shape, all_gather, step), calls
+    return message.gather(rows[0], shape, all_gather, step), calls
 
 
 def packed(
-    plan: ShardPlan, said: dict[int, int], tops: dict[int, list[int]], shape: RowShape, flags: list[Stop]
+    plan: ShardPlan, said: dict[int, int], tops: dict[int, list[int]], shape: MessageShape, flags: list[Stop]
 ) -> list[torch.Tensor]:
     """The rows of all ranks; rank r keeps 10 + r tokens, of which rank 0's number counts."""
     rows = []
     for rank, mine in enumerate(plan.reads):
         tokens = torch.tensor([said[slot] for slot in mine]).long()
         harvest = torch.tensor([tops[slot] for slot in mine]).long().view(len(mine), shape.harvest)
-        rows.append(exchange.pack((7, int(flags[rank]), 10 + rank), tokens, harvest, plan, shape))
+        rows.append(message.pack((7, int(flags[rank]), 10 + rank), tokens, harvest, plan, shape))
     return rows
 
 
@@ -59,14 +59,14 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
         layout, ranks = drawn_layout(rng), 1 + seed % 5
         plan = ShardPlan.build(layout, ranks)
         # Too small a row must cost a collective, nothing else.
-        shape = RowShape(rng.choice([1, 3, 9, 300]), harvest=rng.choice([0, 0, 1, 3, 16]))
+        shape = MessageShape(rng.choice([1, 3, 9, 300]), harvest=rng.choice([0, 0, 1, 3, 16]))
         said = {slot: rng.choice([0, LARGEST_TOKEN, rng.randrange(10**5)]) for slot in layout.reads}
         tops = {slot: [drawn_top(rng) for _ in range(shape.harvest)] for slot in layout.reads}
         flags = [rng.choice([Stop.NONE, Stop.NONE, Stop.INTERRUPTED, Stop.EOS, Stop.FAILED]) for _ in range(ranks)]
         rows = packed(plan, said, tops, shape, flags)
         gathered, calls = trade(rows, shape)
         assert len({len(row) for row in rows}) == 1 and calls == -(-len(rows[0]) // shape.size)
-        read, harvest, told, keep = exchange.unpack(gathered, plan, layout, shape)
+        read, harvest, told, keep = message.unpack(gathered, plan, layout, shape)
         assert read == said
         assert list(read) == layout.reads, "an order that depends on the ranks would reach the pool"
         assert harvest.dtype == np.int64 and harvest.shape == (len(layout.reads), shape.harvest)
@@ -88,17 +88,17 @@ def test_a_digest_that_differs_names_ranks_and_step(digests: list[int], odd: str
     """Someone must find the rank, so the message has to name it, also where that rank is 0."""
     rows = [torch.tensor([digest, 0, 0, 0, 0]) for digest in digests]
     with pytest.raises(RuntimeError, match=f"rank {odd} differs from rank {rest} at step 17"):
-        trade(rows, RowShape(6, 0), step=17)
+        trade(rows, MessageShape(6, 0), step=17)
 
 
 def test_digests_are_compared_before_sizes_matter() -> None:
     """A rank whose candidates differ needs another size; it must be told apart, not hang or tear the collective."""
     few, many = layout_of(0, 5, []), layout_of(0, 5, chains(15, 4))
-    shape, rows = RowShape(2, 2), []
+    shape, rows = MessageShape(2, 2), []
     for digest, layout in ((1, few), (2, many)):
         plan = ShardPlan.build(layout, 2)
         reads = len(plan.reads[0])
-        rows.append(exchange.pack((digest, 0, 0), torch.zeros(reads).long(), torch.zeros(reads, 2).long(), plan, shape))
+        rows.append(message.pack((digest, 0, 0), torch.zeros(reads).long(), torch.zeros(reads, 2).long(), plan, shape))
     assert len(rows[0]) != len(rows[1])
     with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 at step 3"):
         trade(rows, shape, step=3)
@@ -106,15 +106,15 @@ def test_digests_are_compared_before_sizes_matter() -> None:
 
 def test_a_vocabulary_too_large_to_pack_is_refused() -> None:
     """A token of more bits would change the one beside it."""
-    exchange.check_vocabulary(LARGEST_TOKEN)  # the largest id says that a row has none
+    message.check_vocabulary(LARGEST_TOKEN)  # the largest id says that a row has none
     with pytest.raises(ValueError, match="2097152 tokens"):
-        exchange.check_vocabulary(LARGEST_TOKEN + 1)
+        message.check_vocabulary(LARGEST_TOKEN + 1)
 
 
-def shape_of(config: LookaheadConfig, ranks: int) -> RowShape:
+def shape_of(config: LookaheadConfig, ranks: int) -> MessageShape:
     """A rank's row, as the decode loop chooses it."""
-    full = full_layout(config)
-    return RowShape.of(ShardPlan.build(full, ranks), config.recycled)
+    full = largest_layout(config)
+    return MessageShape.of(ShardPlan.build(full, ranks), config.recycled)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
@@ -131,14 +131,14 @@ def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int, depth: i
     """
     config = LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=depth, recycled=0)
     size = shape_of(config, ranks).size
-    full = ShardPlan.build(full_layout(config), ranks)
-    assert size <= full.most_reads + 16
+    full = ShardPlan.build(largest_layout(config), ranks)
+    assert size <= full.max_owned + 16
     if ranks > 1 and g <= 15 and (w or depth is None):
         bare = ShardPlan.build(layout_of(w, n, []), ranks)
-        assert size <= bare.most_reads + 16
-    room = full.most_reads + exchange.SPARE_READS
+        assert size <= bare.max_owned + 16
+    room = full.max_owned + message.SPARE_READS
     for k in (1, 16):
-        assert shape_of(replace(config, recycled=k), ranks).size == exchange.HEADER + -(-room // 3) + room * k
+        assert shape_of(replace(config, recycled=k), ranks).size == message.HEADER + -(-room // 3) + room * k
 
 
 def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range]) -> None:
@@ -154,7 +154,7 @@ def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range
         for _ in range(100):
             path = [1000 + min(int(rng.expovariate(0.7)), kinds) for _ in range(config.depth)]
             more = nodes | {tuple(path[: k + 1]) for k in range(len(path))}
-            if len(more) <= config.row_budget:
+            if len(more) <= config.draft_budget:
                 paths, nodes = [*paths, path], more
         ranks = rng.randint(1, 8)
         plan = ShardPlan.build(layout_of(config.window_size, config.ngram_size, paths), ranks)
@@ -165,24 +165,24 @@ def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range
 
 def test_a_single_rank_hears_itself() -> None:
     """Ctrl-C in a step that guesses nothing must not be lost for want of another rank."""
-    header, token, shape = (7, Stop.INTERRUPTED, 5), torch.tensor([42]), RowShape(3, 0)
+    header, token, shape = (7, Stop.INTERRUPTED, 5), torch.tensor([42]), MessageShape(3, 0)
 
     def all_gather(row: torch.Tensor) -> torch.Tensor:
         return row[None]
 
-    one, packed = (exchange.agree(header, token, shape, all_gather, 0, ranks) for ranks in (1, 2))
+    one, packed = (message.agree(header, token, shape, all_gather, 0, ranks) for ranks in (1, 2))
     assert one == packed == (42, Stop.INTERRUPTED, 5)
 
 
 def test_ranks_agree_on_a_plain_step() -> None:
     """Any rank may ask to stop; of what is kept and which token came, rank 0's word counts."""
     told = [(7, Stop.CRITERIA, 4), (7, Stop.NONE, 5), (7, Stop.INTERRUPTED, 6)]
-    rows, shape = list[torch.Tensor](), RowShape(3, 0)
+    rows, shape = list[torch.Tensor](), MessageShape(3, 0)
 
     def all_gather(row: torch.Tensor) -> torch.Tensor:
         rows.append(row)
         return torch.stack(rows) if len(rows) == 3 else row[None]
 
     for rank, header in enumerate(told):
-        heard = exchange.agree(header, torch.tensor([40 + rank]), shape, all_gather, 0, 3)
+        heard = message.agree(header, torch.tensor([40 + rank]), shape, all_gather, 0, 3)
     assert heard == (40, Stop.CRITERIA | Stop.INTERRUPTED, 4)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lp.cache import StaticKVCache
+from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from tests.conftest import LONG
 from tests.fuzzing import Case, drawn, run

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.config import Attention, Capture
-from lp.models.graph import BUCKETS, CapturedSteps, CaptureFailed
+from lp.models.captured_steps import BUCKETS, CapturedSteps, CaptureFailed
 from lp.models.runner import ModelRunner
 from tests.layouts import drawn_layout
 from tests.tiny_models import drawn_text, tiny_model

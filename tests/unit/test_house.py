@@ -15,19 +15,24 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [
     {"lp.checks"},
     {"lp.config"},
-    {"lp.rendezvous"},
-    {"lp.distributed", "lp.lookahead"},
-    {"lp.attention", "lp.cache"},
-    {"lp.models", "lp.tuner"},
-    {"lp.decoding"},
-    {"lp.baselines", "lp.bench"},
+    {"lp.parallel.rendezvous"},
+    {"lp.parallel.context", "lp.draft"},
+    {"lp.attention", "lp.models.kv_cache"},
+    {"lp.models", "lp.budget"},
+    {"lp.engine"},
+    {"launch.bench.baselines", "lp.bench"},
     {"lp"},  # lp/__init__.py: the public names
     {"launch"},
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # What only these parts may import.
-KEEPERS = {"hydra": "launch", "omegaconf": "launch", "deepspeed": "lp.baselines", "accelerate": "lp.baselines"}
-FORBIDDEN = {"lp.lookahead": ["transformers", "torch.distributed"]}
+KEEPERS = {
+    "hydra": "launch",
+    "omegaconf": "launch",
+    "deepspeed": "launch.bench.baselines",
+    "accelerate": "launch.bench.baselines",
+}
+FORBIDDEN = {"lp.draft": ["transformers", "torch.distributed"]}
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -101,7 +106,7 @@ def test_imports_only_lower_layers(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "line", "is_breach"),
     [
-        ("lp/config.py", "from lp.lookahead.window import LookaheadWindow", True),
+        ("lp/config.py", "from lp.draft.window import LookaheadWindow", True),
         ("lp/lookahead/window.py", "from lp.config import LookaheadConfig", False),
         ("lp/lookahead/window.py", "from . import pool", False),
         ("lp/lookahead/window.py", "from ..models import runner", True),

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lp.bench.hub import load_hub
-from lp.bench.prompts import Prompt
+from launch.bench.hub import load_hub
+from launch.bench.prompts import Prompt
 
 RECORDS = [{"article": f"text {i} {{brace}}", "turns": [f"first {i}", "second"], "gold": i} for i in range(4)]
 

@@ -13,10 +13,10 @@ import torch
 import transformers as tf
 
 import lp
-from lp.bench.profile import Plan
+from launch.bench.profile import Plan
 from lp.config import PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
-from lp.decoding.journal import Journal
-from lp.decoding.sampling import plain_settings
+from lp.engine.journal import Journal
+from lp.sampling.sampler import plain_settings
 from tests.tiny_models import plain_greedy, tiny_model
 
 IDS = [5, 6, 7, 1, 2, 3, 9, 12]

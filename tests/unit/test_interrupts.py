@@ -14,10 +14,11 @@ import pytest
 from transformers import PreTrainedModel
 
 import lp
-from lp.baselines.hf_generate import HFGenerateDecoder
-from lp.decoding.journal import Journal
-from lp.decoding.signals import DeferredSignals, Terminated, asked_to_end
-from lp.distributed import ParallelContext, run_lockstep
+from launch.bench.baselines.hf_generate import HFGenerateDecoder
+from lp.engine.journal import Journal
+from lp.engine.signals import DeferredSignals, Terminated, asked_to_end
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import plain_greedy, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5)
@@ -120,7 +121,7 @@ def test_ranks_raise_together(got: int, model: PreTrainedModel, monkeypatch: pyt
             signals[threading.get_ident()] = self
             return super().__enter__()
 
-    monkeypatch.setattr("lp.decoding.base.DeferredSignals", Noted)
+    monkeypatch.setattr("lp.engine.decoder.DeferredSignals", Noted)
 
     def body(context: ParallelContext) -> lp.Interrupted:
         def on_tokens(tokens: list[int], step: int) -> None:

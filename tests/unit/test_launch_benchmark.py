@@ -20,14 +20,15 @@ from transformers import AutoTokenizer
 
 import launch.app
 import lp
+from launch.bench.records import load_rows
+from launch.bench.summary import totals
 from launch.bench_session import KeptModel, on_main, open_bench
 from launch.benchmark import benchmark
 from launch.schema import BenchmarkConfig
-from lp.bench.rows import load_rows
-from lp.bench.summary import totals
-from lp.decoding.signals import Terminated
-from lp.distributed import ParallelContext, run_lockstep
+from lp.engine.signals import Terminated
 from lp.models.loader import Loaded, load
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.unit.conftest import Ran
 
 SMALL = ["model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "limit=3"]

@@ -20,8 +20,9 @@ from launch.schema import AutoregressiveSchema, ChatConfig, GreedySchema
 from launch.settings import Settings
 from launch.stream import Pen
 from lp.checks import check_int
-from lp.distributed import ParallelContext, run_lockstep
 from lp.models.loader import load
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.unit.conftest import CONTEXT, Ran
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=12")
@@ -251,7 +252,7 @@ def test_a_rank_that_fails_alone_stays_in_step(
     chat_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, bad: set[int]
 ) -> None:
     """As one without room for the cache does: it took the others' answer for the next line, and the chat hung."""
-    monkeypatch.setattr("lp.distributed.DEFAULT_TIMEOUT_S", 20)
+    monkeypatch.setattr("lp.parallel.context.DEFAULT_TIMEOUT_S", 20)
     loaded = load(chat_folder)
     capfd.readouterr()
     config = ChatConfig(decoder=AutoregressiveSchema(), sampling=GreedySchema(), max_new_tokens=4)

@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 
 import launch.generate
 import lp
+from launch.bench.prompts import load_builtin
 from launch.schema import AttentionSchema, Config, ModelSchema, settings
 from launch.stream import STEP_COLOURS, Pen
-from lp.bench.prompts import load_builtin
 from lp.models.loader import DEMO_MODEL
 from tests.conftest import Processes, read_until
 from tests.unit.conftest import Ran, save_tiny_model

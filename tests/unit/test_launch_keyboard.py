@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from launch.keyboard import Keyboard
-from lp.distributed import ParallelContext, _ProcessContext, run_lockstep
-from lp.rendezvous import RankLost
+from lp.parallel.context import ParallelContext, _ProcessContext
+from lp.parallel.lockstep import run_lockstep
+from lp.parallel.rendezvous import RankLost
 
 
 class Terminal(io.StringIO):
@@ -132,7 +133,7 @@ def test_a_rank_lost_while_the_others_wait_is_named(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("torch.distributed.broadcast", closed)
     monkeypatch.setattr("torch.distributed.new_group", lambda **options: None)
-    monkeypatch.setattr("lp.distributed.silent_ranks", lambda rank, world_size: [1])
+    monkeypatch.setattr("lp.parallel.context.silent_ranks", lambda rank, world_size: [1])
     with pytest.raises(RankLost, match=r"rank 1 does not answer, so rank 0 stops \(Connection closed by peer\)"):
         _ProcessContext(world_size=2, backend="gloo").share_text("line")
 

@@ -86,7 +86,7 @@ def test_a_bad_setting_is_one_line(launch_profile: Callable[..., Ran], overrides
 
 def test_a_model_larger_than_memory(launch_profile: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, caches and what is copied, before a byte of them is made."""
-    monkeypatch.setattr("lp.models.shapes.free_bytes", lambda device: 10**9)
+    monkeypatch.setattr("launch.bench.shapes.free_bytes", lambda device: 10**9)
     ran = launch_profile("model=llama2_70b")
     assert ran.code == 2 and "bytes needed, 1000000000 free" in ran.err
 
@@ -94,7 +94,7 @@ def test_a_model_larger_than_memory(launch_profile: Callable[..., Ran], monkeypa
 def test_torchrun_names_the_rank(launch_profile: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for another rank than it runs, the app must not say that it measured that one."""
     import launch.profile
-    from lp.distributed import ParallelContext
+    from lp.parallel.context import ParallelContext
 
     monkeypatch.setattr(launch.profile, "open_context", lambda config: ParallelContext(rank=1, world_size=2))
     ran = launch_profile("R=4")

@@ -16,8 +16,8 @@ import torch
 import transformers as tf
 
 import lp
+from lp.models.digests import model_digests
 from lp.models.loader import load
-from lp.models.replicas import model_digests
 from lp.models.support import check_supported, inexact_quantisation
 from tests.architectures import draw
 from tests.tiny_models import plain_greedy, tiny_config, tiny_model

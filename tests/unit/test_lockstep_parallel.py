@@ -14,11 +14,12 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import lp
-from lp.decoding.generation import Generation
-from lp.distributed import ParallelContext, run_lockstep
-from lp.lookahead.candidates import TokenTree
+from lp.budget.step_times import StepTimes
+from lp.draft.tree import DraftTree
+from lp.engine.step import Generation
 from lp.models.loader import DEMO_MODEL
-from lp.tuner.curve import StepCurve
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.pools import drawn_curve, drawn_switches
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
@@ -32,7 +33,7 @@ def on_ranks(
     ids: list[int],
     new: int,
     by_rank: Callable[[int], dict[str, Any]] = lambda rank: {},
-    curve: StepCurve | None = None,
+    curve: StepTimes | None = None,
     **kwargs: Any,
 ) -> list[lp.GenerationOutput | BaseException]:
     """What `generate` gave on every rank: its output, or what it raised."""
@@ -91,7 +92,7 @@ def _corrupt(generation: Any, what: str) -> bool:
     elif what == "window":
         generation.window.rows[1][2] ^= 1
     else:
-        tree = TokenTree(1)
+        tree = DraftTree(1)
         tree.add([VOCABULARY - 1])
         generation.source.propose = lambda *asked: tree
     return True
@@ -125,7 +126,7 @@ def test_a_corrupted_token_stops_the_job(ranks: int, bad: int, what: str, monkey
 @pytest.mark.parametrize("when", ["first", "third", "last"])
 def test_a_failing_callback_stops_every_rank(bad: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that wait for one that has left hang until a timeout."""
-    monkeypatch.setattr("lp.distributed.DEFAULT_TIMEOUT_S", 20)
+    monkeypatch.setattr("lp.parallel.context.DEFAULT_TIMEOUT_S", 20)
     model, ids, new = tiny_model(), drawn_text(random.Random(5), 30), 24
     alone = lp.LookaheadDecoder(model, SHAPE).generate(ids, new)
     step = {"first": 0, "third": 2, "last": alone.steps - 1}[when]
@@ -187,7 +188,7 @@ def test_a_criterion_of_rank_0_stops_every_rank() -> None:
 
 def test_a_failing_criterion_stops_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a failing callback, but where the text is checked."""
-    monkeypatch.setattr("lp.distributed.DEFAULT_TIMEOUT_S", 20)
+    monkeypatch.setattr("lp.parallel.context.DEFAULT_TIMEOUT_S", 20)
     model, ids = tiny_model(), drawn_text(random.Random(7), 30)
     outputs = on_ranks(2, model, SHAPE, ids, 40, lambda rank: {"stopping_criteria": [_OnCall(5, lambda: bool(1 // 0))]})
     assert isinstance(outputs[0], ZeroDivisionError)

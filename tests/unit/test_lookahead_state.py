@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lp.lookahead.candidates import TokenTree
-from lp.lookahead.layout import StepLayout, ancestors
-from lp.lookahead.sources import PromptLookup
-from lp.lookahead.verify import walk
-from lp.lookahead.window import LookaheadWindow
+from lp.draft.layout import StepLayout, ancestors
+from lp.draft.prompt_lookup import PromptLookup
+from lp.draft.tree import DraftTree
+from lp.draft.verify import walk
+from lp.draft.window import LookaheadWindow
 from tests.layouts import NOTHING
 
 
-def _tree(*paths: list[int], budget: int = 100) -> TokenTree:
-    tree = TokenTree(budget)
+def _tree(*paths: list[int], budget: int = 100) -> DraftTree:
+    tree = DraftTree(budget)
     for path in paths:
         tree.add(path)
     return tree
 
 
-def _layout(w: int, n: int, tree: TokenTree, limit: int = 10**6, position: int = 9) -> StepLayout:
+def _layout(w: int, n: int, tree: DraftTree, limit: int = 10**6, position: int = 9) -> StepLayout:
     window = LookaheadWindow(w, n, [5])
     window.rows = [[100 * k + j for j in range(w)] for k in range(n - 1)]  # every entry says where it stands
     return StepLayout(window, tree, 5, position, limit)
@@ -80,12 +80,12 @@ def test_layout_positions_and_visibility() -> None:
             assert layout.positions[slot] == 20 + j + k
             seen = {layout.slot(0, i) for i in range(j + 1)} | {layout.slot(i, j) for i in range(1, k + 1)}
             assert set(np.flatnonzero(visible[slot])) == seen
-    own = range(layout.n_window, len(layout))
+    own = range(layout.num_window, len(layout))
     assert [layout.tokens[s] for s in own] == [41, 42, 43, 49, 50]  # 100, 200 are column 0's slots already
     for slot in own:
         assert layout.positions[slot] == layout.positions[layout.parents[slot]] + 1
         assert set(np.flatnonzero(visible[slot])) == set(layout.path(slot))
-    assert layout.parents[layout.n_window + 4] == layout.slot(2, 0)
+    assert layout.parents[layout.num_window + 4] == layout.slot(2, 0)
 
 
 @pytest.mark.parametrize("w", [0, 1, 5])
@@ -96,8 +96,8 @@ def test_layout_stays_below_the_limit(w: int, n: int, room: int) -> None:
     layout = _layout(w, n, _tree([1, 2, 3, 4, 5]), limit=10 + room, position=9)
     assert max(layout.positions) < 10 + room
     assert layout.positions[0] == 9 and 0 in layout.reads
-    assert len(layout.last_row()) == layout.columns <= w
-    assert set(layout.last_row()) <= set(layout.reads)
+    assert len(layout.last_level()) == layout.columns <= w
+    assert set(layout.last_level()) <= set(layout.reads)
     assert layout.reads == sorted(set(layout.reads))
 
 
@@ -114,7 +114,7 @@ def test_walk_follows_the_truth_only() -> None:
     layout = _layout(3, 3, _tree([1, 2, 3], [4, 5]))
     read = dict.fromkeys(layout.reads, 77)
     assert walk(layout, read).tokens == [77]
-    node = {layout.tokens[s]: s for s in range(layout.n_window, len(layout))}
+    node = {layout.tokens[s]: s for s in range(layout.num_window, len(layout))}
     read |= {0: 4, node[4]: 5, node[5]: 6}
     outcome = walk(layout, read)
     assert (outcome.tokens, outcome.path, outcome.accepted) == ([4, 5, 6], [0, node[4], node[5]], 2)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import lp
-from lp.distributed import ParallelContext, run_lockstep
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=16, ngram_size=3, guess_set_size=40)
@@ -42,7 +43,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
         return made
 
     monkeypatch.setattr(torch.Tensor, "new_empty", limited)
-    monkeypatch.setattr("lp.decoding.memory.free_bytes", lambda at: device.free)
+    monkeypatch.setattr("lp.engine.memory.free_bytes", lambda at: device.free)
     monkeypatch.setattr("lp.models.runner.check_tree_mask", lambda runner: None)  # it has a cache of its own
     yield device
     assert device.taken
@@ -83,7 +84,7 @@ def test_what_no_shape_can_mend(room: Room) -> None:
 
 def test_one_rank_without_room_tells_the_others(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would wait in the prefill's broadcast, or in the first step, until the time limit."""
-    monkeypatch.setattr("lp.distributed.DEFAULT_TIMEOUT_S", 20)
+    monkeypatch.setattr("lp.parallel.context.DEFAULT_TIMEOUT_S", 20)
     model, room.free = tiny_model(), 0
 
     def body(context: ParallelContext) -> lp.GenerationOutput | BaseException:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from lp.lookahead import compiled, mixture
-from lp.lookahead.candidates import TokenTree
-from lp.lookahead.compiled import U64
-from lp.lookahead.mixture import FEATURES, FLOOR, GAPS, RATE, RECYCLED_0
-from lp.lookahead.noise import _keyed, gumbel, sequence_key
+from lp import compiled
+from lp.compiled import U64
+from lp.draft.pool import mixture
+from lp.draft.pool.mixture import FEATURES, FLOOR, GAPS, RATE, RECYCLED_0
+from lp.draft.tree import DraftTree
+from lp.sampling.noise import _keyed, gumbel, sequence_key
 from tests.pools import TEXT_ONLY, Ballot, ballot, drawn_step, empty_tables, harvested, pool_of, reads_of
 
 
@@ -57,9 +58,9 @@ def test_chances_add_up_to_one() -> None:
         pool, text = _drawn_pool(random.Random(seed))
         seen = ballot(pool, text)
         sources |= seen.sources()
-        assert math.fsum(seen.chances) == pytest.approx(1, abs=1e-12) and min(seen.chances) > 0
-        assert len(set(seen.tokens)) == len(seen.tokens) == len(seen.chances) - 1
-        for token, chance in zip(seen.tokens, seen.chances, strict=False):
+        assert math.fsum(seen.accept_probs) == pytest.approx(1, abs=1e-12) and min(seen.accept_probs) > 0
+        assert len(set(seen.tokens)) == len(seen.tokens) == len(seen.accept_probs) - 1
+        for token, chance in zip(seen.tokens, seen.accept_probs, strict=False):
             assert chance == pytest.approx(math.exp(seen.log_chance(pool._tables.weights, token)), rel=1e-7)
     assert sources == {"text", "window", "guess", "recycled"}
 
@@ -90,16 +91,16 @@ def test_tree_is_the_likeliest_within_its_budget() -> None:
         paid = sum(path not in chains for path in paths)
         assert len(set(paths)) == len(paths) and paid <= budget
         assert max(map(len, paths), default=0) <= depth
-        assert tree.chances == sorted(tree.chances, reverse=True)
-        assert all(chance >= FLOOR for chance in tree.chances)
-        for chance, parent in zip(tree.chances, tree.parents, strict=True):
-            assert chance <= (tree.chances[parent] if parent >= 0 else 1)
+        assert tree.accept_probs == sorted(tree.accept_probs, reverse=True)
+        assert all(chance >= FLOOR for chance in tree.accept_probs)
+        for chance, parent in zip(tree.accept_probs, tree.parents, strict=True):
+            assert chance <= (tree.accept_probs[parent] if parent >= 0 else 1)
         if not row and budget:
             # Nothing likelier was left out: what is proposed at twice the budget begins the same.
             more = pool.propose(text, 2 * budget)
             assert (more.tokens[: len(tree)], more.parents[: len(tree)]) == (tree.tokens, tree.parents)
         if at := tree.tokens and ballot(pool, text):
-            assert tree.tokens[0] == at.tokens[int(np.argmax(at.chances[:-1]))]
+            assert tree.tokens[0] == at.tokens[int(np.argmax(at.accept_probs[:-1]))]
         free_nodes, full = free_nodes + len(paths) - paid, full + (paid == budget > 0)
     assert free_nodes > 50 and full > 50
 
@@ -109,11 +110,11 @@ def test_node_chance_is_the_product_along_its_path() -> None:
     for seed in range(30):
         pool, text = _drawn_pool(random.Random(seed))
         tree = pool.propose(text, 30)
-        for path, chance in zip(_paths(tree.tokens, tree.parents), tree.chances, strict=True):
+        for path, chance in zip(_paths(tree.tokens, tree.parents), tree.accept_probs, strict=True):
             product = 1.0
             for depth, token in enumerate(path):
                 at = ballot(pool, [*text, *path[:depth]])
-                product *= at.chances[at.tokens.index(token)]
+                product *= at.accept_probs[at.tokens.index(token)]
             assert chance == pytest.approx(product, rel=1e-9)
 
 
@@ -129,7 +130,7 @@ def test_what_is_always_right_is_believed(right: str) -> None:
         slots = [(c, -1, following), (following, 0, guess)]
         pool.observe(text, 1, reads_of(len(text) - 2, slots, harvested([[], []]), [(c, following, window)]))
         seen = ballot(pool, text)
-        by_token = dict(zip(seen.tokens, seen.chances, strict=False))
+        by_token = dict(zip(seen.tokens, seen.accept_probs, strict=False))
         assert set(by_token) == {truth, wrong}
         before = before or by_token
         text.append(truth)
@@ -209,9 +210,9 @@ def test_recycled_logits_guess_under_the_noise_of_their_position(noise: tuple[in
 
 def test_what_a_tree_foretold() -> None:
     """Two branches of which one is true for two tokens; the step's last token is the model's own."""
-    tree = TokenTree(9)
-    tree.tokens, tree.parents, tree.chances = [5, 6, 7, 8], [-1, -1, 1, 2], [0.2, 0.5, 0.4, 0.1]
+    tree = DraftTree(9)
+    tree.tokens, tree.parents, tree.accept_probs = [5, 6, 7, 8], [-1, -1, 1, 2], [0.2, 0.5, 0.4, 0.1]
     assert tree.foretold([6, 7, 9]) == (pytest.approx(0.7 + 0.8 + 0.25), 2)
     assert tree.foretold([6, 7, 8, 1]) == (pytest.approx(0.7 + 0.8 + 0.25), 3), "nothing was promised behind the end"
     assert tree.foretold([9]) == (pytest.approx(0.7), 0)
-    assert TokenTree(0).foretold([1]) == (0.0, 0)
+    assert DraftTree(0).foretold([1]) == (0.0, 0)

@@ -8,32 +8,23 @@ from copy import deepcopy
 from itertools import count
 
 import lp
-from lp.decoding.sampling import Chooser
-from lp.lookahead.candidates import TokenTree
-from lp.tuner.budget import (
-    CAUTION,
-    HOT_NAP,
-    LEAST_TRUE,
-    LESSON,
-    RETRIAL,
-    SHORTEST_NAP,
-    TRIAL,
-    AdaptiveBudget,
-)
-from lp.tuner.curve import StepCurve, flat
+from lp.budget.policy import CAUTION, HOT_NAP, LEAST_TRUE, LESSON, RETRIAL, SHORTEST_NAP, TRIAL, AdaptiveBudget
+from lp.budget.step_times import StepTimes, flat
+from lp.draft.tree import DraftTree
+from lp.sampling.sampler import Sampler
 from tests.tiny_models import tiny_model
 
-NOTHING = TokenTree(0)
+NOTHING = DraftTree(0)
 NEW = count(10_000)  # tokens that no text had
-LOSING = StepCurve((1, 120), (1.08, 30.0), 1.0)  # guessing alone costs 8 %
+LOSING = StepTimes((1, 120), (1.08, 30.0), 1.0)  # guessing alone costs 8 %
 
 
 def test_belief_comes_back_without_rows() -> None:
     """Chances that are not believed keep every row out, and without rows nothing shows that they are true again."""
-    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 100), (0.01, 0.31), 0.01))
-    tree = TokenTree(20)
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 100), (0.01, 0.31), 0.01))
+    tree = DraftTree(20)
     tree.add([1] * 20)
-    tree.chances = [0.99] * 20
+    tree.accept_probs = [0.99] * 20
     for _ in range(9):
         budget.observe([2], 21, tree)
     lowest = budget.price.truth
@@ -44,7 +35,7 @@ def test_belief_comes_back_without_rows() -> None:
 
 def test_rows_cost_more_than_their_time_and_teach() -> None:
     """The rows that look best are less likely than they look; what they teach is worth nothing where nothing comes."""
-    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 100), (0.01, 0.02), 0.01))
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 100), (0.01, 0.02), 0.01))
     assert (budget.price.rate, budget.price.lesson) == (CAUTION * budget.rate, LESSON) and CAUTION > 1
     _steps(budget, range(12))
     assert budget.price.lesson < LESSON / 2
@@ -55,7 +46,7 @@ def test_rows_cost_more_than_their_time_and_teach() -> None:
 
 def test_what_held_is_believed_to_hold() -> None:
     """A path is not believed far beyond what the last steps accepted."""
-    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 100), (0.01, 0.02), 0.01))
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 100), (0.01, 0.02), 0.01))
     risks = [budget.price.risk]
     for accepted in (0, 0, 24, 0, 0, 0):
         budget.observe([1] * (accepted + 1), 30, NOTHING)
@@ -129,7 +120,7 @@ def test_what_is_said_again_and_leads_nowhere() -> None:
 
 def test_a_loss_is_borne_while_something_is_accepted() -> None:
     """Steps that lose a tenth but accept something teach what pays later."""
-    budgets = [AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 120), (1.2, 1.3), 1.0)) for _ in "ab"]
+    budgets = [AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 120), (1.2, 1.3), 1.0)) for _ in "ab"]
     naps = [False, False]
     for at in range(40):
         for which, new in enumerate(([at], [-at] * (1 + (at % 8 == 0)))):
@@ -155,15 +146,15 @@ def test_hot_is_what_samples_from_all_tokens() -> None:
     asked |= {lp.SamplingParams(seed=0, temperature=2.0, min_p=0.2): 0.0}
     decoder = lp.AutoregressiveDecoder(tiny_model())
     for sampling, heat in asked.items():
-        assert Chooser.build(sampling, (), (), 0, 0, 1, True, decoder.model).heat == heat
+        assert Sampler.build(sampling, (), (), 0, 0, 1, True, decoder.model).heat == heat
 
 
 def test_columns_are_weighed_beside_every_tree() -> None:
     """Steps of one row and steps of seven are four on average, beside which two columns look free here."""
-    curve = StepCurve((1, 2, 8, 120), (1.0, 1.3, 1.3, 40.0), 1.0)
-    tree = TokenTree(6)
+    curve = StepTimes((1, 2, 8, 120), (1.0, 1.3, 1.3, 40.0), 1.0)
+    tree = DraftTree(6)
     tree.add([1] * 6)
-    tree.chances = [0.9] * 6
+    tree.accept_probs = [0.9] * 6
     chosen = []
     for trees in ([tree, tree], [tree, NOTHING]):
         budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), curve)
@@ -176,10 +167,10 @@ def test_columns_are_weighed_beside_every_tree() -> None:
 
 def test_a_column_may_take_the_place_of_a_poor_row() -> None:
     """The tree was cut to fit beside the last window; beside another it would be cut elsewhere."""
-    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepCurve((1, 2, 8, 9, 120), (1, 1.3, 1.3, 9, 90), 1.0))
-    tree = TokenTree(7)
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 2, 8, 9, 120), (1, 1.3, 1.3, 9, 90), 1.0))
+    tree = DraftTree(7)
     tree.add([1] * 7)
-    tree.chances = [0.9] * 6 + [0.01]
+    tree.accept_probs = [0.9] * 6 + [0.01]
     for _ in range(40):
         budget.observe([1] * 3, 8, tree)
     assert budget.columns == 2

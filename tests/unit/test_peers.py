@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 import lp
-from lp.decoding.lookahead import LookaheadDecoder
-from lp.distributed import ParallelContext, run_lockstep
-from lp.lookahead.layout import StepLayout
-from lp.lookahead.sources import PaperPool, TokenRecycling, _static_tree
-from lp.lookahead.verify import walk
-from lp.lookahead.window import LookaheadWindow
+from lp.draft.layout import StepLayout
+from lp.draft.paper import PaperPool
+from lp.draft.token_recycling import TokenRecycling, _static_tree
+from lp.draft.verify import walk
+from lp.draft.window import LookaheadWindow
+from lp.engine.lookahead import LookaheadDecoder
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.layouts import NOTHING
 from tests.pools import harvested, reads_of
 from tests.tiny_models import drawn_text, tiny_model
@@ -92,9 +94,9 @@ def test_paper_paths_lie_side_by_side(cases: Callable[[int, int], range]) -> Non
         tree = PaperPool(config, text).propose(text, g * (n - 1))
         window = LookaheadWindow(w, n, text)
         layout = StepLayout(window, tree, text[-1], len(text) - 1, 10**6)
-        assert layout.n_window == w * (n - 1) and len(tree) == len(layout) - layout.n_window <= g * (n - 1)
+        assert layout.num_window == w * (n - 1) and len(tree) == len(layout) - layout.num_window <= g * (n - 1)
         assert len(tree) % (n - 1) == 0
-        paths = [range(first, first + n - 1) for first in range(layout.n_window, len(layout), n - 1)]
+        paths = [range(first, first + n - 1) for first in range(layout.num_window, len(layout), n - 1)]
         for path in paths:  # each begins behind `c`, and no slot has two below it
             assert [layout.parents[slot] for slot in path] == [0, *path[:-1]]
         ngrams = [tuple(layout.tokens[slot] for slot in path) for path in paths]

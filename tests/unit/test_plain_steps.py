@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import lp
-from lp.distributed import ParallelContext, run_lockstep
-from lp.tuner.budget import LONGEST_NAP
-from lp.tuner.curve import flat
+from lp.budget.policy import LONGEST_NAP
+from lp.budget.step_times import flat
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import BOUNDARY, VOCABULARY, drawn_text, tiny_model
 
 ADAPTIVE, CURVE = lp.LookaheadConfig(adaptive=True), flat(0.01, 120)
@@ -21,7 +22,7 @@ HOT = lp.SamplingParams(temperature=2.0, seed=1)
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_failing_callback_stops_every_rank(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A word that only rank 0 is heard to say leaves the others going on, or waiting."""
-    monkeypatch.setattr("lp.distributed.DEFAULT_TIMEOUT_S", 20)
+    monkeypatch.setattr("lp.parallel.context.DEFAULT_TIMEOUT_S", 20)
     model, ids, failing = tiny_model(), drawn_text(random.Random(5), 30), 20
     plain = lp.AutoregressiveDecoder(model).generate(ids, LONGEST_NAP, HOT, eos_token_id=()).tokens
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lp.lookahead.compiled import COMPILED, U64
-from lp.lookahead.mixture import FEATURES
-from lp.lookahead.pool import fresh_tables, tables_digest
-from lp.lookahead.tables import ORDERS, TEXT, WAYS, M, claim, find, hash_history, new_tables, remember, tagged
+from lp.compiled import COMPILED, U64
+from lp.draft.pool.mixture import FEATURES
+from lp.draft.pool.ngram_pool import fresh_tables, tables_digest
+from lp.draft.pool.tables import ORDERS, TEXT, WAYS, M, claim, find, hash_history, new_tables, remember, tagged
 from tests.conftest import ROOT, Processes
 from tests.pools import (
     TEXT_ONLY,
@@ -102,7 +102,7 @@ def test_compiled_code_is_of_these_sources(processes: Processes, tmp_path: Path)
     (tmp_path / "lp" / "__init__.py").touch()
     tables = tmp_path / "lp" / "lookahead" / "tables.py"
     shutil.copytree(ROOT / "lp" / "lookahead", tables.parent, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from lp.lookahead import mixture, compiled; print(mixture.gumbel(compiled.U64(5), 3))"
+    code = "from lp.draft import mixture, compiled; print(mixture.gumbel(compiled.U64(5), 3))"
 
     def noise(plain: str) -> float:
         env = {"NUMBA_DISABLE_JIT": plain, "PYTHONPATH": str(tmp_path)}

@@ -12,10 +12,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import lp
-from lp.decoding.lookahead import LookaheadDecoder
-from lp.distributed import ParallelContext, run_lockstep
-from lp.lookahead.pool import fresh_tables, load_tables, tables_digest
-from lp.tuner.curve import StepCurve
+from lp.budget.step_times import StepTimes
+from lp.draft.pool.ngram_pool import fresh_tables, load_tables, tables_digest
+from lp.engine.lookahead import LookaheadDecoder
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 SAMPLING = lp.SamplingParams(temperature=0.7, seed=11)
@@ -160,13 +161,13 @@ def test_a_request_gets_no_larger_pool_than_it_can_fill(monkeypatch: pytest.Monk
         asked.append(config.pool_mib)
         return fresh_tables(config, vocabulary)
 
-    monkeypatch.setattr("lp.decoding.lookahead.fresh_tables", noted)
-    model, curve = tiny_model(), StepCurve((1, 24, 120), (1.0, 2.0, 9.0), 1.0)
+    monkeypatch.setattr("lp.engine.lookahead.fresh_tables", noted)
+    model, curve = tiny_model(), StepTimes((1, 24, 120), (1.0, 2.0, 9.0), 1.0)
     request, session = (lp.LookaheadConfig(adaptive=True, pool_scope=scope) for scope in ("request", "session"))
     for config, new in ((request, 9), (request, 400), (session, 9), (lp.LookaheadConfig(guess_set_size=2), 9)):
         decoder = lp.LookaheadDecoder(model, config, curve=curve)
         assert len(decoder.generate([1, 2, 3], new, eos_token_id=()).tokens) == new
     longer = tiny_model(max_position_embeddings=1024)
-    dear = lp.LookaheadDecoder(longer, request, curve=StepCurve((1, 2, 120), (1.0, 2.5, 9.0), 1.0))
+    dear = lp.LookaheadDecoder(longer, request, curve=StepTimes((1, 2, 120), (1.0, 2.5, 9.0), 1.0))
     dear.generate([1, 2, 3] * 170, 20, eos_token_id=())
     assert asked == [1, 3, 16, 16, 2], "where no row pays, a text has n-grams all the same"

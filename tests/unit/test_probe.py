@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import lp
 from lp.attention import StepMasks
-from lp.cache import StaticKVCache
 from lp.config import Attention
+from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from tests.tiny_models import SLIDING_WINDOW, tiny_model
 

@@ -11,16 +11,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lp
+from launch.bench.ceilings import WARM_UP, CeilingCalls, Ceilings, Work, alternated
+from launch.bench.one_rank import Build, record, replayed
+from launch.bench.profile import Plan, profile
+from launch.bench.shapes import build_shape, shape_config
+from launch.bench.speed import speeds, transformers_greedy
 from lp.attention.ablation import WithoutAttention
-from lp.bench.ceilings import WARM_UP, CeilingCalls, Ceilings, Work, alternated
-from lp.bench.one_rank import Build, record, replayed
-from lp.bench.profile import Plan, profile
-from lp.bench.speed import speeds, transformers_greedy
-from lp.decoding.base import Decoder, GenerationOutput
-from lp.distributed import ParallelContext, run_lockstep
-from lp.models.shapes import build_shape, shape_config
-from lp.tuner.budget import FixedBudget
-from lp.tuner.curve import flat
+from lp.budget.policy import FixedBudget
+from lp.budget.step_times import flat
+from lp.engine.decoder import Decoder
+from lp.engine.output import GenerationOutput
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import plain_greedy, tiny_model
 
 CPU = torch.device("cpu")
@@ -182,7 +184,7 @@ def test_a_profile_adds_up(ranks: int, rank: int) -> None:
     assert list(step.parts) == ["attention", "LM head", "other layers", "exchange", "host"]
     assert sum(step.parts.values()) == pytest.approx(step.seconds) and sum(step.shares.values()) == pytest.approx(1)
     assert min(step.parts[name] for name in ("LM head", "exchange", "host")) > 0
-    assert (step.most_rows < 6 * 3 + 6 * 3) == (ranks > 1)
+    assert (step.max_tokens < 6 * 3 + 6 * 3) == (ranks > 1)
     assert not step.real_exchange
     assert found.over_weights == pytest.approx(
         found.curve[0].seconds / (found.work.weight_bytes / found.ceilings.bytes_per_s)
@@ -196,7 +198,7 @@ def test_running_ranks_exchange_in_earnest() -> None:
     def body(context: ParallelContext) -> tuple[bool, int]:
         plan = Plan(prefix=len(IDS) - 1, rows=(1,), tokens=4, rounds=1, ranks=2, rank=context.rank)
         step = profile(model, _build(model), _build(model), IDS, plan, context).step
-        return step.real_exchange, step.most_rows
+        return step.real_exchange, step.max_tokens
 
     (first, rows_0), (second, rows_1) = run_lockstep(2, body)
     assert first and second and abs(rows_0 - rows_1) <= 3
@@ -207,7 +209,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match=r"prefix is 500, .* positions; the model's context is 512"):
         profile(model, _build(model), _build(model), IDS, Plan(prefix=500), ParallelContext())
-    monkeypatch.setattr("lp.models.shapes.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("launch.bench.shapes.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"too little memory on cpu: [0-9]+ bytes needed, 1000 free"):
         profile(model, _build(model), _build(model), IDS, Plan(prefix=16), ParallelContext())
 

@@ -14,12 +14,13 @@ import torch
 
 import launch.scaling
 import lp
-from lp.bench.projection import Link, Projected, Projection
-from lp.bench.report import read_lines
-from lp.bench.scaling import MEASURED, errors, projected_lines, with_efficiency
-from lp.decoding.base import StepStats
-from lp.decoding.generation import Generation
-from lp.distributed import LockstepContext, ParallelContext, run_lockstep
+from launch.bench.projection import Link, Projected, Projection
+from launch.bench.report import read_lines
+from launch.bench.scaling import MEASURED, errors, projected_lines, with_efficiency
+from lp.engine.output import StepStats
+from lp.engine.step import Generation
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import LockstepContext, run_lockstep
 from tests.tiny_models import tiny_model
 from tests.unit.conftest import Ran
 

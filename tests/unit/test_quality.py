@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from lp.bench.compare import Difference
-from lp.bench.quality import assess, distinct, perplexity, rouge
+from launch.bench.compare import Difference
+from launch.bench.quality import assess, distinct, perplexity, rouge
 from tests.tiny_models import VOCABULARY, tiny_model
 
 
@@ -16,8 +16,8 @@ def test_perplexity_is_that_of_the_text_alone() -> None:
     """The prompt's own tokens must not count, and every token of the text must."""
     model, prompt, tokens = tiny_model(), [3, 1, 4], [1, 5, 9, 2]
     with torch.inference_mode():
-        chances = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
-    losses = [-float(chances[len(prompt) - 1 + i, token]) for i, token in enumerate(tokens)]
+        accept_probs = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+    losses = [-float(accept_probs[len(prompt) - 1 + i, token]) for i, token in enumerate(tokens)]
     assert perplexity(model, prompt, tokens) == pytest.approx(math.exp(sum(losses) / 4), rel=1e-5)
     torch.nn.init.zeros_(model.get_output_embeddings().weight)
     assert perplexity(model, prompt, tokens) == pytest.approx(VOCABULARY, rel=1e-5)

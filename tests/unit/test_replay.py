@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import lp
-from lp.bench.prompts import load_builtin
-from lp.bench.replay import Text, load_texts, replay
-from lp.lookahead.candidates import StepReads, TokenTree
-from lp.lookahead.sources import PromptLookup
+from launch.bench.prompts import load_builtin
+from launch.bench.replay import Text, load_texts, replay
+from lp.draft.prompt_lookup import PromptLookup
+from lp.draft.source import StepSamples
+from lp.draft.tree import DraftTree
 from lp.models.loader import DEMO_MODEL, load
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
 
@@ -27,7 +28,7 @@ def test_replay_equals_the_decoder(cases: Callable[[int, int], range]) -> None:
         output = lp.PromptLookupDecoder(model, lookup).generate(ids, 60, eos_token_id=() if eos is None else eos)
         source = PromptLookup(lookup.max_matching_ngram, ids)
         run = replay(source, ids, output.tokens, lookup.num_tokens, max_new_tokens=60)
-        assert (run.tokens, run.steps, run.rows) == (len(output.tokens), output.steps, output.mean_slots)
+        assert (run.tokens, run.steps, run.rows) == (len(output.tokens), output.steps, output.mean_tokens)
 
 
 @pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").exists(), reason="the demo model's weights are not here")
@@ -40,7 +41,7 @@ def test_replay_equals_the_demo_run(temperature: float) -> None:
         ids = loaded.tokenizer(prompt.text)["input_ids"]
         output = lp.PromptLookupDecoder(loaded.model).generate(ids, 96, sampling)
         run = replay(PromptLookup(2, ids), ids, output.tokens, 10, max_new_tokens=96)
-        assert (run.compression, run.rows) == (output.compression, output.mean_slots)
+        assert (run.compression, run.rows) == (output.compression, output.mean_tokens)
 
 
 class _Forks:
@@ -51,13 +52,13 @@ class _Forks:
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
 
-    def propose(self, text: list[int], budget: int, *_: object) -> TokenTree:
-        tree = TokenTree(budget)
+    def propose(self, text: list[int], budget: int, *_: object) -> DraftTree:
+        tree = DraftTree(budget)
         tree.add([5, 9, 9])
         tree.add([5, 6, 7])
         return tree
 
-    def observe(self, text: list[int], moved: int, seen: StepReads) -> None:
+    def observe(self, text: list[int], moved: int, seen: StepSamples) -> None:
         assert not seen.ngrams and not seen.slots
         self.seen.append((len(text), moved))
 

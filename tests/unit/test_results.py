@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from lp.bench.plots import heat_map
-from lp.bench.report import read_lines, write_report
-from lp.bench.rows import RowFile, digest, load_rows
-from lp.bench.scaling import errors, measured_lines
-from lp.bench.summary import HEADS, Total, cells, ordered, totals, varying
+from launch.bench.plots import heat_map
+from launch.bench.records import RecordFile, digest, load_rows
+from launch.bench.report import read_lines, write_report
+from launch.bench.scaling import errors, measured_lines
+from launch.bench.summary import HEADS, Total, cells, ordered, totals, varying
 from tests.conftest import ROOT
 
 PNG = b"\x89PNG"
@@ -53,7 +53,7 @@ def _row(index: int, method: str, setting: dict[str, Any], steps: int, seconds: 
 
 def _write(folder: Path, settings: list[dict[str, Any]]) -> None:
     for number, setting in enumerate(settings):
-        file = RowFile(folder / f"{number}.jsonl", ["lookahead", "autoregressive"])
+        file = RecordFile(folder / f"{number}.jsonl", ["lookahead", "autoregressive"])
         for index in range(2):
             ours = _row(index, "lookahead", setting, 100 // setting["W"], 4.0 / setting["W"])
             file.append([ours, _row(index, "autoregressive", setting, 100, 4.0)])

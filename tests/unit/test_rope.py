@@ -12,9 +12,10 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedModel
 
 import lp
-from lp.distributed import ParallelContext, run_lockstep
 from lp.models.loader import context_limit
 from lp.models.rope import RopeBoundary, rope_boundary
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import BOUNDARY, VOCABULARY, plain_greedy, tiny_config, tiny_model
 
 ARCHS = ["llama_dynamic", "llama_longrope", "phi3_longrope"]

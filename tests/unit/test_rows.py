@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lp.bench.rows import RowFile, digest, load_rows, slug
+from launch.bench.records import RecordFile, digest, load_rows, slug
 
 METHODS = ["a", "b"]
 
@@ -18,7 +18,7 @@ def _block(index: int) -> list[dict[str, Any]]:
 
 
 def _written(path: Path, prompts: int) -> bytes:
-    file = RowFile(path, METHODS)
+    file = RecordFile(path, METHODS)
     for index in range(prompts):
         file.append(_block(index))
     file.close()
@@ -31,7 +31,7 @@ def test_every_cut_of_the_tail_is_survived(tmp_path: Path) -> None:
     whole, first = _written(path, 2), len(_written(tmp_path / "one.jsonl", 1))
     for length in range(len(whole) + 1):
         path.write_bytes(whole[:length])
-        file = RowFile(path, METHODS)
+        file = RecordFile(path, METHODS)
         done = sorted(file.done)
         assert done == ([0, 1] if length == len(whole) else [0] if length >= first else [])
         for index in {0, 1} - {*done}:
@@ -50,11 +50,11 @@ def test_rows_are_on_the_disk_when_the_next_prompt_begins(tmp_path: Path, monkey
 
 def test_one_run_at_a_time(tmp_path: Path) -> None:
     """Two would each write what the other has."""
-    file = RowFile(tmp_path / "rows.jsonl", METHODS)
+    file = RecordFile(tmp_path / "rows.jsonl", METHODS)
     with pytest.raises(ValueError, match="being written by another run"):
-        RowFile(tmp_path / "rows.jsonl", METHODS)
+        RecordFile(tmp_path / "rows.jsonl", METHODS)
     file.close()
-    RowFile(tmp_path / "rows.jsonl", METHODS).close()
+    RecordFile(tmp_path / "rows.jsonl", METHODS).close()
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_what_is_no_row_is_not_overwritten(tmp_path: Path, text: str, said: str)
     path = tmp_path / "rows.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=said):
-        RowFile(path, METHODS)
+        RecordFile(path, METHODS)
     assert path.read_text() == text
 
 
 def test_rows_of_other_methods_are_refused(tmp_path: Path) -> None:
     whole = _written(tmp_path / "rows.jsonl", 1)
     with pytest.raises(ValueError, match="other methods"):
-        RowFile(tmp_path / "rows.jsonl", ["b", "a"])
+        RecordFile(tmp_path / "rows.jsonl", ["b", "a"])
     assert (tmp_path / "rows.jsonl").read_bytes() == whole
 
 
@@ -98,4 +98,4 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """A wrong out= is the user's, and no traceback."""
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot be written \(.*\); give another out="):
-        RowFile(tmp_path / "file" / "rows.jsonl", METHODS)
+        RecordFile(tmp_path / "file" / "rows.jsonl", METHODS)

@@ -14,10 +14,11 @@ import torch
 import transformers as tf
 
 import lp
-import lp.decoding.sampling as sampling_module
-from lp.decoding.sampling import Chooser
-from lp.distributed import ParallelContext, run_lockstep
-from lp.lookahead.noise import NoiseRing, gumbel
+import lp.sampling.sampler as sampling_module
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
+from lp.sampling.noise import NoiseCache, gumbel
+from lp.sampling.sampler import Sampler
 from tests.tiny_models import VOCABULARY, tiny_model
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))
@@ -37,9 +38,9 @@ def test_choices_follow_softmax(temperature: float) -> None:
     """50,000 draws at vocabulary 8: a noise that is not Gumbel or not independent by position shows."""
     logits = torch.tensor([1.0, 0.2, -0.5, 2.0, 0.0, -1.0, 0.7, 1.5], dtype=torch.float64)
     draws = 50_000
-    ring = NoiseRing(11, 0, 8, draws + 1, CPU, torch.float64)
-    chooser = Chooser([tf.TemperatureLogitsWarper(temperature)], ring)
-    tokens = chooser.choose(logits.expand(draws, 8), range(draws), [[]] * draws, [[]] * draws, [0])
+    ring = NoiseCache(11, 0, 8, draws + 1, CPU, torch.float64)
+    sampler = Sampler([tf.TemperatureLogitsWarper(temperature)], ring)
+    tokens = sampler.choose(logits.expand(draws, 8), range(draws), [[]] * draws, [[]] * draws, [0])
     expected = torch.softmax(logits / temperature, -1) * draws
     assert _chi_square_p(torch.bincount(tokens, minlength=8).double(), expected) > 0.001
     wrong = torch.softmax(logits / temperature * 1.1, -1) * draws
@@ -59,7 +60,7 @@ def test_noise_depends_on_every_part_of_its_key() -> None:
 
 def test_ring_keeps_rows_apart() -> None:
     """A ring slot read for the wrong position gives another token than plain decoding."""
-    ring = NoiseRing(3, 1, 16, 5, CPU, torch.float64)
+    ring = NoiseCache(3, 1, 16, 5, CPU, torch.float64)
     for positions in ([4, 5, 6], [9, 5, 13], [6, 7, 8, 9, 10]):
         expected = torch.stack([gumbel(3, 1, position, 16, CPU) for position in positions])
         assert torch.equal(ring.rows(positions), expected)
@@ -196,11 +197,11 @@ def test_rejection_with_processors(ranks: int, asked: dict[str, Any]) -> None:
 def test_faulty_processing_under_rejection_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can tell: processors without the branch, none at all, and drafts that warpers had dropped."""
     if fault == "prefix":
-        prefix = Chooser._prefix
-        monkeypatch.setattr(Chooser, "_prefix", lambda self, text, branch: prefix(self, text, []))
+        prefix = Sampler._prefix
+        monkeypatch.setattr(Sampler, "_prefix", lambda self, text, branch: prefix(self, text, []))
         asked: dict[str, Any] = {"processors": [PENALTY]}
     elif fault == "processors":
-        monkeypatch.setattr(Chooser, "_processed", lambda self, scores, branches, text: scores / self.temperature)
+        monkeypatch.setattr(Sampler, "_processed", lambda self, scores, branches, text: scores / self.temperature)
         asked = {"top_p": 0.8}
     else:
         honest = sampling_module.accept_or_resample

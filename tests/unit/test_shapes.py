@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lp.models.shapes import SHAPES, build_shape, check_memory, shape_config, sketch, weight_bytes
+from launch.bench.shapes import SHAPES, build_shape, check_memory, shape_config, sketch, weight_bytes
 
 CPU = torch.device("cpu")
 # Parameters that the checkpoints' own metadata states.
@@ -67,7 +67,7 @@ def test_an_impossible_shape_is_refused(bad: str) -> None:
 
 def test_too_little_memory_is_said_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would kill the process, or the GPU's allocator fail half-way."""
-    monkeypatch.setattr("lp.models.shapes.free_bytes", lambda device: 10**9)
+    monkeypatch.setattr("launch.bench.shapes.free_bytes", lambda device: 10**9)
     with pytest.raises(ValueError, match="too little memory on cpu: 13477093376 bytes needed, 1000000000 free"):
         build_shape(shape_config("codellama_7b"), "bfloat16", CPU)
     check_memory(10**9, CPU)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lp.lookahead import sharding
-from lp.lookahead.layout import StepLayout
-from lp.lookahead.sharding import EXACT_NODES, EXACT_PIECES, ShardPlan
+from lp.draft.layout import StepLayout
+from lp.parallel import sharding
+from lp.parallel.sharding import EXACT_NODES, EXACT_PIECES, ShardPlan
 from scripts.shares import equal_counts, figure, step, table
 from tests.layouts import FIRST, chains, column_0, drawn_layout, layout_of, row_0
 
@@ -46,7 +46,7 @@ def fits(layout: StepLayout, ranks: int, limit: int) -> bool:
     Ranks with the same slots are tried once, and a partial assignment is left when a rank is past the limit.
     """
     inner = set(layout.parents)
-    ends = [*layout.last_row(), *(slot for slot in range(layout.n_window, len(layout)) if slot not in inner)]
+    ends = [*layout.last_level(), *(slot for slot in range(layout.num_window, len(layout)) if slot not in inner)]
     pieces = sorted((frozenset(layout.path(slot)) for slot in ends), key=len, reverse=True)
 
     @cache
@@ -122,7 +122,7 @@ def test_small_shares_are_the_best_there_are(w: int, n: int, cases: Callable[[in
         layout = layout_of(w, n, paths)
         for ranks in range(1, 6):
             plan = ShardPlan.build(layout, ranks)
-            most = plan.most_rows
+            most = plan.max_tokens
             assert not fits(layout, ranks, most - 1), f"{most} rows are not the fewest: W={w} N={n} R={ranks} {paths}"
             if ranks in (2, 3):
                 check_plan(layout, plan, ranks)
@@ -157,8 +157,8 @@ def test_shares_of_chains_are_the_best_up_to_64_ranks(w: int, n: int, g: int) ->
     for ranks in (*range(1, 17), 24, 32, 48, 64):
         layout = step(w, n, g)
         plan = ShardPlan.build(layout, ranks)
-        assert plan.most_rows == chains_optimum(w, n, g, ranks), ranks
-        assert plan.most_rows <= max(equal_counts(layout, ranks))
+        assert plan.max_tokens == chains_optimum(w, n, g, ranks), ranks
+        assert plan.max_tokens <= max(equal_counts(layout, ranks))
         check_plan(layout, plan, ranks)
 
 
@@ -173,10 +173,10 @@ def test_the_early_stop_costs_two_rows_at_most(
         w, n, ranks = rng.randint(3, 16), rng.randint(3, 5), rng.randint(2, 8)
         paths = [[FIRST + min(int(rng.expovariate(0.7)), 6) for _ in range(n - 1)] for _ in range(rng.randint(6, 16))]
         layout = layout_of(w, n, paths)
-        quick = ShardPlan.build(layout, ranks).most_rows
+        quick = ShardPlan.build(layout, ranks).max_tokens
         with monkeypatch.context() as patch:
             patch.setattr(sharding, "NODES", 5000)
-            patient = ShardPlan.build(layout, ranks).most_rows
+            patient = ShardPlan.build(layout, ranks).max_tokens
         assert patient <= quick <= patient + 2, seed
         more += quick > patient
     assert more <= len(drawn) // 8
@@ -185,17 +185,17 @@ def test_the_early_stop_costs_two_rows_at_most(
 def test_the_exact_search_is_never_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should small cases need more placements than they may try, the claim of the test above would rest on luck."""
     tried: list[int] = []
-    ranks_of = sharding._Deal._ranks
-    monkeypatch.setattr(sharding._Deal, "_ranks", lambda *args: tried.append(1) or ranks_of(*args))
+    ranks_of = sharding._Assignment._ranks
+    monkeypatch.setattr(sharding._Assignment, "_ranks", lambda *args: tried.append(1) or ranks_of(*args))
     most = 0
     for seed in range(400):
         rng = random.Random(seed)
         layout = drawn_layout(rng, widest=5)
         ranks = rng.randint(2, 5)
-        deal = sharding._Deal(layout, [0] * ranks)
+        deal = sharding._Assignment(layout, [0] * ranks)
         if len(deal.pieces) <= EXACT_PIECES:
             tried.clear()
-            deal._place(ShardPlan.build(layout, ranks).most_rows - 1)
+            deal._place(ShardPlan.build(layout, ranks).max_tokens - 1)
             most = max(most, len(tried))
     assert most < EXACT_NODES / 2
 

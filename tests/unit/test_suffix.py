@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import lp
-from lp.bench.replay import replay
-from lp.distributed import ParallelContext, run_lockstep
-from lp.lookahead.suffix import SuffixTree, native_tree
+from launch.bench.replay import replay
+from lp.draft.suffix import SuffixTree, native_tree
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.conftest import ROOT, Processes
 from tests.layouts import NOTHING
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
@@ -133,7 +134,7 @@ def test_decoder_is_exact_and_replays(cases: Callable[[int, int], range]) -> Non
         assert (output.tokens, output.finish_reason) == (plain.tokens, plain.finish_reason)
         assert all(step.candidates <= config.max_tokens for step in output.step_stats)
         run = replay(SuffixTree(config, ids), ids, output.tokens, config.max_tokens, max_new_tokens=50)
-        assert (run.steps, run.rows) == (output.steps, output.mean_slots)
+        assert (run.steps, run.rows) == (output.steps, output.mean_tokens)
 
 
 @needs_tree

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 import lp
+from launch.bench.tune import ADAPTIVE, BUDGETS, PLAIN, Tried, ranks_that_pay, search, speed_of_ranks, time_settings
 from launch.tune import _said, _speeds, tune
-from lp.bench.tune import ADAPTIVE, BUDGETS, PLAIN, Tried, ranks_that_pay, search, speed_of_ranks, time_settings
-from lp.decoding.base import Decoder, GenerationOutput, StepStats
-from lp.distributed import ParallelContext, run_lockstep
-from lp.tuner.curve import StepCurve, flat
+from lp.budget.step_times import StepTimes, flat
+from lp.engine.decoder import Decoder
+from lp.engine.output import GenerationOutput, StepStats
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import tiny_model
 from tests.unit.conftest import Ran
 
@@ -74,7 +76,7 @@ def test_rows_are_those_of_the_step() -> None:
         return decoder.generate(ids, 30, eos_token_id=())
 
     (tried,) = time_settings({"one": config}, {"one": decoder}, run, [ids], 1, lambda value: value)
-    assert tried.rows == pytest.approx(run(decoder, ids).mean_slots) and tried.rows > 8
+    assert tried.rows == pytest.approx(run(decoder, ids).mean_tokens) and tried.rows > 8
 
 
 def test_of_several_ranks_nothing_is_said_of_more() -> None:
@@ -127,7 +129,7 @@ def test_more_ranks_pay_while_rows_cost() -> None:
     """Ranks divide rows: they bring nothing where rows are free, and no more than S allows where they are dear."""
     by_rows = [(8.0, 2.5), (32.0, 4.0), (100.0, 5.0)]
     assert ranks_that_pay(speed_of_ranks(flat(0.01, 128), by_rows)) == 1
-    dear = speed_of_ranks(StepCurve((1, 128), (0.01, 0.5), 0.01), by_rows)
+    dear = speed_of_ranks(StepTimes((1, 128), (0.01, 0.5), 0.01), by_rows)
     assert dear == sorted(dear) and ranks_that_pay(dear) > 4
     assert dear[0] == pytest.approx(
         max(s / (0.01 + 0.49 * (r - 1) / 127) for r, s in [(1, 1.0), (2, 1.5), (3, 1.79)]), rel=0.02

@@ -20,7 +20,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch, transformers as tf
 import lp
-from lp.bench.prompts import load_builtin
+from launch.bench.prompts import load_builtin
 from lp.models.loader import load
 
 torch.set_num_threads(1)

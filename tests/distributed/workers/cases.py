@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lp
-from lp.tuner.curve import StepCurve
+from lp.budget.step_times import StepTimes
 from tests.distributed.workers.collectives import Watch
 from tests.pools import drawn_curve, drawn_switches
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -31,7 +31,7 @@ class Case:
     new: int
     eos: int
     config: lp.LookaheadConfig
-    curve: StepCurve
+    curve: StepTimes
 
     @classmethod
     def drawn(cls, seed: int) -> Case:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lp.decoding.generation import Generation
+from lp.engine.step import Generation
 
 WORDS = ("gather", "reduce", "broadcast", "scatter", "all_to_all", "barrier", "send", "recv", "object")
 NOT_CALLS = {"is_", "get_", "supports", "Reduce"}  # prefixes of names that hold such a word and move nothing
@@ -21,7 +21,7 @@ class Step:
     """One decode step: collectives as (name, bytes this rank sends), and what the plan had in store."""
 
     calls: list[tuple[str, int]] = field(default_factory=list)
-    most_reads: int = 0
+    max_owned: int = 0
     lacking: bool = False  # some rank had not computed the whole accepted path
 
 
@@ -74,5 +74,5 @@ class Watch:
             self._begun, self.before, self.now = True, self.now, Step()
 
     def _committed(self, generation: Generation, layout: Any, plan: Any, rows: Any, outcome: Any, *rest: Any) -> None:
-        self.now.most_reads = plan.most_reads
+        self.now.max_owned = plan.max_owned
         self.now.lacking = any(outcome.path[-1] not in slots for slots in plan.slots)

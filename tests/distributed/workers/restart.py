@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import lp
-from lp.decoding.journal import Journal
+from lp.engine.journal import Journal
 from tests.distributed.workers.faults import IDS
 from tests.tiny_models import tiny_model
 

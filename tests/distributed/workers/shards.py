@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lp
-from lp.baselines import BASELINES, BaselineOptions
+from launch.bench.baselines import BASELINES, BaselineOptions
 from tests.tiny_models import tiny_model
 
 IDS, NEW = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9], 24

@@ -1,0 +1,179 @@
+"""transformers' own `generate` as a decoder: its loops, its caches and its drafts.
+
+The prompt but its last token is prefilled before `generate` begins, as ours is, so that its steps and times compare.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from lp.engine.decoder import Decoder
+from lp.engine.output import GenerationOutput, StepStats, StepTimer
+from lp.engine.request import Request
+from lp.engine.stopping import FINISH_REASON
+from lp.models.loader import load
+from lp.parallel.message import Stop
+
+CACHES = ("dynamic", "static")
+
+
+def load_draft(name: str | None, model: PreTrainedModel) -> PreTrainedModel:
+    """The model that drafts, on the device and in the dtype of the one it drafts for.
+
+    Raises:
+        ValueError: none is named, it cannot be loaded, or it has another vocabulary.
+    """
+    if name is None:
+        raise ValueError("hf_assisted needs a draft model; give draft=<folder or hub name>")
+    draft = load(name, str(model.dtype).removeprefix("torch."), model.device).model
+    sizes = [each.get_input_embeddings().weight.shape[0] for each in (draft, model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"draft {name!r} embeds {sizes[0]} tokens, the model {sizes[1]}; give one of the same family")
+    return draft
+
+
+class HFGenerateDecoder(Decoder):
+    """`generate` of transformers on this rank alone.
+
+    Args:
+        model: an HF causal LM, loaded and on its device.
+        cache: "dynamic" or "static"; transformers compiles the step of a static one on a GPU.
+        prompt_lookup: tokens that prompt lookup copies a step; None copies none.
+        draft: a model that drafts; None for none.
+
+    Raises:
+        ValueError: an unknown cache, or a static one with drafts, which transformers does not take.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        cache: str = "dynamic",
+        prompt_lookup: int | None = None,
+        draft: PreTrainedModel | None = None,
+    ) -> None:
+        super().__init__(model)
+        if cache not in CACHES:
+            raise ValueError(f"cache is {cache!r}; it must be one of {list(CACHES)}")
+        if cache == "static" and (prompt_lookup or draft is not None):
+            raise ValueError("cache is 'static', with which transformers takes no drafts; use cache='dynamic'")
+        self.cache, self.prompt_lookup, self.draft = cache, prompt_lookup, draft
+
+    def _decode(self, request: Request) -> GenerationOutput:
+        clock, ids = StepTimer(), torch.tensor([request.prompt], device=self.model.device)
+        cache = self._prefilled(ids, request)
+        prefill_s = clock.lap()
+        steps = _Steps(request, clock)
+        handle = self.model.register_forward_pre_hook(steps.before_forward, with_kwargs=True) if self._drafts else None
+        try:
+            self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                generation_config=self._config(request),
+                logits_processor=LogitsProcessorList(_processors(request)),
+                stopping_criteria=StoppingCriteriaList([steps]),
+                assistant_model=self.draft,
+            )
+        finally:
+            if handle:
+                handle.remove()
+        decode_s = sum(step.forward_s for step in steps.stats)
+        return GenerationOutput(
+            steps.tokens[: steps.keep], FINISH_REASON[steps.reason], steps.stats, prefill_s, decode_s
+        )
+
+    @property
+    def _drafts(self) -> bool:
+        return self.draft is not None or bool(self.prompt_lookup)
+
+    def _prefilled(self, ids: torch.Tensor, request: Request) -> Cache:
+        """With the KV of the prompt but its last token; without where rotary frequencies need the whole prompt."""
+        cache: Cache = DynamicCache(config=self.model.config)
+        if self.cache == "static":
+            cache = StaticCache(config=self.model.config, max_cache_len=len(request.prompt) + request.max_new_tokens)
+        if request.boundary is None:
+            for part in ids[:, :-1].split(request.prefill_chunk, dim=1):
+                if part.shape[1]:
+                    self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
+    def _config(self, request: Request) -> GenerationConfig:
+        """Everything is said: what a config leaves out, transformers takes from the model's own."""
+        nobody = self.model.get_input_embeddings().weight.shape[
+            0
+        ]  # an id that no token has: the criterion ends the text
+        drafts: dict[str, Any] = {"prompt_lookup_num_tokens": self.prompt_lookup} if self.prompt_lookup else {}
+        return GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=request.max_new_tokens,
+            eos_token_id=sorted(request.stopping.eos) or nobody,
+            pad_token_id=0,
+            **drafts,
+        )
+
+
+def _processors(request: Request) -> list[LogitsProcessor]:
+    """None for bare greedy decoding, which `generate` does itself."""
+    sampler = request.sampler
+    return [_Chosen(request)] if sampler.processors or sampler.noise is not None else []
+
+
+class _Chosen(LogitsProcessor):
+    """Leaves the token that plain decoding chooses: the same processors and the same noise."""
+
+    def __init__(self, request: Request) -> None:
+        self.sampler = request.sampler
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        text = input_ids[0].tolist()
+        token = int(self.sampler.choose(scores, [len(text) - 1], [[]], [[]], text))
+        chosen = torch.zeros_like(scores)  # finite: prompt lookup copies no token that a processor rules out
+        chosen[0, token] = 1.0
+        return chosen  # type: ignore[return-value]
+
+
+class _Steps(StoppingCriteria):
+    """Asked once a step: notes what it took and gave, and ends the text where ours would end."""
+
+    def __init__(self, request: Request, clock: StepTimer) -> None:
+        self.request, self.clock = request, clock
+        self.tokens: list[int] = []
+        self.stats: list[StepStats] = []
+        self.reason, self.keep, self.rows = Stop.NONE, 0, 1
+
+    def before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Note the rows of the forward pass that follows; the first one, with drafts, would repeat what is cached."""
+        if not self.stats and self.request.boundary is None:
+            cached = len(self.request.prompt) - 1
+            names = [name for name in ("input_ids", "position_ids") if kwargs.get(name) is not None]
+            kwargs |= {name: kwargs[name][:, cached:] for name in names}
+        self.rows = kwargs["input_ids"].shape[1]
+        return args, kwargs
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        new = input_ids[0, len(self.request.prompt) + len(self.tokens) :].tolist()
+        self.tokens += new
+        self.reason, self.keep = self.request.stopping.check(self.tokens, len(new))
+        if self.request.on_tokens:
+            self.request.on_tokens(new[: len(new) - len(self.tokens) + self.keep], len(self.stats))
+        if not self.reason and self.request.signals.requested:
+            self.reason = Stop.INTERRUPTED
+        self.stats.append(StepStats(self.rows, self.rows - 1, len(new) - 1, self.clock.lap(), 0.0, 0.0))
+        return torch.tensor([bool(self.reason)], device=input_ids.device)  # type: ignore[return-value]

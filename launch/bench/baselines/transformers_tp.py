@@ -1,0 +1,35 @@
+"""transformers' own tensor parallelism, by the plan that every model class brings."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
+
+from lp.parallel.context import ParallelContext
+
+
+def transformers_shard(model: PreTrainedModel, context: ParallelContext) -> PreTrainedModel:
+    """A copy of the model whose matrices are split over all ranks; each rank calls this.
+
+    Raises:
+        ValueError: a single rank, a model class without a plan, or a release of transformers without the function.
+    """
+    if context.world_size == 1:
+        raise ValueError("transformers_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")
+    if not model.tp_plan:
+        raise ValueError(f"{type(model).__name__} brings no plan for tensor parallelism; leave transformers_tp out")
+    try:
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+    except ImportError:
+        raise ValueError("this release of transformers cannot split a loaded model; use transformers 5.23") from None
+    device = "cpu" if context.backend == "gloo" else context.device.type
+    mesh = init_device_mesh(device, (context.world_size,), mesh_dim_names=("tp",))
+    shard = copy.deepcopy(model)
+    head, embeddings = shard.get_output_embeddings(), shard.get_input_embeddings()
+    if head.weight is embeddings.weight:  # it splits the one and not the other
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    apply_tensor_parallelism(shard, mesh, shard._expand_parallel_plan(shard.tp_plan))
+    return shard

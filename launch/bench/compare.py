@@ -1,0 +1,188 @@
+"""Methods side by side on one prompt: measured in alternation, and their tokens held against plain decoding's.
+
+V: vocabulary, L: tokens of a prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from lp.engine.output import GenerationOutput
+from lp.sampling.noise import gumbel
+from lp.sampling.params import SamplingParams, Verifier
+
+# Two logits this close may swap places when a kernel adds in another order: measured in units in the last place at the
+# size logits have (about 20), four in 16 bits, where the last rounding dominates, fifty in float32, where the sums do.
+NEAR_TIE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.06}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What one method did on one prompt.
+
+    Args:
+        output: of its first round.
+        decode_s: median of the rounds, in seconds.
+    """
+
+    output: GenerationOutput
+    decode_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The first place where a method's tokens leave those of plain decoding.
+
+    Args:
+        method: its name.
+        position: index among the new tokens.
+        token: the method's token there; None where its text had ended.
+        plain_token: plain decoding's; None likewise.
+        gap: difference of the two best scores there, from one forward of the common prefix; None where the warpers
+            leave one token. Scores are the logits, or what sampling makes of them, its noise included.
+        near_tie: whether logits as close as kernels may differ explain both tokens.
+    """
+
+    method: str
+    position: int
+    token: int | None
+    plain_token: int | None
+    gap: float | None
+    near_tie: bool
+    logit: float | None = None
+    plain_logit: float | None = None
+
+
+def alternate(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -> dict[str, Measured]:
+    """Run every method once a round, each round beginning with another one, so that drift of the machine hits all."""
+    names = list(methods)
+    outputs: dict[str, list[GenerationOutput]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            outputs[name].append(methods[name]())
+    return {name: Measured(output=runs[0], decode_s=median(r.decode_s for r in runs)) for name, runs in outputs.items()}
+
+
+def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or where the shorter one ends; None if they are equal."""
+    for index, (token, other) in enumerate(zip(tokens, plain, strict=False)):
+        if token != other:
+            return index
+    return None if len(tokens) == len(plain) else min(len(tokens), len(plain))
+
+
+def differences(
+    model: Any,
+    prompt: Sequence[int],
+    tokens: Mapping[str, list[int]],
+    plain: str,
+    sampling: SamplingParams | None = None,
+) -> list[Difference]:
+    """Hold every method's tokens against those of the method named `plain`.
+
+    Args:
+        model: the causal LM that made them; forwarded once for each difference.
+        prompt: the prompt's tokens.
+        tokens: the new tokens of each method.
+        plain: which of the methods is the oracle.
+        sampling: what all of them sampled with; None is greedy. Of rejection sampling, which promises equal
+            distributions and no equal tokens, nothing is a difference.
+    """
+    if sampling is not None and sampling.verifier is Verifier.REJECTION:
+        return []
+    found = ((name, first_difference(new, tokens[plain])) for name, new in tokens.items())
+    return [
+        _describe(model, prompt, name, tokens[name], tokens[plain], at, sampling)
+        for name, at in found
+        if at is not None
+    ]
+
+
+def _describe(
+    model: Any,
+    prompt: Sequence[int],
+    method: str,
+    new: list[int],
+    plain: list[int],
+    at: int,
+    sampling: SamplingParams | None,
+) -> Difference:
+    choice = Choice.behind(model, [*prompt, *plain[:at]], sampling)
+    token, plain_token = (tokens[at] if at < len(tokens) else None for tokens in (new, plain))
+    return Difference(
+        method=method,
+        position=at,
+        token=token,
+        plain_token=plain_token,
+        gap=choice.gap(),
+        near_tie=token is not None and plain_token is not None and choice.may_be(token, plain_token),
+        logit=None if token is None else float(choice.logits[token]),
+        plain_logit=None if plain_token is None else float(choice.logits[plain_token]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How plain decoding chooses the token behind a prefix, and how narrowly.
+
+    Args:
+        prefix: its tokens.
+        logits: (V,) float64, of one forward pass.
+        near_tie: two logits this close may swap places.
+        sampling: None is greedy; its seed must be known.
+    """
+
+    prefix: list[int]
+    logits: torch.Tensor
+    near_tie: float
+    sampling: SamplingParams | None
+
+    @classmethod
+    @torch.inference_mode()
+    def behind(cls, model: Any, prefix: Sequence[int], sampling: SamplingParams | None = None) -> Choice:
+        """Forward the prefix once."""
+        ids = torch.tensor([list(prefix)], device=model.device)  # (1, L)
+        logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].double().cpu()
+        near_tie = NEAR_TIE.get(model.dtype, 0.0)
+        return cls(prefix=list(prefix), logits=logits, near_tie=near_tie, sampling=sampling)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """(V,), whose argmax is the token: the logits, processed and under the noise of their position."""
+        if self.sampling is None:
+            return logits
+        assert self.sampling.seed is not None
+        scores, ids = logits[None], torch.tensor([self.prefix])
+        for processor in self.sampling.processors():
+            scores = processor(ids, scores)
+        return scores[0] + gumbel(self.sampling.seed, 0, len(self.prefix), len(logits), logits.device)
+
+    def gap(self) -> float | None:
+        """Difference of the two best scores; None where only one token is left."""
+        best, second = self.scores(self.logits).topk(2).values.tolist()
+        return best - second if math.isfinite(second) else None
+
+    def may_be(self, token: int, other: int) -> bool:
+        """Whether moving every logit by no more than half a near-tie can make `token` the choice instead of `other`.
+
+        Tried are the moves that favour it most: it against all others; into what a warper keeps; `other` out of that.
+        """
+        half, logits = self.near_tie / 2, self.logits
+        against_all = logits - half
+        into = torch.where(logits > logits[token], logits - half, logits + half)
+        out = torch.where(logits > logits[other], logits + half, logits - half)
+        for moved in (against_all, into, out):
+            moved[token], moved[other] = logits[token] + half, logits[other] - half
+        return any(int(self.scores(moved).argmax()) == token for moved in (against_all, into, out))
+
+
+def logit_gap(model: Any, tokens: Sequence[int]) -> float:
+    """Difference of the two best logits behind `tokens`, from one forward of the model."""
+    gap = Choice.behind(model, tokens).gap()
+    assert gap is not None  # nothing is dropped where nothing is sampled
+    return gap

@@ -1,0 +1,282 @@
+"""Where the time of a step goes: t(T) against the device's ceilings, the parts of a step, and tokens a second.
+
+T: rows of a step, L: cached rows (the prefix), R: ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lp.attention.ablation import WithoutAttention
+from lp.checks import check_count, check_int, set_field
+from lp.draft.layout import StepLayout, largest_layout
+from lp.engine.decoder import Decoder
+from lp.engine.lookahead import LookaheadDecoder
+from lp.engine.output import GenerationOutput
+from lp.models.loader import context_limit
+from lp.parallel.context import ParallelContext
+from lp.parallel.sharding import RankShare, ShardPlan
+from lp.sampling.params import SamplingParams
+
+from .ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
+from .one_rank import Build, record, replayed
+from .passes import HEAD_CALLS, Passes, head_call, reads_of
+from .shapes import check_memory
+
+PREFILL_ROWS = 512  # of a pass, as `generate` has it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure.
+
+    Args:
+        prefix: L, cached rows.
+        rows: the T of t(T).
+        tokens: of every decode.
+        rounds: of every measurement, whose medians count.
+        ranks, rank: R, and which of them runs here.
+        sampling: of the decodes, its seed known; None is greedy.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    prefix: int = 1024
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    tokens: int = 32
+    rounds: int = 9
+    ranks: int = 1
+    rank: int = 0
+    sampling: SamplingParams | None = None
+
+    def __post_init__(self) -> None:
+        check_count(self, "prefix", 1, float("inf"), "try 1024")
+        if not self.rows:
+            raise ValueError("rows is empty; name at least one T, as in rows=[1,64]")
+        set_field(self, "rows", tuple(check_int("rows", rows, 1, 4096, "try rows=[1,8,64]") for rows in self.rows))
+        set_field(self, "tokens", check_int("max_new_tokens", self.tokens, 2, float("inf"), "try 32"))
+        check_count(self, "rounds", 1, float("inf"), "measure at least once")
+        set_field(self, "ranks", check_int("R", self.ranks, 1, 1024, "try 1"))
+        check_count(self, "rank", 0, self.ranks - 1, f"the ranks of R={self.ranks} are numbered from 0")
+
+    def check_room(self, model: PreTrainedModel, step: int, device: torch.device, weights: int = 0) -> None:
+        """Refuse what the model's context or the free memory of the device has no room for.
+
+        Args:
+            model: to be profiled, or its sketch.
+            step: rows of the largest step.
+            weights: bytes that are still to be made there.
+
+        Raises:
+            ValueError: what is needed and what there is.
+        """
+        rows, limit = max(step, *self.rows), context_limit(model)
+        needed = self.prefix + self.tokens + rows
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"prefix is {self.prefix}, with the text and the rows behind it {needed} positions; the model's "
+                f"context is {limit}: take a shorter prefix or fewer rows"
+            )
+        work, vocabulary = Work.of(model), model.get_output_embeddings().weight.shape[0]
+        caches = (3 + self.ranks * (self.ranks > 1)) * needed * work.kv_row_bytes
+        logits = 3 * 4 * max(rows, PREFILL_ROWS) * vocabulary  # as they come, in float32, and what is made of them
+        check_memory(weights + caches + logits + 2 * copy_bytes(device), device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """t(T) of one T, all of whose rows are read.
+
+    Args:
+        rows: T.
+        seconds: of the forward pass.
+        ratio: to the least T measured.
+        floor: seconds over what the device's ceilings allow at best.
+        bytes_per_s, flop_per_s: achieved.
+    """
+
+    rows: int
+    seconds: float
+    ratio: float
+    floor: float
+    bytes_per_s: float
+    flop_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Where a step of the decode loop goes, as medians over its steps.
+
+    Args:
+        rows: that this rank computed, its catch-up among them.
+        max_tokens: of the largest step there can be, without catch-up.
+        steps, compression: of a decode, and its S; of random weights S says nothing.
+        seconds: of a step.
+        parts: seconds by name, which add up to `seconds`. Exchange, host and forward are the loop's own; of the last,
+            attention is what a pass of these rows takes beyond the same without attention (nothing where a model does
+            not let it be left out), the LM head is timed alone, the rest is other layers and the choice of tokens.
+        pass_s: of a forward pass of these rows outside the loop.
+        real_exchange: whether R ranks ran; if not, the exchange is a single rank's.
+    """
+
+    rows: int
+    max_tokens: int
+    steps: int
+    compression: float
+    seconds: float
+    parts: dict[str, float]
+    pass_s: float
+    real_exchange: bool
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts over the whole."""
+        return {name: took / self.seconds for name, took in self.parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """All that was measured of one model.
+
+    Args:
+        ceilings: the device's.
+        work: what a pass must do.
+        curve: by T, ascending.
+        step: of the decode loop.
+    """
+
+    ceilings: Ceilings
+    work: Work
+    curve: list[Point]
+    step: Step
+
+    @property
+    def over_weights(self) -> float:
+        """The first point's seconds over those of reading the weights as fast as a copy goes."""
+        return self.curve[0].seconds * self.ceilings.bytes_per_s / self.work.weight_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a line of JSON."""
+        return asdict(self) | {"over_weights": self.over_weights, "shares": self.step.shares}
+
+
+def largest_step(decoder: LookaheadDecoder) -> StepLayout:
+    """All columns, and as many candidates as there may be."""
+    return largest_layout(decoder.config)
+
+
+def profile(
+    model: PreTrainedModel, build: Build, plain: Build, ids: Sequence[int], plan: Plan, context: ParallelContext
+) -> Profile:
+    """Measure a model where it is.
+
+    Args:
+        model: an HF causal LM, loaded.
+        build: a decoder of it in a context.
+        plain: the same without captured steps, which threads cannot capture at the same time.
+        ids: the text so far, L + 1 tokens: the last one is not cached yet.
+        plan: what to measure.
+        context: this process's own: a single rank, or one of R that all call this.
+
+    Raises:
+        ValueError: the plan does not fit the model or the device.
+        KeyboardInterrupt: Ctrl-C came while it decoded.
+    """
+    device = model.device
+    alone = partial(build, ParallelContext(device=device))
+    layout = largest_step(alone())
+    plan.check_room(model, len(layout), device)
+    shard = ShardPlan.build(layout, plan.ranks)
+    max_tokens = len(shard.slots[plan.rank])
+    decode, outputs = _decode(build, plain, ids, plan, context), list[GenerationOutput]()
+    count = _typical_rows([decode()])
+    catch_up = [0] * (count - max_tokens)  # among many ranks that is most of a step; which tokens costs the same
+    rows = RankShare.build(layout, shard, plan.rank, catch_up)
+    ceilings = CeilingCalls(device, model.dtype)
+    with torch.inference_mode():
+        most = max(len(layout), *plan.rows)
+        whole, bare = (Passes(alone().runner, ids[:-1], most, PREFILL_ROWS) for _ in range(2))
+        left_out = WithoutAttention(bare.runner.model)
+        calls: dict[str, Call] = {
+            **ceilings.calls(),
+            "decode": lambda: outputs.append(decode()),
+            "model": whole.shard(rows, count),
+            "bare": bare.shard(rows, count),
+            "head": head_call(model, len(reads_of(rows, count))),
+            **{_name(points): whole.chain(points) for points in plan.rows},
+        }
+        times = alternated(calls, plan.rounds, device, {"bare": left_out})
+    work, found = Work.of(model), ceilings.read(times)
+    del outputs[:WARM_UP]
+    step = _step(outputs, times, max_tokens, left_out.called, context.world_size > 1)
+    return Profile(ceilings=found, work=work, curve=_curve(times, plan, work, found), step=step)
+
+
+def _name(rows: int) -> str:
+    return f"t({rows})"
+
+
+def _decode(
+    build: Build, plain: Build, ids: Sequence[int], plan: Plan, context: ParallelContext
+) -> Callable[[], GenerationOutput]:
+    """The decode loop of this plan's rank: in earnest, or with the others on tape where they do not run."""
+
+    def decode(decoder: Decoder) -> GenerationOutput:
+        return decoder.generate(ids, plan.tokens, plan.sampling, eos_token_id=())
+
+    if context.world_size > 1 or plan.ranks == 1:
+        return partial(decode, build(context))
+    return replayed(build, decode, plan.rank, plan.ranks, record(plain, decode, plan.ranks))
+
+
+def _typical_rows(outputs: Sequence[GenerationOutput]) -> int:
+    return round(median(step.slots for output in outputs for step in output.step_stats))
+
+
+def _curve(times: Mapping[str, float], plan: Plan, work: Work, ceilings: Ceilings) -> list[Point]:
+    least = times[_name(min(plan.rows))]
+    return [
+        Point(
+            rows=rows,
+            seconds=(took := times[_name(rows)]),
+            ratio=took / least,
+            floor=took / work.floor_s(rows, plan.prefix, ceilings),
+            bytes_per_s=work.moved_bytes(rows, plan.prefix) / took,
+            flop_per_s=work.flop(rows, plan.prefix) / took,
+        )
+        for rows in sorted(set(plan.rows))
+    ]
+
+
+def _step(
+    outputs: Sequence[GenerationOutput],
+    times: Mapping[str, float],
+    max_tokens: int,
+    left_out: bool,
+    real_exchange: bool,
+) -> Step:
+    stats = [step for output in outputs for step in output.step_stats]
+    forward_s, exchange_s, host_s = (
+        median(getattr(step, f"{name}_s") for step in stats) for name in ("forward", "exchange", "host")
+    )
+    attention_s, head_s = times["model"] - times["bare"] if left_out else 0.0, times["head"] / HEAD_CALLS
+    parts = {"attention": attention_s, "LM head": head_s, "other layers": forward_s - attention_s - head_s}
+    parts |= {"exchange": exchange_s, "host": host_s}
+    return Step(
+        rows=_typical_rows(outputs),
+        max_tokens=max_tokens,
+        steps=outputs[0].steps,
+        compression=outputs[0].compression,
+        seconds=sum(parts.values()),
+        parts=parts,
+        pass_s=times["model"],
+        real_exchange=real_exchange,
+    )

@@ -1,0 +1,172 @@
+"""What R ranks would do, from one device: every rank's exact share of every step is run and timed there, in turns.
+
+One rank after the other runs the very decoder alone, the others on tape, so that forward pass and host time are its
+own. A step takes as long as its slowest rank, plus the collective as a model of the link has it. Ranks are taken to be
+alike, each with a device and a memory of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from statistics import fmean, median
+
+import torch
+
+from lp.config import Capture, KVSync, LookaheadConfig
+from lp.engine.lookahead import LookaheadDecoder
+from lp.engine.output import GenerationOutput
+from lp.parallel.context import ParallelContext
+
+from .one_rank import Decode, Tape, check_alike, record, replayed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """The alpha-beta model of a ring all-gather.
+
+    Args:
+        base_us: of any collective, in microseconds.
+        hop_us: of each of its R - 1 steps.
+        gb_s: bandwidth between neighbours, in 10^9 bytes a second.
+        source: where the figures are from.
+    """
+
+    base_us: float
+    hop_us: float
+    gb_s: float
+    source: str
+
+    def all_gather_s(self, ranks: int, payload_bytes: int) -> float:
+        """Seconds to gather so many bytes from each of so many ranks; nothing for one."""
+        hops = ranks - 1
+        return (self.base_us * (ranks > 1) + hops * (self.hop_us + payload_bytes / (1e3 * self.gb_s))) / 1e6
+
+    @classmethod
+    def measured(cls, context: ParallelContext, source: str, rounds: int = 200) -> Link:
+        """Of these ranks: medians of gathers of 8 bytes and of 1 MiB a rank, in turn; `hop_us` has all the latency."""
+        rows = [torch.zeros(words, dtype=torch.int64, device=context.device) for words in (1, 1 << 17)]
+        taken: list[list[float]] = [[], []]
+        for _ in range(rounds):
+            for row, times in zip(rows, taken, strict=True):
+                start = time.perf_counter()
+                context.all_gather(row)
+                times.append(time.perf_counter() - start)
+        (small, large), hops = map(median, taken), context.world_size - 1
+        gb_s = hops * 8 * ((1 << 17) - 1) / (max(large - small, 1e-9) * 1e9)
+        return cls(base_us=0.0, hop_us=1e6 * small / hops, gb_s=gb_s, source=source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projected:
+    """So many ranks on a text.
+
+    Args:
+        ranks: R.
+        tokens, steps: that all of them take alike.
+        compute_s: of all steps, each as long as its slowest rank.
+        forward_s, host_s: of that, of the slowest rank.
+        rows: mean of the largest rank.
+        payload_bytes: what a rank gives to a step's all-gather.
+    """
+
+    ranks: int
+    tokens: int
+    steps: int
+    compute_s: float
+    forward_s: float
+    host_s: float
+    rows: float
+    payload_bytes: int
+
+    def decode_s(self, link: Link) -> float:
+        """With one all-gather a step."""
+        return self.compute_s + self.steps * link.all_gather_s(self.ranks, self.payload_bytes)
+
+
+Run = list[GenerationOutput]  # by rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """Decodes a text as each of so many ranks would, on this one device.
+
+    Args:
+        decoder: of all ranks, in turn; it is left in the context of one of them.
+        decode: one call of it, its seed known if it samples.
+        ranks: R.
+
+    Raises:
+        ValueError: as `check_projectable`.
+    """
+
+    decoder: LookaheadDecoder
+    decode: Decode
+    ranks: int
+
+    def __post_init__(self) -> None:
+        check_projectable(self.decoder.config)
+
+    @cached_property
+    def tape(self) -> Tape:
+        """What all ranks said; of steps that are not captured, since threads cannot capture at the same time."""
+
+        def build(context: ParallelContext) -> LookaheadDecoder:
+            like = self.decoder
+            made = LookaheadDecoder(like.model, like.config, None, like.runner.attention, Capture.OFF, like.curve)
+            return _placed(made, context)
+
+        return record(build, self.decode, self.ranks)
+
+    def run(self) -> Run:
+        """Every rank once, alone.
+
+        Raises:
+            KeyboardInterrupt: a signal came meanwhile.
+        """
+        build = partial(_placed, self.decoder)
+        return [replayed(build, self.decode, rank, self.ranks, self.tape)() for rank in range(self.ranks)]
+
+    def summed(self, runs: Sequence[Run]) -> Projected:
+        """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
+        return _summed(runs, self.tape.payload_bytes)
+
+
+def check_projectable(config: LookaheadConfig) -> None:
+    """Refuse what ranks cannot be timed with.
+
+    Raises:
+        ValueError: kv_sync=broadcast, whose second collective has no model here, or a pool that remembers other texts.
+    """
+    if config.kv_sync is KVSync.BROADCAST:
+        raise ValueError("kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute")
+    check_alike(config)
+
+
+def _placed(decoder: LookaheadDecoder, context: ParallelContext) -> LookaheadDecoder:
+    """Behind its constructor, which would compare models that are one."""
+    decoder.context = context
+    return decoder
+
+
+def _summed(runs: Sequence[Sequence[GenerationOutput]], payload: int) -> Projected:
+    """From the outputs of every run, by rank."""
+    first, forward_s, host_s, rows = runs[0], 0.0, 0.0, list[int]()
+    for step in range(first[0].steps):
+        stats = [[run[rank].step_stats[step] for run in runs] for rank in range(len(first))]
+        times = [(median(s.forward_s for s in mine), median(s.host_s for s in mine)) for mine in stats]
+        slowest = max(times, key=sum)
+        forward_s, host_s = forward_s + slowest[0], host_s + slowest[1]
+        rows.append(max(mine[0].slots for mine in stats))
+    return Projected(
+        ranks=len(first),
+        tokens=len(first[0].tokens),
+        steps=first[0].steps,
+        compute_s=forward_s + host_s,
+        forward_s=forward_s,
+        host_s=host_s,
+        rows=fmean(rows),
+        payload_bytes=payload,
+    )

@@ -1,0 +1,148 @@
+"""Lines of a scaling table: a method on so many ranks, measured in launches or projected from one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from .projection import Link, Projected
+from .records import Row
+from .summary import PLAIN, Total, totals
+
+MEASURED, PROJECTED = "measured", "projected"
+HEADS = (
+    *("method", "ranks", "kind", "W", "G", "tokens/s", "vs plain", "efficiency", "S", "rows"),
+    *("forward ms", "exchange ms", "host ms"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A method on so many ranks.
+
+    Args:
+        method, ranks: which, on how many.
+        kind: MEASURED or PROJECTED.
+        link: of a projection, with "weak" behind it where every rank has the same shape; None where it was measured.
+        W, G: of all ranks together; None for methods without.
+        tokens_per_s: of decoding.
+        speedup: against plain decoding on one device.
+        compression: S.
+        rows: a step, of the largest rank.
+        forward_ms, exchange_ms, host_ms: a step; of several ranks the slowest's, or of measured ones their mean.
+        efficiency: what of R times its own speed on one rank is there; plain decoding's where it runs on several alone.
+    """
+
+    method: str
+    ranks: int
+    kind: str
+    link: str | None
+    W: int | None
+    G: int | None
+    tokens_per_s: float
+    speedup: float | None
+    compression: float
+    rows: float
+    forward_ms: float
+    exchange_ms: float
+    host_ms: float
+    efficiency: float | None = None
+
+    @property
+    def series(self) -> str:
+        """What a plot joins by a line."""
+        return self.method if self.link is None else f"{self.method}, {self.link} (projected)"
+
+    def figures(self) -> dict[str, Any]:
+        """For a line of CSV or JSON."""
+        return asdict(self)
+
+    def cells(self) -> list[str]:
+        """For a table with HEADS."""
+        kind = self.kind if self.link is None else f"**{self.kind}**, {self.link}"
+        shape = ["-" if value is None else str(value) for value in (self.W, self.G)]
+        speeds = ["-" if self.speedup is None else f"{self.speedup:.2f}x"]
+        speeds += ["-" if self.efficiency is None else f"{self.efficiency:.0%}", f"{self.compression:.2f}"]
+        times = [f"{value:.2f}" for value in (self.forward_ms, self.exchange_ms, self.host_ms)]
+        return [
+            self.method, str(self.ranks), kind, *shape, f"{self.tokens_per_s:.1f}", *speeds, f"{self.rows:.1f}", *times
+        ]  # fmt: skip
+
+
+def measured_lines(rows: Sequence[Row]) -> list[Line]:
+    """Of one launch's rows."""
+    lines = []
+    for total in totals(rows):
+        names = ("forward_ms", "exchange_ms", "host_ms")
+        means = {name: _a_step(total, name, fmean) for name in names}
+        shaped = total.method.startswith("lookahead")
+        line = Line(
+            method=total.method,
+            ranks=total.setting["ranks"] if total.method != PLAIN and "@" not in total.method else 1,
+            kind=MEASURED,
+            link=None,
+            W=total.setting["W"] if shaped else None,
+            G=total.setting["G"] if shaped else None,
+            tokens_per_s=total.tokens_per_s,
+            speedup=total.speedup,
+            compression=total.compression,
+            rows=_a_step(total, "rows", max),
+            **means,
+        )
+        lines.append(line)
+    return lines
+
+
+def _a_step(total: Total, name: str, of_ranks: Callable[[list[float]], float]) -> float:
+    """Mean over all steps of what a prompt's ranks say of a step."""
+    told = (row["steps"] * of_ranks([split[name] for split in row["split"]]) for row in total.rows)
+    return sum(told) / max(total.steps, 1)
+
+
+def projected_lines(
+    found: Sequence[Projected], links: Mapping[str, Link], plain: float, weak: bool, shape: tuple[int, int]
+) -> list[Line]:
+    """Of one world size over its prompts, a line a link; one rank needs no link."""
+    ranks, tokens, steps = found[0].ranks, sum(one.tokens for one in found), sum(one.steps for one in found)
+    lines = []
+    for name, link in links.items():
+        seconds = sum(one.decode_s(link) for one in found)
+        compute = sum(one.compute_s for one in found)
+        line = Line(
+            method="lookahead",
+            ranks=ranks,
+            kind=PROJECTED,
+            link=f"{name}{', weak' * weak}",
+            W=shape[0],
+            G=shape[1],
+            tokens_per_s=tokens / seconds,
+            speedup=tokens / seconds / plain,
+            compression=tokens / steps,
+            rows=sum(one.rows * one.steps for one in found) / steps,
+            forward_ms=1e3 * sum(one.forward_s for one in found) / steps,
+            exchange_ms=1e3 * (seconds - compute) / steps,
+            host_ms=1e3 * sum(one.host_s for one in found) / steps,
+        )
+        lines.append(line)
+    return lines
+
+
+def with_efficiency(lines: Sequence[Line]) -> list[Line]:
+    """The lines with it, each against its own series' single rank, or plain decoding."""
+    alone = {line.series: line.speedup for line in lines if line.ranks == 1}
+    made = []
+    for line in lines:
+        base = alone.get(line.series, 1.0)
+        made.append(replace(line, efficiency=line.speedup / base / line.ranks if line.speedup and base else None))
+    return made
+
+
+def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], float]:
+    """How far speed-ups projected over this link are off those measured with the same W and G, by method and ranks."""
+    speedups: dict[tuple[str, int, int | None, int | None], dict[str, float]] = {}
+    for line in lines:
+        if line.speedup and line.link in (None, link):
+            speedups.setdefault((line.method, line.ranks, line.W, line.G), {})[line.kind] = line.speedup
+    return {key[:2]: pair[PROJECTED] / pair[MEASURED] - 1 for key, pair in speedups.items() if len(pair) == 2}

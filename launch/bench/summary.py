@@ -1,0 +1,184 @@
+"""Rows of a benchmark added up: a line for each setting and method, and tables of such lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from .records import Row, digest
+
+PLAIN = "autoregressive"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Total:
+    """A method's prompts under one setting, added up.
+
+    Args:
+        rows: of the file, one a prompt.
+        plain_tokens_per_s: plain decoding's in the same run, None if it did not run.
+    """
+
+    rows: list[Row]
+    plain_tokens_per_s: float | None
+
+    @property
+    def method(self) -> str:
+        return str(self.rows[0]["method"])
+
+    @property
+    def task(self) -> str:
+        return str(self.rows[0]["task"])
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        return dict(self.rows[0]["settings"])
+
+    @property
+    def hardware(self) -> str:
+        """Of every row, which a run that was resumed elsewhere has several of."""
+        return "; ".join(dict.fromkeys(row["hardware"] for row in self.rows))
+
+    def _sum(self, name: str) -> float:
+        return float(sum(row[name] for row in self.rows))
+
+    @property
+    def prompts(self) -> int:
+        return len(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        return int(self._sum("tokens"))
+
+    @property
+    def steps(self) -> int:
+        return int(self._sum("steps"))
+
+    @property
+    def compression(self) -> float:
+        """S: tokens a step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode speed, without the prefill."""
+        return self.tokens / self._sum("decode_s")
+
+    @property
+    def prefill_s(self) -> float:
+        return self._sum("prefill_s")
+
+    @property
+    def rows_a_step(self) -> float:
+        """Of rank 0."""
+        return sum(row["rows_a_step"] * row["steps"] for row in self.rows) / max(self.steps, 1)
+
+    @property
+    def speedup(self) -> float | None:
+        """Against plain decoding of the same run."""
+        return self.tokens_per_s / self.plain_tokens_per_s if self.plain_tokens_per_s else None
+
+    @property
+    def accepted(self) -> dict[int, int]:
+        """Steps by how many tokens they accepted."""
+        counts: Counter[int] = Counter()
+        for row in self.rows:
+            counts.update({int(length): count for length, count in row["accepted"].items()})
+        return dict(sorted(counts.items()))
+
+    @property
+    def differing(self) -> int | None:
+        """Prompts whose tokens are not plain decoding's; None where nothing was promised or compared."""
+        said = [row["equal"] for row in self.rows]
+        return None if None in said else said.count(False)
+
+    def quality(self, name: str, key: str | None = None) -> float | None:
+        """Mean over prompts of a figure that quality=true adds; None where it was not asked for."""
+        found = [row["quality"][name] for row in self.rows if row.get("quality")]
+        values = [value[key] if key is not None and value else value for value in found]
+        values = [value for value in values if value is not None]
+        return fmean(values) if values else None
+
+    def figures(self) -> dict[str, Any]:
+        """For a line of JSON or CSV."""
+        head = {"method": self.method, "prompts": self.prompts, "tokens": self.tokens, "steps": self.steps}
+        speeds = {"S": self.compression, "tokens_per_s": self.tokens_per_s, "speedup": self.speedup}
+        return {**head, **speeds, "rows_a_step": self.rows_a_step, "differing": self.differing}
+
+
+def totals(rows: Iterable[Row]) -> list[Total]:
+    """One for each setting and method, in the order in which they first come."""
+    grouped: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        grouped.setdefault(digest(row["settings"]), {}).setdefault(row["method"], []).append(row)
+    found = []
+    for methods in grouped.values():
+        plain = methods.get(PLAIN)
+        speed = Total(rows=plain, plain_tokens_per_s=None).tokens_per_s if plain else None
+        found += [Total(rows=mine, plain_tokens_per_s=speed) for mine in methods.values()]
+    return found
+
+
+def varying(found: Sequence[Total]) -> list[str]:
+    """The settings in which they differ, which a table has to show."""
+    names = dict.fromkeys(name for total in found for name in total.setting)
+    return [name for name in names if len({digest(total.setting.get(name)) for total in found}) > 1]
+
+
+def ordered(found: Sequence[Total]) -> list[Total]:
+    """By the settings in which they differ, numbers by size."""
+    names = varying(found)
+
+    def place(total: Total) -> list[tuple[bool, float, str]]:
+        values = [total.setting.get(name) for name in names]
+        return [(False, value, "") if isinstance(value, int | float) else (True, 0, short(value)) for value in values]
+
+    return sorted(found, key=place)
+
+
+def common(found: Sequence[Total]) -> dict[str, Any]:
+    """The settings that all of them share."""
+    differ = varying(found)
+    return {name: value for name, value in found[0].setting.items() if name not in differ}
+
+
+def cells(total: Total, names: Sequence[str]) -> list[str]:
+    """A line of a table: the settings named, then the figures of HEADS."""
+    speed = f"{total.speedup:.2f}x" if total.speedup else "-"
+    output = {None: "-", 0: "equal"}.get(total.differing, f"differs on {total.differing} of {total.prompts}")
+    figures = [total.method, str(total.prompts), str(total.tokens), f"{total.compression:.2f}"]
+    figures += [f"{total.rows_a_step:.1f}", f"{total.tokens_per_s:.1f}", speed, output]
+    return [*(short(total.setting.get(name)) for name in names), *figures]
+
+
+HEADS = ("method", "prompts", "tokens", "S", "rows a step", "tokens/s", "vs plain", "output")
+
+
+def short(value: Any) -> str:
+    """A setting in a cell."""
+    if isinstance(value, dict):
+        return " ".join(f"{key}={short(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ",".join(map(short, value))
+    return "null" if value is None else str(value)
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    head = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
+
+
+def caption(found: Sequence[Total]) -> str:
+    """The machine and what all lines share, in one line."""
+    hidden = ("decoder", "methods", "quality", "attention", "capture", "repeats", "chat", "parameters")
+    shared = {key: value for key, value in common(found).items() if key not in hidden}
+    if isinstance(size := common(found).get("parameters"), int):
+        shared["model"] = f"{shared['model']} ({size / 1e6:.1f} M parameters)"
+    machines = "; ".join(dict.fromkeys(total.hardware for total in found))
+    torch = "; ".join(dict.fromkeys(row["versions"]["torch"] for total in found for row in total.rows))
+    kept = {key: value for key, value in shared.items() if value not in (None, [], False)}
+    return f"{machines}, torch {torch}, " + ", ".join(f"{key} {short(value)}" for key, value in kept.items())

@@ -1,0 +1,94 @@
+"""Compiled functions: numba compiles them where it is installed; elsewhere the same code runs as Python, slower.
+
+And what they need of math, of + - * / on doubles alone: every processor gives the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+try:
+    import numba
+
+    COMPILED = not numba.config.DISABLE_JIT
+except ImportError:
+    COMPILED = False
+
+
+def _compiled(function: Any) -> Any:
+    """Compiled at the first call and kept on disk, in a folder for these very sources.
+
+    numba alone would look at the function's own file, and go on with what it once made of the files that it calls.
+    """
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_folder())
+    # Nothing here allocates. With numba's runtime every call would count references to all arrays: half the time.
+    options = {"nogil": True, "_nrt": False}
+    try:
+        return numba.njit(cache=True, nogil=True, _nrt=False, forceinline=True)(function)
+    except RuntimeError:  # no folder that may be written to
+        return numba.njit(**options)(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def _folder() -> Path:
+    here = Path(__file__).parent
+    sources = [path.read_bytes() for path in sorted(here.rglob("*.py"))]
+    digest = hashlib.blake2b(b"".join(source for source in sources if b"jit" in source), digest_size=8).hexdigest()
+    return Path(numba.config.CACHE_DIR or here / "__pycache__") / f"compiled-{digest}"
+
+
+jit: Any
+U64: Any  # unsigned 64-bit arithmetic: wrap it with & MASK, which Python's ints need
+I64: Any
+if COMPILED:
+    jit, U64, I64 = _compiled, np.uint64, np.int64
+else:
+    jit, U64, I64 = (lambda function: function), int, int
+
+
+def given(array: np.ndarray) -> Any:
+    """An array as compiled functions take it; Python indexes a memoryview far faster."""
+    return array if COMPILED else memoryview(np.ascontiguousarray(array))  # type: ignore[arg-type]
+
+
+def zeros(size: int, dtype: str) -> Any:
+    """An array of zeros as compiled functions take it."""
+    return given(np.zeros(size, dtype))
+
+
+def ints(values: Any) -> Any:
+    """Whole numbers as compiled functions take them."""
+    return given(np.array(values, np.int64))
+
+
+ROOT_HALF, LN_2, LOG2_E = math.sqrt(0.5), math.log(2), 1 / math.log(2)
+C_3, C_4, C_5, C_6, C_7, C_8 = (1 / math.factorial(power) for power in range(3, 9))
+HALVINGS = given(2.0 ** -np.arange(1020.0))
+
+
+@jit
+def log(value):
+    """Natural logarithm, to about 1e-10; only + - * / so that every processor gives the same."""
+    mantissa, exponent = math.frexp(value)
+    if mantissa < ROOT_HALF:
+        mantissa, exponent = mantissa * 2, exponent - 1
+    s = (mantissa - 1) / (mantissa + 1)
+    z = s * s
+    return 2 * s * (1 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z * (1 / 11)))))) + exponent * LN_2
+
+
+@jit
+def exp(value):
+    """Exponential of what is not positive, to about 1e-9; without a division, of which a step would take thousands."""
+    if value < -700.0:
+        return 0.0
+    power = math.floor(value * LOG2_E + 0.5)
+    r = value - power * LN_2
+    series = C_5 + r * (C_6 + r * (C_7 + r * C_8))
+    return (1 + r * (1 + r * (0.5 + r * (C_3 + r * (C_4 + r * series))))) * HALVINGS[-I64(power)]

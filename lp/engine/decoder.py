@@ -1,0 +1,143 @@
+"""What every decoder shares: the signature of `generate`, its result, and its checks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+
+from lp.checks import check_int, flat_list
+from lp.engine.inputs import Eos, Prompt, eos_ids, prompt_ids
+from lp.engine.output import GenerationOutput
+from lp.engine.request import OnTokens, Request
+from lp.engine.signals import DeferredSignals, Interrupted
+from lp.engine.stopping import Stopping
+from lp.models.loader import context_limit
+from lp.models.rope import rope_boundary
+from lp.models.support import check_adapter
+from lp.parallel.context import ParallelContext
+from lp.sampling.params import SamplingParams
+from lp.sampling.sampler import Sampler
+from lp.sampling.score_recorder import RecordingSampler
+
+
+class Decoder(ABC):
+    """Turns a prompt into tokens; every decoder gives the tokens of plain decoding.
+
+    Args:
+        model: an HF causal LM, loaded and on its device.
+        context: the ranks to share a step with; None is this process alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, context: ParallelContext | None = None) -> None:
+        check_adapter(model)
+        self.model, self.context = model, context or ParallelContext(device=model.device)
+
+    def generate(
+        self,
+        input_ids: Prompt,
+        max_new_tokens: int = 256,
+        sampling: SamplingParams | None = None,
+        *,
+        logits_processor: Iterable[LogitsProcessor] = (),
+        eos_token_id: Eos | None = None,
+        stop_strings: Sequence[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stopping_criteria: Iterable[StoppingCriteria] = (),
+        on_tokens: OnTokens | None = None,
+        prefill_chunk: int = 512,
+        padding: Sequence[int] = (),
+        sequence: int = 0,
+        output_scores: bool = False,
+        output_logits: bool = False,
+    ) -> GenerationOutput:
+        """Generate from one prompt.
+
+        Args:
+            input_ids: the prompt, (L,) or (1, L): a list, a numpy array or a tensor of integers.
+            max_new_tokens: most tokens to add.
+            sampling: temperature, warpers and seed; None is greedy.
+            logits_processor: transformers' processors, applied before the warpers of `sampling`.
+            padding: left padding of the prompt, which processors and criteria see and the model does not.
+            sequence: index of this sequence in a batch, which sampled noise depends on.
+            eos_token_id: one or several; None takes the model's, an empty tuple none.
+            stop_strings: end after the token that completes one of them; needs `tokenizer`.
+            stopping_criteria: transformers' criteria, asked after every token, without scores. Among ranks that share
+                steps, rank 0's word counts; plain decoding, which shares none, asks each rank's own.
+            on_tokens: called once a step with (new tokens, step) before the next one starts; among ranks that share
+                steps, where there are criteria, on rank 0 alone.
+            prefill_chunk: prompt rows a forward pass.
+            output_scores: return the processed logits of every token, warpers included, noise not; on one rank.
+            output_logits: return the model's own; on one rank.
+
+        Returns:
+            GenerationOutput.
+
+        Raises:
+            Interrupted: a KeyboardInterrupt with what was generated; SIGINT or SIGTERM came to some rank, and the step
+                is finished. A second one acts at once, as it would without this call.
+            ValueError: a prompt that is empty, too long or not of this vocabulary, or a value out of range.
+        """
+        prompt = prompt_ids(self.model, input_ids)
+        max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
+        prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, "try 512")
+        sequence = check_int("sequence", sequence, 0, 2**63 - 1, "number the sequences of a batch from 0")
+        padding = [check_int("padding", token, 0, math.inf, "give token ids") for token in flat_list(padding)]
+        wanted = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
+        if wanted and self.context.world_size > 1:
+            raise ValueError(
+                f"output_{wanted[0]} is on among {self.context.world_size} ranks, of which each has only the rows that "
+                "it computed; leave it out, or generate on one rank"
+            )
+        context = context_limit(self.model)
+        stopping = Stopping.build(
+            eos_ids(self.model, eos_token_id),
+            max_new_tokens,
+            None if context is None else context - len(prompt),
+            [*padding, *prompt],
+            stop_strings,
+            tokenizer,
+            stopping_criteria,
+            self.model.device,
+        )
+        seeded, rank = self._seeded(sampling), self.context.rank
+        sampler = (RecordingSampler if wanted else Sampler).build(
+            seeded, logits_processor, padding, sequence, rank, self.reach, self.guess_noise, self.model
+        )
+        if isinstance(sampler, RecordingSampler):
+            sampler.kept = {name: [] for name in wanted}
+        with torch.inference_mode(), DeferredSignals() as signals:
+            limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
+            boundary = rope_boundary(self.model.config.get_text_config())
+            output = self._decode(
+                Request(prompt, max_new_tokens, limit, sampler, stopping, on_tokens, prefill_chunk, signals, boundary)
+            )
+        if isinstance(sampler, RecordingSampler):
+            output.logits, output.scores = (sampler.stacked(name, len(output.tokens)) for name in ("logits", "scores"))
+        if output.finish_reason == "interrupted" or signals.received:  # which may come in the step that ends the text
+            raise Interrupted(output, signals.received)
+        return output
+
+    @property
+    def reach(self) -> int:
+        """Positions a step may span, from the last generated token on."""
+        return 1
+
+    @property
+    def guess_noise(self) -> bool:
+        """Whether rows that verify nothing guess under the sampler's noise."""
+        return True
+
+    def _seeded(self, sampling: SamplingParams | None) -> SamplingParams | None:
+        """With a seed of None, rank 0 draws one from torch's generator for all; ranks that need none gather too."""
+        wanted = sampling is not None and sampling.seed is None
+        drawn = torch.randint(2**63 - 1, (1,)) if wanted else torch.zeros(1, dtype=torch.int64)
+        seed = int(self.context.all_gather(drawn.to(self.context.device))[0])
+        return replace(sampling, seed=seed) if sampling is not None and wanted else sampling
+
+    @abstractmethod
+    def _decode(self, request: Request) -> GenerationOutput: ...

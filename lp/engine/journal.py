@@ -1,0 +1,204 @@
+"""What was generated so far, in a file of JSON lines, so that a restarted process goes on where the last one ended.
+
+    {"text": "1f0c...", "seed": 7, "kept": 0}     a text begins, or goes on behind its first `kept` tokens
+    {"t": [312, 9]}                               a step's tokens
+    {"end": "length"}                             it ended, and why
+
+The name of a text is a digest of all that it depends on. Rank 0 writes, one line a write, which outlives the process
+but not the machine (there is no fsync); all ranks are told what it read.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lp.checks import check_int
+from lp.digest import text_digest
+from lp.engine.decoder import Decoder
+from lp.engine.inputs import Prompt, prompt_ids
+from lp.engine.output import GenerationOutput
+from lp.engine.request import OnTokens
+from lp.engine.signals import Interrupted
+from lp.models.digests import model_digests
+from lp.models.rope import rope_boundary
+from lp.parallel.context import ParallelContext
+from lp.sampling.params import SamplingParams, Verifier
+from lp.sampling.sampler import plain_settings
+
+STARTS = (b'{"text":', b'{"t":', b'{"end":')  # of lines
+OBJECTS = ("logits_processor", "stopping_criteria")  # whose settings are their attributes
+
+
+@dataclass
+class Record:
+    """A text as far as the file has it."""
+
+    seed: int | None = None
+    tokens: list[int] = field(default_factory=list)
+    end: str | None = None
+
+
+class Journal:
+    """Texts of greedy or coupled decoding, which a restart can go on with and give what an undisturbed run gives.
+
+    Args:
+        path: of the file, which is made, or read and added to.
+        context: the ranks.
+
+    Raises:
+        ValueError: it cannot be read or written, or is no journal.
+    """
+
+    def __init__(self, path: str | Path, context: ParallelContext) -> None:
+        self.path, self.context = Path(path), context
+        self._file: BinaryIO | None = None
+        said = context.share_text(self._opened() if context.is_main else None)
+        assert said is not None
+        told = json.loads(said)
+        if "error" in told:  # on every rank, or the others would wait for rank 0
+            raise ValueError(told["error"])
+        self.records = {name: Record(**record) for name, record in told.items()}
+        self._models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # an id may be that of a model before
+
+    @property
+    def seed(self) -> int | None:
+        """Of the first text that was sampled, if any."""
+        return next((record.seed for record in self.records.values() if record.seed is not None), None)
+
+    def generate(
+        self,
+        decoder: Decoder,
+        ids: Prompt,
+        max_new_tokens: int = 256,
+        sampling: SamplingParams | None = None,
+        *,
+        on_tokens: OnTokens | None = None,
+        **options: Any,
+    ) -> GenerationOutput:
+        """`decoder.generate`, or what is left of it; what the file had is given to `on_tokens` in one piece.
+
+        Of a model whose rotary frequencies change with the length of the text, a text that had not ended begins anew.
+
+        Args:
+            decoder, ids, max_new_tokens, sampling, on_tokens, options: as in Decoder.generate; a seed of None is the
+                one that the file has for this text.
+
+        Returns:
+            GenerationOutput of the whole text; `resumed` of its tokens are from the file, and its steps and times are
+            of the others.
+
+        Raises:
+            Interrupted: as in Decoder.generate, with the whole text; the next call goes on behind it.
+            ValueError: rejection sampling, whose text no restart can repeat.
+        """
+        if sampling is not None and sampling.verifier is Verifier.REJECTION:
+            raise ValueError("a journal can't go on with verifier 'rejection', which draws anew; use 'coupled'")
+        ids = prompt_ids(decoder.model, ids)
+        max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
+        for key in OBJECTS:
+            options[key] = [*options.get(key, ())]  # which may be an iterator, and is read twice
+        name = self._name(decoder, ids, max_new_tokens, sampling, options)
+        record = self.records.setdefault(name, Record())
+        if sampling is not None and sampling.seed is None:
+            record.seed = self._drawn() if record.seed is None else record.seed
+            sampling = replace(sampling, seed=record.seed)
+        record.seed = sampling.seed if sampling else None
+        # The last token comes again, and with it what may have ended the text.
+        done = record.tokens if record.end else record.tokens[:-1]
+        if not record.end and rope_boundary(decoder.model.config.get_text_config()):
+            done = []
+        if done and on_tokens:
+            on_tokens(list(done), 0)
+        if record.end:
+            return GenerationOutput(list(done), record.end, [], resumed=len(done))
+        self._write({"text": name, "seed": record.seed, "kept": len(done)})
+
+        def keep(tokens: list[int], step: int) -> None:
+            self._write({"t": tokens})
+            if on_tokens:
+                on_tokens(tokens, step)
+
+        told = keep if self.context.is_main else on_tokens
+        try:
+            output = decoder.generate([*ids, *done], max_new_tokens - len(done), sampling, on_tokens=told, **options)
+        except Interrupted as error:
+            self._ended(record, error.output, done)
+            raise
+        self._ended(record, output, done)
+        return output
+
+    def _ended(self, record: Record, output: GenerationOutput, done: Sequence[int]) -> None:
+        """Make the output the whole text's, and note its end, if it has come."""
+        output.tokens, output.resumed = [*done, *output.tokens], len(done)
+        record.tokens = output.tokens
+        if output.finish_reason != "interrupted":
+            record.end = output.finish_reason
+            self._write({"end": record.end})
+
+    def _name(
+        self, decoder: Decoder, ids: Sequence[int], new: int, sampling: SamplingParams | None, options: dict[str, Any]
+    ) -> str:
+        """A digest of the model and of what was asked; neither of W, N, G nor of ranks, which change no text."""
+        if decoder.model not in self._models:
+            self._models[decoder.model] = json.dumps(model_digests(decoder.model))
+        model, chosen = self._models[decoder.model], sampling and asdict(sampling)
+        settings = [plain_settings(vars(each)) for key in OBJECTS for each in options[key]]
+        asked = sorted((key, repr(plain_settings(value))) for key, value in options.items())
+        return f"{text_digest(repr((model, list(ids), new, chosen, settings, asked))):016x}"
+
+    def _drawn(self) -> int:
+        return int(self.context.all_gather(torch.randint(2**63 - 1, (1,)).to(self.context.device))[0])
+
+    def _opened(self) -> str:
+        """What the file holds, as JSON for all ranks; from here on it ends with a whole line."""
+        try:
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - for as long as the run lasts
+            *lines, cut = self.path.read_bytes().split(b"\n") if self.path.is_file() else [b""]
+            if not any(start.startswith(cut[: len(start)]) for start in STARTS):
+                raise ValueError("ends with what no journal has")
+            records = _read(lines)
+            if cut:  # of a line that was written last; not before the others are known to be a journal's
+                self._file.truncate(self._file.tell() - len(cut))
+            return json.dumps({name: asdict(record) for name, record in records.items()})
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror}); give a path in a folder that exists and is yours"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            reason = "is no journal of lp; give another path, or delete it"
+        return json.dumps({"error": f"journal {self.path} {reason}"})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        try:
+            written = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+            if self._file.write(written) < len(written):  # the next line must not follow half a one
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:  # a full disk must not cost the text
+            warnings.warn(f"journal {self.path} is not written any more ({error.strerror})", stacklevel=2)
+            self._file = None
+
+
+def _read(lines: Sequence[bytes]) -> dict[str, Record]:
+    records: dict[str, Record] = {}
+    record = Record()
+    for line in map(json.loads, lines):
+        if "text" in line:
+            record = records.setdefault(line["text"], Record())
+            record.seed = line["seed"]
+            del record.tokens[line["kept"] :]
+        elif "t" in line:
+            record.tokens += line["t"]
+        else:
+            record.end = line["end"]
+    return records

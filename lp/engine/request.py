@@ -1,0 +1,44 @@
+"""A checked `generate` call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lp.engine.signals import DeferredSignals
+from lp.engine.stopping import Stopping
+from lp.models.rope import RopeBoundary
+from lp.sampling.sampler import Sampler
+
+OnTokens = Callable[[list[int], int], None]
+
+
+@dataclass
+class Request:
+    """A checked `generate` call.
+
+    Attributes:
+        prompt: token ids.
+        limit: positions below it may be used: none behind it chooses a token that fits the context and was asked for.
+        max_new_tokens, chooser, stopping, on_tokens, prefill_chunk: as given.
+        signals: SIGINT and SIGTERM, deferred to the end of a step.
+        boundary: where the model's rotary frequencies change; None if nowhere.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    limit: int
+    sampler: Sampler
+    stopping: Stopping
+    on_tokens: OnTokens | None
+    prefill_chunk: int
+    signals: DeferredSignals
+    boundary: RopeBoundary | None
+
+    def limit_at(self, position: int) -> int:
+        """Positions below it may be used by a step whose `c` is at `position`."""
+        return self.boundary.limit(position, self.limit) if self.boundary else self.limit
+
+    def crosses(self, position: int) -> bool:
+        """Whether `position` is generated, and the first one past the rotary boundary."""
+        return self.boundary is not None and position == self.boundary.length and position >= len(self.prompt)

@@ -1,0 +1,92 @@
+"""SIGINT and SIGTERM end a text after the current step, as an exception that has what was generated."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lp.engine.output import GenerationOutput
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM came while a text was generated; or, among ranks, another rank got one or failed.
+
+    Attributes:
+        output: the text up to the end of a step, already given to `on_tokens`. Its `finish_reason` is "interrupted",
+            or another one where the text ended with that step.
+        signal: number of the signal that this rank got; 0 for none, where it stopped because another rank did.
+        finished: of a batch, the outputs of the rows that were done.
+    """
+
+    def __init__(self, output: GenerationOutput, signal: int) -> None:
+        self.output, self.signal = output, signal
+        self.finished: list[GenerationOutput] = []
+        super().__init__(output, signal)
+
+    def __str__(self) -> str:
+        cause = signal.Signals(self.signal).name if self.signal else "another rank stopped"
+        return f"{cause} after {len(self.output.tokens)} new tokens, which are in the attribute `output`"
+
+
+class Terminated(KeyboardInterrupt):
+    """This process was asked to end: by SIGTERM, or by another rank that was."""
+
+
+def interruption(number: int) -> KeyboardInterrupt:
+    """What to raise where there is no text to keep, given the signal that this process got, 0 for none."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
+
+
+def asked_to_end(error: KeyboardInterrupt) -> bool:
+    """Whether it is due to SIGTERM or to another rank, and not to Ctrl-C."""
+    return isinstance(error, Terminated) or (isinstance(error, Interrupted) and error.signal != signal.SIGINT)
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """While entered, SIGTERM raises Terminated as SIGINT does KeyboardInterrupt; in `generate` both are deferred."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class DeferredSignals:
+    """While entered, the first SIGINT or SIGTERM sets `requested`; a second one of its kind acts as it did before.
+
+    Outside the main thread, where Python allows no handlers, signals act as usual.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received = 0  # the number of the first one
+        self._before: dict[int, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether one has come."""
+        return bool(self.received)
+
+    def __enter__(self) -> DeferredSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._defer) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        signal.signal(number, self._before[number])  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""When a generation ends, decided token by token as transformers' `generate` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
+
+from lp.parallel.message import Stop
+
+FINISH_REASON = {
+    Stop.EOS: "eos",
+    Stop.MAX_LENGTH: "length",
+    Stop.CRITERIA: "criteria",
+    Stop.STOP_STRING: "stop_string",
+    Stop.CONTEXT: "context",
+    Stop.INTERRUPTED: "interrupted",
+}
+
+
+@dataclass
+class Stopping:
+    """Every way a generation may end.
+
+    Attributes:
+        eos: token ids that end it.
+        max_new_tokens: most new tokens.
+        room: new tokens until the model's context is full, None for no limit.
+        prompt: its ids, padding included, which criteria see too.
+        stop_strings: transformers' criterion, or None.
+        criteria: the user's; possibly not a function of the tokens alone.
+        device: the model's, where criteria expect the ids, as in `generate`.
+    """
+
+    eos: frozenset[int]
+    max_new_tokens: int
+    room: int | None
+    prompt: list[int]
+    stop_strings: StopStringCriteria | None
+    criteria: list[StoppingCriteria]
+    device: torch.device
+
+    @classmethod
+    def build(
+        cls,
+        eos: frozenset[int],
+        max_new_tokens: int,
+        room: int | None,
+        prompt: list[int],
+        stop_strings: Sequence[str] | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        criteria: Iterable[StoppingCriteria],
+        device: torch.device,
+    ) -> Stopping:
+        """Check and gather the stops of one call.
+
+        Raises:
+            ValueError: stop strings without a tokenizer.
+        """
+        strings = None
+        if stop_strings:
+            if tokenizer is None:
+                raise ValueError(f"stop_strings is {list(stop_strings)!r} but no tokenizer was given; pass tokenizer=")
+            strings = StopStringCriteria(tokenizer, list(stop_strings))
+        return cls(eos, max_new_tokens, room, prompt, strings, list(criteria), device)
+
+    def __repr__(self) -> str:
+        """What ranks must agree on; of criteria, only whether there are any."""
+        strings = self.stop_strings.stop_strings if self.stop_strings else ()
+        return f"Stopping({sorted(self.eos)}, {strings}, {bool(self.criteria)})"
+
+    def check(self, tokens: Sequence[int], new: int) -> tuple[Stop, int]:
+        """Look at the last `new` of these generated tokens, one by one.
+
+        Returns:
+            The first reason to stop and the tokens to keep; (Stop.NONE, len(tokens)) for none.
+        """
+        for count in range(len(tokens) - new + 1, len(tokens) + 1):
+            reason = self._reason(tokens, count)
+            if reason:
+                return reason, count
+        return Stop.NONE, len(tokens)
+
+    def _reason(self, tokens: Sequence[int], count: int) -> Stop:
+        if tokens[count - 1] in self.eos:
+            return Stop.EOS
+        if self.stop_strings or self.criteria:
+            ids = torch.tensor([[*self.prompt, *tokens[:count]]])
+            if self.stop_strings and bool(self.stop_strings(ids, None)):
+                return Stop.STOP_STRING
+            there = ids.to(self.device) if self.criteria else ids
+            if any(bool(torch.as_tensor(criterion(there, None)).all()) for criterion in self.criteria):
+                return Stop.CRITERIA
+        if count >= self.max_new_tokens:
+            return Stop.MAX_LENGTH
+        return Stop.CONTEXT if self.room is not None and count >= self.room else Stop.NONE

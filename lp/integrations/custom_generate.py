@@ -1,0 +1,240 @@
+"""`model.generate(..., custom_generate=lp.generate)`: lookahead behind transformers' own entry point.
+
+B: prompts of the batch, L: length of the padded prompts, T: tokens of the longest text, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    PreTrainedModel,
+    QuantizedCache,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from lp.config import LookaheadConfig
+from lp.engine.lookahead import LookaheadDecoder
+from lp.engine.output import GenerationOutput
+from lp.engine.signals import Interrupted
+from lp.models.support import check_adapter
+from lp.sampling.params import SamplingParams
+
+# What transformers hands over by itself, and what changes no token.
+KNOWN = {"attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep"}
+KNOWN |= {"num_logits_to_keep", "return_dict", "output_router_logits"}
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    generation_config: GenerationConfig | None = None,
+    window_size: int | None = None,
+    ngram_size: int | None = None,
+    guess_set_size: int | None = None,
+    seed: int | None = None,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Lookahead decoding for transformers' `generate`: greedy, or sampled when do_sample is set.
+
+    Prompts of a batch run one after another. Two things transformers keeps from a `custom_generate` callable:
+    - a streamer, which given to `generate` gets the prompt and nothing more, so bind it:
+      `custom_generate=functools.partial(lp.generate, streamer=streamer)`;
+    - the tokenizer that `stop_strings=` needs (it raises), so pass the criterion ready-made:
+      `stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]`.
+
+    Args:
+        model, input_ids, logits_processor, stopping_criteria, generation_config: as transformers hands them over.
+        window_size, ngram_size, guess_set_size: W, N, G, given to `model.generate` by keyword; with none of them every
+            step takes what pays on this machine.
+        seed: of sampling; None draws one from torch's generator.
+        streamer: gets the prompt, then the tokens as they come; for one prompt.
+
+    Returns:
+        What `generate` would: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate, with
+        `scores` (processed, before noise) and `logits` (raw) if asked for: T tensors (B, V). Where a row of the batch
+        is padding they are zero, while transformers has what its model says behind padding.
+
+    Raises:
+        Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. It has the row in progress as
+            `output` and those that were done as `finished`.
+        ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors,
+            masks with zeros behind a token, inputs that are no tokens, a cache that holds something already, a model
+            whose inputs are prepared by code that is not transformers', as PEFT's prompt learning does.
+    """
+    config = generation_config or model.generation_config
+    _check_asked(config, len(input_ids), streamer)
+    _check_preparation(model)
+    _check_cache(model_kwargs.get("past_key_values"))
+    # Declared as an argument, transformers would hand attention_mask over twice.
+    paddings = _paddings(input_ids, config, model_kwargs)
+    sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
+    shape = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
+    given = {name: value for name, value in shape.items() if value is not None}
+    decoder = LookaheadDecoder(model, LookaheadConfig(**given) if given else None)  # type: ignore[arg-type]
+    eos = getattr(config, "_eos_token_tensor", None)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+
+    def decode(index: int, new: int, criteria: list[StoppingCriteria]) -> GenerationOutput:
+        row, padding = input_ids[index].tolist(), paddings[index]
+        return decoder.generate(
+            row[padding:],
+            new,
+            sampling,
+            logits_processor=[_of_row(processor, index) for processor in logits_processor or ()],
+            eos_token_id=() if eos is None else eos.flatten().tolist(),
+            stopping_criteria=criteria,
+            on_tokens=None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
+            padding=row[:padding],
+            sequence=index,
+            output_scores=bool(config.return_dict_in_generate and config.output_scores),
+            output_logits=bool(config.return_dict_in_generate and config.output_logits),
+        )
+
+    criteria = [c for c in stopping_criteria or () if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
+    outputs = list[GenerationOutput]()
+    try:
+        for index in range(len(input_ids)):
+            outputs.append(decode(index, config.max_length - input_ids.shape[1], criteria))
+        if eos is None and not any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):
+            # transformers pads behind EOS alone; without one, a row that met a criterion goes on with the batch.
+            longest = max(len(output.tokens) for output in outputs)
+            for index, output in enumerate(outputs):
+                if output.finish_reason == "criteria" and len(output.tokens) < longest:
+                    outputs[index] = decode(index, longest, [])
+    except Interrupted as error:
+        error.finished = outputs
+        raise
+    finally:
+        if streamer is not None:
+            streamer.end()  # which gives out the last word, and frees who waits for more
+    news = _padded([output.tokens for output in outputs], config)
+    sequences = torch.cat([input_ids, input_ids.new_tensor(news)], dim=1)
+    if not config.return_dict_in_generate:
+        return sequences
+    scores, logits = [output.scores for output in outputs], [output.logits for output in outputs]
+    device = input_ids.device
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences, scores=_by_step(scores, device), logits=_by_step(logits, device)
+    )
+
+
+def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | None) -> None:
+    asked = {
+        f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
+        "use_cache=False": config.use_cache is False,
+        "output_attentions": bool(config.output_attentions),
+        "output_hidden_states": bool(config.output_hidden_states),
+        f"a streamer for {batch} prompts": streamer is not None and batch > 1,
+    }
+    refused = [name for name, wanted in asked.items() if wanted]
+    if refused:
+        raise ValueError(f"lp.generate does not do {', '.join(refused)}; leave it out, or use generate as it is")
+
+
+def _check_preparation(model: PreTrainedModel) -> None:
+    """Refuse a model that makes its inputs of the tokens in a way of its own, which the decoder never calls.
+
+    PEFT sets its `prepare_inputs_for_generation` on a base model to add virtual tokens; LoRA and its kin are modules.
+    """
+    check_adapter(model)
+    prepare, own = model.prepare_inputs_for_generation, getattr(type(model), "prepare_inputs_for_generation", None)
+    name = f"{type(model).__name__}.prepare_inputs_for_generation"
+    if own is None or getattr(prepare, "__func__", None) is not own:
+        setter = type(getattr(prepare, "__self__", prepare)).__name__
+        raise ValueError(
+            f"{name} was replaced on this model (by {setter}), as PEFT does for prefix tuning, prompt tuning and "
+            "p-tuning; lp.generate hands over the tokens alone: leave custom_generate out, or use an adapter of the "
+            "weights, such as LoRA"
+        )
+    if own.__module__.partition(".")[0] != "transformers":
+        raise ValueError(
+            f"{name} comes from {own.__module__} and not from transformers; lp.generate never calls it: leave "
+            "custom_generate out, or decode with lp.LookaheadDecoder(model), which hands over the tokens alone"
+        )
+
+
+def _check_cache(cache: Any) -> None:
+    """Refuse a cache that holds KV, of whatever text; the empty one that transformers makes goes unused."""
+    held = 0 if cache is None else int(cache.get_seq_length())
+    if held:
+        raise ValueError(
+            f"past_key_values holds {held} tokens; lp.generate fills a cache of its own: leave it out and give the "
+            "whole text as input_ids, or use generate as it is"
+        )
+    if isinstance(cache, QuantizedCache):
+        raise ValueError("lp.generate has no quantized cache; leave cache_implementation out, or use generate as it is")
+
+
+def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> list[int]:
+    """Left padding of every prompt (B,).
+
+    Raises:
+        ValueError: the model is to be told something else than tokens, or to skip some.
+    """
+    others = [name for name, value in model_kwargs.items() if value is not None and name not in KNOWN]
+    if others:
+        raise ValueError(f"lp.generate continues tokens and takes no {', '.join(others)}; use generate as it is")
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    length = input_ids.shape[1]
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+        covered = getattr(config, "_mask_length", None) or length  # of a mask of ones, which transformers leaves out
+    else:
+        covered = mask.shape[1]
+    if covered != length:
+        raise ValueError(
+            f"the attention_mask covers {covered} tokens, the prompt has {length}; give one column for every token"
+        )
+    paddings = (mask != 0).int().argmax(1).tolist()
+    for index, padding in enumerate(paddings):
+        if not mask[index][padding:].all():
+            raise ValueError(
+                f"the attention_mask of prompt {index} has zeros behind its first token (transformers makes one where "
+                "the prompt has the pad token); pad on the left, or give a mask of ones if that token is meant"
+            )
+        counted = [*range(len(mask[index]) - padding)]
+        if positions is not None and positions[index % len(positions)][padding:].tolist() != counted:
+            raise ValueError("lp.generate counts positions from the prompt's first token; leave position_ids out")
+    return paddings
+
+
+def _seed(seed: int | None) -> int:
+    """One seed for the whole batch."""
+    return int(torch.randint(2**63 - 1, (1,))) if seed is None else seed
+
+
+def _of_row(processor: LogitsProcessor, index: int) -> LogitsProcessor:
+    """A processor prepared for the batch, for one of its rows."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, torch.Tensor):
+        return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=int(ignored[index]))
+    return processor
+
+
+def _by_step(rows: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:
+    """From (new tokens, V) a prompt to transformers' T times (B, V), in float32; zeros behind the end of a text."""
+    given = [row.to(device, torch.float32) for row in rows if row is not None]
+    return tuple(torch.nn.utils.rnn.pad_sequence(given)) if given else None
+
+
+def _padded(news: list[list[int]], config: GenerationConfig) -> list[list[int]]:
+    longest = max(map(len, news))
+    pad = getattr(config, "_pad_token_tensor", None)
+    pad_id = int(pad) if pad is not None else config.pad_token_id or 0
+    return [new + [pad_id] * (longest - len(new)) for new in news]

@@ -1,0 +1,212 @@
+"""Which slots of a step each rank computes (DESIGN section 2; the paper's lookahead parallelism). Pure arithmetic.
+
+A rank computes the pieces it is given, which are columns and candidate paths, and the ancestors of their slots; so its
+rows are a subtree that contains `c`. Sets of slots are ints, one bit a slot: a union is `|`, its rows `bit_count`.
+W: columns, R: ranks, M: the limit, which is the most rows a rank may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+from operator import or_
+
+import numpy as np
+
+from lp.draft.layout import StepLayout
+
+EXACT_PIECES = 12  # up to so many pieces the deal is optimal
+EXACT_NODES, NODES = 5000, 100  # placements tried for one limit: far more than so few pieces need, and beyond them
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The slots of every rank, ascending, and who tells the others about which read-off.
+
+    Attributes:
+        slots: by rank, the slots it computes.
+        reads: by rank, the read slots it owns: of the ranks that compute a slot, the lowest.
+    """
+
+    slots: list[list[int]]
+    reads: list[list[int]]
+
+    @property
+    def max_owned(self) -> int:
+        """Reads of the rank that owns most, which sizes the gathered tensor."""
+        return max(map(len, self.reads))
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows of the largest rank."""
+        return max(map(len, self.slots))
+
+    @classmethod
+    def build(cls, layout: StepLayout, world_size: int, catch_up_counts: Sequence[int] = ()) -> ShardPlan:
+        """Share a layout among `world_size` ranks so that the largest has the fewest rows.
+
+        Args:
+            layout: the step's tree.
+            world_size: R.
+            owed: catch-up rows of every rank, which count as its rows; none if empty.
+        """
+        if world_size == 1:
+            return cls([list(range(len(layout)))], [layout.reads])
+        slots, reads = [], []
+        wanted = sum(1 << slot for slot in layout.reads)
+        for load in _Assignment(layout, catch_up_counts or [0] * world_size).solve():
+            slots.append(_members(load))
+            reads.append(_members(load & wanted))
+            wanted &= ~load
+        return cls(slots, reads)
+
+
+def _members(load: int) -> list[int]:
+    """The slots of a set, ascending."""
+    return [slot for slot, bit in enumerate(bin(load)[:1:-1]) if bit == "1"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank runs in a step: its catch-up tokens, then its slots (T rows).
+
+    Attributes:
+        tokens, positions: of the rows.
+        visible: (T, T) bool, which rows each one sees besides the cached prefix.
+        reads: rows whose read-off the rank owns, in slot order.
+        place: the row of every slot it computes.
+        catch_up: rows before the slots.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    visible: np.ndarray
+    reads: list[int]
+    place: dict[int, int]
+    catch_up: int
+
+    @classmethod
+    def build(cls, layout: StepLayout, plan: ShardPlan, rank: int, catch_up: Sequence[int]) -> RankShare:
+        """The rows of a rank that still lacks the KV of the tokens `catch_up`, which end right before `c`."""
+        slots, missing = plan.slots[rank], len(catch_up)
+        place = dict(zip(slots, range(missing, missing + len(slots)), strict=True))
+        visible = layout.visible()
+        if len(slots) < len(visible):
+            visible = visible[np.ix_(slots, slots)]
+        if missing:
+            below = visible
+            visible = np.tri(missing + len(slots), dtype=bool)
+            visible[missing:, missing:] = below
+        start = layout.positions[0] - missing
+        return cls(
+            [*catch_up, *map(layout.tokens.__getitem__, slots)],
+            [*range(start, start + missing), *map(layout.positions.__getitem__, slots)],
+            visible,
+            [*map(place.__getitem__, plan.reads[rank])],
+            place,
+            missing,
+        )
+
+    def padded(self, rows: int) -> RankShare:
+        """The same among `rows`: those added say nothing, and nobody sees them."""
+        more = rows - len(self.tokens)
+        if more <= 0:
+            return self
+        visible = np.eye(rows, dtype=bool)
+        visible[: len(self.tokens), : len(self.tokens)] = self.visible
+        tokens, positions = self.tokens + self.tokens[:1] * more, self.positions + self.positions[:1] * more
+        return replace(self, tokens=tokens, positions=positions, visible=visible)
+
+
+class _Assignment:
+    """Deals columns, from the last, and then candidate paths, in the tree's order, to the first rank with room.
+
+    The last column brings all of row 0, so a rank that has it should have as many columns as fit. The limit starts at
+    what every deal needs and grows until one is found; a deal that fails tries other ranks, the last pieces first,
+    until nothing is left to try or NODES placements are spent.
+    """
+
+    def __init__(self, layout: StepLayout, catch_up_counts: Sequence[int]) -> None:
+        self.layout, self.world_size, self.catch_up_counts = layout, len(catch_up_counts), catch_up_counts
+        above: list[int] = []  # of every slot, the path from `c` to it
+        for slot, parent in enumerate(layout.parents):
+            above.append((above[parent] if parent >= 0 else 0) | 1 << slot)
+        inner = set(layout.parents)
+        leaves = [slot for slot in range(layout.num_window, len(layout)) if slot not in inner]
+        columns = [above[slot] for slot in reversed(layout.last_level())]
+        self.pieces = columns + [above[slot] for slot in sorted(leaves, key=layout.path)]
+        self.rests = [*accumulate(reversed(self.pieces), or_)][::-1]  # what a piece and those after it need
+
+    def solve(self) -> list[int]:
+        """The slots of each rank."""
+        loads = next(loads for limit in count(self._least_limit()) if (loads := self._place(limit)))
+        return [load & (1 << len(self.layout)) - 1 for load in loads]
+
+    def _empty(self) -> list[int]:
+        """Loads to begin with, the last rank's first: `c`, and catch-up rows as bits that no slot has."""
+        loads, bit = [], len(self.layout)
+        for catch_up_counts in reversed(self.catch_up_counts):
+            loads.append(1 | ((1 << catch_up_counts) - 1) << bit)
+            bit += catch_up_counts
+        return loads
+
+    def _least_limit(self) -> int:
+        """A limit below which no deal exists: rows that the ranks have together against those they need."""
+        own = (
+            len(self.layout)
+            - self.layout.num_window
+            + self.layout.columns * (self.layout.rows - 1)
+            + sum(self.catch_up_counts)
+        )
+        longest = max([1 + max(self.catch_up_counts), *(piece.bit_count() for piece in self.pieces)])
+        return next(limit for limit in count(longest) if own + self._repeated_rows(limit) <= limit * self.world_size)
+
+    def _repeated_rows(self, limit: int) -> int:
+        """Rows for `c` and row 0 over all ranks, at least: one each, or up to the rank's last column."""
+        end, column_rows, rows = self.layout.columns, self.layout.rows - 1, self.world_size
+        while end > 0:
+            rows += end - 1
+            end = end - (limit - end) // column_rows if column_rows and end < limit else 0
+        return rows
+
+    def _place(self, limit: int) -> list[int] | None:
+        """Place all pieces within the limit by depth-first search; None if no deal was found."""
+        loads = self._empty()
+        if not self.pieces:
+            return loads[::-1]
+        left = EXACT_NODES if len(self.pieces) <= EXACT_PIECES else NODES + len(self.pieces)
+        failed: set[tuple[object, ...]] = set()
+        placed: list[tuple[int, int]] = []  # by piece, its rank and that rank's load before
+        trying = [iter(self._ranks(0, loads, limit, failed))]
+        while trying and left:
+            rank = next(trying[-1], None)
+            if rank is None:  # back to the piece before, and on to its next rank
+                trying.pop()
+                if placed:
+                    last, load = placed.pop()
+                    loads[last] = load
+                continue
+            placed.append((rank, loads[rank]))
+            loads[rank] |= self.pieces[len(trying) - 1]
+            if len(placed) == len(self.pieces):
+                return loads[::-1]  # the last columns are the last rank's
+            left -= 1
+            trying.append(iter(self._ranks(len(trying), loads, limit, failed)))
+        return None
+
+    def _ranks(self, piece: int, loads: list[int], limit: int, failed: set[tuple[object, ...]]) -> list[int]:
+        """Ranks worth trying for a piece: of those alike in rows and in what later pieces share, the first."""
+        mask, rest = self.pieces[piece], self.rests[piece]
+        room, there = limit * len(loads), 0
+        states = []
+        for load in loads:
+            rows, shared = load.bit_count(), load & rest
+            room, there = room - rows, there | shared
+            states.append((rows, shared))
+        key = (piece, *sorted(states))
+        if key in failed or (rest & ~there).bit_count() > room:
+            return []
+        failed.add(key)  # seen again only after it has failed
+        alike = {state: rank for rank, state in reversed([*enumerate(states)])}
+        return sorted(rank for rank in alike.values() if (loads[rank] | mask).bit_count() <= limit)
