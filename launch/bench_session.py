@@ -55,7 +55,7 @@ class Bench(Session[BenchmarkConfig]):
     def shares(self, method: str, output: GenerationOutput) -> list[dict[str, float]]:
         """Mean rows and milliseconds of a step on every rank that ran the method."""
         steps = output.step_stats
-        names = ("slots", "forward_s", "exchange_s", "host_s")
+        names = ("num_tokens", "forward_s", "exchange_s", "host_s")
         # Nanoseconds and billionths of a row, as the collective carries integers.
         means = [round(1e9 * fmean(getattr(step, name) for step in steps)) if steps else 0 for name in names]
         everyone = self.context.all_gather(torch.tensor(means, device=self.context.device)).tolist()

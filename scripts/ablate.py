@@ -40,7 +40,7 @@ class Row:
     def add(self, output: lp.GenerationOutput) -> None:
         self.tokens += len(output.tokens)
         self.steps += output.steps
-        self.slots += sum(step.slots for step in output.step_stats)
+        self.slots += sum(step.num_tokens for step in output.step_stats)
 
     @property
     def compression(self) -> float:

@@ -87,7 +87,7 @@ def measure(decoder: lp.Decoder, text: Text, name: str, tokens: int) -> dict[str
         "max_new_tokens": tokens,
         "tokens": len(output.tokens),
         "steps": output.steps,
-        "slots": sum(step.slots for step in steps),
+        "slots": sum(step.num_tokens for step in steps),
         "host_us": 1e6 * statistics.median(step.host_s for step in steps),
         "equal": output.tokens == text.tokens[:tokens],
     }

@@ -38,15 +38,15 @@ class Recorder:
     """
 
     def __init__(self, source: DraftSource, noted: list[tuple[float, bool]]) -> None:
-        self.source, self.noted, self.harvest = source, noted, source.harvest
+        self.source, self.noted, self.num_logits = source, noted, source.num_logits
         self.tree = DraftTree(0)
 
     def propose(self, *asked: Any) -> DraftTree:
         self.tree = self.source.propose(*asked)
         return self.tree
 
-    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
-        self.source.begin(prompt, harvest)
+    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+        self.source.begin(prompt, top_logits)
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
         tree, truth = self.tree, text[len(text) - moved :]

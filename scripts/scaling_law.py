@@ -43,7 +43,7 @@ def run(model: Any, setting: tuple[int, int], prompts: list[list[int]], new: int
     sampling = lp.SamplingParams(temperature=temperature, seed=0) if temperature else None
     outputs = [decoder.generate(ids, new, sampling, sequence=i) for i, ids in enumerate(prompts)]
     steps = sum(output.steps for output in outputs)
-    slots = sum(step.slots for output in outputs for step in output.step_stats)
+    slots = sum(step.num_tokens for output in outputs for step in output.step_stats)
     tokens = sum(len(output.tokens) for output in outputs)
     return {"N": n, "size": size, "S": tokens / steps, "rows": slots / steps}
 

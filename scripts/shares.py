@@ -25,13 +25,13 @@ def step(w: int, n: int, g: int) -> StepLayout:
 def equal_counts(layout: StepLayout, ranks: int) -> list[int]:
     """Rows of every rank when each gets as many columns and as many chains as the next, in order; at most one more."""
     inner = set(layout.parents)
-    leaves = [slot for slot in range(layout.num_window, len(layout)) if slot not in inner]
+    leaves = [node for node in range(layout.num_window, len(layout)) if node not in inner]
     rows = []
     for rank in range(ranks):
         given = [0]
         for pieces in (layout.last_level(), leaves):
             given += pieces[rank * len(pieces) // ranks : (rank + 1) * len(pieces) // ranks]
-        rows.append(len({above for slot in given for above in layout.path(slot)}))
+        rows.append(len({above for node in given for above in layout.path(node)}))
     return rows
 
 
@@ -44,34 +44,34 @@ def table(w: int, n: int, g: int) -> str:
     ]
     for ranks in RANKS:
         cells = [str(ranks)]
-        for rows in ([len(mine) for mine in ShardPlan.build(layout, ranks).slots], equal_counts(layout, ranks)):
+        for rows in ([len(mine) for mine in ShardPlan.build(layout, ranks).nodes], equal_counts(layout, ranks)):
             cells += [str(max(rows)), f"{sum(rows) / ranks:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def figure(w: int, n: int, g: int, ranks: int) -> str:
-    """Which ranks compute each slot, by position; where several do, the first tells the others what it reads off."""
+    """Which ranks compute each node, by position; where several do, the first tells the others what it reads off."""
     layout = step(w, n, g)
     plan = ShardPlan.build(layout, ranks)
-    read = set(layout.reads)
+    read = set(layout.sampled_nodes)
 
-    def cell(slot: int) -> str:
-        who = "+".join(str(rank) for rank, mine in enumerate(plan.slots) if slot in mine)
-        return who if slot in read else f"({who})"
+    def cell(node: int) -> str:
+        who = "+".join(str(rank) for rank, mine in enumerate(plan.nodes) if node in mine)
+        return who if node in read else f"({who})"
 
     columns = max(w + n - 2, n)
     lines = [
         f"| | {' | '.join('p' if i == 0 else f'p+{i}' for i in range(columns))} |",
         "| :--- |" + " :-: |" * columns,
     ]
-    named = {f"row {k}": [layout.slot(k, j) for j in range(layout.columns)] for k in range(n - 1)}
+    named = {f"row {k}": [layout.window_node(k, j) for j in range(layout.columns)] for k in range(n - 1)}
     first = layout.num_window
     named |= {f"candidate {i + 1}": [*range(first + i * (n - 1), first + (i + 1) * (n - 1))] for i in range(g)}
-    for name, slots in named.items():
+    for name, nodes in named.items():
         cells = [""] * columns
-        for slot in slots:
-            cells[layout.positions[slot]] = cell(slot)
+        for node in nodes:
+            cells[layout.positions[node]] = cell(node)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

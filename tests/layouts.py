@@ -19,10 +19,10 @@ FIRST = 1000  # tokens from here on stand in no window entry
 def layout_of(w: int, n: int, paths: Iterable[Sequence[int]], limit: int = 10**6, position: int = 9) -> StepLayout:
     """A window whose entry [k][j] is 100 k + j, and these candidate paths behind `c`."""
     window = LookaheadWindow(w, n, [5])
-    window.rows = [[100 * k + j for j in range(w)] for k in range(n - 1)]
+    window.levels = [[100 * k + j for j in range(w)] for k in range(n - 1)]
     tree = DraftTree(10**6)
     for path in paths:
-        tree.add(path)
+        tree.add_path(path)
     return StepLayout(window, tree, 5, position, limit)
 
 

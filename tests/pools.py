@@ -39,32 +39,32 @@ def pool_of(
     return NGramPool(made, prompt, noise, tables or empty_tables(made))
 
 
-def harvested(rows: Iterable[Iterable[tuple[int, float]]]) -> np.ndarray:
+def logits_of(rows: Iterable[Iterable[tuple[int, float]]]) -> np.ndarray:
     """(token, logit) of every row as a step packs them: (n, K) int64."""
     packed = [[token << 32 | int(np.float32(logit).view(np.uint32)) for token, logit in row] for row in rows]
     return np.array(packed, np.int64).reshape(len(packed), len(packed[0]) if packed else 0)
 
 
 def reads_of(
-    position: int, slots: Sequence[tuple[int, int, int]], harvest: np.ndarray, ngrams: Sequence[tuple[int, ...]] = ()
+    position: int, nodes: Sequence[tuple[int, int, int]], top_logits: np.ndarray, ngrams: Sequence[tuple[int, ...]] = ()
 ) -> StepSamples:
-    """A step whose slots are (token, parent, what it chose); the first stands at `position`."""
+    """A step whose nodes are (token, parent, what it chose); the first stands at `position`."""
     positions: list[int] = []
-    for _, parent, _ in slots:
+    for _, parent, _ in nodes:
         positions.append(positions[parent] + 1 if parent >= 0 else position)
-    tokens, parents, chosen = ([slot[item] for slot in slots] for item in range(3))
-    return StepSamples(tokens, positions, parents, range(len(slots)), chosen, harvest, ngrams)
+    tokens, parents, chosen = ([node[item] for node in nodes] for item in range(3))
+    return StepSamples(tokens, positions, parents, range(len(nodes)), chosen, top_logits, ngrams)
 
 
 def drawn_step(rng: random.Random, text: Sequence[int], kinds: int, k: int) -> tuple[list[int], StepSamples]:
     """New tokens, and what a step behind the text may have read: any tree, any logits."""
     new = [rng.randrange(kinds) if rng.random() < 0.3 else rng.choice(text) for _ in range(rng.randint(1, 4))]
-    slots = [(text[-1], -1, new[0])]
-    for slot in range(1, rng.randint(1, 12)):
-        slots.append((rng.randrange(kinds), rng.randrange(slot), rng.randrange(kinds)))
-    rows = [[(token, rng.gauss(0, 4)) for token in rng.sample(range(kinds), k)] for _ in slots]
+    nodes = [(text[-1], -1, new[0])]
+    for node in range(1, rng.randint(1, 12)):
+        nodes.append((rng.randrange(kinds), rng.randrange(node), rng.randrange(kinds)))
+    rows = [[(token, rng.gauss(0, 4)) for token in rng.sample(range(kinds), k)] for _ in nodes]
     ngrams = [tuple(rng.randrange(kinds) for _ in range(4)) for _ in range(rng.randint(0, 5))]
-    return new, reads_of(len(text) - 1, slots, harvested(rows), ngrams)
+    return new, reads_of(len(text) - 1, nodes, logits_of(rows), ngrams)
 
 
 def drawn_switches(rng: random.Random) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[Draf
         new, seen = drawn_step(rng, text, 99, 16)
         text += new
         for pool in alike:
-            pool.observe(list(text), len(new), replace(seen, harvest=seen.harvest.copy()))
+            pool.observe(list(text), len(new), replace(seen, top_logits=seen.top_logits.copy()))
 
 
 def proposal_digest(previous: int, tree: DraftTree) -> int:

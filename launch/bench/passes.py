@@ -52,7 +52,7 @@ class Passes:
 
 def reads_of(rows: RankShare, count: int) -> list[int]:
     """Which of the first `count` rows are read."""
-    return [read for read in rows.reads if read < count]
+    return [read for read in rows.sample_at if read < count]
 
 
 def head_call(model: PreTrainedModel, rows: int) -> Call:

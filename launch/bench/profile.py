@@ -195,7 +195,7 @@ def profile(
     layout = largest_step(alone())
     plan.check_room(model, len(layout), device)
     shard = ShardPlan.build(layout, plan.ranks)
-    max_tokens = len(shard.slots[plan.rank])
+    max_tokens = len(shard.nodes[plan.rank])
     decode, outputs = _decode(build, plain, ids, plan, context), list[GenerationOutput]()
     count = _typical_rows([decode()])
     catch_up = [0] * (count - max_tokens)  # among many ranks that is most of a step; which tokens costs the same
@@ -238,7 +238,7 @@ def _decode(
 
 
 def _typical_rows(outputs: Sequence[GenerationOutput]) -> int:
-    return round(median(step.slots for output in outputs for step in output.step_stats))
+    return round(median(step.num_tokens for output in outputs for step in output.step_stats))
 
 
 def _curve(times: Mapping[str, float], plan: Plan, work: Work, ceilings: Ceilings) -> list[Point]:

@@ -159,7 +159,7 @@ def _summed(runs: Sequence[Sequence[GenerationOutput]], payload: int) -> Project
         times = [(median(s.forward_s for s in mine), median(s.host_s for s in mine)) for mine in stats]
         slowest = max(times, key=sum)
         forward_s, host_s = forward_s + slowest[0], host_s + slowest[1]
-        rows.append(max(mine[0].slots for mine in stats))
+        rows.append(max(mine[0].num_tokens for mine in stats))
     return Projected(
         ranks=len(first),
         tokens=len(first[0].tokens),

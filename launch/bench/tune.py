@@ -71,7 +71,7 @@ def time_settings(
         measured = alternate({name: partial(run, decoders[name], ids) for name in settings}, rounds)
         for name, taken in measured.items():
             output = taken.output
-            rows = sum(step.candidates + _window_rows(settings[name], step.columns) for step in output.step_stats)
+            rows = sum(step.num_draft + _window_rows(settings[name], step.columns) for step in output.step_stats)
             for place, value in enumerate((len(output.tokens), output.steps, rows, taken.decode_s)):
                 totals[name][place] += value
     return [

@@ -16,7 +16,7 @@ class Step(Protocol):
     @property
     def columns(self) -> int: ...
     @property
-    def candidates(self) -> int: ...
+    def num_draft(self) -> int: ...
     @property
     def accepted(self) -> int: ...
     @property
@@ -39,7 +39,7 @@ def spent(steps: Sequence[Step]) -> str:
     tokens = sum(step.accepted + 1 for step in steps)
     line = f"last text: {tokens} tokens in {len(steps)} steps (S={tokens / len(steps):.2f})"
     if tried:
-        rows = sorted(step.candidates for step in tried)
+        rows = sorted(step.num_draft for step in tried)
         few, middle, many = (rows[len(rows) * tenth // 10] for tenth in (1, 5, 9))
         columns = fmean(step.columns for step in tried)
         line += f", candidate rows {few}/{middle}/{many} (10th, 50th, 90th of 100), columns {columns:.1f} on average"

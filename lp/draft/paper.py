@@ -19,7 +19,7 @@ class PaperPool:
         prompt: its n-grams are known from the start, if wanted.
     """
 
-    harvest = 0
+    num_logits = 0
 
     def __init__(self, config: PaperConfig, prompt: Sequence[int]) -> None:
         self.config = config
@@ -28,12 +28,12 @@ class PaperPool:
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
         """The newest n-grams behind text[-1]; no two share a row."""
-        tree = DraftTree(budget, shared=False)
+        tree = DraftTree(budget, merge=False)
         for tail in reversed(self._behind.get(text[-1], {})):
-            tree.add(tail)
+            tree.add_path(tail)
         return tree
 
-    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
         """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:

@@ -23,7 +23,7 @@ class PromptLookup:
         self._first: dict[tuple[int, ...], int] = {}  # n-gram -> where its earliest continuation starts
         self._index(prompt, len(prompt))
 
-    harvest = 0
+    num_logits = 0
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
         """One path: at most `budget` tokens behind the longest run found."""
@@ -31,11 +31,11 @@ class PromptLookup:
         for n in range(min(self.max_matching_ngram, len(text)), 0, -1):
             start = self._first.get(tuple(text[-n:]))
             if start is not None:
-                tree.add(text[start : start + budget])
+                tree.add_path(text[start : start + budget])
                 break
         return tree
 
-    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
         """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:

@@ -18,18 +18,18 @@ class StepSamples:
 
     Attributes:
         tokens, positions, parents: of all slots, as in StepLayout.
-        slots: those that were read, n.
-        chosen: (n,) the token each chose.
-        harvest: (n, K) int64, the likeliest tokens of each: token << 32 | bits of its float32 logit.
+        nodes: those that were read, n.
+        sampled: (n,) the token each chose.
+        top_logits: (n, K) int64, the likeliest tokens of each: token << 32 | bits of its float32 logit.
         ngrams: one of N tokens off every column of the window.
     """
 
     tokens: Sequence[int]
     positions: Sequence[int]
     parents: Sequence[int]
-    slots: Sequence[int]
-    chosen: Sequence[int]
-    harvest: np.ndarray
+    nodes: Sequence[int]
+    sampled: Sequence[int]
+    top_logits: np.ndarray
     ngrams: Sequence[tuple[int, ...]]
 
 
@@ -38,23 +38,23 @@ class TokenPrice:
     """What the rows of a step cost in tokens.
 
     Attributes:
-        rate: tokens that a second is worth; 0: rows cost nothing.
-        base: rows that the step has anyway.
+        tokens_per_s: tokens that a second is worth; 0: rows cost nothing.
+        base_tokens: rows that the step has anyway.
         seconds: by rows of the whole step.
-        slopes: by rows, the least that one more costs, as in StepTimes.
-        lesson, lessons: tokens that a row is worth though it be turned down, for what it says; of so many rows.
-        truth: what to believe of a token's chance, given the one before it.
-        risk: a path of d tokens is believed to hold with 1 / (1 + risk x d), besides.
+        marginal_seconds: by rows, the least that one more costs, as in StepTimes.
+        exploration_bonus, exploration_tokens: tokens that a row is worth though it be turned down, for what it says; of so many rows.
+        calibration: what to believe of a token's chance, given the one before it.
+        depth_discount: a path of d tokens is believed to hold with 1 / (1 + depth_discount x d), besides.
     """
 
-    rate: float
-    base: int
+    tokens_per_s: float
+    base_tokens: int
     seconds: Any
-    slopes: Any
-    lesson: float = 0.0
-    lessons: int = 0
-    truth: float = 1.0
-    risk: float = 0.0
+    marginal_seconds: Any
+    exploration_bonus: float = 0.0
+    exploration_tokens: int = 0
+    calibration: float = 1.0
+    depth_discount: float = 0.0
 
     @classmethod
     def free(cls, rows: int) -> TokenPrice:
@@ -65,7 +65,7 @@ class TokenPrice:
 class DraftSource(Protocol):
     """What guesses the text to come. One is made for every `generate` call."""
 
-    harvest: int  # K, likeliest tokens wanted of every row that is read
+    num_logits: int  # K, likeliest tokens wanted of every row that is read
 
     def propose(
         self, text: Sequence[int], budget: int, row: Sequence[int], column: Sequence[int], price: TokenPrice | None, /
@@ -80,7 +80,7 @@ class DraftSource(Protocol):
         """
         ...
 
-    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
         """What the rows before the prompt's last said: (L - 1, K), as in StepSamples; only if they were read."""
         ...
 

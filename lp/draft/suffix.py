@@ -46,7 +46,7 @@ class SuffixTree:
         self._native = native_tree()(config.max_tree_depth)
         self._native.extend(0, list(prompt))
 
-    harvest = 0
+    num_logits = 0
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
         """The continuation whose estimated probabilities add up to most, over all lengths of the match."""
@@ -60,10 +60,10 @@ class SuffixTree:
             config.tree,
         )
         for token, parent in zip(draft.token_ids, draft.parents, strict=True):
-            tree.grow(parent, token)  # nodes keep their places: parents come first, and no token twice behind one
+            tree.add_child(parent, token)  # nodes keep their places: parents come first, and no token twice behind one
         return tree
 
-    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
         """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:

@@ -34,7 +34,7 @@ class TokenRecycling:
     """
 
     def __init__(self, config: RecyclingConfig) -> None:
-        self.config, self.harvest = config, config.successors
+        self.config, self.num_logits = config, config.successors
         self._successors: dict[int, list[int]] = {}  # likeliest first
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
@@ -44,18 +44,18 @@ class TokenRecycling:
         for parent, rank in _static_tree(min(self.config.nodes, budget), self.config.successors):
             node = places[parent] if parent >= 0 else -1
             known = [] if node is None else self._successors.get(text[-1] if node < 0 else tree.tokens[node], [])
-            places.append(tree.grow(node, known[rank]) if node is not None and rank < len(known) else None)
+            places.append(tree.add_child(node, known[rank]) if node is not None and rank < len(known) else None)
         return tree
 
-    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
         """The prompt's rows leave their tokens' successors."""
-        self._learn(prompt[:-1], harvest)
+        self._learn(prompt[:-1], top_logits)
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
         """Every row read replaces its token's successors."""
-        self._learn([seen.tokens[slot] for slot in seen.slots], seen.harvest)
+        self._learn([seen.tokens[slot] for slot in seen.nodes], seen.top_logits)
 
-    def _learn(self, tokens: Sequence[int], harvest: np.ndarray) -> None:
-        logits = np.ascontiguousarray(harvest).view(np.float32)[:, ::2]
-        ranked = np.take_along_axis(harvest >> 32, np.argsort(-logits, axis=1, kind="stable"), axis=1).tolist()
+    def _learn(self, tokens: Sequence[int], top_logits: np.ndarray) -> None:
+        logits = np.ascontiguousarray(top_logits).view(np.float32)[:, ::2]
+        ranked = np.take_along_axis(top_logits >> 32, np.argsort(-logits, axis=1, kind="stable"), axis=1).tolist()
         self._successors.update(zip(tokens, ranked, strict=True))

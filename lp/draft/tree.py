@@ -10,11 +10,11 @@ class DraftTree:
 
     Args:
         budget: most nodes the tree may hold.
-        shared: paths share slots with each other and with the window; False lays each out on its own.
+        merge: paths share slots with each other and with the window; False lays each out on its own.
     """
 
-    def __init__(self, budget: int, shared: bool = True) -> None:
-        self.budget, self.shared = budget, shared
+    def __init__(self, budget: int, merge: bool = True) -> None:
+        self.budget, self.merge = budget, merge
         self.tokens: list[int] = []
         self.parents: list[int] = []  # -1 is the root: the last generated token
         self.accept_probs: list[float] = []  # of being accepted, where the source states them
@@ -27,18 +27,18 @@ class DraftTree:
     def full(self) -> bool:
         return len(self.tokens) >= self.budget
 
-    def add(self, path: Iterable[int]) -> None:
+    def add_path(self, path: Iterable[int]) -> None:
         """Insert a path from the root; what it shares is there already, what exceeds the budget is cut."""
         node = -1
         for token in path:
-            child = self.grow(node, token)
+            child = self.add_child(node, token)
             if child is None:
                 return
             node = child
 
-    def grow(self, node: int, token: int) -> int | None:
+    def add_child(self, node: int, token: int) -> int | None:
         """The child of a node (-1 is the root) that carries the token, made if the budget allows; else None."""
-        child = self._child.get((node, token)) if self.shared else None
+        child = self._child.get((node, token)) if self.merge else None
         if child is None and not self.full:
             child = self._child[node, token] = len(self.tokens)
             self.tokens.append(token)

@@ -24,16 +24,16 @@ class LookaheadWindow:
     def __init__(self, window_size: int, ngram_size: int, text: Sequence[int]) -> None:
         self.window_size, self.ngram_size = window_size, ngram_size
         columns = [self._fresh(text, len(text) - 1 + j) for j in range(window_size)]
-        self.rows = [[column[k] for column in columns] for k in range(ngram_size - 1)]  # (N-1, W)
+        self.levels = [[column[k] for column in columns] for k in range(ngram_size - 1)]  # (N-1, W)
         self._anchor(text)
 
     def ngrams(self, new: Sequence[int]) -> list[tuple[int, ...]]:
         """The n-gram of every column that read a new token: (columns, N)."""
-        return [(*(row[j] for row in self.rows), token) for j, token in enumerate(new)]
+        return [(*(row[j] for row in self.levels), token) for j, token in enumerate(new)]
 
-    def chains(self) -> tuple[list[int], list[int]]:
+    def free_drafts(self) -> tuple[list[int], list[int]]:
         """Row 0 and column 0, `c` first: candidates at no extra row."""
-        return self.rows[0], [row[0] for row in self.rows] if self.window_size else []
+        return self.levels[0], [row[0] for row in self.levels] if self.window_size else []
 
     def advance(self, text: Sequence[int], moved: int, new: Sequence[int]) -> None:
         """Drop row 0, append the new tokens, move left so that every entry keeps its position, refill on the right.
@@ -43,20 +43,20 @@ class LookaheadWindow:
             moved: tokens the step generated, >= 1.
             new: the last row's read-offs by column, at most W (fewer near the context's end).
         """
-        filled = [*new, *self.rows[-1][len(new) :]]
-        rows = [row[moved - 1 :][: self.window_size] for row in (*self.rows[1:], filled)]
+        filled = [*new, *self.levels[-1][len(new) :]]
+        rows = [row[moved - 1 :][: self.window_size] for row in (*self.levels[1:], filled)]
         for j in range(len(rows[0]), self.window_size):
             column = self._fresh(text, len(text) - 1 + j)
             if j:  # its left neighbour has guesses for all its positions but the last
                 column[:-1] = [row[-1] for row in rows[1:]]
             for row, token in zip(rows, column, strict=True):
                 row.append(token)
-        self.rows = rows
+        self.levels = rows
         self._anchor(text)
 
     def _anchor(self, text: Sequence[int]) -> None:
         if self.window_size:
-            self.rows[0][0] = text[-1]
+            self.levels[0][0] = text[-1]
 
     def _fresh(self, text: Sequence[int], position: int) -> list[int]:
         """N - 1 consecutive tokens of the text, from a place that depends on the position alone."""

@@ -28,8 +28,8 @@ class StepStats(NamedTuple):
     """One decode step on this rank.
 
     Attributes:
-        slots: rows this rank computed.
-        candidates: candidate rows of the whole step, beyond the window's.
+        num_tokens: tokens this rank computed.
+        num_draft: draft tokens of the whole step, beyond the window's.
         accepted: accepted tokens, without the bonus.
         forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else.
         learn_s: of host_s, what the candidate source and the window took to learn from the step.
@@ -37,8 +37,8 @@ class StepStats(NamedTuple):
         idle: nothing was guessed and nothing learned: the budget left the step plain.
     """
 
-    slots: int
-    candidates: int
+    num_tokens: int
+    num_draft: int
     accepted: int
     forward_s: float
     exchange_s: float
@@ -53,12 +53,14 @@ class StepStats(NamedTuple):
         return self.forward_s + self.exchange_s + self.host_s
 
     @classmethod
-    def of(cls, clock: StepTimer, slots: int, candidates: int, accepted: int, columns: int, idle: bool) -> StepStats:
+    def of(
+        cls, clock: StepTimer, num_tokens: int, num_draft: int, accepted: int, columns: int, idle: bool
+    ) -> StepStats:
         """The stats of a step whose laps were named forward, exchange, host and learn."""
         share = clock.shares.get
         forward_s, exchange_s, learn_s = share("forward", 0.0), share("exchange", 0.0), share("learn", 0.0)
         host_s = share("host", 0.0) + learn_s
-        return cls(slots, candidates, accepted, forward_s, exchange_s, host_s, learn_s, columns, idle)
+        return cls(num_tokens, num_draft, accepted, forward_s, exchange_s, host_s, learn_s, columns, idle)
 
 
 @dataclass
@@ -98,4 +100,4 @@ class GenerationOutput:
     @property
     def mean_tokens(self) -> float:
         """Mean rows a step on this rank."""
-        return statistics.fmean(s.slots for s in self.step_stats) if self.step_stats else 0.0
+        return statistics.fmean(s.num_tokens for s in self.step_stats) if self.step_stats else 0.0

@@ -25,9 +25,9 @@ from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.parallel import message
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import INVALID_TOKEN, Stop
+from lp.parallel.message import Stop
 from lp.parallel.sharding import RankShare, ShardPlan
-from lp.sampling.sampler import check_sampled, likeliest
+from lp.sampling.sampler import INVALID_TOKEN, check_sampled, pack_top_logits
 
 ALONE = np.ones((1, 1), dtype=bool)  # what a single row sees of its step
 
@@ -60,8 +60,8 @@ class Generation:
         self.text = list(request.prompt)
         self.window = LookaheadWindow(budget.columns, config.ngram_size, request.prompt)
         largest = largest_layout(config)
-        self.harvest = min(source.harvest, vocabulary_size(runner.model))
-        self.shape = message.MessageShape.of(ShardPlan.build(largest, context.world_size), self.harvest)
+        self.num_logits = min(source.num_logits, vocabulary_size(runner.model))
+        self.shape = message.MessageShape.of(ShardPlan.build(largest, context.world_size), self.num_logits)
         self.cache = runner.new_cache(request.limit + 1 + max(len(largest), budget.most))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = [0] * context.world_size  # how many every rank lacks
@@ -96,10 +96,10 @@ class Generation:
         """Cache the prompt; what its rows say is rank 0's word, since ranks may round it differently."""
         prompt, sampler, rows = self.request.prompt, self.request.sampler, list[torch.Tensor]()
         read_too = self.config.prompt_logits and self.config.prompt_ngrams and self.budget.reads_prompt
-        wanted = self.harvest if read_too else 0
+        wanted = self.num_logits if read_too else 0
 
         def read(logits: torch.Tensor) -> None:
-            rows.append(likeliest(sampler.scores(logits, [None] * len(logits), prompt), wanted))
+            rows.append(pack_top_logits(sampler.scores(logits, [None] * len(logits), prompt), wanted))
 
         def fill() -> None:
             self.runner.prefill(prompt[:-1], self.cache, self.request.prefill_chunk, read if wanted else None)
@@ -142,22 +142,22 @@ class Generation:
         rows = RankShare.build(layout, plan, self.context.rank, self.catch_up)
         clock.lap("host")
         said = self._attempt(lambda: self._forward(layout, plan, rows))
-        chosen, likely = said or (self._zeros(len(rows.reads)), self._zeros(len(rows.reads), self.harvest))
+        chosen, likely = said or (self._zeros(len(rows.sample_at)), self._zeros(len(rows.sample_at), self.num_logits))
         header = self._header(clock, chosen, layout.tokens, layout.parents)
         row = message.pack(header, chosen, likely, plan, self.shape)
         clock.lap("host")
         gathered = message.gather(row, self.shape, self.context.all_gather, len(self.stats))
         clock.lap("exchange")
-        read, harvest, told, keep = message.unpack(gathered, plan, layout, self.shape)
+        read, top_logits, told, keep = message.unpack(gathered, plan, layout, self.shape)
         if told:
             return self._told(told, keep)
         outcome = walk(layout, read, 0 if self._warming else None)
         check_sampled(outcome.tokens[-1], len(self.stats), layout.positions[outcome.path[-1]])
-        self.request.sampler.keep(plan.reads[self.context.rank], outcome.chose)
+        self.request.sampler.keep(plan.owned[self.context.rank], outcome.sampled_at)
         self._commit(layout, plan, rows, outcome, clock)
         clock.lap("host")
         self.budget.observe(outcome.tokens, len(layout), candidates)
-        self._learn(layout, read, harvest, outcome)
+        self._learn(layout, read, top_logits, outcome)
         clock.lap("learn")
         return self._deliver(outcome.tokens, clock, len(rows.tokens), layout)
 
@@ -193,7 +193,7 @@ class Generation:
 
     def _propose(self) -> DraftTree:
         rows = 0 if self._warming or self.budget.idle else self.budget.rows
-        return self.source.propose(self.text, rows, *self.window.chains(), self.budget.price)
+        return self.source.propose(self.text, rows, *self.window.free_drafts(), self.budget.price)
 
     def _cross(self, position: int) -> None:
         if self.request.crosses(position):
@@ -208,13 +208,13 @@ class Generation:
     def _forward(self, layout: StepLayout, plan: ShardPlan, rows: RankShare) -> tuple[torch.Tensor, torch.Tensor]:
         """What this rank's owned reads choose, int64 (owned reads,), and their likeliest tokens, on the device."""
         run = rows.padded(self.budget.padded(len(rows.tokens)))
-        logits = self.runner.forward(run.tokens, run.positions, run.visible, self.cache, run.reads)
-        sampler, slots = self.request.sampler, plan.reads[self.context.rank]
-        positions = [layout.positions[slot] for slot in slots]
-        branches = [layout.branch(slot, sampler.prefix_free) for slot in slots]
-        drafts = [layout.drafts(slot) for slot in slots] if sampler.rejects else []
+        logits = self.runner.forward(run.tokens, run.positions, run.visible, self.cache, run.sample_at)
+        sampler, nodes = self.request.sampler, plan.owned[self.context.rank]
+        positions = [layout.positions[node] for node in nodes]
+        branches = [layout.branch(node, sampler.prefix_free) for node in nodes]
+        drafts = [layout.drafts(node) for node in nodes] if sampler.rejects else []
         scores = sampler.scores(logits, branches, self.text)
-        return sampler.pick(scores, positions, branches, drafts), likeliest(scores, self.harvest)
+        return sampler.pick(scores, positions, branches, drafts), pack_top_logits(scores, self.num_logits)
 
     def _header(self, clock: StepTimer, chosen: torch.Tensor, *parts: Sequence[int]) -> tuple[int, Stop, int]:
         """What the other ranks are told besides what was chosen, made while a GPU is still at it."""
@@ -237,33 +237,33 @@ class Generation:
 
     def _commit(self, layout: StepLayout, plan: ShardPlan, rows: RankShare, outcome: Outcome, clock: StepTimer) -> None:
         """Keep the KV of the accepted path that this rank has; get or owe the rest."""
-        lacking = any(outcome.path[-1] not in slots for slots in plan.slots)
+        lacking = any(outcome.path[-1] not in nodes for nodes in plan.nodes)
         if self.config.kv_sync is KVSync.BROADCAST and lacking:
             self._broadcast(plan, rows, outcome, clock)
             return
-        have = [rows.place[slot] for slot in outcome.path if slot in rows.place]
+        have = [rows.index_of[node] for node in outcome.path if node in rows.index_of]
         self.cache.commit([*range(rows.catch_up), *have])
-        self.catch_up = [layout.tokens[slot] for slot in outcome.path[len(have) :]]
-        self.catch_up_counts = [sum(slot not in slots for slot in outcome.path) for slots in map(set, plan.slots)]
+        self.catch_up = [layout.tokens[node] for node in outcome.path[len(have) :]]
+        self.catch_up_counts = [sum(node not in nodes for node in outcome.path) for nodes in map(set, plan.nodes)]
 
     def _broadcast(self, plan: ShardPlan, rows: RankShare, outcome: Outcome, clock: StepTimer) -> None:
-        """Some rank has the whole path, since a rank computes a slot's ancestors too: it sends the accepted rows."""
+        """Some rank has the whole path, since a rank computes a node's ancestors too: it sends the accepted rows."""
         path = outcome.path[1:]
-        source = next(rank for rank, slots in enumerate(plan.slots) if path[-1] in slots)
-        flat = self.cache.rows([rows.place.get(slot, 0) for slot in path])
+        source = next(rank for rank, nodes in enumerate(plan.nodes) if path[-1] in nodes)
+        flat = self.cache.rows([rows.index_of.get(node, 0) for node in path])
         clock.lap("host")
         self.context.broadcast(flat, source)
         clock.lap("exchange")
-        self.cache.commit([*range(rows.catch_up), rows.place[0]])
+        self.cache.commit([*range(rows.catch_up), rows.index_of[0]])
         self.cache.append(flat, len(path))
 
-    def _learn(self, layout: StepLayout, read: dict[int, int], harvest: np.ndarray, outcome: Outcome) -> None:
-        new = [read[slot] % INVALID_TOKEN for slot in layout.last_level()]  # a row that only guesses may say nothing
-        ngrams, slots = self.window.ngrams(new), layout.reads
+    def _learn(self, layout: StepLayout, read: dict[int, int], top_logits: np.ndarray, outcome: Outcome) -> None:
+        new = [read[node] % INVALID_TOKEN for node in layout.last_level()]  # a row that only guesses may say nothing
+        ngrams, nodes = self.window.ngrams(new), layout.sampled_nodes
         if self._warming:  # the reference's window has no full column yet
-            ngrams, slots, harvest = [], [], harvest[:0]
-        chosen = [read[slot] % INVALID_TOKEN for slot in slots]
-        seen = StepSamples(layout.tokens, layout.positions, layout.parents, slots, chosen, harvest, ngrams)
+            ngrams, nodes, top_logits = [], [], top_logits[:0]
+        chosen = [read[node] % INVALID_TOKEN for node in nodes]
+        seen = StepSamples(layout.tokens, layout.positions, layout.parents, nodes, chosen, top_logits, ngrams)
         self.text += outcome.tokens
         self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), new)

@@ -93,7 +93,7 @@ class _Wrong(NGramPool):
 
     def propose(self, text: Sequence[int], budget: int, *window: Any) -> DraftTree:
         """The pool's tree with every token exchanged for another, filled up at the root."""
-        known, tree = super().propose(text, budget, *window), DraftTree(budget, shared=False)
+        known, tree = super().propose(text, budget, *window), DraftTree(budget, merge=False)
         tree.tokens = [token - 1 if token else 1 for token in known.tokens] + [0] * (budget - len(known))
         tree.parents = known.parents + [-1] * (budget - len(known))
         return tree

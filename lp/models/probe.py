@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PREFIX, DEPTH = 10, 3  # tokens
 SHORT_WINDOW = 6  # tokens; below PREFIX, so that every row of the step has lost sight of the text's start
-# Slots: `c`, then the branches in turn, so that a mask by order alone lets each one see the other.
+# Nodes: `c`, then the branches in turn, so that a mask by order alone lets each one see the other.
 PARENTS = [-1, 0, 0, 1, 2, 3, 4]
 BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
 # Mean over rows of the relative error of their logits. Measured on models of 6 and 32 layers: 1e-6 in float32, 0.003 in
@@ -64,11 +64,11 @@ def _error(runner: ModelRunner) -> float:
     vocabulary = runner.model.get_input_embeddings().weight.shape[0]
     # From the middle of the vocabulary: special tokens lie at its ends.
     ids = [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
-    prefix, slots = ids[:PREFIX], ids[PREFIX:]
-    plain = torch.tensor([prefix + [slots[slot] for slot in branch] for branch in BRANCHES], device=runner.device)
+    prefix, nodes = ids[:PREFIX], ids[PREFIX:]
+    plain = torch.tensor([prefix + [nodes[node] for node in branch] for branch in BRANCHES], device=runner.device)
     try:
         truth = runner.model(plain, use_cache=False, logits_to_keep=DEPTH + 1).logits  # (2, DEPTH + 1, V)
-        said = _step(runner, prefix, slots) if truth.isfinite().all() else None
+        said = _step(runner, prefix, nodes) if truth.isfinite().all() else None
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
@@ -78,19 +78,19 @@ def _error(runner: ModelRunner) -> float:
         ) from failure
     if said is None:
         raise ValueError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE}")
-    errors = [_relative(said[slot], truth[b, d]) for b, branch in enumerate(BRANCHES) for d, slot in enumerate(branch)]
+    errors = [_relative(said[node], truth[b, d]) for b, branch in enumerate(BRANCHES) for d, node in enumerate(branch)]
     return float(torch.stack([*errors, _relative(said[-1], truth[1, -1])]).mean())
 
 
-def _step(runner: ModelRunner, prefix: list[int], slots: list[int]) -> torch.Tensor:
-    """Logits of the tree's slots, then of the last one again in a step of its own: (slots + 1, V)."""
-    cache = runner.new_cache(PREFIX + len(slots))
+def _step(runner: ModelRunner, prefix: list[int], nodes: list[int]) -> torch.Tensor:
+    """Logits of the tree's nodes, then of the last one again in a step of its own: (nodes + 1, V)."""
+    cache = runner.new_cache(PREFIX + len(nodes))
     runner.prefill(prefix, cache, PREFIX)
     visible = ancestors(PARENTS)
     positions = [PREFIX + int(row.sum()) - 1 for row in visible]
-    tree = runner.forward(slots, positions, visible, cache, range(len(slots)))
+    tree = runner.forward(nodes, positions, visible, cache, range(len(nodes)))
     cache.commit(BRANCHES[1][:-1])
-    again = runner.forward(slots[-1:], positions[-1:], visible[:1, :1], cache, [0])
+    again = runner.forward(nodes[-1:], positions[-1:], visible[:1, :1], cache, [0])
     return torch.cat([tree, again])
 
 

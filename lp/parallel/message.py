@@ -1,8 +1,8 @@
 """THE gathered tensor of a step: what one rank tells the others, in one int64 row of fixed size.
 
-    [DIGEST, FLAGS, LENGTH, tokens of the owned reads in slot order, three an int64, padding, their harvest, padding]
+    [DIGEST, FLAGS, LENGTH, tokens of the owned reads in node order, three an int64, padding, their top_logits, padding]
 
-Every rank knows the global layout, so which slot a token belongs to is not sent. The size is that of a full step
+Every rank knows the global layout, so which node a token belongs to is not sent. The size is that of a full step
 whatever this one needs: ranks whose states differ must still meet in one collective to learn that they do.
 R: ranks; P: int64s a rank sends.
 """
@@ -20,10 +20,10 @@ import torch
 
 from lp.draft.layout import StepLayout
 from lp.parallel.sharding import ShardPlan
+from lp.sampling.sampler import INVALID_TOKEN
 
 DIGEST, FLAGS, LENGTH, HEADER = 0, 1, 2, 3
 BITS = 21  # of a token; three fit an int64 and its sign
-INVALID_TOKEN = (1 << BITS) - 1  # what a row says whose scores are NaN or infinite
 SHIFTS = (0, BITS, 2 * BITS)
 SPARE_READS = 12  # candidates that share prefixes divide less evenly than a full step's, which share nothing
 
@@ -43,20 +43,20 @@ class MessageShape:
 
     Attributes:
         reads: owned reads.
-        harvest: K, harvested tokens of each.
+        top_logits: K, kept tokens of each.
     """
 
     reads: int
-    harvest: int
+    num_logits: int
 
     @classmethod
-    def of(cls, full: ShardPlan, harvest: int) -> MessageShape:
+    def of(cls, full: ShardPlan, num_logits: int) -> MessageShape:
         """For all steps of a generation, given the plan of the largest, `layout.largest_layout`."""
-        return cls(full.max_owned + SPARE_READS, harvest)
+        return cls(full.max_owned + SPARE_READS, num_logits)
 
     def holding(self, plan: ShardPlan) -> MessageShape:
         """The same, or larger where the step's reads need it."""
-        return MessageShape(max(self.reads, plan.max_owned), self.harvest)
+        return MessageShape(max(self.reads, plan.max_owned), self.num_logits)
 
     @property
     def words(self) -> int:
@@ -66,7 +66,7 @@ class MessageShape:
     @property
     def size(self) -> int:
         """P, int64s of the row."""
-        return HEADER + self.words + self.reads * self.harvest
+        return HEADER + self.words + self.reads * self.num_logits
 
 
 def check_vocabulary(size: int) -> None:
@@ -82,14 +82,14 @@ def check_vocabulary(size: int) -> None:
 
 
 def pack(
-    header: tuple[int, Stop, int], tokens: torch.Tensor, harvest: torch.Tensor, plan: ShardPlan, shape: MessageShape
+    header: tuple[int, Stop, int], tokens: torch.Tensor, top_logits: torch.Tensor, plan: ShardPlan, shape: MessageShape
 ) -> torch.Tensor:
     """This rank's row, on the device of `tokens`: P int64s, or more where the step's reads need more.
 
     Args:
         header: digest, flags, generated tokens to keep.
-        tokens: what this rank's owned reads say, in slot order.
-        harvest: (len(tokens), K), their likeliest tokens, as in StepSamples.
+        tokens: what this rank's owned reads say, in node order.
+        top_logits: (len(tokens), K), their likeliest tokens, as in StepSamples.
         plan: the step's.
         shape: of the rows of this generation.
     """
@@ -100,7 +100,7 @@ def pack(
         mine = tokens[place :: len(SHIFTS)]
         row[HEADER : HEADER + len(mine)] |= mine << shift
     start = HEADER + held.words
-    row[start : start + harvest.numel()] = harvest.flatten()
+    row[start : start + top_logits.numel()] = top_logits.flatten()
     return row
 
 
@@ -161,7 +161,7 @@ def _check_digests(digests: np.ndarray, step: int) -> None:
 def unpack(
     gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout, shape: MessageShape
 ) -> tuple[dict[int, int], np.ndarray, Stop, int]:
-    """All ranks' read-offs by slot and their harvest (reads, K), in slot order, the union of flags, rank 0's length.
+    """All ranks' read-offs by node and their top_logits (reads, K), in node order, the union of flags, rank 0's length.
 
     Args:
         gathered: (R, at least P) int64, on the host.
@@ -169,10 +169,10 @@ def unpack(
     rows, held = gathered.numpy(), shape.holding(plan)
     end = HEADER + held.words
     tokens = (rows[:, HEADER:end, None] >> np.array(SHIFTS) & (1 << BITS) - 1).reshape(len(rows), -1)  # (R, reads)
-    tops = rows[:, end : end + held.reads * held.harvest].reshape(len(rows), held.reads, held.harvest)
-    order = np.argsort(np.concatenate(plan.reads), kind="stable")  # by slot, however many ranks there are
-    ranks = np.repeat(np.arange(len(rows)), [len(slots) for slots in plan.reads])[order]
-    places = np.concatenate([np.arange(len(slots)) for slots in plan.reads])[order]
-    chosen, harvest = tokens[ranks, places], tops[ranks, places]
-    read = dict(zip(layout.reads, chosen.tolist(), strict=True))
-    return read, harvest, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])
+    tops = rows[:, end : end + held.reads * held.num_logits].reshape(len(rows), held.reads, held.num_logits)
+    order = np.argsort(np.concatenate(plan.owned), kind="stable")  # by node, however many ranks there are
+    ranks = np.repeat(np.arange(len(rows)), [len(nodes) for nodes in plan.owned])[order]
+    places = np.concatenate([np.arange(len(nodes)) for nodes in plan.owned])[order]
+    chosen, top_logits = tokens[ranks, places], tops[ranks, places]
+    read = dict(zip(layout.sampled_nodes, chosen.tolist(), strict=True))
+    return read, top_logits, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])

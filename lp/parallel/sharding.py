@@ -1,7 +1,7 @@
-"""Which slots of a step each rank computes (DESIGN section 2; the paper's lookahead parallelism). Pure arithmetic.
+"""Which nodes of a step each rank computes (DESIGN section 2; the paper's lookahead parallelism). Pure arithmetic.
 
-A rank computes the pieces it is given, which are columns and candidate paths, and the ancestors of their slots; so its
-rows are a subtree that contains `c`. Sets of slots are ints, one bit a slot: a union is `|`, its rows `bit_count`.
+A rank computes the pieces it is given, which are columns and candidate paths, and the ancestors of their nodes; so its
+rows are a subtree that contains `c`. Sets of nodes are ints, one bit a node: a union is `|`, its rows `bit_count`.
 W: columns, R: ranks, M: the limit, which is the most rows a rank may have.
 """
 
@@ -17,30 +17,30 @@ import numpy as np
 from lp.draft.layout import StepLayout
 
 EXACT_PIECES = 12  # up to so many pieces the deal is optimal
-EXACT_NODES, NODES = 5000, 100  # placements tried for one limit: far more than so few pieces need, and beyond them
+EXACT_TRIES, TRIES = 5000, 100  # placements tried for one limit: far more than so few pieces need, and beyond them
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The slots of every rank, ascending, and who tells the others about which read-off.
+    """The nodes of every rank, ascending, and who tells the others about which read-off.
 
     Attributes:
-        slots: by rank, the slots it computes.
-        reads: by rank, the read slots it owns: of the ranks that compute a slot, the lowest.
+        nodes: by rank, the nodes it computes.
+        owned: by rank, the read nodes it owns: of the ranks that compute a node, the lowest.
     """
 
-    slots: list[list[int]]
-    reads: list[list[int]]
+    nodes: list[list[int]]
+    owned: list[list[int]]
 
     @property
     def max_owned(self) -> int:
         """Reads of the rank that owns most, which sizes the gathered tensor."""
-        return max(map(len, self.reads))
+        return max(map(len, self.owned))
 
     @property
     def max_tokens(self) -> int:
         """Rows of the largest rank."""
-        return max(map(len, self.slots))
+        return max(map(len, self.nodes))
 
     @classmethod
     def build(cls, layout: StepLayout, world_size: int, catch_up_counts: Sequence[int] = ()) -> ShardPlan:
@@ -52,59 +52,59 @@ class ShardPlan:
             owed: catch-up rows of every rank, which count as its rows; none if empty.
         """
         if world_size == 1:
-            return cls([list(range(len(layout)))], [layout.reads])
-        slots, reads = [], []
-        wanted = sum(1 << slot for slot in layout.reads)
+            return cls([list(range(len(layout)))], [layout.sampled_nodes])
+        nodes, owned = [], []
+        wanted = sum(1 << node for node in layout.sampled_nodes)
         for load in _Assignment(layout, catch_up_counts or [0] * world_size).solve():
-            slots.append(_members(load))
-            reads.append(_members(load & wanted))
+            nodes.append(_members(load))
+            owned.append(_members(load & wanted))
             wanted &= ~load
-        return cls(slots, reads)
+        return cls(nodes, owned)
 
 
 def _members(load: int) -> list[int]:
-    """The slots of a set, ascending."""
-    return [slot for slot, bit in enumerate(bin(load)[:1:-1]) if bit == "1"]
+    """The nodes of a set, ascending."""
+    return [node for node, bit in enumerate(bin(load)[:1:-1]) if bit == "1"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank runs in a step: its catch-up tokens, then its slots (T rows).
+    """What one rank runs in a step: its catch-up tokens, then its nodes (T rows).
 
     Attributes:
         tokens, positions: of the rows.
         visible: (T, T) bool, which rows each one sees besides the cached prefix.
-        reads: rows whose read-off the rank owns, in slot order.
-        place: the row of every slot it computes.
-        catch_up: rows before the slots.
+        sample_at: rows whose read-off the rank owns, in node order.
+        index_of: the row of every node it computes.
+        catch_up: rows before the nodes.
     """
 
     tokens: list[int]
     positions: list[int]
     visible: np.ndarray
-    reads: list[int]
-    place: dict[int, int]
+    sample_at: list[int]
+    index_of: dict[int, int]
     catch_up: int
 
     @classmethod
     def build(cls, layout: StepLayout, plan: ShardPlan, rank: int, catch_up: Sequence[int]) -> RankShare:
         """The rows of a rank that still lacks the KV of the tokens `catch_up`, which end right before `c`."""
-        slots, missing = plan.slots[rank], len(catch_up)
-        place = dict(zip(slots, range(missing, missing + len(slots)), strict=True))
+        nodes, missing = plan.nodes[rank], len(catch_up)
+        index_of = dict(zip(nodes, range(missing, missing + len(nodes)), strict=True))
         visible = layout.visible()
-        if len(slots) < len(visible):
-            visible = visible[np.ix_(slots, slots)]
+        if len(nodes) < len(visible):
+            visible = visible[np.ix_(nodes, nodes)]
         if missing:
             below = visible
-            visible = np.tri(missing + len(slots), dtype=bool)
+            visible = np.tri(missing + len(nodes), dtype=bool)
             visible[missing:, missing:] = below
         start = layout.positions[0] - missing
         return cls(
-            [*catch_up, *map(layout.tokens.__getitem__, slots)],
-            [*range(start, start + missing), *map(layout.positions.__getitem__, slots)],
+            [*catch_up, *map(layout.tokens.__getitem__, nodes)],
+            [*range(start, start + missing), *map(layout.positions.__getitem__, nodes)],
             visible,
-            [*map(place.__getitem__, plan.reads[rank])],
-            place,
+            [*map(index_of.__getitem__, plan.owned[rank])],
+            index_of,
             missing,
         )
 
@@ -124,27 +124,27 @@ class _Assignment:
 
     The last column brings all of row 0, so a rank that has it should have as many columns as fit. The limit starts at
     what every deal needs and grows until one is found; a deal that fails tries other ranks, the last pieces first,
-    until nothing is left to try or NODES placements are spent.
+    until nothing is left to try or TRIES placements are spent.
     """
 
     def __init__(self, layout: StepLayout, catch_up_counts: Sequence[int]) -> None:
         self.layout, self.world_size, self.catch_up_counts = layout, len(catch_up_counts), catch_up_counts
-        above: list[int] = []  # of every slot, the path from `c` to it
-        for slot, parent in enumerate(layout.parents):
-            above.append((above[parent] if parent >= 0 else 0) | 1 << slot)
+        above: list[int] = []  # of every node, the path from `c` to it
+        for node, parent in enumerate(layout.parents):
+            above.append((above[parent] if parent >= 0 else 0) | 1 << node)
         inner = set(layout.parents)
-        leaves = [slot for slot in range(layout.num_window, len(layout)) if slot not in inner]
-        columns = [above[slot] for slot in reversed(layout.last_level())]
-        self.pieces = columns + [above[slot] for slot in sorted(leaves, key=layout.path)]
+        leaves = [node for node in range(layout.num_window, len(layout)) if node not in inner]
+        columns = [above[node] for node in reversed(layout.last_level())]
+        self.pieces = columns + [above[node] for node in sorted(leaves, key=layout.path)]
         self.rests = [*accumulate(reversed(self.pieces), or_)][::-1]  # what a piece and those after it need
 
     def solve(self) -> list[int]:
-        """The slots of each rank."""
+        """The nodes of each rank."""
         loads = next(loads for limit in count(self._least_limit()) if (loads := self._place(limit)))
         return [load & (1 << len(self.layout)) - 1 for load in loads]
 
     def _empty(self) -> list[int]:
-        """Loads to begin with, the last rank's first: `c`, and catch-up rows as bits that no slot has."""
+        """Loads to begin with, the last rank's first: `c`, and catch-up rows as bits that no node has."""
         loads, bit = [], len(self.layout)
         for catch_up_counts in reversed(self.catch_up_counts):
             loads.append(1 | ((1 << catch_up_counts) - 1) << bit)
@@ -156,7 +156,7 @@ class _Assignment:
         own = (
             len(self.layout)
             - self.layout.num_window
-            + self.layout.columns * (self.layout.rows - 1)
+            + self.layout.columns * (self.layout.levels - 1)
             + sum(self.catch_up_counts)
         )
         longest = max([1 + max(self.catch_up_counts), *(piece.bit_count() for piece in self.pieces)])
@@ -164,7 +164,7 @@ class _Assignment:
 
     def _repeated_rows(self, limit: int) -> int:
         """Rows for `c` and row 0 over all ranks, at least: one each, or up to the rank's last column."""
-        end, column_rows, rows = self.layout.columns, self.layout.rows - 1, self.world_size
+        end, column_rows, rows = self.layout.columns, self.layout.levels - 1, self.world_size
         while end > 0:
             rows += end - 1
             end = end - (limit - end) // column_rows if column_rows and end < limit else 0
@@ -175,7 +175,7 @@ class _Assignment:
         loads = self._empty()
         if not self.pieces:
             return loads[::-1]
-        left = EXACT_NODES if len(self.pieces) <= EXACT_PIECES else NODES + len(self.pieces)
+        left = EXACT_TRIES if len(self.pieces) <= EXACT_PIECES else TRIES + len(self.pieces)
         failed: set[tuple[object, ...]] = set()
         placed: list[tuple[int, int]] = []  # by piece, its rank and that rank's load before
         trying = [iter(self._ranks(0, loads, limit, failed))]

@@ -23,10 +23,10 @@ from transformers import LogitsProcessor, PreTrainedModel
 from lp.digest import chain_digest
 from lp.models.loader import vocabulary_size
 from lp.models.probe import NOT_FINITE
-from lp.parallel.message import INVALID_TOKEN
 from lp.sampling.noise import NoiseCache
 from lp.sampling.params import SamplingParams, Verifier
 
+INVALID_TOKEN = (1 << 21) - 1  # the token of a node whose scores are NaN or infinite; messages have 21 bits a token
 # Functions of the scores alone: one call does for rows of any prefix.
 PREFIX_FREE = (
     tf.TemperatureLogitsWarper,
@@ -261,7 +261,7 @@ def _best(scores: torch.Tensor) -> torch.Tensor:
     return chosen.masked_fill(~(scores.gather(-1, chosen[:, None])[:, 0] < math.inf), INVALID_TOKEN)
 
 
-def likeliest(scores: torch.Tensor, k: int) -> torch.Tensor:
+def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
     """The k best tokens of every row, best first, packed: int64 (n, k), token << 32 | bits of its float32 score."""
     top = scores.float().topk(min(k, scores.shape[-1]))
     values = top.values.nan_to_num(-math.inf, math.inf, -math.inf)

@@ -42,7 +42,7 @@ def _logits(
         cache.length = prefix
         positions = [prefix + at - layout.positions[0] for at in layout.positions]
         tokens = [token % VOCABULARY for token in layout.tokens]
-        found.append(runner.forward(tokens, positions, np.array(layout.visible()), cache, layout.reads).clone())
+        found.append(runner.forward(tokens, positions, np.array(layout.visible()), cache, layout.sampled_nodes).clone())
     return found
 
 

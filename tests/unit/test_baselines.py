@@ -41,7 +41,7 @@ def test_tokens_are_plain_ones(arch: str, kind: str) -> None:
     assert output.tokens == plain_greedy(model, IDS, 24) == seen
     assert output.finish_reason == "length" and output.prefill_s > 0 and output.decode_s > 0
     accepted = [step.accepted for step in output.step_stats]
-    assert sum(accepted) + output.steps == 24 and all(s.accepted < s.slots for s in output.step_stats)
+    assert sum(accepted) + output.steps == 24 and all(s.accepted < s.num_tokens for s in output.step_stats)
     assert output.steps == 24 if kind in ("dynamic", "static") else kind == "bad_draft" or output.steps < 24
 
 
@@ -52,7 +52,7 @@ def test_sampled_tokens_are_plain_ones(kind: str) -> None:
     expected = lp.AutoregressiveDecoder(model).generate(IDS, 20, sampling).tokens
     output = _decoder(model, kind).generate(IDS, 20, sampling)
     assert output.tokens == expected
-    drafted = max(step.candidates for step in output.step_stats)
+    drafted = max(step.num_draft for step in output.step_stats)
     assert drafted == 0 if kind in ("dynamic", "static") else drafted > 0, "a processor must not rule drafts out"
     assert kind != "draft" or output.steps < 20
 

@@ -38,7 +38,11 @@ CURVES = {
 def _cut(accept_probs: Sequence[float], price: TokenPrice) -> int:
     """Rows of the best cut, by trying all of them."""
     sizes = range(len(accept_probs) + 1)
-    costs = [price.rate * price.seconds[price.base + rows] - price.lesson * min(rows, price.lessons) for rows in sizes]
+    costs = [
+        price.tokens_per_s * price.seconds[price.base_tokens + rows]
+        - price.exploration_bonus * min(rows, price.exploration_tokens)
+        for rows in sizes
+    ]
     gains = [0.0, *accumulate(accept_probs)]
     return int(np.argmax([gain - cost for gain, cost in zip(gains, costs, strict=True)]))
 
@@ -77,7 +81,7 @@ def test_chances_are_believed_as_far_as_they_came_true() -> None:
     pool, shared = pool_of(text, guess_set_size=60), 0
     free = given(np.zeros(61))
     plain, doubted = (
-        pool.propose(text, 60, (), (), TokenPrice(0.0, 0, free, free, truth=truth, risk=risk))
+        pool.propose(text, 60, (), (), TokenPrice(0.0, 0, free, free, calibration=truth, depth_discount=risk))
         for truth, risk in ((1.0, 0.0), (0.9, 1 / 8))
     )
     known = _by_path(plain)
@@ -109,7 +113,7 @@ class Position:
         tree.tokens, tree.parents = self.tree.tokens, self.tree.parents
         for node, parent in enumerate(tree.parents):
             depths[node] = depths.get(parent, 0) + 1
-        belief = [price.truth**depth / (1 + price.risk * depth) for depth in range(MOST + 1)]
+        belief = [price.calibration**depth / (1 + price.depth_discount * depth) for depth in range(MOST + 1)]
         tree.accept_probs = [chance * belief[depths[node]] for node, chance in enumerate(self.tree.accept_probs)]
         return tree
 
@@ -118,15 +122,15 @@ class _Tracer:
     """A source that notes what the pool proposes at every token, and proposes nothing."""
 
     def __init__(self, source: DraftSource, trace: list[Position]) -> None:
-        self.source, self.trace, self.harvest = source, trace, source.harvest
+        self.source, self.trace, self.num_logits = source, trace, source.num_logits
         self.trees: list[tuple[int, DraftTree]] = []
 
     def propose(self, text: list[int], budget: int, *window: Any) -> DraftTree:
         self.trees.append((len(text), self.source.propose(text, MOST, (), ())))
         return DraftTree(0)
 
-    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
-        self.source.begin(prompt, harvest)
+    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+        self.source.begin(prompt, top_logits)
 
     def observe(self, text: list[int], moved: int, seen: StepSamples) -> None:
         self.source.observe(text, moved, seen)
@@ -204,7 +208,7 @@ def test_choices_come_near_the_best(name: str, traces: list[list[Position]]) -> 
 
 
 def _taken(output: lp.GenerationOutput) -> list[tuple[int, int, int, bool]]:
-    return [(step.columns, step.candidates, step.accepted, step.idle) for step in output.step_stats]
+    return [(step.columns, step.num_draft, step.accepted, step.idle) for step in output.step_stats]
 
 
 @pytest.mark.parametrize(("ranks", "least"), [(2, 2000), (5, 200)])
@@ -238,15 +242,17 @@ def test_paths_that_break_are_cut_short() -> None:
     taken = []
     for _ in range(12):
         price, tree = budget.price, DraftTree(96)
-        tree.add([1] * 96)
-        tree.accept_probs = [(0.99 * price.truth) ** depth / (1 + price.risk * depth) for depth in range(1, 97)]
+        tree.add_path([1] * 96)
+        tree.accept_probs = [
+            (0.99 * price.calibration) ** depth / (1 + price.depth_discount * depth) for depth in range(1, 97)
+        ]
         cut = _first(tree, _cut(tree.accept_probs, price))
         taken.append(len(cut))
         budget.observe([1] * 4 + [2], 1 + len(cut), cut)
     assert taken[0] > 40 and all(4 <= rows <= 12 for rows in taken[-3:]), taken
     for _ in range(12):
         budget.observe([1] * 30, 31, _first(tree, 29))
-    assert budget.price.truth > 0.95, "what holds again is believed again"
+    assert budget.price.calibration > 0.95, "what holds again is believed again"
 
 
 def test_a_rank_pads_its_share() -> None:

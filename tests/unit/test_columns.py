@@ -16,7 +16,7 @@ ADAPTIVE = lp.LookaheadConfig(adaptive=True)
 def _sure(rows: int) -> DraftTree:
     """A tree of one path that is all but certain."""
     tree = DraftTree(rows)
-    tree.add([1] * rows)
+    tree.add_path([1] * rows)
     tree.accept_probs = [0.99] * rows
     return tree
 

@@ -39,38 +39,38 @@ def packed(
 ) -> list[torch.Tensor]:
     """The rows of all ranks; rank r keeps 10 + r tokens, of which rank 0's number counts."""
     rows = []
-    for rank, mine in enumerate(plan.reads):
-        tokens = torch.tensor([said[slot] for slot in mine]).long()
-        harvest = torch.tensor([tops[slot] for slot in mine]).long().view(len(mine), shape.harvest)
-        rows.append(message.pack((7, int(flags[rank]), 10 + rank), tokens, harvest, plan, shape))
+    for rank, mine in enumerate(plan.owned):
+        tokens = torch.tensor([said[node] for node in mine]).long()
+        top_logits = torch.tensor([tops[node] for node in mine]).long().view(len(mine), shape.num_logits)
+        rows.append(message.pack((7, int(flags[rank]), 10 + rank), tokens, top_logits, plan, shape))
     return rows
 
 
 def drawn_top(rng: random.Random) -> int:
-    """A harvested token and its logit, of either sign."""
+    """A kept token and its logit, of either sign."""
     bits = int(np.float32(rng.choice([0.0, rng.gauss(0, 9), -np.inf])).view(np.uint32))
     return rng.choice([0, LARGEST_TOKEN, rng.randrange(10**5)]) << 32 | bits
 
 
 def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
-    """A token read for the slot beside its own is a wrong text on every rank alike, which no digest would show."""
+    """A token read for the node beside its own is a wrong text on every rank alike, which no digest would show."""
     for seed in cases(200, 2000):
         rng = random.Random(seed)
         layout, ranks = drawn_layout(rng), 1 + seed % 5
         plan = ShardPlan.build(layout, ranks)
         # Too small a row must cost a collective, nothing else.
-        shape = MessageShape(rng.choice([1, 3, 9, 300]), harvest=rng.choice([0, 0, 1, 3, 16]))
-        said = {slot: rng.choice([0, LARGEST_TOKEN, rng.randrange(10**5)]) for slot in layout.reads}
-        tops = {slot: [drawn_top(rng) for _ in range(shape.harvest)] for slot in layout.reads}
+        shape = MessageShape(rng.choice([1, 3, 9, 300]), num_logits=rng.choice([0, 0, 1, 3, 16]))
+        said = {node: rng.choice([0, LARGEST_TOKEN, rng.randrange(10**5)]) for node in layout.sampled_nodes}
+        tops = {node: [drawn_top(rng) for _ in range(shape.num_logits)] for node in layout.sampled_nodes}
         flags = [rng.choice([Stop.NONE, Stop.NONE, Stop.INTERRUPTED, Stop.EOS, Stop.FAILED]) for _ in range(ranks)]
         rows = packed(plan, said, tops, shape, flags)
         gathered, calls = trade(rows, shape)
         assert len({len(row) for row in rows}) == 1 and calls == -(-len(rows[0]) // shape.size)
-        read, harvest, told, keep = message.unpack(gathered, plan, layout, shape)
+        read, top_logits, told, keep = message.unpack(gathered, plan, layout, shape)
         assert read == said
-        assert list(read) == layout.reads, "an order that depends on the ranks would reach the pool"
-        assert harvest.dtype == np.int64 and harvest.shape == (len(layout.reads), shape.harvest)
-        assert harvest.tolist() == [tops[slot] for slot in layout.reads]
+        assert list(read) == layout.sampled_nodes, "an order that depends on the ranks would reach the pool"
+        assert top_logits.dtype == np.int64 and top_logits.shape == (len(layout.sampled_nodes), shape.num_logits)
+        assert top_logits.tolist() == [tops[node] for node in layout.sampled_nodes]
         assert (told, keep) == (Stop(sum({int(flag) for flag in flags})), 10)
 
 
@@ -97,7 +97,7 @@ def test_digests_are_compared_before_sizes_matter() -> None:
     shape, rows = MessageShape(2, 2), []
     for digest, layout in ((1, few), (2, many)):
         plan = ShardPlan.build(layout, 2)
-        reads = len(plan.reads[0])
+        reads = len(plan.owned[0])
         rows.append(message.pack((digest, 0, 0), torch.zeros(reads).long(), torch.zeros(reads, 2).long(), plan, shape))
     assert len(rows[0]) != len(rows[1])
     with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 at step 3"):
@@ -126,7 +126,7 @@ def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int, depth: i
     """A step waits for its collective; at most 8 bytes x (reads of the largest rank + fresh columns + 16) are promised.
 
     The size is the same in every step, so the bound is that of a full one, and with no column fresh. At the paper's
-    depth, and with a window at any, even a step without candidates is within its own. The harvest comes on top: K
+    depth, and with a window at any, even a step without candidates is within its own. The top_logits comes on top: K
     int64s of every read that there is room for.
     """
     config = LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=depth, recycled=0)

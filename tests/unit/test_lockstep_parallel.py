@@ -90,10 +90,10 @@ def _corrupt(generation: Any, what: str) -> bool:
             return False
         generation.text[-2] ^= 1
     elif what == "window":
-        generation.window.rows[1][2] ^= 1
+        generation.window.levels[1][2] ^= 1
     else:
         tree = DraftTree(1)
-        tree.add([VOCABULARY - 1])
+        tree.add_path([VOCABULARY - 1])
         generation.source.propose = lambda *asked: tree
     return True
 

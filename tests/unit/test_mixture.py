@@ -16,7 +16,7 @@ from lp.draft.pool import mixture
 from lp.draft.pool.mixture import FEATURES, FLOOR, GAPS, RATE, RECYCLED_0
 from lp.draft.tree import DraftTree
 from lp.sampling.noise import _keyed, gumbel, sequence_key
-from tests.pools import TEXT_ONLY, Ballot, ballot, drawn_step, empty_tables, harvested, pool_of, reads_of
+from tests.pools import TEXT_ONLY, Ballot, ballot, drawn_step, empty_tables, logits_of, pool_of, reads_of
 
 
 def test_noise_is_the_samplers() -> None:
@@ -45,7 +45,7 @@ def _drawn_pool(rng: random.Random, **config: Any) -> tuple[Any, list[int]]:
     noise = (rng.randrange(9), 0) if rng.random() < 0.5 else None
     pool = pool_of(text, noise, empty_tables(pool_of([1], **config).config, weights), **config)
     for _ in range(rng.randint(0, 20)):
-        new, seen = drawn_step(rng, text, 20, pool.harvest)
+        new, seen = drawn_step(rng, text, 20, pool.num_logits)
         text += new
         pool.observe(text, len(new), seen)
     return pool, text
@@ -127,14 +127,14 @@ def test_what_is_always_right_is_believed(right: str) -> None:
         c, following, truth, wrong = text[-1], 1000 + 3 * step, 1001 + 3 * step, 1002 + 3 * step
         window, guess = (truth, wrong) if right == "window" else (wrong, truth)
         text.append(following)
-        slots = [(c, -1, following), (following, 0, guess)]
-        pool.observe(text, 1, reads_of(len(text) - 2, slots, harvested([[], []]), [(c, following, window)]))
+        nodes = [(c, -1, following), (following, 0, guess)]
+        pool.observe(text, 1, reads_of(len(text) - 2, nodes, logits_of([[], []]), [(c, following, window)]))
         seen = ballot(pool, text)
         by_token = dict(zip(seen.tokens, seen.accept_probs, strict=False))
         assert set(by_token) == {truth, wrong}
         before = before or by_token
         text.append(truth)
-        pool.observe(text, 1, reads_of(len(text) - 2, [], harvested([])))
+        pool.observe(text, 1, reads_of(len(text) - 2, [], logits_of([])))
     assert before is not None and before[truth - 897] == pytest.approx(1 / 3) == before[wrong - 897]
     assert by_token[truth] > 0.9 and by_token[wrong] < 0.05
 
@@ -194,13 +194,13 @@ def test_recycled_logits_guess_under_the_noise_of_their_position(noise: tuple[in
     text = [9, 7, 3]
     pool = pool_of(text, noise, empty_tables(pool_of([1], **config).config, weights), **config)
     rows = [list(enumerate(logits))]
-    pool.observe([*text, 4], 1, reads_of(2, [(3, -1, 4)], harvested([random.Random(0).sample(rows[0], 16)])))
+    pool.observe([*text, 4], 1, reads_of(2, [(3, -1, 4)], logits_of([random.Random(0).sample(rows[0], 16)])))
     text.append(4)
     for _ in range(50):
         new = [rng.randrange(100, 200), 9, 7, 3]  # the context whose logits are known, at another position
         text += new
-        pool.observe(text, len(new), reads_of(0, [], harvested([])))
-        scores = torch.tensor(logits).double()  # float32 first, as they are harvested
+        pool.observe(text, len(new), reads_of(0, [], logits_of([])))
+        scores = torch.tensor(logits).double()  # float32 first, as they are kept
         if noise and renoise:
             scores = scores + gumbel(*noise, len(text), 16, torch.device("cpu"))
         assert pool.propose(text, 1).tokens == [int(scores.argmax())]

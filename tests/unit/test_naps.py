@@ -23,34 +23,37 @@ def test_belief_comes_back_without_rows() -> None:
     """Chances that are not believed keep every row out, and without rows nothing shows that they are true again."""
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 100), (0.01, 0.31), 0.01))
     tree = DraftTree(20)
-    tree.add([1] * 20)
+    tree.add_path([1] * 20)
     tree.accept_probs = [0.99] * 20
     for _ in range(9):
         budget.observe([2], 21, tree)
-    lowest = budget.price.truth
+    lowest = budget.price.calibration
     for _ in range(40):
         budget.observe([2], 1, NOTHING)
-    assert LEAST_TRUE == lowest < 0.4 and budget.price.truth > 0.9
+    assert LEAST_TRUE == lowest < 0.4 and budget.price.calibration > 0.9
 
 
 def test_rows_cost_more_than_their_time_and_teach() -> None:
     """The rows that look best are less likely than they look; what they teach is worth nothing where nothing comes."""
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 100), (0.01, 0.02), 0.01))
-    assert (budget.price.rate, budget.price.lesson) == (CAUTION * budget.rate, LESSON) and CAUTION > 1
+    assert (budget.price.tokens_per_s, budget.price.exploration_bonus) == (
+        CAUTION * budget.rate,
+        LESSON,
+    ) and CAUTION > 1
     _steps(budget, range(12))
-    assert budget.price.lesson < LESSON / 2
+    assert budget.price.exploration_bonus < LESSON / 2
     for _ in range(12):
         budget.observe([1] * 9, 9, NOTHING)
-    assert budget.price.lesson == LESSON, "a lesson is worth no more than that"
+    assert budget.price.exploration_bonus == LESSON, "a lesson is worth no more than that"
 
 
 def test_what_held_is_believed_to_hold() -> None:
     """A path is not believed far beyond what the last steps accepted."""
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 100), (0.01, 0.02), 0.01))
-    risks = [budget.price.risk]
+    risks = [budget.price.depth_discount]
     for accepted in (0, 0, 24, 0, 0, 0):
         budget.observe([1] * (accepted + 1), 30, NOTHING)
-        risks.append(budget.price.risk)
+        risks.append(budget.price.depth_discount)
     assert risks[:3] == [1 / 8] * 3 and risks[3] == 1 / 32 < risks[4] < risks[5] < risks[6] < 1 / 8
 
 
@@ -153,7 +156,7 @@ def test_columns_are_weighed_beside_every_tree() -> None:
     """Steps of one row and steps of seven are four on average, beside which two columns look free here."""
     curve = StepTimes((1, 2, 8, 120), (1.0, 1.3, 1.3, 40.0), 1.0)
     tree = DraftTree(6)
-    tree.add([1] * 6)
+    tree.add_path([1] * 6)
     tree.accept_probs = [0.9] * 6
     chosen = []
     for trees in ([tree, tree], [tree, NOTHING]):
@@ -169,7 +172,7 @@ def test_a_column_may_take_the_place_of_a_poor_row() -> None:
     """The tree was cut to fit beside the last window; beside another it would be cut elsewhere."""
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 2, 8, 9, 120), (1, 1.3, 1.3, 9, 90), 1.0))
     tree = DraftTree(7)
-    tree.add([1] * 7)
+    tree.add_path([1] * 7)
     tree.accept_probs = [0.9] * 6 + [0.01]
     for _ in range(40):
         budget.observe([1] * 3, 8, tree)

@@ -18,7 +18,7 @@ from lp.engine.lookahead import LookaheadDecoder
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
 from tests.layouts import NOTHING
-from tests.pools import harvested, reads_of
+from tests.pools import logits_of, reads_of
 from tests.tiny_models import drawn_text, tiny_model
 
 GREEDY_AND_COUPLED = [None, lp.SamplingParams(temperature=0.6, top_p=0.95, seed=5)]
@@ -56,7 +56,7 @@ def test_peers_are_exact_on_one_rank_and_two(
         plain = lp.AutoregressiveDecoder(model).generate(ids, new, sampling)
         alone = kind(model, config).generate(ids, new, sampling)
         assert alone.tokens == plain.tokens, f"case {case}: {config}"
-        assert all(step.candidates <= rows for step in alone.step_stats), f"case {case}: {config}"
+        assert all(step.num_draft <= rows for step in alone.step_stats), f"case {case}: {config}"
 
         def body(context: ParallelContext, made: Any = (kind, model, config, ids, new)) -> list[Any]:
             kind, model, config, ids, new = made
@@ -97,15 +97,15 @@ def test_paper_paths_lie_side_by_side(cases: Callable[[int, int], range]) -> Non
         assert layout.num_window == w * (n - 1) and len(tree) == len(layout) - layout.num_window <= g * (n - 1)
         assert len(tree) % (n - 1) == 0
         paths = [range(first, first + n - 1) for first in range(layout.num_window, len(layout), n - 1)]
-        for path in paths:  # each begins behind `c`, and no slot has two below it
-            assert [layout.parents[slot] for slot in path] == [0, *path[:-1]]
-        ngrams = [tuple(layout.tokens[slot] for slot in path) for path in paths]
+        for path in paths:  # each begins behind `c`, and no node has two below it
+            assert [layout.parents[node] for node in path] == [0, *path[:-1]]
+        ngrams = [tuple(layout.tokens[node] for node in path) for path in paths]
         assert len(set(ngrams)) == len(ngrams)
         # The walk takes any of them, those that begin alike included.
         for path, ngram in zip(paths, ngrams, strict=True):
             after: dict[tuple[int, ...], int] = {ngram[:end]: ngram[end] for end in range(n - 1)}
-            branches = {slot: tuple(layout.tokens[s] for s in layout.path(slot)[1:]) for slot in layout.reads}
-            outcome = walk(layout, {slot: after.get(branch, 99) for slot, branch in branches.items()})
+            branches = {node: tuple(layout.tokens[s] for s in layout.path(node)[1:]) for node in layout.sampled_nodes}
+            outcome = walk(layout, {node: after.get(branch, 99) for node, branch in branches.items()})
             assert outcome.tokens == [*ngram, 99] and outcome.path == [0, *path]
 
 
@@ -118,13 +118,13 @@ def test_paper_pool_keeps_the_newest() -> None:
         ([(1, 2, 3)], [2, 3, 4, 5]),  # seen again
         ([(1, 6, 7)], [6, 7, 2, 3]),  # so the other goes
     ]:
-        pool.observe([1, 1], 1, reads_of(0, [], harvested([]), ngrams))
+        pool.observe([1, 1], 1, reads_of(0, [], logits_of([]), ngrams))
         assert pool.propose([1], 99).tokens == expected
     assert pool.propose([1], 3).tokens == [6, 7, 2], "cut at the budget"
     rng, pool = random.Random(0), PaperPool(lp.PaperConfig(ngram_size=4, guess_set_size=5), [1, 2, 3, 4])
     for _ in range(2000):
         ngrams = [tuple(rng.randrange(50) for _ in range(4)) for _ in range(10)]
-        pool.observe([1, 1], 1, reads_of(0, [], NOTHING.harvest, ngrams))
+        pool.observe([1, 1], 1, reads_of(0, [], NOTHING.top_logits, ngrams))
     assert sum(map(len, pool._behind.values())) <= 50 * 5
 
 
@@ -146,7 +146,7 @@ def test_recycling_keeps_what_a_token_was_last_seen_with() -> None:
     """Successors by logit, of the newest row of their token; the tree is the likeliest of fixed shape."""
     source = TokenRecycling(lp.RecyclingConfig(successors=2, nodes=4))
     assert len(source.propose([1], 4)) == 0
-    rows = harvested([[(3, -1.0), (2, 5.0)], [(9, 0.0), (8, -2.0)], [(6, 1.0), (7, 1.5)]])
+    rows = logits_of([[(3, -1.0), (2, 5.0)], [(9, 0.0), (8, -2.0)], [(6, 1.0), (7, 1.5)]])
     source.observe([0, 1, 2], 1, reads_of(1, [(1, -1, 2), (2, 0, 9), (2, 0, 9)], rows))
     assert _static_tree(4, 2) == [(-1, 0), (-1, 1), (0, 0), (0, 1)]
     tree = source.propose([1], 99)

@@ -24,7 +24,7 @@ from tests.pools import (
     drawn_step,
     empty_tables,
     graded_weights,
-    harvested,
+    logits_of,
     pool_of,
     proposal_digest,
     reads_of,
@@ -163,14 +163,14 @@ def test_newest_follower_first() -> None:
     """A pool that keeps the oldest misses what the text says now."""
     pool = pool_of([9, 1], prompt_ngrams=False, output_ngrams=False)
     ngrams = [(1, 2, 3), (1, 4, 5), (1, 2, 3), (1, 6, 7)]
-    pool.observe([9, 1, 1], 1, reads_of(1, [], harvested([]), ngrams))
+    pool.observe([9, 1, 1], 1, reads_of(1, [], logits_of([]), ngrams))
     tree = pool.propose([9, 1, 1], 99)
     assert tree.tokens[:3] == [6, 2, 4] and tree.parents[:3] == [-1] * 3
     assert {(tree.tokens[parent], token) for parent, token in zip(tree.parents[3:], tree.tokens[3:], strict=True)} >= {
         (6, 7), (2, 3), (4, 5)
     }  # fmt: skip
     more = [(1, token, 0) for token in range(20, 20 + M)]
-    pool.observe([9, 1, 1, 1], 1, reads_of(2, [], harvested([]), more))
+    pool.observe([9, 1, 1, 1], 1, reads_of(2, [], logits_of([]), more))
     assert ballot(pool, [9, 1, 1, 1]).tokens == [*reversed(range(20, 20 + M))]
 
 
@@ -181,7 +181,7 @@ def test_longer_contexts_know_better() -> None:
     pool = pool_of(text, tables=empty_tables(pool_of([1], **config).config, graded_weights()), **config)
     assert pool.propose(text, 6).tokens == [1, 3, 1, 2, 1, 3]
     pool = pool_of([9], **TEXT_ONLY | {"window_ngrams": True})
-    pool.observe([9, 8], 1, reads_of(0, [], harvested([]), [(9, 8, 7), (5, 8, 6)]))
+    pool.observe([9, 8], 1, reads_of(0, [], logits_of([]), [(9, 8, 7), (5, 8, 6)]))
     votes = [len([pair for pair in ballot(pool, [9, 8]).votes if pair[0] == index]) for index in range(2)]
     assert ballot(pool, [9, 8]).tokens == [6, 7] and votes == [1, 2], "(9, 8) says 7 too"
 
@@ -199,8 +199,8 @@ def test_chains_to_depth() -> None:
 def _after_a_step(**config: Any) -> set[str]:
     """Who votes behind 1, 2 once the text, the window, a row and its logits have each said what follows 2."""
     pool = pool_of([2, 9, 7, 8, 1], **config)
-    rows = [[(2, 3.0)] + [(50 + k, 0.0) for k in range(pool.harvest - 1)]] * 2 if pool.harvest else [[], []]
-    pool.observe([2, 9, 7, 8, 1, 2], 1, reads_of(4, [(1, -1, 2), (2, 0, 31)], harvested(rows), [(5, 2, 32)]))
+    rows = [[(2, 3.0)] + [(50 + k, 0.0) for k in range(pool.num_logits - 1)]] * 2 if pool.num_logits else [[], []]
+    pool.observe([2, 9, 7, 8, 1, 2], 1, reads_of(4, [(1, -1, 2), (2, 0, 31)], logits_of(rows), [(5, 2, 32)]))
     return ballot(pool, [2, 9, 7, 8, 1, 2]).sources()
 
 
@@ -226,15 +226,15 @@ def test_output_is_known_if_wanted() -> None:
     """The text's own n-grams are the larger part of what a long text repeats."""
     for output_ngrams in (True, False):
         pool = pool_of([9], output_ngrams=output_ngrams, **TEXT_ONLY)
-        pool.observe([9, 1, 2, 1], 3, reads_of(0, [], harvested([])))
+        pool.observe([9, 1, 2, 1], 3, reads_of(0, [], logits_of([])))
         assert ballot(pool, [9, 1, 2, 1]).tokens == ([2] if output_ngrams else [])
 
 
 def test_guesses_are_for_their_position() -> None:
     """A guess for another position is worth little under sampling; one for a past position nothing."""
     pool = pool_of([7, 7, 7, 1], prompt_ngrams=False, output_ngrams=False, window_ngrams=False, recycled=0)
-    slots = [(1, -1, 4), (4, 0, 5), (5, 1, 2), (4, 0, 6)]  # 1 at position 3
-    pool.observe([7, 7, 7, 1, 4], 1, reads_of(3, slots, harvested([[]] * 4)))
+    nodes = [(1, -1, 4), (4, 0, 5), (5, 1, 2), (4, 0, 6)]  # 1 at position 3
+    pool.observe([7, 7, 7, 1, 4], 1, reads_of(3, nodes, logits_of([[]] * 4)))
     assert ballot(pool, [7, 7, 7, 1, 4]).tokens == [6, 5]  # position 5, behind 4
     assert ballot(pool, [7, 7, 7, 1, 4, 5]).tokens == [2]
     assert ballot(pool, [7, 7, 7, 1, 4, 9]).tokens == [2], "no context is needed"
@@ -245,8 +245,8 @@ def test_guesses_do_not_reach_the_next_text() -> None:
     """Positions begin again with every text of a session: an earlier text's guesses for them are of another text."""
     config: dict[str, Any] = {"prompt_ngrams": False, "output_ngrams": False, "window_ngrams": False, "recycled": 2}
     first = pool_of([7, 7, 7, 1], **config)
-    slots, rows = [(1, -1, 4), (4, 0, 5)], harvested([[(4, 1.0), (3, 0.0)], [(5, 1.0), (3, 0.0)]])
-    first.observe([7, 7, 7, 1, 4], 1, reads_of(3, slots, rows))
+    nodes, rows = [(1, -1, 4), (4, 0, 5)], logits_of([[(4, 1.0), (3, 0.0)], [(5, 1.0), (3, 0.0)]])
+    first.observe([7, 7, 7, 1, 4], 1, reads_of(3, nodes, rows))
     assert ballot(first, [7, 7, 7, 1, 4]).sources() == {"guess", "recycled"}
     assert ballot(first, [7, 7, 7, 8, 9]).tokens, "by the position alone"
     second = pool_of([7, 7, 7, 1], tables=first._tables, **config)
@@ -254,14 +254,14 @@ def test_guesses_do_not_reach_the_next_text() -> None:
     assert ballot(second, [7, 7, 7, 8, 9]).tokens == []
     elsewhere = {feature for _, feature in ballot(second, [7, 7, 7, 1, 4]).votes}
     third = pool_of([7, 7, 7, 1], **config)
-    third.observe([7, 7, 7, 1, 4], 1, reads_of(3, slots, rows))
+    third.observe([7, 7, 7, 1, 4], 1, reads_of(3, nodes, rows))
     assert elsewhere != {feature for _, feature in ballot(third, [7, 7, 7, 1, 4]).votes}, "but not of this position"
 
 
 def test_prompt_rows_leave_their_logits() -> None:
     """A row off by one would tell of another context; the prompt's last token is read by the first step."""
     pool = pool_of([4, 5, 6], prompt_ngrams=False, recycled=2)
-    pool.begin([4, 5, 6], harvested([[(20, 2.0), (21, 1.0)], [(22, 2.0), (23, 1.0)]]))
+    pool.begin([4, 5, 6], logits_of([[(20, 2.0), (21, 1.0)], [(22, 2.0), (23, 1.0)]]))
     assert [ballot(pool, text).tokens for text in ([4], [4, 5], [9, 4, 5], [4, 5, 6])] == [
         [20, 21], [22, 23], [22, 23], []
     ]  # fmt: skip

@@ -53,7 +53,7 @@ def test_a_request_leaves_nothing() -> None:
     stats = []
     for prompt in (ids, ids, other, ids):
         output = decoder.generate(prompt, 48)
-        stats.append([(step.candidates, step.accepted) for step in output.step_stats])
+        stats.append([(step.num_draft, step.accepted) for step in output.step_stats])
     assert stats[0] == stats[1] == stats[3] and decoder._tables is None
 
 

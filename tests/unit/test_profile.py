@@ -129,7 +129,7 @@ def test_one_rank_alone_does_what_it_did_among_all(rank: int, kv_sync: str) -> N
     for _ in range(2):  # the tape is rewound
         alone = again()
         assert alone.tokens == among.tokens == plain_greedy(model, IDS, 12)
-        assert [s.slots for s in alone.step_stats] == [s.slots for s in among.step_stats]
+        assert [s.num_tokens for s in alone.step_stats] == [s.num_tokens for s in among.step_stats]
 
 
 def test_a_replay_of_something_else_is_told() -> None:

@@ -102,7 +102,7 @@ class Weighed(LockstepContext):
 
 
 def _rows(output: lp.GenerationOutput) -> list[int]:
-    return [step.slots for step in output.step_stats]
+    return [step.num_tokens for step in output.step_stats]
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:

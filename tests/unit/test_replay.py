@@ -47,19 +47,19 @@ def test_replay_equals_the_demo_run(temperature: float) -> None:
 class _Forks:
     """Proposes two branches, of which the second holds the truth 5, 6, 7."""
 
-    harvest = 0
+    num_logits = 0
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []
 
     def propose(self, text: list[int], budget: int, *_: object) -> DraftTree:
         tree = DraftTree(budget)
-        tree.add([5, 9, 9])
-        tree.add([5, 6, 7])
+        tree.add_path([5, 9, 9])
+        tree.add_path([5, 6, 7])
         return tree
 
     def observe(self, text: list[int], moved: int, seen: StepSamples) -> None:
-        assert not seen.ngrams and not seen.slots
+        assert not seen.ngrams and not seen.nodes
         self.seen.append((len(text), moved))
 
 

@@ -85,7 +85,7 @@ def test_steps_shrink_only_where_they_must() -> None:
 
     def slots(arch: str, prompt: int) -> list[int]:
         output = lp.LookaheadDecoder(tiny_model(arch), config).generate(pattern[:prompt], 20)
-        return [step.slots for step in output.step_stats]
+        return [step.num_tokens for step in output.step_stats]
 
     assert slots("llama_longrope", BOUNDARY + 5)[0] > 5
     assert slots("llama_longrope", BOUNDARY)[0] == 1  # `c` is the last token below it

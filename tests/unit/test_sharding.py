@@ -12,7 +12,7 @@ import pytest
 
 from lp.draft.layout import StepLayout
 from lp.parallel import sharding
-from lp.parallel.sharding import EXACT_NODES, EXACT_PIECES, ShardPlan
+from lp.parallel.sharding import EXACT_PIECES, EXACT_TRIES, ShardPlan
 from scripts.shares import equal_counts, figure, step, table
 from tests.layouts import FIRST, chains, column_0, drawn_layout, layout_of, row_0
 
@@ -21,19 +21,19 @@ DOC = Path(__file__).resolve().parents[2] / "docs" / "lookahead-parallelism.md"
 
 def check_plan(layout: StepLayout, plan: ShardPlan, ranks: int) -> None:
     """What must hold of any plan."""
-    assert len(plan.slots) == len(plan.reads) == ranks
-    assert set().union(*plan.slots) == set(range(len(layout)))
-    for mine in plan.slots:
+    assert len(plan.nodes) == len(plan.owned) == ranks
+    assert set().union(*plan.nodes) == set(range(len(layout)))
+    for mine in plan.nodes:
         assert mine == sorted(set(mine)) and mine[0] == 0
-        assert all(set(layout.path(slot)) <= set(mine) for slot in mine)
-    assert sorted(slot for mine in plan.reads for slot in mine) == layout.reads
-    for rank, mine in enumerate(plan.reads):
+        assert all(set(layout.path(node)) <= set(mine) for node in mine)
+    assert sorted(node for mine in plan.owned for node in mine) == layout.sampled_nodes
+    for rank, mine in enumerate(plan.owned):
         assert mine == sorted(mine)
-        assert all(rank == min(r for r in range(ranks) if slot in plan.slots[r]) for slot in mine)
+        assert all(rank == min(r for r in range(ranks) if node in plan.nodes[r]) for node in mine)
 
 
 def test_plans_are_complete_closed_and_owned_once(cases: Callable[[int, int], range]) -> None:
-    """A slot that nobody computes or reads, or a row without its ancestors, would be a wrong token."""
+    """A node that nobody computes or reads, or a row without its ancestors, would be a wrong token."""
     for seed in cases(300, 5000):
         rng = random.Random(seed)
         layout, ranks = drawn_layout(rng), rng.randint(1, 10)
@@ -43,11 +43,11 @@ def test_plans_are_complete_closed_and_owned_once(cases: Callable[[int, int], ra
 def fits(layout: StepLayout, ranks: int, limit: int) -> bool:
     """Whether any assignment of columns and candidate paths to ranks keeps all within `limit` rows: by trying all.
 
-    Ranks with the same slots are tried once, and a partial assignment is left when a rank is past the limit.
+    Ranks with the same nodes are tried once, and a partial assignment is left when a rank is past the limit.
     """
     inner = set(layout.parents)
-    ends = [*layout.last_level(), *(slot for slot in range(layout.num_window, len(layout)) if slot not in inner)]
-    pieces = sorted((frozenset(layout.path(slot)) for slot in ends), key=len, reverse=True)
+    ends = [*layout.last_level(), *(node for node in range(layout.num_window, len(layout)) if node not in inner)]
+    pieces = sorted((frozenset(layout.path(node)) for node in ends), key=len, reverse=True)
 
     @cache
     def place(piece: int, loads: tuple[frozenset[int], ...]) -> bool:
@@ -175,7 +175,7 @@ def test_the_early_stop_costs_two_rows_at_most(
         layout = layout_of(w, n, paths)
         quick = ShardPlan.build(layout, ranks).max_tokens
         with monkeypatch.context() as patch:
-            patch.setattr(sharding, "NODES", 5000)
+            patch.setattr(sharding, "TRIES", 5000)
             patient = ShardPlan.build(layout, ranks).max_tokens
         assert patient <= quick <= patient + 2, seed
         more += quick > patient
@@ -197,7 +197,7 @@ def test_the_exact_search_is_never_cut_short(monkeypatch: pytest.MonkeyPatch) ->
             tried.clear()
             deal._place(ShardPlan.build(layout, ranks).max_tokens - 1)
             most = max(most, len(tried))
-    assert most < EXACT_NODES / 2
+    assert most < EXACT_TRIES / 2
 
 
 def test_more_columns_than_recursion_allows() -> None:

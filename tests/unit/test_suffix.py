@@ -132,7 +132,7 @@ def test_decoder_is_exact_and_replays(cases: Callable[[int, int], range]) -> Non
         plain = lp.AutoregressiveDecoder(model).generate(ids, 50, sampling, eos_token_id=eos)
         output = lp.SuffixDecoder(model, config).generate(ids, 50, sampling, eos_token_id=eos)
         assert (output.tokens, output.finish_reason) == (plain.tokens, plain.finish_reason)
-        assert all(step.candidates <= config.max_tokens for step in output.step_stats)
+        assert all(step.num_draft <= config.max_tokens for step in output.step_stats)
         run = replay(SuffixTree(config, ids), ids, output.tokens, config.max_tokens, max_new_tokens=50)
         assert (run.steps, run.rows) == (output.steps, output.mean_tokens)
 

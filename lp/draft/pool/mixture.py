@@ -8,7 +8,7 @@ model; online, by Adagrad). The tree grows by the row most likely to be accepted
 All arithmetic is of integers and of + - * / on doubles in a fixed order, logarithm and exponential included: ranks on
 unlike processors compute the same bits.
 
-K: harvested tokens of a row; M: followers remembered of a context.
+K: kept tokens of a row; M: followers remembered of a context.
 """
 
 from __future__ import annotations

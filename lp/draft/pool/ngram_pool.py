@@ -1,6 +1,6 @@
 """The pool (paper section 3.2): what may follow the text, from all that was read and said, as a tree of candidates.
 
-K: harvested tokens of a row, n: rows read, S: slots of a step.
+K: kept tokens of a row, n: rows read, S: slots of a step.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class NGramPool:
     def __init__(
         self, config: LookaheadConfig, prompt: Sequence[int], noise: tuple[int, int] | None, tables: Tables
     ) -> None:
-        self.config, self.harvest = config, len(tables.recycled_tokens) // len(tables.recycled_keys)
-        on = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, RECYCLED: self.harvest > 0}
+        self.config, self.num_logits = config, len(tables.recycled_tokens) // len(tables.recycled_keys)
+        on = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, RECYCLED: self.num_logits > 0}
         self._sources = sum(1 << source for source, wanted in on.items() if wanted)
         self._noise = (U64(sequence_key(*noise)), True) if noise and config.renoise else (U64(0), False)
         self._tables = tables
         tables.clock[0] += 1  # so that what the prompt leaves is newer than an empty place
         tables.clock[1] += 1
         nodes = 2 + config.draft_budget + config.window_size + config.ngram_size
-        self._scratch = new_scratch(nodes, self.harvest)
+        self._scratch = new_scratch(nodes, self.num_logits)
         self._text = np.zeros(2 * len(prompt) + 1024, np.int64)
         self._length = 0
         self._extend(prompt)
@@ -79,7 +79,16 @@ class NGramPool:
         self._follow(text)
         tail, n_tail = self._tail(self._length)
         cost = price or TokenPrice.free(budget)
-        terms = cost.rate, cost.base, cost.seconds, cost.slopes, cost.lesson, cost.lessons, cost.truth, cost.risk
+        terms = (
+            cost.tokens_per_s,
+            cost.base_tokens,
+            cost.seconds,
+            cost.marginal_seconds,
+            cost.exploration_bonus,
+            cost.exploration_tokens,
+            cost.calibration,
+            cost.depth_discount,
+        )
         shape = (budget, self.config.depth, ints(row or text[-1:]), ints(column or text[-1:]), terms)
         nodes = grow(self._tables, s, tail, n_tail, self._length - 1, *self._noise, self._sources, *shape)
         tree = DraftTree(budget)
@@ -88,10 +97,10 @@ class NGramPool:
         tree.accept_probs = np.asarray(s.node_chances)[1:nodes].tolist()
         return tree
 
-    def begin(self, prompt: Sequence[int], harvest: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
         """The prompt's rows leave their logits behind its tokens."""
         places = range(len(prompt) - 1)
-        slots = StepSamples(prompt, places, range(-1, len(places) - 1), places, prompt[1:], harvest, ())
+        slots = StepSamples(prompt, places, range(-1, len(places) - 1), places, prompt[1:], top_logits, ())
         self._absorb((ints(prompt[:1]), 1), slots, self._sources & 1 << RECYCLED)
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
@@ -118,10 +127,10 @@ class NGramPool:
                 absorb_text(self._tables, self._scratch, self._said(), start)
 
     def _absorb(self, tail: tuple[Any, int], seen: StepSamples, sources: int) -> None:
-        packed = np.ascontiguousarray(seen.harvest)
+        packed = np.ascontiguousarray(seen.top_logits)
         tokens, parents, positions = map(ints, (seen.tokens, seen.parents, seen.positions))
         tops = [given(packed.view(dtype).ravel()) for dtype in (np.int32, np.float32)]
-        said = ints(seen.slots), ints(seen.chosen), tops[0], tops[1]
+        said = ints(seen.nodes), ints(seen.sampled), tops[0], tops[1]
         absorb_reads(self._tables, self._scratch, tail, tokens, parents, positions, said, sources)
 
     def _said(self) -> Any:

@@ -75,4 +75,4 @@ class Watch:
 
     def _committed(self, generation: Generation, layout: Any, plan: Any, rows: Any, outcome: Any, *rest: Any) -> None:
         self.now.max_owned = plan.max_owned
-        self.now.lacking = any(outcome.path[-1] not in slots for slots in plan.slots)
+        self.now.lacking = any(outcome.path[-1] not in nodes for nodes in plan.nodes)

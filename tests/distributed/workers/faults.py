@@ -50,7 +50,7 @@ class Rank:
         def learn_and_drift(generation: Generation, *args: Any) -> None:
             learn(generation, *args)
             if self.at_fault and len(generation.stats) == STEP:
-                generation.window.rows[1][2] ^= 1
+                generation.window.levels[1][2] ^= 1
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Generation, "_learn", learn_and_drift)
