@@ -34,9 +34,9 @@ class AutoregressiveDecoder(Decoder):
                 cache, token = DynamicCache(config=self.model.config), prompt.new_tensor([request.prompt + tokens])
             logits = self.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             text = request.prompt + tokens
-            tokens.append(int(request.sampler.choose(logits, [len(text) - 1], [[]], [[]], text)))
+            tokens.append(request.sampler.sample_last(logits, text))
             check_sampled(tokens[-1], len(stats), len(text) - 1)
-            request.sampler.keep([0], [0])
+            request.sampler.record([0], [0])
             token = prompt.new_tensor([tokens[-1:]])
             forward_s = clock.lap()
             reason, _ = request.stopping.check(tokens, 1)

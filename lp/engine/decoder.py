@@ -16,12 +16,12 @@ from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens, Request
 from lp.engine.signals import DeferredSignals, Interrupted
 from lp.engine.stopping import Stopping
-from lp.models.loader import context_limit
+from lp.models.loader import context_limit, vocabulary_size
 from lp.models.rope import rope_boundary
 from lp.models.support import check_adapter
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams
-from lp.sampling.sampler import Sampler
+from lp.sampling.sampler import build_sampler
 from lp.sampling.score_recorder import RecordingSampler
 
 
@@ -87,11 +87,11 @@ class Decoder(ABC):
         prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, "try 512")
         sequence = check_int("sequence", sequence, 0, 2**63 - 1, "number the sequences of a batch from 0")
         padding = [check_int("padding", token, 0, math.inf, "give token ids") for token in flat_list(padding)]
-        wanted = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
-        if wanted and self.context.world_size > 1:
+        recorded = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
+        if recorded and self.context.world_size > 1:
             raise ValueError(
-                f"output_{wanted[0]} is on among {self.context.world_size} ranks, of which each has only the rows that "
-                "it computed; leave it out, or generate on one rank"
+                f"output_{recorded[0]} is on among {self.context.world_size} ranks, of which each has only the logits "
+                "of its own nodes; leave it out, or generate on one rank"
             )
         context = context_limit(self.model)
         stopping = Stopping.build(
@@ -104,32 +104,50 @@ class Decoder(ABC):
             stopping_criteria,
             self.model.device,
         )
-        seeded, rank = self._seeded(sampling), self.context.rank
-        sampler = (RecordingSampler if wanted else Sampler).build(
-            seeded, logits_processor, padding, sequence, rank, self.reach, self.guess_noise, self.model
+        sampler = build_sampler(
+            self._seeded(sampling),
+            logits_processor,
+            padding=padding,
+            sequence=sequence,
+            rank=self.context.rank,
+            span=self.span,
+            noisy_guesses=self.noisy_guesses,
+            vocabulary=vocabulary_size(self.model),
+            dtype=self.model.dtype,
+            device=self.model.device,
         )
-        if isinstance(sampler, RecordingSampler):
-            sampler.kept = {name: [] for name in wanted}
+        recorder = RecordingSampler(sampler, recorded) if recorded else None
         with torch.inference_mode(), DeferredSignals() as signals:
             limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
             boundary = rope_boundary(self.model.config.get_text_config())
             output = self._decode(
-                Request(prompt, max_new_tokens, limit, sampler, stopping, on_tokens, prefill_chunk, signals, boundary)
+                Request(
+                    prompt,
+                    max_new_tokens,
+                    limit,
+                    recorder or sampler,
+                    stopping,
+                    on_tokens,
+                    prefill_chunk,
+                    signals,
+                    boundary,
+                )
             )
-        if isinstance(sampler, RecordingSampler):
-            output.logits, output.scores = (sampler.stacked(name, len(output.tokens)) for name in ("logits", "scores"))
+        if recorder:
+            output.logits = recorder.recorded("logits", len(output.tokens))
+            output.scores = recorder.recorded("scores", len(output.tokens))
         if output.finish_reason == "interrupted" or signals.received:  # which may come in the step that ends the text
             raise Interrupted(output, signals.received)
         return output
 
     @property
-    def reach(self) -> int:
+    def span(self) -> int:
         """Positions a step may span, from the last generated token on."""
         return 1
 
     @property
-    def guess_noise(self) -> bool:
-        """Whether rows that verify nothing guess under the sampler's noise."""
+    def noisy_guesses(self) -> bool:
+        """Whether nodes that no walk can reach are sampled under the noise too."""
         return True
 
     def _seeded(self, sampling: SamplingParams | None) -> SamplingParams | None:

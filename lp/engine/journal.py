@@ -34,7 +34,7 @@ from lp.models.digests import model_digests
 from lp.models.rope import rope_boundary
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams, Verifier
-from lp.sampling.sampler import plain_settings
+from lp.sampling.processors import plain_settings
 
 STARTS = (b'{"text":', b'{"t":', b'{"end":')  # of lines
 OBJECTS = ("logits_processor", "stopping_criteria")  # whose settings are their attributes

@@ -93,12 +93,12 @@ class LookaheadDecoder(Decoder):
         return f"{bounds(self.config, self.curve)}\n{spent(self._last)}"
 
     @property
-    def reach(self) -> int:
+    def span(self) -> int:
         """Window and candidates, whichever goes further."""
         return self.config.window_size + self.config.ngram_size + self.config.draft_budget
 
     @property
-    def guess_noise(self) -> bool:
+    def noisy_guesses(self) -> bool:
         """The window's policy."""
         return self.config.window_noise
 
@@ -133,7 +133,7 @@ class LookaheadDecoder(Decoder):
         items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
         items["step curve"] = text_digest(repr(self.curve))
         check_same(self.context, items)
-        budget = self.budget(request.sampler.heat)
+        budget = self.budget(request.sampler.full_vocabulary_temperature)
         generation = Generation(self.config, self.context, self.runner, self.source(request), request, budget)
         with self.runner.taking(generation.cache):
             output = generation.run()

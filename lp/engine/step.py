@@ -27,7 +27,8 @@ from lp.parallel import message
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
 from lp.parallel.sharding import RankShare, ShardPlan
-from lp.sampling.sampler import INVALID_TOKEN, check_sampled, pack_top_logits
+from lp.sampling.sampler import INVALID_TOKEN, check_sampled
+from lp.sampling.top_logits import pack as pack_top_logits
 
 ALONE = np.ones((1, 1), dtype=bool)  # what a single row sees of its step
 
@@ -153,7 +154,7 @@ class Generation:
             return self._told(told, keep)
         outcome = walk(layout, read, 0 if self._warming else None)
         check_sampled(outcome.tokens[-1], len(self.stats), layout.positions[outcome.path[-1]])
-        self.request.sampler.keep(plan.owned[self.context.rank], outcome.sampled_at)
+        self.request.sampler.record(plan.owned[self.context.rank], outcome.sampled_at)
         self._commit(layout, plan, rows, outcome, clock)
         clock.lap("host")
         self.budget.observe(outcome.tokens, len(layout), candidates)
@@ -170,7 +171,7 @@ class Generation:
         def forward() -> torch.Tensor:
             logits = self.runner.forward(self.text[-1:], [position], ALONE, self.cache, [0])
             scores = self.request.sampler.scores(logits, [[]], self.text)
-            return self.request.sampler.pick(scores, [position], [[]], [[]])
+            return self.request.sampler.sample(scores, [position], [[]], [[]])
 
         said = self._attempt(forward)
         chosen = self._zeros(1) if said is None else said
@@ -181,7 +182,7 @@ class Generation:
         if told:
             return self._told(told, keep)
         check_sampled(token, step, position)
-        self.request.sampler.keep([0], [0])
+        self.request.sampler.record([0], [0])
         self.cache.length += 1
         self.text.append(token)
         self.budget.observe([token], 0, DraftTree(0))
@@ -212,9 +213,9 @@ class Generation:
         sampler, nodes = self.request.sampler, plan.owned[self.context.rank]
         positions = [layout.positions[node] for node in nodes]
         branches = [layout.branch(node, sampler.prefix_free) for node in nodes]
-        drafts = [layout.drafts(node) for node in nodes] if sampler.rejects else []
+        drafts = [layout.drafts(node) for node in nodes] if sampler.uses_drafts else []
         scores = sampler.scores(logits, branches, self.text)
-        return sampler.pick(scores, positions, branches, drafts), pack_top_logits(scores, self.num_logits)
+        return sampler.sample(scores, positions, branches, drafts), pack_top_logits(scores, self.num_logits)
 
     def _header(self, clock: StepTimer, chosen: torch.Tensor, *parts: Sequence[int]) -> tuple[int, Stop, int]:
         """What the other ranks are told besides what was chosen, made while a GPU is still at it."""

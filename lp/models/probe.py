@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lp.draft.layout import ancestors
+from lp.sampling.sampler import NOT_FINITE_REMEDY
 
 if TYPE_CHECKING:
     from lp.models.runner import ModelRunner
@@ -29,7 +30,6 @@ BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
 # sharper ones.
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.02}
 FULL_PRECISION = 2e-3  # TF32 matmuls included
-NOT_FINITE = "load it with dtype=float32 or bfloat16, or check its weights"
 _MARK = "_lp_honours_tree_mask"  # on the model: the attention backends it passed with
 _LOCK = Lock()  # ranks that are threads share a model
 
@@ -77,7 +77,7 @@ def _error(runner: ModelRunner) -> float:
             f"{_name(runner)} cannot run a tree-shaped step ({type(failure).__name__}: {reason}); {_remedy(runner)}"
         ) from failure
     if said is None:
-        raise ValueError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE}")
+        raise ValueError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
     errors = [_relative(said[node], truth[b, d]) for b, branch in enumerate(BRANCHES) for d, node in enumerate(branch)]
     return float(torch.stack([*errors, _relative(said[-1], truth[1, -1])]).mean())
 

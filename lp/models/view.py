@@ -78,7 +78,7 @@ class ModelView:
         return mine
 
     def _own(self, value: Any) -> Any:
-        """The view's own of a value: of a config, a module, or a method of one (a `forward` that hooks have wrapped)."""
+        """The view's own of a value: a config, a module, or a method of one (a `forward` that hooks wrap)."""
         match value:
             case PretrainedConfig():
                 config = copy.deepcopy(value, self._configs)

@@ -1,7 +1,7 @@
 """Counter-based Gumbel noise: a function of (seed, sequence, position, token), with no generator state.
 
-Integer operations make the bits, so they are the same on every device, rank and row. Adding one row of it to
-the logits and taking the argmax samples the softmax (the Gumbel-max trick). V: vocabulary.
+Integer operations make the bits, so they are the same on every device, on every rank and for every node. The argmax of
+logits plus this noise is a sample of their softmax (the Gumbel-max trick). V: vocabulary.
 """
 
 from __future__ import annotations
@@ -62,28 +62,30 @@ def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: tor
 
 
 class NoiseCache:
-    """Noise rows, made once for every absolute position and kept while a step may need them.
+    """The noise of the positions that a step may need, computed once each: a ring buffer by position.
 
     Args:
         seed, sequence, vocabulary, device: as in `gumbel`.
-        kept: positions held, more than a step spans.
-        dtype: of the rows handed out.
+        capacity: positions held, at least as many as a step spans.
+        dtype: of the noise handed out.
     """
 
     def __init__(
-        self, seed: int, sequence: int, vocabulary: int, kept: int, device: torch.device, dtype: torch.dtype
+        self, seed: int, sequence: int, vocabulary: int, capacity: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.seed, self.sequence = seed, sequence
-        self._rows = torch.empty(kept, vocabulary, device=device, dtype=dtype)
-        self._held = [-1] * kept
+        self.seed = seed
+        self.sequence = sequence
+        self._noise_CV = torch.empty(capacity, vocabulary, device=device, dtype=dtype)  # C: capacity
+        self._positions = [-1] * capacity
 
-    def rows(self, positions: Sequence[int]) -> torch.Tensor:
+    def at(self, positions: Sequence[int]) -> torch.Tensor:
         """Noise of these positions: (len(positions), V)."""
-        kept, vocabulary = self._rows.shape
+        capacity, vocabulary = self._noise_CV.shape
         for position in positions:
-            if self._held[position % kept] != position:
-                noise = gumbel(self.seed, self.sequence, position, vocabulary, self._rows.device)
-                self._rows[position % kept] = noise.to(self._rows.dtype)
-                self._held[position % kept] = position
-        places = torch.tensor([position % kept for position in positions], dtype=torch.long, device=self._rows.device)
-        return self._rows[places]
+            index = position % capacity
+            if self._positions[index] != position:
+                noise_V = gumbel(self.seed, self.sequence, position, vocabulary, self._noise_CV.device)
+                self._noise_CV[index] = noise_V.to(self._noise_CV.dtype)
+                self._positions[index] = position
+        indices = [position % capacity for position in positions]
+        return self._noise_CV[torch.tensor(indices, dtype=torch.long, device=self._noise_CV.device)]

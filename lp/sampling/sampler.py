@@ -1,275 +1,214 @@
-"""How a row chooses its token: logits processors with each branch's own prefix, then argmax or a draw.
+"""Samplers: the token of every node of a step, from its processed logits.
 
-Every rule gives a row the model's own distribution, so one walk verifies them all:
+Every sampler gives a node the model's own distribution given the node's prefix, so one walk verifies them all:
 - greedy: argmax;
 - coupled: argmax under the noise of the position, so that the token is a function of prefix and seed;
-- rejection: the paper's Algorithm 4, drafts accepted or zeroed one by one, then a draw from what is left.
+- rejection: the paper's Algorithm 4; draft tokens are accepted or zeroed one by one, then one is drawn from the rest.
 
-n: rows, V: vocabulary, L: tokens of a prefix.
+n: nodes, V: vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-import transformers as tf
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor
 
 from lp.digest import chain_digest
-from lp.models.loader import vocabulary_size
-from lp.models.probe import NOT_FINITE
 from lp.sampling.noise import NoiseCache
 from lp.sampling.params import SamplingParams, Verifier
+from lp.sampling.processors import BranchProcessors
 
 INVALID_TOKEN = (1 << 21) - 1  # the token of a node whose scores are NaN or infinite; messages have 21 bits a token
-# Functions of the scores alone: one call does for rows of any prefix.
-PREFIX_FREE = (
-    tf.TemperatureLogitsWarper,
-    tf.TopKLogitsWarper,
-    tf.TopPLogitsWarper,
-    tf.MinPLogitsWarper,
-    tf.TypicalLogitsWarper,
-    tf.EpsilonLogitsWarper,
-    tf.EtaLogitsWarper,
-    tf.SuppressTokensLogitsProcessor,
-    tf.InfNanRemoveLogitsProcessor,
-    tf.LogitNormalization,
-    *((tf.TopHLogitsWarper,) if hasattr(tf, "TopHLogitsWarper") else ()),  # not every release of the range has it
-)
-# Functions of (prefix, scores) row by row: one call a depth, since prefixes of one depth have one length.
-BY_PREFIX = (
-    tf.RepetitionPenaltyLogitsProcessor,
-    tf.NoRepeatNGramLogitsProcessor,
-    tf.NoBadWordsLogitsProcessor,
-    tf.SequenceBiasLogitsProcessor,
-    tf.MinLengthLogitsProcessor,
-    tf.MinNewTokensLengthLogitsProcessor,
-    tf.ForcedBOSTokenLogitsProcessor,
-    tf.ForcedEOSTokenLogitsProcessor,
-    tf.ExponentialDecayLengthPenalty,
-    tf.SuppressTokensAtBeginLogitsProcessor,
-    tf.AlternatingCodebooksLogitsProcessor,
-    tf.WatermarkLogitsProcessor,
-)
-
-
-def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
-    """Refuse, by name, a processor that may not be a function of one branch's (prefix, scores) alone.
-
-    Raises:
-        ValueError: its name and the remedy.
-    """
-    processors = list(processors)
-    for processor in processors:
-        # It fails where no token is in a row's green list, which is likelier among rows that are never chosen.
-        failing = isinstance(processor, tf.WatermarkLogitsProcessor) and processor.seeding_scheme == "selfhash"
-        known = isinstance(processor, (*PREFIX_FREE, *BY_PREFIX)) and not failing
-        if not known and not getattr(processor, "per_branch", False):
-            raise ValueError(
-                f"the logits processor {type(processor).__name__} is not known to work branch by branch; if its result "
-                "depends on (input_ids, scores) of each row alone, set per_branch = True on it"
-            )
-    return processors
+NOT_FINITE_REMEDY = "load it with dtype=float32 or bfloat16, or check its weights"
 
 
 class Sampler:
-    """The token every row chooses: argmax of the processed logits, plus the position's noise when sampling.
+    """Greedy sampling, and what all samplers share.
 
     Args:
-        processors: applied in this order, the warpers of `sampling` included.
-        noise: of this sequence for coupled sampling, or the generator of rejection sampling; None chooses greedily.
-        padding: what processors see before the text.
-        guess_noise: rows that verify nothing guess under the noise too, as the text they guess for will be chosen.
+        processors: of the call, warpers included.
+
+    Attributes:
+        uses_drafts: whether a node's token depends on the draft tokens behind it.
+        noise_key: (seed, sequence) of the noise that the text is sampled under, None without.
     """
 
-    def __init__(
-        self,
-        processors: Sequence[LogitsProcessor],
-        noise: NoiseCache | torch.Generator | None,
-        padding: Sequence[int] = (),
-        guess_noise: bool = True,
-    ) -> None:
-        self.processors, self.noise, self.padding = list(processors), noise, list(padding)
-        self.guess_noise = guess_noise
-        # What rows that verify nothing keep of the processors.
-        self.temperature = math.prod(p.temperature for p in processors if isinstance(p, tf.TemperatureLogitsWarper))
-        self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self.processors)
+    uses_drafts = False
+    noise_key: tuple[int, int] | None = None
 
-    @classmethod
-    def build(
-        cls,
-        sampling: SamplingParams | None,
-        processors: Iterable[LogitsProcessor],
-        padding: Sequence[int],
-        sequence: int,
-        rank: int,
-        reach: int,
-        guess_noise: bool,
-        model: PreTrainedModel,
-    ) -> Sampler:
-        """The chooser of one call.
+    def __init__(self, processors: BranchProcessors) -> None:
+        self.processors = processors
 
-        Args:
-            sampling: None is greedy; its seed must be drawn already.
-            processors: the caller's, applied before the warpers of `sampling`.
-            padding: left padding, for processors alone.
-            sequence: index in the batch.
-            rank: of the drawing rank, for rejection sampling.
-            reach: positions a step may span.
-            guess_noise: as in the constructor.
-            model: for its vocabulary, dtype and device.
+    @property
+    def prefix_free(self) -> bool:
+        """Whether no processor looks at a node's prefix."""
+        return self.processors.prefix_free
 
-        Raises:
-            ValueError: a processor that can't be used branch by branch.
-        """
-        made = check_processors(processors)
-        if sampling is None:
-            return cls(made, None, padding)
-        made += sampling.processors()
-        assert sampling.seed is not None
-        if sampling.verifier is Verifier.REJECTION:
-            mixed = chain_digest(sampling.seed, [sequence, rank])  # a row's owner alone draws for it
-            return cls(made, torch.Generator().manual_seed(mixed), padding)
-        dtype = torch.promote_types(model.dtype, torch.float32)
-        noise = NoiseCache(sampling.seed, sequence, vocabulary_size(model), reach, model.device, dtype)
-        return cls(made, noise, padding, guess_noise)
+    @property
+    def full_vocabulary_temperature(self) -> float:
+        """The temperature where every token may be sampled; 0 for greedy sampling, or if warpers leave tokens out."""
+        return 0.0
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether it is the argmax of the model's own logits."""
+        return type(self) is Sampler and not len(self.processors)
 
     def __repr__(self) -> str:
-        """What ranks must agree on."""
-        seed = (self.noise.seed, self.noise.sequence) if isinstance(self.noise, NoiseCache) else type(self.noise)
-        return f"Sampler({[(type(p).__name__, plain_settings(vars(p))) for p in self.processors]}, {seed})"
+        return repr(self.settings())
 
-    def choose(
-        self,
-        logits: torch.Tensor,
-        positions: Sequence[int],
-        branches: Sequence[Sequence[int] | None],
-        drafts: Sequence[Sequence[int]],
-        text: Sequence[int],
-    ) -> torch.Tensor:
-        """Tokens (n,) of these rows.
-
-        Args:
-            logits: (n, V).
-            positions: of the row itself; the token is for the one after it.
-            branches: what follows the text up to each row; None for a row that only guesses and skips processors.
-            drafts: the tokens that may follow each row, for rejection sampling.
-            text: prompt and generated tokens, whose last is the first branch token's parent.
-        """
-        return self.pick(self.scores(logits, branches, text), positions, branches, drafts)
+    def settings(self) -> dict[str, Any]:
+        """What ranks must agree on, by name."""
+        return {"sampler": type(self).__name__, "logits processors": self.processors.settings()}
 
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """Processed logits (n, V), before noise or draws."""
-        if not self.processors:
-            return logits
-        return self._processed(logits.to(torch.promote_types(logits.dtype, torch.float32)), branches, text)
+        """Processed logits (n, V), before noise or draws; arguments as in `BranchProcessors`."""
+        return self.processors(logits, branches, text)
 
-    def pick(
+    def sample(
         self,
         scores: torch.Tensor,
         positions: Sequence[int],
         branches: Sequence[Sequence[int] | None],
         drafts: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        """Tokens (n,) of rows with these scores; INVALID_TOKEN where they are NaN or infinite."""
-        if isinstance(self.noise, torch.Generator):
-            return self._rejection(scores, branches, drafts, self.noise)
-        if self.noise is not None:
-            noise = self.noise.rows([position + 1 for position in positions])
-            if not self.guess_noise:
-                noise[[row for row, branch in enumerate(branches) if branch is None]] = 0
-            scores = scores + noise
-        return _best(scores)
+        """Tokens (n,) of nodes; INVALID_TOKEN where the scores are NaN or infinite.
+
+        Args:
+            scores: (n, V).
+            positions: of the nodes; a node's token is for the position behind it.
+            branches: as in `scores`; None for a node that no walk can reach.
+            drafts: the draft tokens behind every node, in order; may be empty unless `uses_drafts`.
+        """
+        return _finite_argmax(scores)
+
+    def sample_last(self, logits: torch.Tensor, text: Sequence[int]) -> int:
+        """The next token of a text, from the logits (1, V) of its last one."""
+        scores = self.scores(logits, [[]], text)
+        return int(self.sample(scores, [len(text) - 1], [[]], [[]]))
+
+    def record(self, nodes: Sequence[int], sampled_at: Sequence[int]) -> None:
+        """Called after every walk: of the nodes just sampled, these gave the text's next tokens."""
+
+
+class CoupledSampler(Sampler):
+    """argmax(scores + noise of the position): one seed gives one text, whatever is drafted.
+
+    Args:
+        processors: of the call.
+        noise: of this sequence.
+        noisy_guesses: nodes that no walk can reach are sampled under the noise too, as the text they guess will be.
+    """
+
+    def __init__(self, processors: BranchProcessors, noise: NoiseCache, noisy_guesses: bool = True) -> None:
+        super().__init__(processors)
+        self.noise = noise
+        self.noisy_guesses = noisy_guesses
+        self.noise_key = (noise.seed, noise.sequence)
 
     @property
-    def rejects(self) -> bool:
-        """Whether a row's choice depends on the drafts behind it."""
-        return isinstance(self.noise, torch.Generator)
+    def full_vocabulary_temperature(self) -> float:
+        return self.processors.temperature if self.processors.only_temperature else 0.0
 
-    @property
-    def heat(self) -> float:
-        """The temperature, where tokens are sampled from all there are; else 0."""
-        others = any(not isinstance(processor, tf.TemperatureLogitsWarper) for processor in self.processors)
-        return 0.0 if self.noise is None or others else self.temperature
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "seed": self.noise.seed, "sequence": self.noise.sequence}
 
-    @property
-    def noise_key(self) -> tuple[int, int] | None:
-        """(seed, sequence) of the noise under which text is chosen, if it is."""
-        return (self.noise.seed, self.noise.sequence) if isinstance(self.noise, NoiseCache) else None
-
-    def _rejection(
+    def sample(
         self,
         scores: torch.Tensor,
+        positions: Sequence[int],
         branches: Sequence[Sequence[int] | None],
         drafts: Sequence[Sequence[int]],
-        generator: torch.Generator,
     ) -> torch.Tensor:
-        chosen = _best(scores)
-        sound = (chosen != INVALID_TOKEN).tolist()
-        for row in (row for row, branch in enumerate(branches) if branch is not None and sound[row]):
-            chosen[row] = accept_or_resample(scores[row].softmax(-1, dtype=torch.float64).cpu(), drafts[row], generator)
-        return chosen
+        noise = self.noise.at([position + 1 for position in positions])
+        if not self.noisy_guesses:
+            noise[[node for node, branch in enumerate(branches) if branch is None]] = 0
+        return _finite_argmax(scores + noise)
 
-    def _processed(
-        self, scores: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
+
+class RejectionSampler(Sampler):
+    """The paper's Algorithm 4: equal to plain sampling in distribution, not token by token.
+
+    Args:
+        processors: of the call.
+        generator: of the draws; a node's owner alone draws for it.
+    """
+
+    uses_drafts = True
+
+    def __init__(self, processors: BranchProcessors, generator: torch.Generator) -> None:
+        super().__init__(processors)
+        self.generator = generator
+
+    @property
+    def full_vocabulary_temperature(self) -> float:
+        return self.processors.temperature if self.processors.only_temperature else 0.0
+
+    def sample(
+        self,
+        scores: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        drafts: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        out = scores / self.temperature
-        for rows in self._groups(branches):
-            prefixes = torch.tensor([self._prefix(text, branches[row]) for row in rows], device=scores.device)
-            at = torch.tensor(rows, device=scores.device)
-            part = scores[at]
-            for processor in self.processors:
-                part = processor(prefixes, part)
-            out[at] = part
-        return out
-
-    def _prefix(self, text: Sequence[int], branch: Sequence[int] | None) -> list[int]:
-        return [text[-1]] if self.prefix_free else [*self.padding, *text, *(branch or ())]
-
-    def _groups(self, branches: Sequence[Sequence[int] | None]) -> list[list[int]]:
-        """Verifying rows that one call can do: all of them, or those of one depth."""
-        groups: dict[int, list[int]] = {}
-        for row, branch in enumerate(branches):
-            if branch is not None:
-                groups.setdefault(0 if self.prefix_free else len(branch), []).append(row)
-        return list(groups.values())
-
-    def keep(self, reads: Sequence[int], slots: Sequence[int]) -> None:
-        """Told after the walk: of the rows just read, by slot, these chose the text's next tokens. Kept in `scores`."""
+        sampled = _finite_argmax(scores)
+        finite = (sampled != INVALID_TOKEN).tolist()
+        for node, branch in enumerate(branches):
+            if branch is not None and finite[node]:
+                probabilities = scores[node].softmax(-1, dtype=torch.float64).cpu()
+                sampled[node] = accept_or_resample(probabilities, drafts[node], self.generator)
+        return sampled
 
 
-def check_sampled(token: int, step: int, position: int) -> None:
-    """Refuse to go on from scores that are NaN or infinite: argmax would name some token all the same.
+def build_sampler(
+    sampling: SamplingParams | None,
+    processors: Iterable[LogitsProcessor],
+    *,
+    padding: Sequence[int] = (),
+    sequence: int = 0,
+    rank: int = 0,
+    span: int = 1,
+    noisy_guesses: bool = True,
+    vocabulary: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Sampler:
+    """The sampler of one call.
+
+    Args:
+        sampling: None is greedy; its seed must be drawn already.
+        processors: the caller's, applied before the warpers of `sampling`.
+        padding: left padding, for processors alone.
+        sequence: index in the batch.
+        rank: of the drawing rank, for rejection sampling.
+        span: positions that a step may span.
+        noisy_guesses: as in `CoupledSampler`.
+        vocabulary: V, of the LM head.
+        dtype, device: of the logits.
 
     Raises:
-        ValueError: the decode step, the position, and the remedy.
+        ValueError: a processor that can't be used branch by branch.
     """
-    if token == INVALID_TOKEN:
-        raise ValueError(f"the model's logits at step {step} (position {position}) are NaN or infinite; {NOT_FINITE}")
-
-
-def _best(scores: torch.Tensor) -> torch.Tensor:
-    """The argmax of every row, which a NaN wins; INVALID_TOKEN where it is NaN or infinite."""
-    chosen = scores.argmax(-1)
-    return chosen.masked_fill(~(scores.gather(-1, chosen[:, None])[:, 0] < math.inf), INVALID_TOKEN)
-
-
-def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """The k best tokens of every row, best first, packed: int64 (n, k), token << 32 | bits of its float32 score."""
-    top = scores.float().topk(min(k, scores.shape[-1]))
-    values = top.values.nan_to_num(-math.inf, math.inf, -math.inf)
-    return top.indices << 32 | values.view(torch.int32).long() & 0xFFFFFFFF
+    if sampling is None:
+        return Sampler(BranchProcessors(processors, padding))
+    branch_processors = BranchProcessors([*processors, *sampling.processors()], padding)
+    assert sampling.seed is not None
+    if sampling.verifier is Verifier.REJECTION:
+        generator = torch.Generator().manual_seed(chain_digest(sampling.seed, [sequence, rank]))
+        return RejectionSampler(branch_processors, generator)
+    wide = torch.promote_types(dtype, torch.float32)
+    noise = NoiseCache(sampling.seed, sequence, vocabulary, span, device, wide)
+    return CoupledSampler(branch_processors, noise, noisy_guesses)
 
 
 def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], generator: torch.Generator) -> int:
-    """One token of this distribution, by the paper's Algorithm 4 for drafts that are certain of themselves.
+    """One token of this distribution, by the paper's Algorithm 4 for draft tokens proposed with certainty.
 
     Args:
         probabilities: (V,) float64 on the CPU; changed.
@@ -284,16 +223,19 @@ def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], gener
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def plain_settings(values: Any) -> Any:
-    """What of a processor's settings reads the same on every rank: no objects, whose names may hold addresses."""
-    if isinstance(values, dict):
-        return sorted((str(key), plain_settings(value)) for key, value in values.items())
-    if isinstance(values, torch.Tensor):  # a watermark's table has a million elements
-        if values.numel() <= 1024:
-            return values.tolist()
-        return hashlib.sha256(values.detach().cpu().flatten().view(torch.uint8).numpy()).hexdigest()
-    if isinstance(values, np.ndarray | np.generic):
-        return values.tolist()
-    if isinstance(values, list | tuple | set | frozenset):
-        return [plain_settings(value) for value in (sorted(values) if isinstance(values, set | frozenset) else values)]
-    return values if isinstance(values, int | float | str | None) else type(values).__name__
+def check_sampled(token: int, step: int, position: int) -> None:
+    """Refuse to go on from scores that are NaN or infinite: argmax would name some token all the same.
+
+    Raises:
+        ValueError: the decode step, the position, and the remedy.
+    """
+    if token == INVALID_TOKEN:
+        raise ValueError(
+            f"the model's logits at step {step} (position {position}) are NaN or infinite; {NOT_FINITE_REMEDY}"
+        )
+
+
+def _finite_argmax(scores: torch.Tensor) -> torch.Tensor:
+    """The argmax of every node, which a NaN wins; INVALID_TOKEN where it is NaN or infinite."""
+    best = scores.argmax(-1)
+    return best.masked_fill(~(scores.gather(-1, best[:, None])[:, 0] < math.inf), INVALID_TOKEN)

@@ -1,12 +1,11 @@
-"""The rows behind a text: what transformers calls `logits` and `scores`, kept only when asked for.
+"""What transformers calls `logits` and `scores`: recorded of the sampled tokens, only when asked for.
 
 V: vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,38 +13,57 @@ from lp.sampling.sampler import Sampler
 
 
 class RecordingSampler(Sampler):
-    """A chooser that keeps, of every row that chose a token of the text, its logits, its scores, or both.
+    """Another sampler, of whose sampled tokens the logits, the scores, or both are recorded.
 
     Scores are the logits behind the processors and warpers, without noise, as transformers has them.
 
-    Attributes:
-        kept: "logits" and "scores", as far as they are wanted, to one (tokens of the step, V) a step.
+    Args:
+        inner: samples.
+        names: what to record: "logits", "scores", or both.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kept: dict[str, list[torch.Tensor]] = {}
+    def __init__(self, inner: Sampler, names: Iterable[str]) -> None:
+        super().__init__(inner.processors)
+        self.inner = inner
+        self.uses_drafts = inner.uses_drafts
+        self.noise_key = inner.noise_key
+        self._recorded: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         self._step: dict[str, torch.Tensor] = {}
 
-    def scores(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `Sampler.scores`; the step's rows are held until `keep`."""
-        scores = super().scores(logits, *args, **kwargs)
+    @property
+    def full_vocabulary_temperature(self) -> float:
+        return self.inner.full_vocabulary_temperature
+
+    def scores(
+        self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
+    ) -> torch.Tensor:
+        """As the inner sampler's; the step's logits are held until `record`."""
+        scores = self.inner.scores(logits, branches, text)
         self._step = {"logits": logits, "scores": scores}
         return scores
 
-    def keep(self, reads: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy the rows that chose the step's tokens."""
-        rows = [reads.index(slot) for slot in slots]
-        for name, kept in self.kept.items():
-            kept.append(self._step[name][rows])
+    def sample(
+        self,
+        scores: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        drafts: Sequence[Sequence[int]],
+    ) -> torch.Tensor:
+        return self.inner.sample(scores, positions, branches, drafts)
 
-    def stacked(self, name: str, tokens: int) -> torch.Tensor | None:
-        """(tokens, V) of the first tokens, in float32 or wider; None where it was not wanted.
+    def record(self, nodes: Sequence[int], sampled_at: Sequence[int]) -> None:
+        """Copy the logits of the nodes that gave the step's tokens."""
+        index = [nodes.index(node) for node in sampled_at]
+        for name, steps in self._recorded.items():
+            steps.append(self._step[name][index])
+
+    def recorded(self, name: str, tokens: int) -> torch.Tensor | None:
+        """(tokens, V) of the first tokens, in float32 or wider; None where it was not asked for.
 
         Call it outside inference mode, so that the caller may change what comes back.
         """
-        if name not in self.kept:
+        if name not in self._recorded:
             return None
-        none = self._step[name][:0]  # so that a text that was stopped in its first step has rows of this width too
-        rows = torch.cat([none, *self.kept[name]])[:tokens]
-        return rows.to(torch.promote_types(rows.dtype, torch.float32))
+        empty = self._step[name][:0]  # a text that was stopped in its first step has this width too
+        stacked = torch.cat([empty, *self._recorded[name]])[:tokens]
+        return stacked.to(torch.promote_types(stacked.dtype, torch.float32))

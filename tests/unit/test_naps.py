@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from copy import deepcopy
 from itertools import count
 
+import torch
+
 import lp
 from lp.budget.policy import CAUTION, HOT_NAP, LEAST_TRUE, LESSON, RETRIAL, SHORTEST_NAP, TRIAL, AdaptiveBudget
 from lp.budget.step_times import StepTimes, flat
 from lp.draft.tree import DraftTree
-from lp.sampling.sampler import Sampler
+from lp.sampling.sampler import Sampler, build_sampler
 from tests.tiny_models import tiny_model
 
 NOTHING = DraftTree(0)
@@ -143,13 +145,16 @@ def test_hot_text_begins_plain() -> None:
         assert _steps(budget, range(200, 200 + nap)) == 0 and not budget.idle
 
 
+def _sampler(sampling: lp.SamplingParams | None) -> Sampler:
+    return build_sampler(sampling, (), vocabulary=8, dtype=torch.float32, device=torch.device("cpu"))
+
+
 def test_hot_is_what_samples_from_all_tokens() -> None:
     """Where processors leave few tokens to choose from there is something to guess at any temperature."""
     asked = {None: 0.0, lp.SamplingParams(seed=0): 1.0, lp.SamplingParams(seed=0, temperature=2.0): 2.0}
     asked |= {lp.SamplingParams(seed=0, temperature=2.0, min_p=0.2): 0.0}
-    decoder = lp.AutoregressiveDecoder(tiny_model())
     for sampling, heat in asked.items():
-        assert Sampler.build(sampling, (), (), 0, 0, 1, True, decoder.model).heat == heat
+        assert _sampler(sampling).full_vocabulary_temperature == heat
 
 
 def test_columns_are_weighed_beside_every_tree() -> None:

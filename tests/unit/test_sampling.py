@@ -18,7 +18,8 @@ import lp.sampling.sampler as sampling_module
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
 from lp.sampling.noise import NoiseCache, gumbel
-from lp.sampling.sampler import Sampler
+from lp.sampling.processors import BranchProcessors
+from lp.sampling.sampler import CoupledSampler
 from tests.tiny_models import VOCABULARY, tiny_model
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))
@@ -38,9 +39,10 @@ def test_choices_follow_softmax(temperature: float) -> None:
     """50,000 draws at vocabulary 8: a noise that is not Gumbel or not independent by position shows."""
     logits = torch.tensor([1.0, 0.2, -0.5, 2.0, 0.0, -1.0, 0.7, 1.5], dtype=torch.float64)
     draws = 50_000
-    ring = NoiseCache(11, 0, 8, draws + 1, CPU, torch.float64)
-    sampler = Sampler([tf.TemperatureLogitsWarper(temperature)], ring)
-    tokens = sampler.choose(logits.expand(draws, 8), range(draws), [[]] * draws, [[]] * draws, [0])
+    cache = NoiseCache(11, 0, 8, draws + 1, CPU, torch.float64)
+    sampler = CoupledSampler(BranchProcessors([tf.TemperatureLogitsWarper(temperature)]), cache)
+    scores = sampler.scores(logits.expand(draws, 8), [[]] * draws, [0])
+    tokens = sampler.sample(scores, range(draws), [[]] * draws, [[]] * draws)
     expected = torch.softmax(logits / temperature, -1) * draws
     assert _chi_square_p(torch.bincount(tokens, minlength=8).double(), expected) > 0.001
     wrong = torch.softmax(logits / temperature * 1.1, -1) * draws
@@ -58,12 +60,12 @@ def test_noise_depends_on_every_part_of_its_key() -> None:
     assert abs(float(base.mean()) - 0.5772) < 5 * math.pi / math.sqrt(6 * 4096)
 
 
-def test_ring_keeps_rows_apart() -> None:
-    """A ring slot read for the wrong position gives another token than plain decoding."""
-    ring = NoiseCache(3, 1, 16, 5, CPU, torch.float64)
+def test_cache_keeps_positions_apart() -> None:
+    """Noise kept of another position gives another token than plain decoding."""
+    cache = NoiseCache(3, 1, 16, 5, CPU, torch.float64)
     for positions in ([4, 5, 6], [9, 5, 13], [6, 7, 8, 9, 10]):
         expected = torch.stack([gumbel(3, 1, position, 16, CPU) for position in positions])
-        assert torch.equal(ring.rows(positions), expected)
+        assert torch.equal(cache.at(positions), expected)
 
 
 def _drawn(rng: random.Random, prompt: list[int]) -> dict[str, Any]:
@@ -197,11 +199,13 @@ def test_rejection_with_processors(ranks: int, asked: dict[str, Any]) -> None:
 def test_faulty_processing_under_rejection_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can tell: processors without the branch, none at all, and drafts that warpers had dropped."""
     if fault == "prefix":
-        prefix = Sampler._prefix
-        monkeypatch.setattr(Sampler, "_prefix", lambda self, text, branch: prefix(self, text, []))
+        prefix = BranchProcessors._prefix
+        monkeypatch.setattr(BranchProcessors, "_prefix", lambda self, text, branch: prefix(self, text, []))
         asked: dict[str, Any] = {"processors": [PENALTY]}
     elif fault == "processors":
-        monkeypatch.setattr(Sampler, "_processed", lambda self, scores, branches, text: scores / self.temperature)
+        monkeypatch.setattr(
+            BranchProcessors, "__call__", lambda self, logits, branches, text: logits / self.temperature
+        )
         asked = {"top_p": 0.8}
     else:
         honest = sampling_module.accept_or_resample

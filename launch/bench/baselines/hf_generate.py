@@ -131,19 +131,18 @@ class HFGenerateDecoder(Decoder):
 
 def _processors(request: Request) -> list[LogitsProcessor]:
     """None for bare greedy decoding, which `generate` does itself."""
-    sampler = request.sampler
-    return [_Chosen(request)] if sampler.processors or sampler.noise is not None else []
+    return [] if request.sampler.is_argmax else [_Sampled(request)]
 
 
-class _Chosen(LogitsProcessor):
-    """Leaves the token that plain decoding chooses: the same processors and the same noise."""
+class _Sampled(LogitsProcessor):
+    """Leaves the token that plain decoding samples: the same processors and the same noise."""
 
     def __init__(self, request: Request) -> None:
         self.sampler = request.sampler
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         text = input_ids[0].tolist()
-        token = int(self.sampler.choose(scores, [len(text) - 1], [[]], [[]], text))
+        token = self.sampler.sample_last(scores, text)
         chosen = torch.zeros_like(scores)  # finite: prompt lookup copies no token that a processor rules out
         chosen[0, token] = 1.0
         return chosen  # type: ignore[return-value]

@@ -1,0 +1,143 @@
+"""Logits processors on the nodes of a step, each with the prefix of its own branch.
+
+n: nodes, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import transformers as tf
+from transformers import LogitsProcessor
+
+# Functions of the scores alone: one call serves nodes of any prefix.
+PREFIX_FREE = (
+    tf.TemperatureLogitsWarper,
+    tf.TopKLogitsWarper,
+    tf.TopPLogitsWarper,
+    tf.MinPLogitsWarper,
+    tf.TypicalLogitsWarper,
+    tf.EpsilonLogitsWarper,
+    tf.EtaLogitsWarper,
+    tf.SuppressTokensLogitsProcessor,
+    tf.InfNanRemoveLogitsProcessor,
+    tf.LogitNormalization,
+    *((tf.TopHLogitsWarper,) if hasattr(tf, "TopHLogitsWarper") else ()),  # not in every supported release
+)
+# Functions of each row's (prefix, scores): one call a depth, since the prefixes of one depth have one length.
+BY_PREFIX = (
+    tf.RepetitionPenaltyLogitsProcessor,
+    tf.NoRepeatNGramLogitsProcessor,
+    tf.NoBadWordsLogitsProcessor,
+    tf.SequenceBiasLogitsProcessor,
+    tf.MinLengthLogitsProcessor,
+    tf.MinNewTokensLengthLogitsProcessor,
+    tf.ForcedBOSTokenLogitsProcessor,
+    tf.ForcedEOSTokenLogitsProcessor,
+    tf.ExponentialDecayLengthPenalty,
+    tf.SuppressTokensAtBeginLogitsProcessor,
+    tf.AlternatingCodebooksLogitsProcessor,
+    tf.WatermarkLogitsProcessor,
+)
+LARGEST_PLAIN_TENSOR = 1024  # elements; of larger ones, such as a watermark's table, ranks compare a digest
+
+
+def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
+    """Refuse, by name, a processor that may not be a function of one branch's (prefix, scores) alone.
+
+    Raises:
+        ValueError: its name and the remedy.
+    """
+    checked = list(processors)
+    for processor in checked:
+        # This watermark fails where no token is in a row's green list, which is likelier among rejected draft tokens.
+        failing = isinstance(processor, tf.WatermarkLogitsProcessor) and processor.seeding_scheme == "selfhash"
+        known = isinstance(processor, (*PREFIX_FREE, *BY_PREFIX)) and not failing
+        if not known and not getattr(processor, "per_branch", False):
+            raise ValueError(
+                f"the logits processor {type(processor).__name__} is not known to work branch by branch; if its result "
+                "depends on (input_ids, scores) of each row alone, set per_branch = True on it"
+            )
+    return checked
+
+
+class BranchProcessors:
+    """The logits processors of one call, applied to nodes of different branches at once.
+
+    Args:
+        processors: applied in this order, warpers included.
+        padding: left padding of the prompt, which processors see and the model does not.
+
+    Attributes:
+        temperature: product of the temperatures: all that is applied to a node that no walk can reach.
+        prefix_free: whether every processor is a function of the scores alone.
+    """
+
+    def __init__(self, processors: Iterable[LogitsProcessor], padding: Sequence[int] = ()) -> None:
+        self._processors = check_processors(processors)
+        self._padding = list(padding)
+        temperatures = [p.temperature for p in self._processors if isinstance(p, tf.TemperatureLogitsWarper)]
+        self.temperature = math.prod(temperatures)
+        self.only_temperature = len(temperatures) == len(self._processors)
+        self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self._processors)
+
+    def __len__(self) -> int:
+        return len(self._processors)
+
+    def settings(self) -> list[Any]:
+        """Names and settings, in a form that reads the same on every rank."""
+        return [(type(processor).__name__, plain_settings(vars(processor))) for processor in self._processors]
+
+    def __call__(
+        self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
+    ) -> torch.Tensor:
+        """Scores (n, V), in float32 or wider; the logits themselves where there are no processors.
+
+        Args:
+            logits: (n, V).
+            branches: of every node, the tokens behind the text's last one, up to the node itself; None for a node that
+                no walk can reach, which gets the temperature alone.
+            text: prompt and generated tokens.
+        """
+        if not self._processors:
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = wide / self.temperature
+        for nodes in self._groups(branches):
+            prefixes = torch.tensor([self._prefix(text, branches[node]) for node in nodes], device=scores.device)
+            index = torch.tensor(nodes, device=scores.device)
+            processed = wide[index]
+            for processor in self._processors:
+                processed = processor(prefixes, processed)
+            scores[index] = processed
+        return scores
+
+    def _prefix(self, text: Sequence[int], branch: Sequence[int] | None) -> list[int]:
+        return [text[-1]] if self.prefix_free else [*self._padding, *text, *(branch or ())]
+
+    def _groups(self, branches: Sequence[Sequence[int] | None]) -> list[list[int]]:
+        """Nodes that one call serves: all that can be reached, or those of one depth."""
+        groups: dict[int, list[int]] = {}
+        for node, branch in enumerate(branches):
+            if branch is not None:
+                groups.setdefault(0 if self.prefix_free else len(branch), []).append(node)
+        return list(groups.values())
+
+
+def plain_settings(values: Any) -> Any:
+    """What of a processor's settings reads the same on every rank: no objects, whose names may hold addresses."""
+    if isinstance(values, dict):
+        return sorted((str(key), plain_settings(value)) for key, value in values.items())
+    if isinstance(values, torch.Tensor):
+        if values.numel() <= LARGEST_PLAIN_TENSOR:
+            return values.tolist()
+        return hashlib.sha256(values.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    if isinstance(values, set | frozenset):
+        return [plain_settings(value) for value in sorted(values)]
+    if isinstance(values, list | tuple):
+        return [plain_settings(value) for value in values]
+    return values if isinstance(values, int | float | str | None) else type(values).__name__

@@ -1,0 +1,59 @@
+"""The K best logits of sampled nodes, and how a message carries them: the one module that knows the wire format.
+
+One int64 holds a pair: token << 32 | the bits of its float32 logit.
+n: nodes; V: vocabulary; K: `num_logits`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+# Which half of an int64 an int32 view shows first depends on the machine's byte order.
+_TOKEN, _LOGIT = (1, 0) if sys.byteorder == "little" else (0, 1)
+
+
+class TopLogits(NamedTuple):
+    """The K best tokens of n nodes with their logits, best first. The arrays may be strided views.
+
+    Attributes:
+        tokens: int32 (n, K).
+        logits: float32 (n, K), after the logits processors; a NaN is -inf.
+    """
+
+    tokens: np.ndarray
+    logits: np.ndarray
+
+    @classmethod
+    def empty(cls) -> TopLogits:
+        """Those of no nodes."""
+        return cls(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+
+
+def pack(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """The k best tokens of every node as a message carries them, on the device of `scores`.
+
+    Args:
+        scores: (n, V).
+        k: at most V are taken.
+
+    Returns:
+        int64 (n, min(k, V)).
+    """
+    top = scores.float().topk(min(k, scores.shape[-1]))
+    values = top.values.nan_to_num(-math.inf, math.inf, -math.inf)
+    return top.indices << 32 | values.view(torch.int32).long() & 0xFFFFFFFF
+
+
+def unpack(packed: np.ndarray) -> TopLogits:
+    """The reverse of `pack`, without a copy.
+
+    Args:
+        packed: int64 (n, K).
+    """
+    packed = np.ascontiguousarray(packed)
+    return TopLogits(packed.view(np.int32)[:, _TOKEN::2], packed.view(np.float32)[:, _LOGIT::2])
