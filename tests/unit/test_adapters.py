@@ -74,7 +74,7 @@ def test_adapters_of_the_weights_are_exact(kind: str) -> None:
 def test_prompt_learning_is_refused(kind: str) -> None:
     """Ignored, the text was exactly the base model's; the base model itself stays usable, as before the adapter."""
     rng = random.Random(kind)
-    for arch in ("llama", "gpt_neox"):
+    for arch in ("llama", "phi"):
         model = _adapted(PROMPTS[kind](), arch, rng.randrange(99))
         ids = torch.tensor([drawn_text(rng, 10)])
         base = model.get_base_model()

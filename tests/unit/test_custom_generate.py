@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,19 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Cache,
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
+    QuantizedCache,
+    StaticCache,
     StoppingCriteria,
     StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
 import lp
-from tests.tiny_models import tiny_model
+from tests.tiny_models import drawn_text, tiny_model
 
 LOOKAHEAD: dict[str, Any] = {"custom_generate": lp.generate, "window_size": 7, "ngram_size": 5, "guess_set_size": 7}
 IDS = torch.tensor([[0, 0, 0, 5, 6, 7, 1, 2], [1, 2, 3, 4, 1, 2, 3, 4]])
@@ -180,6 +184,11 @@ def test_what_it_cannot_do_is_refused(model: PreTrainedModel, asked: dict[str, A
         ([1, 2, 3, 4], {"attention_mask": torch.tensor([[0, 0, 0, 0]])}, "prompt 0 has zeros"),
         ([1, 2, 3, 4], {"position_ids": torch.arange(4)[None] + 3}, "leave position_ids out"),
         ([], {"inputs_embeds": torch.zeros(1, 4, 32)}, "takes no inputs_embeds"),
+        ([1, 2, 3, 4], {"cu_seq_lens_q": [0, 4]}, "takes no cu_seq_lens_q"),
+        *(
+            ([1, 2, 3, 4], {"attention_mask": torch.tensor([mask])}, f"covers {len(mask)} tokens, the prompt has 4")
+            for mask in ([1] * 6, [0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1], [0, 1, 1])
+        ),
     ],
     ids=str,
 )
@@ -193,11 +202,41 @@ def test_what_is_not_a_left_padded_prompt_is_refused(
 
 
 def test_a_pad_token_that_is_meant(model: PreTrainedModel) -> None:
-    """The remedy of that error; and a cache that has a part of the prompt changes no token."""
+    """The remedy of that error."""
     ids = torch.tensor([[1, 0, 3, 4, 0]])
     asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12}
     expected = model.generate(ids, **asked)
     assert torch.equal(model.generate(ids, **asked, **LOOKAHEAD), expected)
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :3], past_key_values=cache)
-    assert torch.equal(model.generate(ids, **asked, **LOOKAHEAD, past_key_values=cache), expected)
+
+
+def test_a_given_cache(model: PreTrainedModel) -> None:
+    """KV of this text or of another: transformers goes on behind it, which was ignored; an empty one is like none."""
+    rng = random.Random(3)
+    fixed = {"max_new_tokens": 12, **LOOKAHEAD}
+    for kind in (DynamicCache, lambda **given: StaticCache(max_cache_len=64, **given)):
+        cache = kind(config=model.config)
+        ids = torch.tensor([drawn_text(rng, 9)])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
+        given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache}
+        assert torch.equal(model.generate(ids, **given, **fixed), expected)
+        other = torch.tensor([drawn_text(rng, held := rng.randint(1, 8))])
+        model(other, past_key_values=cache)
+        for asked in (given, {"past_key_values": cache}, given | {"attention_mask": torch.ones(1, 9 + held)}):
+            with pytest.raises(ValueError, match=f"past_key_values holds {held} tokens.*leave it out"):
+                model.generate(ids, **asked, **fixed)
+
+
+@pytest.mark.parametrize("implementation", [None, "dynamic", "offloaded", "static"])
+def test_caches_that_transformers_makes(model: PreTrainedModel, implementation: str | None) -> None:
+    """They are empty and go unused."""
+    asked: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 12}
+    out = model.generate(IDS, **asked, **LOOKAHEAD, cache_implementation=implementation)
+    assert torch.equal(out, model.generate(IDS, **asked))
+
+
+def test_a_quantized_cache_is_refused(model: PreTrainedModel) -> None:
+    """It rounds KV, and so gives another text."""
+    cache = object.__new__(QuantizedCache)  # its backends are packages of their own
+    Cache.__init__(cache, layers=DynamicCache(config=model.config).layers)
+    with pytest.raises(ValueError, match="no quantized cache; leave cache_implementation out"):
+        model.generate(IDS, attention_mask=MASK, max_new_tokens=12, **LOOKAHEAD, past_key_values=cache)
