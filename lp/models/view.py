@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from operator import is_
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -25,8 +25,8 @@ class ModelView:
     """Copies the modules that know the config and those that contain them; shares all others, weights and hooks.
 
     Linear layers, adapters and quantised weights are mostly shared as they are. Weights that are changed in place,
-    adapters that are switched and hooks that are added are seen at once; other changes by `follow`. A copy runs
-    uncompiled where the original's `compile()` was called.
+    adapters that are switched and hooks that are added are seen at once; other changes by `follow`. What torch.compile
+    made of a copied module or its `forward` is left out, for it runs the original.
 
     Args:
         original: left as it is.
@@ -72,13 +72,14 @@ class ModelView:
             return module
         mine = self._modules[id(module)] = object.__new__(type(module))
         # A rotary scaling writes its frequencies in place. Tables stay shared: they are large, and constant.
-        own = {name: b.clone() if b is not None and b.ndim == 1 else b for name, b in buffers.items()}
-        vars(mine).update(_modules=mirrored, _buffers=own)
+        own = {name for name in attributes["_non_persistent_buffers_set"] if getattr(buffers.get(name), "ndim", 0) == 1}
+        buffers = {name: buffer.clone() if name in own else buffer for name, buffer in buffers.items()}
+        vars(mine).update(_modules=mirrored, _buffers=buffers)
         self._seen.append((module, state))
         return mine
 
     def _own(self, value: Any) -> Any:
-        """The view's own of a value: a config, a module, or a method of one (a `forward` that hooks wrap)."""
+        """The view's own form of a config, a module, or a method of one: a `forward` that hooks have wrapped."""
         match value:
             case PretrainedConfig():
                 config = copy.deepcopy(value, self._configs)
@@ -91,6 +92,8 @@ class ModelView:
             case partial():
                 keywords = {name: self._own(given) for name, given in value.keywords.items()}
                 return partial(self._own(value.func), *map(self._own, value.args), **keywords)
+            case FunctionType() if compiled := getattr(value, "_torchdynamo_orig_callable", None):
+                return self._own(compiled)
         return value
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import lp
 from lp.models import probe
 from lp.models.runner import ModelRunner
-from tests.tiny_models import drawn_text, plain_greedy, tiny_model
+from tests.tiny_models import BOUNDARY, drawn_text, plain_greedy, tiny_model
 
 ARCHS = ["llama", "mistral_sliding", "phi3_sliding", "gemma3", "gemma2", "olmo3"]
 CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
@@ -27,7 +27,7 @@ def _attentions(arch: str) -> list[str]:
 
 
 @contextmanager
-def _meanwhile(model: PreTrainedModel, others: Callable[[], None]) -> Iterator[list[int]]:
+def _meanwhile(model: PreTrainedModel, others: Callable[[], object]) -> Iterator[list[int]]:
     """Others do something between the layers of every forward pass within this block; counts the passes."""
     passes: list[int] = []
     within = threading.local()
@@ -80,6 +80,16 @@ def test_decoders_of_different_attention_at_once(arch: str) -> None:
         with _meanwhile(model, lambda inner=inner, found=found: found.append(inner.generate(ids, 4).tokens)):  # type: ignore[misc]
             assert outer.generate(ids, NEW).tokens == plain
         assert found and all(tokens == plain[:4] for tokens in found)
+
+
+@pytest.mark.parametrize("arch", ["llama_dynamic", "llama_longrope"])
+def test_frequencies_that_others_change(arch: str) -> None:
+    """A rotary scaling remembers how far the last text grew; a shorter one beside it would shrink it again."""
+    model, ids = tiny_model(arch), drawn_text(random.Random(3), BOUNDARY - 8)
+    plain = plain_greedy(model, ids, 24)
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    with _meanwhile(model, lambda: plain_greedy(model, ids[:5], 2)):
+        assert decoder.generate(ids, 24).tokens == plain
 
 
 @pytest.mark.parametrize("arch", ARCHS)
