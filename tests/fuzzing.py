@@ -17,6 +17,7 @@ import transformers as tf
 from transformers import LogitsProcessor, PreTrainedModel
 
 import lp
+from lp.attention.flash import SHORT
 from lp.models.loader import context_limit
 from lp.models.support import check_supported
 from lp.parallel.context import ParallelContext
@@ -31,6 +32,10 @@ RESIZED = [
     "stablelm", "olmo2", "starcoder2", "phi3_sliding",
 ]  # fmt: skip
 STOPPABLE = 8  # fewest tokens of a vocabulary that has strings to stop at
+FAR = [*RESIZED, *["llama", "qwen2"] * 6]  # of long cases: more of those whose biases make rows look near
+LONG = 2 * SHORT  # tokens of the longest prompts
+LONG_EVERY = 4  # cases, of those on one rank and of those on several
+CLOSE = 1e-3  # of logits that were rounded to float32
 PEERS: dict[str, Any] = {
     "prompt_lookup": lp.PromptLookupDecoder,
     "paper": lp.PaperDecoder,
@@ -43,7 +48,7 @@ class Case:
     """A model, a prompt and what is asked for; the defaults are the simplest there is.
 
     Attributes:
-        arch, model_seed, sharpness, overrides: of `tiny_model`.
+        arch, model_seed, sharpness, recency, overrides: of `tiny_model`.
         backend: the attention.
         method: "lookahead" or one of PEERS, with their default settings.
         config: fields of LookaheadConfig.
@@ -57,11 +62,13 @@ class Case:
         calls: of the same decoder, one after the other.
         curve: seed of what steps take, where the budget adapts.
         captured: steps have a few fixed shapes.
+        logits: those of every token are compared too, which shows what changes no token; on one rank.
     """
 
     arch: str = "llama"
     model_seed: int = 0
     sharpness: float = 3.0
+    recency: float = 0.0
     overrides: dict[str, Any] = field(default_factory=dict)
     backend: str = "auto"
     method: str = "lookahead"
@@ -78,39 +85,47 @@ class Case:
     calls: int = 1
     curve: int = 0
     captured: bool = False
+    logits: bool = False
 
     @classmethod
-    def drawn(cls, seed: str, ranks: int) -> Case:
-        """What a seed stands for."""
+    def drawn(cls, seed: str, ranks: int, long: bool = False) -> Case:
+        """What a seed stands for; a long case has few new tokens behind about as many or twice as many as SHORT."""
         rng = random.Random(seed)
-        arch = rng.choice(RESIZED if rng.random() < 0.6 else _supported())
+        arch = rng.choice(FAR if long else RESIZED if rng.random() < 0.6 else _supported())
         overrides = _drawn_sizes(rng, arch)
         vocabulary = overrides["vocab_size"]
         fewest = rng.choice([1, 1, 1, 40])
         eos = [rng.randrange(vocabulary) for _ in range(rng.choice([0, 1, 3]))] if vocabulary > 2 else []
         strings = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2))]
-        sampled = rng.random() < 0.4
+        sampled = rng.random() < (0.8 if long else 0.4)
         method = rng.choice(["lookahead"] * 9 + [*PEERS])
+        length, new, chunks = rng.randint(fewest, max(fewest, 60)), rng.randint(1, 60), [1, 7, 64, 512]
+        if long:  # or the text grows past SHORT while it is generated
+            overrides |= {"max_position_embeddings": 2 * LONG} | ({"attention_bias": True} if arch == "llama" else {})
+            eos, length = [], rng.choice([rng.randint(SHORT - 20, SHORT), rng.randint(SHORT, LONG)])
+            new, chunks = rng.randint(8, 24), [64, 512]
         return cls(
             arch=arch,
             model_seed=rng.randrange(1000),
-            sharpness=rng.choice([0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 6.0]),
+            sharpness=rng.choice([3.0, 6.0, 6.0] if long else [0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 6.0]),
+            recency=rng.choice([0.0, 2.0, 2.0]) if long else 0.0,
             overrides=overrides,
-            backend=rng.choice(["auto", "sdpa", "eager"]) if arch in RESIZED else "auto",
+            backend=rng.choice(["auto"] * (8 if long else 1) + ["sdpa", "eager"]) if arch in RESIZED else "auto",
             method=method,
             config=_drawn_config(rng, method),
-            ids=drawn_text(rng, rng.randint(fewest, max(fewest, 60)), vocabulary),
-            new=rng.randint(1, 60),
+            ids=drawn_text(rng, length, vocabulary),
+            new=new,
             ranks=ranks,
             sampling=_drawn_sampling(rng) if sampled else None,
             processors=rng.sample([*PROCESSORS], rng.choice([0, 0, 0, 1, 2])),
             eos=eos,
             stop_strings=strings if vocabulary >= STOPPABLE and rng.random() < 0.2 else [],
             criterion=rng.choice([0, 0, 0, 0, 0, 0, 37]),
-            prefill_chunk=rng.choice([1, 7, 64, 512]),
+            prefill_chunk=rng.choice(chunks),
             calls=rng.choice([1, 1, 1, 2]),
             curve=rng.randrange(1000),
-            captured=rng.random() < 0.3,
+            captured=rng.random() < (0.1 if long else 0.3),
+            logits=ranks == 1 and rng.random() < (0.8 if long else 0.5),
         )
 
     def json(self) -> str:
@@ -182,9 +197,11 @@ PROCESSORS: dict[str, Callable[[Case], LogitsProcessor]] = {
 
 
 def drawn(seed: int, number: int, share: float) -> Case:
-    """Case `number` of a seed; this share of the numbers, evenly spread, has several ranks."""
-    several = int((number + 1) * share) > int(number * share)
-    return Case.drawn(f"{seed}-{number}", 2 + number % 7 if several else 1)
+    """Case `number` of a seed; this share of the numbers, evenly spread, has several ranks, and some are long."""
+    before = int(number * share)
+    several = int((number + 1) * share) > before
+    long = (before if several else number - before) % LONG_EVERY == 1
+    return Case.drawn(f"{seed}-{number}", 2 + number % 7 if several else 1, long)
 
 
 def run(case: Case) -> str | None:
@@ -197,7 +214,7 @@ def run(case: Case) -> str | None:
 
 def _model(case: Case) -> PreTrainedModel:
     """Its logits come in float32, as `generate` rounds them before processors, which may cut near-ties either way."""
-    model = tiny_model(case.arch, case.model_seed, sharpness=case.sharpness, **case.overrides)
+    model = tiny_model(case.arch, case.model_seed, sharpness=case.sharpness, recency=case.recency, **case.overrides)
 
     def rounded(module: Any, args: Any, output: Any) -> Any:
         output.logits = output.logits.float()
@@ -231,7 +248,7 @@ def _plain(case: Case, sampling: lp.SamplingParams | None) -> list[int]:
 def _compare(case: Case) -> str | None:
     sampling = lp.SamplingParams(**case.sampling) if case.sampling else None
     models = [_model(case) for _ in range(case.ranks)]
-    asked = _asked(case) | {"prefill_chunk": case.prefill_chunk}
+    asked = _asked(case) | {"prefill_chunk": case.prefill_chunk, "output_logits": case.logits}
 
     def generate(decoder: lp.LookaheadDecoder | lp.AutoregressiveDecoder) -> tuple[lp.GenerationOutput, list[int]]:
         streamed: list[int] = []
@@ -267,9 +284,19 @@ def _compare(case: Case) -> str | None:
                 return f"{who} ended by {output.finish_reason}, plain decoding by {oracle.finish_reason}"
             if rank == 0 and streamed != plain:
                 return _differ(who, streamed, "streamed", plain)
+            if (off := _off(output, oracle)) > CLOSE:
+                return f"{who} has logits that are off by {off:.1g} of their spread"
             if [s.accepted for s in output.step_stats] != [s.accepted for s in by_rank[0][call][0].step_stats]:
                 return f"{who} accepted other tokens than rank 0 in some step"
     return None
+
+
+def _off(output: lp.GenerationOutput, oracle: lp.GenerationOutput) -> float:
+    """The largest difference of two texts' logits, by their spread; 0 where none were kept."""
+    if output.logits is None or oracle.logits is None:
+        return 0.0
+    difference = (output.logits - oracle.logits).nan_to_num(0.0)  # of infinite ones
+    return float(difference.abs().max() / oracle.logits.std().clamp(min=1e-9))
 
 
 def _differ(name: str, tokens: list[int], other: str, expected: list[int]) -> str:

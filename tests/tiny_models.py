@@ -157,6 +157,7 @@ def tiny_model(
     dtype: torch.dtype = torch.float64,
     sharpness: float = 3.0,
     attention: str | None = None,
+    recency: float = 0.0,
     **overrides: Any,
 ) -> PreTrainedModel:
     """A random causal LM on the CPU, in eval mode, without EOS.
@@ -167,6 +168,8 @@ def tiny_model(
         dtype: float64 leaves no near-ties.
         sharpness: factor on the matrices; random weights as they come give one token for ever.
         attention: transformers' name of it; None takes the model's own.
+        recency: of all queries and keys, where they have a bias: rotated, it makes rows look at those right before
+            them. Without it each of a thousand rows counts for a thousandth, and so does a fault in one of them.
         overrides: config fields.
     """
     torch.manual_seed(seed)
@@ -179,6 +182,9 @@ def tiny_model(
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(sharpness)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_proj.bias", "k_proj.bias")):
+                parameter.fill_(recency)
     model.generation_config = tf.GenerationConfig(do_sample=False)
     return model.to(dtype).eval()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import torch
 
 from lp.models.kv_cache import StaticKVCache
@@ -20,3 +23,25 @@ def test_layers_may_lie_on_several_devices() -> None:
         layer.update(rows.to(device), rows.to(device))
     cache.commit([0, 2, 3])
     assert cache.layers[1].keys[0, 0, : cache.length, 0].tolist() == [0, 2, 3]
+
+
+def test_committed_rows_lie_in_the_given_order(cases: Callable[[int, int], range]) -> None:
+    """Full attention takes keys in any order, so that rows in a wrong one show in no text but a sliding window's."""
+    for case in cases(30, 300):
+        rng = random.Random(case)
+        cache, kept = StaticKVCache(2, 64), list[float]()
+        for step in range(4):
+            count = rng.randint(1, 12)
+            numbers = 100.0 * step + torch.arange(count)
+            for index, layer in enumerate(cache.layers):  # no number twice, in keys, values and layers
+                keys = (numbers + index * 1000).view(1, 1, count, 1).expand(1, 3, count, 2)
+                layer.update(keys, -keys)
+            rows = rng.sample(range(count), rng.randint(0, count))
+            rows = rows if rng.random() < 0.3 else sorted(rows)
+            cache.commit(rows)
+            kept += numbers[rows].tolist()
+        assert cache.length == len(kept)
+        for index, layer in enumerate(cache.layers):
+            expected = (torch.tensor(kept) + index * 1000).view(1, 1, -1, 1).expand(1, 3, -1, 2)
+            assert torch.equal(layer.keys[:, :, : cache.length], expected), f"case {case}"
+            assert torch.equal(layer.values[:, :, : cache.length], -expected), f"case {case}"

@@ -87,6 +87,17 @@ def test_eos_in_every_form(make: Any) -> None:
         assert make(tiny_model()).generate(PROMPT, 40, eos_token_id=given).tokens == plain[: plain.index(eos) + 1]
 
 
+@pytest.mark.parametrize("new", [1, 40])
+@pytest.mark.parametrize("make", DECODERS)
+def test_eos_as_the_first_token_ends_the_text(make: Any, new: int) -> None:
+    """A check that begins at the second token would answer where the model says that nothing is to be added."""
+    seen: list[int] = []
+    first = plain_greedy(tiny_model(), PROMPT, 1)
+    output = make(tiny_model()).generate(PROMPT, new, eos_token_id=first, on_tokens=lambda t, s: seen.extend(t))
+    assert (output.tokens, output.finish_reason, output.steps, seen) == (first, "eos", 1, first)
+    assert plain_greedy(tiny_model(), PROMPT, new, eos_token_id=first) == first
+
+
 def test_a_failing_callback_is_the_callers_error() -> None:
     """Swallowed, it would hide a full disk; wrapped, it could not be caught by its type."""
 

@@ -1,4 +1,4 @@
-"""The fuzzer: drawn cases without a mismatch, and three faults planted in the loop that it must find."""
+"""The fuzzer: drawn cases without a mismatch, and faults planted in the loop that it must find."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lp.attention import flash
+from lp.attention.flash import SHORT
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from tests.conftest import LONG
@@ -78,6 +80,55 @@ def test_a_planted_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], r
     assert found is not None
     print(f"{fault.__name__}: found by case {found + 1}")
     assert run(drawn(1, found, SHARE)) is None, "the case fails without the fault too"
+
+
+def _far_mask(patch: pytest.MonkeyPatch) -> None:
+    """Behind many cached rows every row of a step sees all the others, whosever branch they are."""
+    block = flash._on_cpu
+
+    def leaky(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> Any:
+        return block(q, k, v, mask * (k.shape[2] - mask.shape[3] < SHORT), scale)
+
+    patch.setattr(flash, "_on_cpu", leaky)
+
+
+def _far_merge(patch: pytest.MonkeyPatch) -> None:
+    """Cached rows weigh a little too much against the step's own."""
+    merge = flash.merge
+    patch.setattr(flash, "merge", lambda out, lse, other, other_lse: merge(out, lse + 0.1, other, other_lse))
+
+
+def _far_commit(patch: pytest.MonkeyPatch) -> None:
+    """Behind many cached rows the last accepted row keeps the KV of the row that lay in its place."""
+    commit = StaticKVCache.commit
+
+    def lazy(self: Any, rows: Any) -> None:
+        rows = [*rows]
+        commit(self, [*rows[:-1], len(rows) - 1] if rows and self.length >= SHORT else rows)
+
+    patch.setattr(StaticKVCache, "commit", lazy)
+
+
+@pytest.mark.parametrize("fault", [_far_mask, _far_merge, _far_commit], ids=lambda fault: fault.__name__.strip("_"))
+def test_a_fault_behind_a_long_prefix_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """Attention over more than SHORT cached rows is other code: trees, commits and ranks must meet it."""
+    share = 0.5
+    long = [number for number in range(FAULT_CASES) if len(drawn(1, number, share).ids) >= SHORT - 20]
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        found = next((number for number in long if run(drawn(1, number, share))), None)
+    assert found is not None
+    print(f"{fault.__name__}: found by long case {long.index(found) + 1}")
+    assert run(drawn(1, found, share)) is None, "the case fails without the fault too"
+
+
+def test_long_cases_lie_on_both_sides_of_the_threshold() -> None:
+    """On each side, or across it, there must be cases of one rank and of several in the minute that CI has."""
+    cases = [drawn(0, number, SHARE) for number in range(60)]
+    many = [case for case in cases if len(case.ids) >= SHORT - 20]
+    assert {case.ranks > 1 for case in many if len(case.ids) >= SHORT} == {False, True}
+    assert any(len(case.ids) < SHORT < len(case.ids) + case.new for case in many)
+    assert len(many) <= 20, "short texts find more in the time"
 
 
 def test_a_failure_shrinks_to_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
