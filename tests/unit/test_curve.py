@@ -22,6 +22,11 @@ from tests.tiny_models import tiny_model
 BUMP = StepTimes((1, 8, 31, 32, 64), (10.0, 12.0, 14.0, 5.0, 7.0), 9.0)
 
 
+@pytest.fixture(autouse=True)
+def given_curve() -> None:
+    """Here decoders measure."""
+
+
 def _drawn(rng: random.Random) -> StepTimes:
     rows = sorted({1, *rng.sample(range(2, 120), rng.randint(1, 8))})
     return StepTimes(tuple(rows), tuple(rng.uniform(0.5, 2) * (1 + 0.02 * row) for row in rows), 1.0)
