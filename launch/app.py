@@ -27,8 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
 
 from lp.engine.signals import asked_to_end
-from lp.parallel.context import leave
-from lp.parallel.rendezvous import RankLost
+from lp.parallel.rendezvous import RankLost, leave
 
 from .once import print_once, rank
 from .schema import register, settings, unknown_key

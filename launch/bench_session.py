@@ -21,6 +21,7 @@ from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.engine.signals import Terminated
 from lp.models.loader import Loaded
+from lp.parallel.agreement import exchange
 
 from .bench.baselines import BASELINES, BaselineOptions
 from .bench.compare import Difference, Measured, differences
@@ -58,7 +59,7 @@ class Bench(Session[BenchmarkConfig]):
         names = ("num_tokens", "forward_s", "exchange_s", "host_s")
         # Nanoseconds and billionths of a row, as the collective carries integers.
         means = [round(1e9 * fmean(getattr(step, name) for step in steps)) if steps else 0 for name in names]
-        everyone = self.context.all_gather(torch.tensor(means, device=self.context.device)).tolist()
+        everyone = exchange(self.context, "comparing what ranks took", means).tolist()
         ranks = everyone if _together(method) else everyone[:1]
         return [
             {"rows": rows / 1e9, "forward_ms": forward / 1e6, "exchange_ms": exchange / 1e6, "host_ms": host / 1e6}

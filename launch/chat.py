@@ -101,7 +101,7 @@ class Chat:
         """Greet, then read, do and answer until the end."""
         self._greet()
         while not self.ended:
-            line = self.context.share_text(self.keyboard.read() if self.keyboard else None)
+            line = self.context.share_text(self.keyboard.read() if self.keyboard else None, "waiting for a line")
             with DeferredSignals() as held:  # Ctrl-C beside an answer must not take a rank out of step with the others
                 self._do(line)
             if held.received == signal.SIGTERM:

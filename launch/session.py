@@ -20,6 +20,7 @@ from lp.engine.journal import Journal
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
 from lp.models.loader import Loaded, context_limit, load
+from lp.parallel.agreement import drawn_seed
 from lp.parallel.rendezvous import env_int
 
 from .bench.hub import load_hub
@@ -201,7 +202,7 @@ def seeded(
     """
     if sampling is None or sampling.seed is not None:
         return sampling
-    drawn = int(context.all_gather(torch.randint(2**63 - 1, (1,)).to(context.device))[0])
+    drawn = drawn_seed(context, "drawing the seed of a run")
     return replace(sampling, seed=drawn if before is None else before)
 
 

@@ -57,6 +57,10 @@ class _Recorded(ParallelContext):
         self.tape.records.append(self.inner.all_gather(row))
         return self.tape.records[-1]
 
+    def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
+        self.tape.records.append(self.inner.gather_message(call, message, patient))
+        return self.tape.records[-1]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         self.tape.records.append(self.inner.broadcast(tensor, source).clone())
         return tensor
@@ -76,6 +80,11 @@ class _Replayed(ParallelContext):
         mine = super().all_gather(row)  # the copy to the host, which also waits for the device
         everyone = self.tape.heard().clone()
         everyone[self.rank, :HEADER] = mine[0, :HEADER]
+        return everyone
+
+    def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
+        everyone = self.tape.heard().clone()
+        everyone[self.rank] = message
         return everyone
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from lp.engine.stopping import Stopping
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.rope import rope_boundary
 from lp.models.support import check_adapter
+from lp.parallel.agreement import drawn_seed
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams
 from lp.sampling.sampler import build_sampler
@@ -146,15 +147,19 @@ class Decoder(ABC):
         return 1
 
     @property
+    def call(self) -> str:
+        """Its name, for messages to other ranks."""
+        return f"{type(self).__name__}.generate"
+
+    @property
     def noisy_guesses(self) -> bool:
         """Whether nodes that no walk can reach are sampled under the noise too."""
         return True
 
     def _seeded(self, sampling: SamplingParams | None) -> SamplingParams | None:
-        """With a seed of None, rank 0 draws one from torch's generator for all; ranks that need none gather too."""
+        """With a seed of None, rank 0 draws one for all; ranks that need none take part too."""
         wanted = sampling is not None and sampling.seed is None
-        drawn = torch.randint(2**63 - 1, (1,)) if wanted else torch.zeros(1, dtype=torch.int64)
-        seed = int(self.context.all_gather(drawn.to(self.context.device))[0])
+        seed = drawn_seed(self.context, f"drawing the seed of {self.call}", wanted)
         return replace(sampling, seed=seed) if sampling is not None and wanted else sampling
 
     @abstractmethod

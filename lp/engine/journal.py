@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary
 
-import torch
-
 from lp.checks import check_int
 from lp.digest import text_digest
 from lp.engine.decoder import Decoder
@@ -32,6 +30,7 @@ from lp.engine.request import OnTokens
 from lp.engine.signals import Interrupted
 from lp.models.digests import model_digests
 from lp.models.rope import rope_boundary
+from lp.parallel.agreement import drawn_seed
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import plain_settings
@@ -63,7 +62,7 @@ class Journal:
     def __init__(self, path: str | Path, context: ParallelContext) -> None:
         self.path, self.context = Path(path), context
         self._file: BinaryIO | None = None
-        said = context.share_text(self._opened() if context.is_main else None)
+        said = context.share_text(self._opened() if context.is_main else None, "opening a journal")
         assert said is not None
         told = json.loads(said)
         if "error" in told:  # on every rank, or the others would wait for rank 0
@@ -111,7 +110,8 @@ class Journal:
         name = self._name(decoder, ids, max_new_tokens, sampling, options)
         record = self.records.setdefault(name, Record())
         if sampling is not None and sampling.seed is None:
-            record.seed = self._drawn() if record.seed is None else record.seed
+            if record.seed is None:
+                record.seed = drawn_seed(self.context, "drawing the seed of a journal's text")
             sampling = replace(sampling, seed=record.seed)
         record.seed = sampling.seed if sampling else None
         # The last token comes again, and with it what may have ended the text.
@@ -156,9 +156,6 @@ class Journal:
         settings = [plain_settings(vars(each)) for key in OBJECTS for each in options[key]]
         asked = sorted((key, repr(plain_settings(value))) for key, value in options.items())
         return f"{text_digest(repr((model, list(ids), new, chosen, settings, asked))):016x}"
-
-    def _drawn(self) -> int:
-        return int(self.context.all_gather(torch.randint(2**63 - 1, (1,)).to(self.context.device))[0])
 
     def _opened(self) -> str:
         """What the file holds, as JSON for all ranks; from here on it ends with a whole line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -79,7 +79,7 @@ class LookaheadDecoder(Decoder):
         self._last: list[StepStats] = []
         check_vocabulary(model.get_input_embeddings().weight.shape[0])
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
-            check_same(self.context, model_digests(model))
+            check_same(self.context, f"making a {type(self).__name__}", model_digests(model))
         self.curve = curve or measured_step_times(self) if self.config.adaptive else None
 
     def budget(self, temperature: float = 0.0) -> Budget:
@@ -125,17 +125,22 @@ class LookaheadDecoder(Decoder):
             load_tables(tables, file, vocabulary_size(self.model))
         elif file and not Path(file).parent.is_dir():  # said now, not when a text that took minutes is done
             raise ValueError(f"pool_file is {file!r}, but there is no folder {str(Path(file).parent)!r}; make it first")
-        check_same(self.context, {"pool": tables_digest(tables)})
+        check_same(self.context, "beginning a session's pool", {"pool": tables_digest(tables)})
         self._tables = tables
 
+    def _asked(self, request: Request) -> dict[str, int]:
+        """Digests of what ranks must agree on, by name."""
+        asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
+        asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
+        asked |= {"context limit": request.limit, "step curve": self.curve}
+        digests = {name: text_digest(repr(value)) for name, value in asked.items()}
+        return {"prompt": chain_digest(0, request.prompt), **digests}
+
     def _decode(self, request: Request) -> GenerationOutput:
-        asked = (self.settings, request.max_new_tokens, request.limit, request.stopping, request.sampler)
-        items = {"prompt": chain_digest(0, request.prompt), "decoder config": text_digest(repr(asked))}
-        items["step curve"] = text_digest(repr(self.curve))
-        check_same(self.context, items)
+        check_same(self.context, f"beginning {self.call}", self._asked(request))
         budget = self.budget(request.sampler.full_vocabulary_temperature)
         generation = Generation(self.config, self.context, self.runner, self.source(request), request, budget)
-        with self.runner.taking(generation.cache):
+        with self.runner.taking(generation.cache), self.context.stepping(generation.shape.size):
             output = generation.run()
         self._last = output.step_stats
         if self._tables and self.config.pool_file and self.context.is_main:

@@ -24,6 +24,7 @@ from lp.models.kv_cache import CacheTooLarge
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.parallel import message
+from lp.parallel.agreement import RanksParted
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
 from lp.parallel.sharding import RankShare, ShardPlan
@@ -31,7 +32,6 @@ from lp.sampling.sampler import INVALID_TOKEN, check_sampled
 from lp.sampling.top_logits import pack as pack_top_logits
 
 ALONE = np.ones((1, 1), dtype=bool)  # what a single row sees of its step
-
 T = TypeVar("T")
 
 
@@ -119,6 +119,8 @@ class Generation:
         try:
             if not self.failure:
                 return work()
+        except RanksParted:  # which the others know
+            raise
         except Exception as error:
             self.failure, self.pending = self._explained(error), self.pending | Stop.FAILED
             if self.context.world_size == 1:
@@ -293,7 +295,7 @@ class Generation:
             if self.request.on_tokens and tokens[len(tokens) - new : self.keep]:
                 self.request.on_tokens(tokens[len(tokens) - new : self.keep], len(self.stats))
         except BaseException as error:
-            if alone:
+            if alone or isinstance(error, RanksParted):
                 raise
             self.failure = error
         if alone or not (stopping.criteria or (self.failure and not reason)):

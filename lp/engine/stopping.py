@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
@@ -66,10 +67,11 @@ class Stopping:
             strings = StopStringCriteria(tokenizer, list(stop_strings))
         return cls(eos, max_new_tokens, room, prompt, strings, list(criteria), device)
 
-    def __repr__(self) -> str:
+    @property
+    def settings(self) -> dict[str, Any]:
         """What ranks must agree on; of criteria, only whether there are any."""
         strings = self.stop_strings.stop_strings if self.stop_strings else ()
-        return f"Stopping({sorted(self.eos)}, {strings}, {bool(self.criteria)})"
+        return {"eos_token_id": sorted(self.eos), "stop_strings": strings, "stopping_criteria": bool(self.criteria)}
 
     def check(self, tokens: Sequence[int], new: int) -> tuple[Stop, int]:
         """Look at the last `new` of these generated tokens, one by one.

@@ -1,4 +1,4 @@
-"""Digests of a model's config and weights, which ranks compare before anything runs."""
+"""Ranks must hold the same model: digests of it, to be compared before anything runs."""
 
 from __future__ import annotations
 

@@ -1,24 +1,134 @@
-"""Ranks must hold the same model and be asked the same thing: compared by digest before anything runs."""
+"""What ranks say to each other between steps: one all-gather of fixed size a call, tagged with the call's name.
+
+    [TAG, name, words, padding]
+
+Ranks that are in different calls still meet in one collective of one size, and each learns what the others are doing.
+R: ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from lp.parallel.context import ParallelContext
+TAG = -0x6C702D63616C6C  # no digest, which the rows of steps begin with, is negative
+NAME = 7  # int64s of the name
+HEAD = 1 + NAME
+SIZE = 64  # int64s of a message
 
 
-def check_same(context: ParallelContext, items: Mapping[str, int]) -> None:
-    """Compare named digests over the ranks, with one all-gather.
+class RanksParted(RuntimeError):
+    """The ranks can't go on together. Every rank has such an error, and none takes another step."""
+
+
+class CallsDiffer(RanksParted):
+    """Ranks are in different calls."""
+
+
+class Ranks(Protocol):
+    """What this module takes of a ParallelContext."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def step_sizes(self) -> Sequence[int]: ...
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor: ...
+
+    def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor: ...
+
+
+def exchange(context: Ranks, call: str, words: Sequence[int] = (), patient: bool = False) -> torch.Tensor:
+    """Every rank's words, by one all-gather.
+
+    Args:
+        context: the ranks.
+        call: what this rank is doing, as in "making a LookaheadDecoder"; of its UTF-8, 56 bytes are compared.
+        words: int64s, at most 56.
+        patient: wait for rank 0 however long it takes.
+
+    Returns:
+        (R, len(words)) int64, on the host.
 
     Raises:
-        ValueError: names the ranks that differ from rank 0 and the items.
+        CallsDiffer: another rank is in another call; names both.
     """
-    mine = torch.tensor(list(items.values()), dtype=torch.int64, device=context.device)
-    gathered = context.all_gather(mine)  # (R, items)
+    if context.world_size == 1:
+        return torch.tensor([list(words)], dtype=torch.int64)
+    if len(words) > SIZE - HEAD:
+        raise ValueError(f"{call}: {len(words)} int64s to compare; a message has room for {SIZE - HEAD}")
+    name = np.frombuffer(call.encode()[: 8 * NAME].ljust(8 * NAME, b"\0"), dtype="<i8").tolist()
+    message = torch.tensor([TAG, *name, *words] + [0] * (SIZE - HEAD - len(words)))
+    size = context.step_sizes[-1] if context.step_sizes else 0
+    if not size:
+        gathered = context.gather_message(call, message, patient)
+        check_calls(gathered.numpy())
+    else:  # another rank may be in a step: its rows are of this size
+        parts = []
+        for part in message.split(size):
+            parts.append(context.all_gather(torch.nn.functional.pad(part, (0, size - len(part)))))
+            if len(parts) == 1:
+                check_calls(parts[0].numpy())
+        gathered = torch.cat(parts, dim=1)
+    return gathered[:, HEAD : HEAD + len(words)]
+
+
+def check_calls(gathered: np.ndarray) -> None:
+    """Compare the calls that ranks are in.
+
+    Args:
+        gathered: (R, at least 1) what every rank sent, a message, a step's row, or the beginning of either.
+
+    Raises:
+        CallsDiffer: names what every rank is doing.
+    """
+    names = [_name(row) for row in gathered]
+    if len({*names}) > 1:
+        raise CallsDiffer(differing(names))
+
+
+def differing(names: Sequence[str]) -> str:
+    """The error of ranks that are in these calls, by rank."""
+    ranks = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
+    doing = ", ".join(f"rank {', '.join(map(str, those))} is {name}" for name, those in ranks.items())
+    return f"{doing}; give every rank the same calls in the same order"
+
+
+def _name(row: np.ndarray) -> str:
+    if row[0] != TAG:
+        return "in a step of generate"
+    return row[1:HEAD].astype("<i8").tobytes().rstrip(b"\0").decode(errors="replace")
+
+
+def check_same(context: Ranks, call: str, items: Mapping[str, int]) -> None:
+    """Compare named digests over the ranks.
+
+    Args:
+        context, call: as in `exchange`.
+        items: the same names on every rank that makes this call.
+
+    Raises:
+        ValueError: names the ranks that differ from rank 0 and the first item that does.
+        CallsDiffer: as `exchange`.
+    """
+    gathered = exchange(context, call, list(items.values()))  # (R, items)
     for column, item in enumerate(items):
         other = (gathered[:, column] != gathered[0, column]).nonzero().flatten().tolist()
         if other:
             ranks = ", ".join(map(str, other))
             raise ValueError(f"the {item} of rank {ranks} differs from rank 0's; give every rank the same {item}")
+
+
+def drawn_seed(context: Ranks, call: str, wanted: bool = True) -> int:
+    """A seed that rank 0 draws from torch's generator for all.
+
+    Args:
+        context, call: as in `exchange`.
+        wanted: by this rank; ranks that need none take part too, and draw none.
+    """
+    seed = int(torch.randint(2**63 - 1, (1,))) if wanted else 0
+    return int(exchange(context, call, [seed])[0])

@@ -8,12 +8,10 @@ R: ranks, P: int64s a rank sends.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -21,11 +19,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lp.checks import check_real
-from lp.parallel.rendezvous import RankLost, env_int, join, silent_ranks
+from lp.parallel import agreement
+from lp.parallel.rendezvous import RankLost, announce, choose_backend, env_int, join, leave, local_device, roll_call
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 120.0
 PATIENCE = timedelta(days=365)
+ENDED = "done with all calls"
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class ParallelContext:
         device: where this rank computes.
         backend: "nccl", "gloo", or "none" for a single rank.
         mesh: DeviceMesh with dimensions ("lp", "tp"), None for a single rank.
+        step_sizes: int64s of a row, of the generations that are under way on this rank, the innermost last.
     """
 
     rank: int = 0
@@ -45,11 +46,12 @@ class ParallelContext:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
     mesh: DeviceMesh | None = None
+    step_sizes: list[int] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
     def single(cls, device: str | torch.device = "auto") -> ParallelContext:
         """The context of one process by itself."""
-        return cls(device=_local_device(device, 0))
+        return cls(device=local_device(device, 0))
 
     @classmethod
     def from_env(
@@ -73,13 +75,14 @@ class ParallelContext:
         if missing:
             raise ValueError(f"WORLD_SIZE is {world_size} but {', '.join(missing)} is not set; launch with torchrun")
         rank, local_rank = env_int("RANK", 0, high=world_size - 1), env_int("LOCAL_RANK", 0)
-        where = _local_device(device, local_rank)
-        backend = _choose_backend(backend, where)
+        where = local_device(device, local_rank)
+        backend = choose_backend(backend, where)
         if where.type == "cuda":
             torch.cuda.set_device(where)
         join(backend, rank, world_size, timeout_s)
         mesh = init_device_mesh("cpu" if backend == "gloo" else "cuda", (world_size, 1), mesh_dim_names=("lp", "tp"))
-        return _ProcessContext(rank, world_size, local_rank, where, backend, mesh)
+        messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return _ProcessContext(rank, world_size, local_rank, where, backend, mesh, messages=messages)
 
     @property
     def is_main(self) -> bool:
@@ -94,29 +97,63 @@ class ParallelContext:
         """The source rank's tensor, in place on the others."""
         return tensor
 
-    def share_text(self, text: str | None) -> str | None:
+    @contextlib.contextmanager
+    def stepping(self, size: int) -> Iterator[None]:
+        """While steps gather rows of `size` int64s: messages come in such rows too, as other ranks may be in a step."""
+        self.step_sizes.append(size)
+        try:
+            yield
+        finally:
+            self.step_sizes.pop()
+
+    def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
+        """Every rank's message of `lp.parallel.agreement`, which between generations are all of one size.
+
+        Args:
+            call: what this rank is doing.
+            message: (agreement.SIZE,) int64, on the host.
+            patient: wait for rank 0 however long it takes.
+
+        Returns:
+            (R, agreement.SIZE), on the host.
+        """
+        return self.all_gather(message)
+
+    def share_text(self, text: str | None, call: str = "sharing a text") -> str | None:
         """Rank 0's text, or None, on every rank; ranks wait for it as long as a person takes to type.
 
         Args:
             text: on rank 0; the others' is not looked at.
+            call: what it is for, the same on every rank.
+
+        Raises:
+            CallsDiffer: another rank is in another call.
         """
         data = [] if text is None else list(text.encode("utf-8", "surrogatepass"))
-        length = int(self._wait(torch.tensor([-1 if text is None else len(data)])))
+        length = int(agreement.exchange(self, call, [-1 if text is None else len(data)], patient=True)[0])
         if length <= 0:
             return "" if length == 0 else None
-        body = torch.tensor(data) if self.is_main else torch.empty(length, dtype=torch.long)
-        return bytes(self._wait(body).tolist()).decode("utf-8", "surrogatepass")
+        body = torch.tensor(data if self.is_main else [0] * length)
+        return bytes(self._from_main(body).tolist()).decode("utf-8", "surrogatepass")
 
-    def _wait(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor on the host, however long it takes."""
+    def _from_main(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, of a size that all know, on the host."""
         return self.broadcast(tensor, 0)
 
     def close(self) -> None:
         """Leave the process group, if there is one."""
 
 
+@dataclass(frozen=True)
 class _ProcessContext(ParallelContext):
-    """Ranks that are processes of a torch.distributed group."""
+    """Ranks that are processes of a torch.distributed group.
+
+    Attributes:
+        messages: the group of messages between steps, on the host, where waiting keeps no GPU busy. A message and a
+            step's row, which differ in size, would abort the process where they meet in one group.
+    """
+
+    messages: dist.ProcessGroup | None = None
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -138,6 +175,22 @@ class _ProcessContext(ParallelContext):
             dist.broadcast(carried.view(torch.uint8), group=self._group, group_src=source)
             return tensor.copy_(carried)
 
+    def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
+        assert self.messages is not None
+        gathered = [torch.empty_like(message) for _ in range(self.world_size)]
+        options = dist.distributed_c10d.AllgatherOptions()
+        if patient:
+            options.timeout = PATIENCE
+        with self._answered():
+            announce(self.rank, call)
+            self.messages.allgather([gathered], [message], options).wait()
+        return torch.stack(gathered)
+
+    def _from_main(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._answered():
+            dist.broadcast(tensor, src=0, group=self.messages)
+        return tensor
+
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:
         """A collective that fails says which ranks are to blame, as far as a roll call can tell."""
@@ -146,27 +199,11 @@ class _ProcessContext(ParallelContext):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            silent = silent_ranks(self.rank, self.world_size)
-            who = (
-                f"rank {', '.join(map(str, silent))} does not answer"
-                if silent
-                else "a rank came too late, or an exchange failed"
-            )
             reason = str(error).strip().split("\n")[0]
             raise RankLost(
-                f"{who}, so rank {self.rank} stops ({reason}); see what that rank said last; "
-                "parallel.timeout_s is how long a rank is waited for"
+                f"{roll_call(self.rank, self.world_size)}, so rank {self.rank} stops ({reason}); see what that rank "
+                "said last; parallel.timeout_s is how long a rank is waited for"
             ) from error
-
-    @cached_property
-    def _patient(self) -> dist.ProcessGroup:
-        """Without the time limit of a step, and on the host, where waiting keeps no GPU busy."""
-        return dist.new_group(backend="gloo", timeout=PATIENCE)
-
-    def _wait(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._answered():
-            dist.broadcast(tensor, src=0, group=self._patient)
-        return tensor
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gloo gathers on the host alone, and ranks that share a GPU have no other; NCCL on the device alone."""
@@ -174,46 +211,5 @@ class _ProcessContext(ParallelContext):
 
     def close(self) -> None:
         object.__setattr__(self, "mesh", None)  # it keeps the group's threads running
-        self.__dict__.pop("_patient", None)
+        object.__setattr__(self, "messages", None)
         leave()
-
-
-def leave() -> None:
-    """Leave the process group, if there is one, for good: a process that joined again would wait for ever.
-
-    A group's threads end with the last reference to it. One that still runs when Python ends may abort the process.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        gc.collect()
-
-
-def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
-    if isinstance(device, torch.device):
-        return device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError("device is 'cuda' but torch sees no GPU; use device=cpu or a CUDA build of torch")
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:  # no such device, a build without it, or one that holds no values
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"torch cannot compute on device {device!r} ({reason}); use device=cpu or auto") from error
-    return torch.device(device)
-
-
-def _choose_backend(backend: str, device: torch.device) -> str:
-    ranks, gpus = env_int("LOCAL_WORLD_SIZE", 1, low=1), torch.cuda.device_count()
-    alone = ranks <= gpus
-    if backend == "auto":
-        return "nccl" if device.type == "cuda" and alone and dist.is_nccl_available() else "gloo"
-    if backend not in ("nccl", "gloo"):
-        raise ValueError(f"backend is {backend!r}; it must be 'auto', 'nccl' or 'gloo'")
-    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
-        raise ValueError("backend is 'nccl' but this rank has no GPU or torch no NCCL; use backend=gloo")
-    if backend == "nccl" and not alone:
-        raise ValueError(f"backend is 'nccl' but {ranks} ranks share {gpus} GPUs; use NPROC={gpus} or backend=gloo")
-    return backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,19 +10,16 @@ from typing import Any
 
 import torch
 
-from lp.parallel.context import (
-    DEFAULT_TIMEOUT_S,
-    ParallelContext,
-    T,
-)
+from lp.parallel import agreement
+from lp.parallel.context import DEFAULT_TIMEOUT_S, ENDED, ParallelContext, T
 
 
 class _Lockstep:
-    """What ranks that are threads of one process share."""
+    """What ranks that are threads of one process share: what each gives, and the call that it gives it to."""
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size)
-        self.slots: list[torch.Tensor | None] = [None] * world_size
+        self.slots: list[tuple[str, torch.Tensor]] = [(ENDED, torch.zeros(0))] * world_size
 
 
 @dataclass(frozen=True)
@@ -31,17 +29,32 @@ class LockstepContext(ParallelContext):
     shared: _Lockstep = field(default_factory=lambda: _Lockstep(1))
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._trade(row)).cpu()
+        return torch.stack([each.cpu() for each in self._trade("in a step of generate", row)])
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        return tensor.copy_(self._trade(tensor)[source])
+        return tensor.copy_(self._trade("in a broadcast", tensor)[source])
 
-    def _trade(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
+        return torch.stack(self._trade(call, message))
+
+    def end(self) -> None:
+        """Stay until the last rank has ended: others may still ask for this one."""
+        with contextlib.suppress(threading.BrokenBarrierError):
+            while {call for call, _ in self._traded(ENDED, torch.zeros(0), None)} != {ENDED}:
+                pass
+
+    def _trade(self, call: str, mine: torch.Tensor) -> list[torch.Tensor]:
+        everyone = self._traded(call, mine, DEFAULT_TIMEOUT_S)
+        if len({tensor.shape for _, tensor in everyone}) > 1:
+            raise agreement.CallsDiffer(agreement.differing([call for call, _ in everyone]))
+        return [tensor for _, tensor in everyone]
+
+    def _traded(self, call: str, mine: torch.Tensor, timeout_s: float | None) -> list[tuple[str, torch.Tensor]]:
         shared = self.shared
-        shared.slots[self.rank] = mine
-        shared.barrier.wait(DEFAULT_TIMEOUT_S)
-        everyone = [slot.clone() for slot in shared.slots if slot is not None]
-        shared.barrier.wait(DEFAULT_TIMEOUT_S)
+        shared.slots[self.rank] = call, mine
+        shared.barrier.wait(timeout_s)
+        everyone = [(call, tensor.clone()) for call, tensor in shared.slots]
+        shared.barrier.wait(timeout_s)
         return everyone
 
 
@@ -56,8 +69,10 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T]) -> list[
     errors: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
+        context = LockstepContext(rank=rank, world_size=world_size, local_rank=rank, shared=shared)
         try:
-            results[rank] = body(LockstepContext(rank=rank, world_size=world_size, local_rank=rank, shared=shared))
+            results[rank] = body(context)
+            context.end()
         except threading.BrokenBarrierError as error:
             errors.append((world_size + rank, error))  # only released by another's failure: report that one
         except BaseException as error:

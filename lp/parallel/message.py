@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from lp.draft.layout import StepLayout
+from lp.parallel.agreement import check_calls
 from lp.parallel.sharding import ShardPlan
 from lp.sampling.sampler import INVALID_TOKEN
 
@@ -114,10 +115,11 @@ def gather(
 
     Raises:
         RuntimeError: ranks' digests differ, so their states do; names ranks and step.
+        CallsDiffer: another rank is in no step.
     """
     first, *beyond = row.split(shape.size)
     gathered = all_gather(first)
-    _check_digests(gathered[:, DIGEST].numpy(), step)
+    _check_digests(gathered.numpy(), step)
     return torch.cat([gathered, *map(all_gather, beyond)], dim=1) if beyond else gathered
 
 
@@ -145,9 +147,11 @@ def agree(
     return rows[0][HEADER], Stop(reduce(or_, (row[FLAGS] for row in rows))), rows[0][LENGTH]
 
 
-def _check_digests(digests: np.ndarray, step: int) -> None:
+def _check_digests(gathered: np.ndarray, step: int) -> None:
+    digests = gathered[:, DIGEST]
     if (digests == digests[0]).all():
         return
+    check_calls(gathered)
     # The odd one out is to blame, whichever rank that is; of as many on each side, those that differ from rank 0.
     shared = [(digests == digest).sum() for digest in digests]
     alike = digests == digests[shared.index(max(shared))]

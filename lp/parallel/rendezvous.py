@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import os
+import threading
 import time
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from lp.checks import check_int
+from lp.parallel.agreement import RanksParted, differing
 
 ROLL_CALL_S = 3.0  # a rank whose collective failed waits so long for the others to find out too
 
 
-class RankLost(RuntimeError):
+class RankLost(RanksParted):
     """Another rank has ended, hangs, or came too late."""
 
 
@@ -41,21 +46,66 @@ def join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
         ) from error
 
 
-def silent_ranks(rank: int, world_size: int) -> list[int]:
-    """The ranks that do not answer a roll call, which goes through the store that they met at and not their group."""
-    store = dist.distributed_c10d._get_default_store()
-    end, silent = time.monotonic() + ROLL_CALL_S, list[int]()
-    try:
-        store.set_timeout(timedelta(seconds=ROLL_CALL_S))
-        store.set(f"lp/here/{rank}", "")
-    except RuntimeError:  # it went with the process that kept it
-        return []
+def leave() -> None:
+    """Leave the process group, if there is one, for good: a process that joined again would wait for ever.
+
+    A group's threads end with the last reference to it. One that still runs when Python ends may abort the process.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()
+
+
+def announce(rank: int, call: str) -> None:
+    """Leave what this rank is doing in the store that the ranks met at, for a roll call."""
+    _store().set(f"lp/call/{rank}", call)
+
+
+def roll_call(rank: int, world_size: int) -> str:
+    """Who is to blame for a collective that failed: the ranks that do not answer, or the store if it does not.
+
+    It goes through the store that the ranks met at, and not through their group. Takes about twice ROLL_CALL_S at most.
+    """
+    answers: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(_asked(rank, world_size))
+
+    asking = threading.Thread(target=ask, daemon=True)  # a store that is frozen answers no call, time limit or not
+    asking.start()
+    asking.join(2 * ROLL_CALL_S)
+    if answers:
+        return answers[0]
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    holder = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    return f"the store at {where}, which {holder} holds, is gone: {holder} has ended or does not answer"
+
+
+def _asked(rank: int, world_size: int) -> str:
+    """The outcome of a roll call.
+
+    Raises:
+        RuntimeError: the store is gone.
+    """
+    store, end, silent = _store(), time.monotonic() + ROLL_CALL_S, list[int]()
+    here = [f"lp/here/{other}" for other in range(world_size)]
+    store.set(here[rank], "")
     for other in range(world_size):
         try:
-            store.wait([f"lp/here/{other}"], timedelta(seconds=max(end - time.monotonic(), 0.1)))
+            store.wait([here[other]], timedelta(seconds=max(end - time.monotonic(), 0.1)))
         except RuntimeError:
+            store.check([here[rank]])  # it raises where the store is what went
             silent.append(other)
-    return silent
+    if silent:
+        return f"rank {', '.join(map(str, silent))} does not answer"
+    calls = [f"lp/call/{other}" for other in range(world_size)]
+    names = [store.get(call).decode() if store.check([call]) else "starting" for call in calls]
+    return "a rank came too late, or an exchange failed" + f" ({differing(names)})" * (len({*names}) > 1)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> int:
@@ -67,3 +117,44 @@ def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> in
     text = os.environ.get(name, str(default))
     value = int(text) if text.strip().isdecimal() else text
     return check_int(name, value, low, high, "launch with torchrun, or unset WORLD_SIZE for one process")
+
+
+def local_device(device: str | torch.device, local_rank: int) -> torch.device:
+    """The device by this name; "cuda" and "auto" give each rank of a node its own GPU, in turn.
+
+    Raises:
+        ValueError: torch cannot compute there.
+    """
+    if isinstance(device, torch.device):
+        return device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("device is 'cuda' but torch sees no GPU; use device=cpu or a CUDA build of torch")
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # no such device, a build without it, or one that holds no values
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"torch cannot compute on device {device!r} ({reason}); use device=cpu or auto") from error
+    return torch.device(device)
+
+
+def choose_backend(backend: str, device: torch.device) -> str:
+    """What carries collectives; "auto" is nccl where every rank of the node has a GPU of its own.
+
+    Raises:
+        ValueError: a backend that is not available.
+    """
+    ranks, gpus = env_int("LOCAL_WORLD_SIZE", 1, low=1), torch.cuda.device_count()
+    alone = ranks <= gpus
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" and alone and dist.is_nccl_available() else "gloo"
+    if backend not in ("nccl", "gloo"):
+        raise ValueError(f"backend is {backend!r}; it must be 'auto', 'nccl' or 'gloo'")
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise ValueError("backend is 'nccl' but this rank has no GPU or torch no NCCL; use backend=gloo")
+    if backend == "nccl" and not alone:
+        raise ValueError(f"backend is 'nccl' but {ranks} ranks share {gpus} GPUs; use NPROC={gpus} or backend=gloo")
+    return backend

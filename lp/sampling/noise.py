@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+BELOW_1 = 1 - 2.0**-53  # the largest double below 1
 _MASK = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
 
@@ -57,8 +58,12 @@ def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: tor
     bits = (bits ^ _shift(bits, 30)) * _signed(_MIX_1)
     bits = (bits ^ _shift(bits, 27)) * _signed(_MIX_2)
     bits = bits ^ _shift(bits, 31)
-    uniform = (_shift(bits, 11).double() + 0.5) * 2.0**-53  # 53 bits, never 0 or 1
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(_uniform(bits)))
+
+
+def _uniform(bits: torch.Tensor) -> torch.Tensor:
+    """In (0, 1), of the upper 53 bits; where all are set the half rounds up to 1, whose noise would be infinite."""
+    return ((_shift(bits, 11).double() + 0.5) * 2.0**-53).clamp(max=BELOW_1)
 
 
 class NoiseCache:

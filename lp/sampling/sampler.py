@@ -58,12 +58,16 @@ class Sampler:
         """Whether it is the argmax of the model's own logits."""
         return type(self) is Sampler and not len(self.processors)
 
-    def __repr__(self) -> str:
-        return repr(self.settings())
-
+    @property
     def settings(self) -> dict[str, Any]:
-        """What ranks must agree on, by name."""
-        return {"sampler": type(self).__name__, "logits processors": self.processors.settings()}
+        """What ranks must agree on, by name; the seed of rejection sampling is each rank's own."""
+        seed, sequence = self.noise_key or (None, None)
+        return {
+            "sampling": type(self).__name__,
+            "seed": seed,
+            "sequence": sequence,
+            "logits_processor": self.processors.settings(),
+        }
 
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
@@ -115,9 +119,6 @@ class CoupledSampler(Sampler):
     @property
     def full_vocabulary_temperature(self) -> float:
         return self.processors.temperature if self.processors.only_temperature else 0.0
-
-    def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "seed": self.noise.seed, "sequence": self.noise.sequence}
 
     def sample(
         self,

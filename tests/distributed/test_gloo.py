@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import LONG, Processes
 from tests.distributed.launches import ON_CPU, check_cases
+from tests.distributed.workers.calls import CALLS, SETTINGS, error_of
 
 LAUNCHES = [(2, 0, 12), (4, 12, 20)] + ([(3, 20, 28), (8, 28, 36), (5, 36, 44), (2, 44, 90)] if LONG else [])
 
@@ -17,3 +19,20 @@ def test_gloo_ranks_give_plain_greedy(processes: Processes, tmp_path: Path, rank
     """Processes share less than the threads of the lockstep tests do: a collective mixed up shows here alone."""
     backends, devices = check_cases(processes, tmp_path, ranks, first, last, ON_CPU)
     assert (backends, devices) == ({"gloo"}, {"cpu"})
+
+
+def test_ranks_in_different_calls_all_learn_of_both(processes: Processes, tmp_path: Path) -> None:
+    """Gloo ends the process where two sizes meet in one collective: no rank could say why."""
+    command = processes.torchrun(2, "tests.distributed.workers.calls", str(tmp_path))
+    ran = processes.run(command, ON_CPU | {"TIMEOUT_S": "10"})
+    assert "SIGABRT" not in ran.stderr and (tmp_path / "0.json").exists(), ran.stderr
+    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for rank, found in enumerate(by_rank):
+        for name in CALLS:
+            assert found[name] == error_of(name), (name, rank)
+        for name in SETTINGS:
+            assert found[name] == f"the {name} of rank 1 differs from rank 0's; give every rank the same {name}"
+        doing = "rank 0 is beginning Broken.generate, rank 1 is making a LookaheadDecoder"
+        assert found["left alone"].startswith(f"a rank came too late, or an exchange failed ({doing};"), found
+        assert f"so rank {rank} stops" in found["left alone"]
+    assert processes.wait_for_end() == []

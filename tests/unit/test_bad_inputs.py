@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lp.parallel.context import _choose_backend
+from lp.parallel.rendezvous import choose_backend
 from tests.unit.conftest import CONTEXT, Ran
 
 Launch = Callable[..., Ran]
@@ -252,10 +252,10 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     with pytest.raises(ValueError, match="4 ranks share 2 GPUs; use NPROC=2 or backend=gloo"):
-        _choose_backend("nccl", torch.device("cuda:0"))
-    assert _choose_backend("auto", torch.device("cuda:0")) == "gloo"
+        choose_backend("nccl", torch.device("cuda:0"))
+    assert choose_backend("auto", torch.device("cuda:0")) == "gloo"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert _choose_backend("nccl", torch.device("cuda:0")) == "nccl" == _choose_backend("auto", torch.device("cuda:0"))
+    assert choose_backend("nccl", torch.device("cuda:0")) == "nccl" == choose_backend("auto", torch.device("cuda:0"))
 
 
 def test_a_full_disk_is_one_line(

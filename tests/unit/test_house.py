@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [
     {"lp.checks"},
     {"lp.config"},
+    {"lp.parallel.agreement"},
     {"lp.parallel.rendezvous"},
     {"lp.parallel.context", "lp.draft"},
     {"lp.attention", "lp.models.kv_cache"},

@@ -128,14 +128,15 @@ def test_every_rank_gets_the_text_of_rank_0(text: str | None) -> None:
 def test_a_rank_lost_while_the_others_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next line finds a closed connection: gloo's words for it are no message for a user."""
 
-    def closed(*args: Any, **options: Any) -> None:
-        raise RuntimeError("Connection closed by peer")
+    class Closed:
+        def allgather(self, *args: Any) -> None:
+            raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr("torch.distributed.broadcast", closed)
-    monkeypatch.setattr("torch.distributed.new_group", lambda **options: None)
-    monkeypatch.setattr("lp.parallel.context.silent_ranks", lambda rank, world_size: [1])
+    monkeypatch.setattr("lp.parallel.context.announce", lambda rank, call: None)
+    monkeypatch.setattr("lp.parallel.context.roll_call", lambda rank, world_size: "rank 1 does not answer")
+    context = _ProcessContext(world_size=2, backend="gloo", messages=Closed())  # type: ignore[arg-type]
     with pytest.raises(RankLost, match=r"rank 1 does not answer, so rank 0 stops \(Connection closed by peer\)"):
-        _ProcessContext(world_size=2, backend="gloo").share_text("line")
+        context.share_text("line")
 
 
 def test_a_closed_stdin_is_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:

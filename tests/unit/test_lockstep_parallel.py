@@ -216,16 +216,16 @@ def test_criteria_at_the_end_of_the_context(seed: int) -> None:
 
 DIFFERENCES: dict[str, tuple[str, dict[str, Any]]] = {
     "prompt": ("prompt", {"ids": [1, 2, 4]}),
-    "window_size": ("decoder config", {"config": lp.LookaheadConfig(window_size=6)}),
-    "kv_sync": ("decoder config", {"config": lp.LookaheadConfig(window_size=5, kv_sync=lp.KVSync.BROADCAST)}),
-    "max_new_tokens": ("decoder config", {"new": 9}),
-    "eos_token_id": ("decoder config", {"eos_token_id": 3}),
-    "sampling": ("decoder config", {"sampling": lp.SamplingParams(temperature=0.7, seed=3)}),
-    "an open seed": ("decoder config", {"sampling": lp.SamplingParams(temperature=0.7)}),
-    "criteria": ("decoder config", {"stopping_criteria": [_OnCall(-1, bool)]}),
+    "window_size": ("window_size", {"config": lp.LookaheadConfig(window_size=6)}),
+    "kv_sync": ("kv_sync", {"config": lp.LookaheadConfig(window_size=5, kv_sync=lp.KVSync.BROADCAST)}),
+    "max_new_tokens": ("max_new_tokens", {"new": 9}),
+    "eos_token_id": ("eos_token_id", {"eos_token_id": 3}),
+    "sampling": ("sampling", {"sampling": lp.SamplingParams(temperature=0.7, seed=3)}),
+    "an open seed": ("sampling", {"sampling": lp.SamplingParams(temperature=0.7)}),
+    "criteria": ("stopping_criteria", {"stopping_criteria": [_OnCall(-1, bool)]}),
     "weights": ("weights' checksum", {"model": {"seed": 1}}),
     "dtype": ("weights' names and shapes", {"model": {"dtype": torch.float32}}),
-    "stop strings": ("decoder config", {"stop_strings": ["a"]}),
+    "stop strings": ("stop_strings", {"stop_strings": ["a"]}),
     "model config": ("model config", {"model": {"rms_norm_eps": 1e-4}}),
 }
 
@@ -263,5 +263,5 @@ def test_prompt_lookup_on_ranks() -> None:
         lookup = lp.PromptLookupConfig(max_matching_ngram=2 + context.rank // 2)
         lp.PromptLookupDecoder(model, lookup, context).generate(ids, 40)
 
-    with pytest.raises(ValueError, match="the decoder config of rank 2 differs"):
+    with pytest.raises(ValueError, match="the max_matching_ngram of rank 2 differs"):
         run_lockstep(3, differ)

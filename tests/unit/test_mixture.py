@@ -15,7 +15,7 @@ from lp.compiled import U64
 from lp.draft.pool import mixture
 from lp.draft.pool.mixture import FEATURES, FLOOR, GAPS, RATE, RECYCLED_0
 from lp.draft.tree import DraftTree
-from lp.sampling.noise import _keyed, gumbel, sequence_key
+from lp.sampling.noise import _keyed, _signed, _uniform, gumbel, sequence_key
 from tests.pools import TEXT_ONLY, Ballot, ballot, drawn_step, empty_tables, logits_of, pool_of, reads_of
 
 
@@ -26,6 +26,16 @@ def test_noise_is_the_samplers() -> None:
         ours = [mixture.gumbel(key, token) for token in range(5000)]
         theirs = gumbel(seed, sequence, position, 5000, torch.device("cpu"))
         assert np.abs(np.array(ours) - theirs.numpy()).max() < 1e-8
+
+
+def test_noise_is_finite_whatever_the_bits() -> None:
+    """Half above the largest 53 bits rounds up to 1, whose noise is infinite: a NaN in the logits, to its reader."""
+    ones = (1 << 64) - 1
+    for bits in [0, 1 << 11, ones >> 1, (1 << 63) + (1 << 11), ones - (1 << 11), ones - 1, ones]:
+        theirs = float(_uniform(torch.tensor([_signed(bits)])))
+        assert 0 < theirs < 1 and theirs == mixture.uniform(U64(bits))
+        if bits >> 11 < ones >> 11:  # all others are as they were
+            assert theirs == ((bits >> 11) + 0.5) * 2.0**-53
 
 
 def test_logarithm_and_exponential() -> None:

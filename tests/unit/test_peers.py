@@ -79,8 +79,8 @@ def test_settings_that_differ_are_named() -> None:
     def recycling(context: ParallelContext) -> None:
         lp.RecyclingDecoder(model, lp.RecyclingConfig(successors=3 + context.rank), context).generate([1, 2], 4)
 
-    for body in (paper, recycling):
-        with pytest.raises(ValueError, match="the decoder config of rank 1 differs"):
+    for body, setting in ((paper, "guess_set_size"), (recycling, "successors")):
+        with pytest.raises(ValueError, match=f"the {setting} of rank 1 differs"):
             run_lockstep(2, body)
 
 

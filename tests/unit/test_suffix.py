@@ -150,7 +150,7 @@ def test_on_ranks() -> None:
     def differ(context: ParallelContext) -> None:
         lp.SuffixDecoder(model, lp.SuffixConfig(max_tokens=8 + context.rank // 2), context).generate(ids, 40)
 
-    with pytest.raises(ValueError, match="the decoder config of rank 2 differs"):
+    with pytest.raises(ValueError, match="the max_tokens of rank 2 differs"):
         run_lockstep(3, differ)
 
 

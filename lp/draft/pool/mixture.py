@@ -33,6 +33,7 @@ from lp.draft.pool.tables import (
     placed,
     recall_text,
 )
+from lp.sampling.noise import BELOW_1
 
 THRESHOLDS = (0.25, 0.75, 1.5, 3.0, 5.0)  # of a gap in logits
 GAPS = len(THRESHOLDS) + 1
@@ -48,10 +49,16 @@ FAR = 10.0  # logits behind the best that are not voted for
 
 
 @jit
+def uniform(bits):
+    """As lp.sampling.noise has it: never 1, however many bits are set."""
+    return min((float(bits >> S11) + 0.5) * 2.0**-53, BELOW_1)
+
+
+@jit
 def gumbel(key, token):
     """The noise that lp.sampling.noise gives this token at the key's position."""
     bits = mix((U64(token + 1) * GOLDEN + key) & MASK)
-    return -log(-log((float(bits >> S11) + 0.5) * 2.0**-53))
+    return -log(-log(uniform(bits)))
 
 
 @jit
