@@ -103,7 +103,7 @@ def open_session(config: Config) -> Session[Config]:
     Raises:
         ValueError: a user error, with its remedy.
     """
-    others = METHODS[config.decoder.name == "lookahead" :]  # measuring its curve takes seconds
+    others = METHODS[config.decoder.name == "lookahead" :]  # measuring its step times takes seconds
     others = tuple(name for name in others if config.compare and name != config.decoder.name)
     prompts, sampling, builders = checked(config, [config.decoder.name, *others])
     path, context = journal_path(config, sampling), open_context(config)

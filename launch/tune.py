@@ -47,17 +47,17 @@ def tune(config: TuneConfig) -> None:
         return decoder
 
     adaptive, run = build(None), partial(session.run, tokens=config.max_new_tokens)
-    assert adaptive.curve is not None
+    assert adaptive.step_times is not None
     tried = search(build, plain, adaptive, run, ids, config.repeats, session.told)
     found: dict[str, Any] = {
-        "curve": asdict(adaptive.curve),
+        "step_times": asdict(adaptive.step_times),
         "settings": [t.as_dict() for t in tried],
-        "ranks": _speeds(adaptive.curve, tried, context.world_size),
+        "ranks": _speeds(adaptive.step_times, tried, context.world_size),
     }
     if not context.is_main:
         return
     folder = Path(HydraConfig.get().runtime.output_dir)
-    _write(folder, found, adaptive.curve, tried)
+    _write(folder, found, adaptive.step_times, tried)
     if config.output is Output.json:
         print(json.dumps(found), flush=True)
         return
@@ -93,9 +93,9 @@ def _by_rows(tried: list[Tried]) -> list[tuple[float, float]]:
     return [(t.rows, t.compression) for t in tried[: len(BUDGETS)]]
 
 
-def _speeds(curve: StepTimes, tried: list[Tried], ranks: int) -> list[float] | None:
-    """Of 1, 2, ... ranks, by the curve of one; that of several has their shares and their exchange in it: None."""
-    return speed_of_ranks(curve, _by_rows(tried)) if ranks == 1 else None
+def _speeds(step_times: StepTimes, tried: list[Tried], ranks: int) -> list[float] | None:
+    """Of 1, 2, ... ranks, by the step times of one; those of several have their shares and exchange in them: None."""
+    return speed_of_ranks(step_times, _by_rows(tried)) if ranks == 1 else None
 
 
 def _table(tried: list[Tried], title: str) -> Table:
@@ -124,7 +124,7 @@ def _said(adaptive: lp.LookaheadDecoder, tried: list[Tried], speeds: list[float]
     return said
 
 
-def _write(folder: Path, found: dict[str, Any], curve: StepTimes, tried: list[Tried]) -> None:
+def _write(folder: Path, found: dict[str, Any], step_times: StepTimes, tried: list[Tried]) -> None:
     (folder / "tune.json").write_text(json.dumps(found), encoding="utf-8")
     best = tried[-3].config
     assert best is not None
@@ -136,16 +136,16 @@ def _write(folder: Path, found: dict[str, Any], curve: StepTimes, tried: list[Tr
         f"decoder:\n  candidate_depth: {best.candidate_depth}\n  recycled: {best.recycled}\n",
         encoding="utf-8",
     )
-    _plot(folder / "tune.png", curve, tried)
+    _plot(folder / "tune.png", step_times, tried)
 
 
-def _plot(path: Path, curve: StepTimes, tried: list[Tried]) -> None:
+def _plot(path: Path, step_times: StepTimes, tried: list[Tried]) -> None:
     with matplotlib.rc_context({"figure.constrained_layout.use": True}):
         figure = Figure(figsize=(9, 3.6))
         times, brought = figure.subplots(1, 2)
-        times.plot(curve.rows, [1e3 * s for s in curve.seconds], "o", label="measured")
-        rows = range(1, curve.most + 1)
-        times.plot(rows, [1e3 * curve.step_s(size) for size in rows], label="padding used")
+        times.plot(step_times.num_tokens, [1e3 * s for s in step_times.seconds], "o", label="measured")
+        rows = range(1, step_times.max_tokens + 1)
+        times.plot(rows, [1e3 * step_times.step_s(size) for size in rows], label="padding used")
         times.set(xlabel="rows of a step", ylabel="ms", title="t(T)")
         times.legend()
         points = _by_rows(tried)

@@ -16,8 +16,9 @@ from typing import Any
 
 def as_int(value: Any) -> int | None:
     """The int that a value is, as an index would take it; None for a bool and for what is no integer."""
+    is_array = getattr(value, "ndim", None) not in (None, 0)
     try:
-        return None if isinstance(value, bool) or getattr(value, "ndim", 0) else operator.index(value)
+        return None if isinstance(value, bool) or is_array else operator.index(value)
     except TypeError:
         return None
 
@@ -29,7 +30,7 @@ def as_float(value: Any) -> float | None:
     try:
         number = float(value)
     except OverflowError:  # of an int
-        return math.inf if value > 0 else -math.inf
+        return math.copysign(math.inf, int(value))
     return None if math.isnan(number) else number
 
 

@@ -22,7 +22,7 @@ from lp.models.loader import context_limit
 from lp.models.support import check_supported
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
-from tests.pools import drawn_curve, drawn_switches
+from tests.pools import drawn_step_times, drawn_switches
 from tests.processors import Alternating, Noise, SumCriterion
 from tests.tiny_models import MATRIX, VOCABULARY, drawn_text, letters, plain_greedy, tiny_config, tiny_model
 
@@ -60,7 +60,7 @@ class Case:
         criterion: end where the sum of all ids is a multiple of it; 0 for never.
         prefill_chunk: rows.
         calls: of the same decoder, one after the other.
-        curve: seed of what steps take, where the budget adapts.
+        step_times: seed of the step times of an adaptive budget.
         captured: steps have a few fixed shapes.
         logits: those of every token are compared too, which shows what changes no token; on one rank.
     """
@@ -83,7 +83,7 @@ class Case:
     criterion: int = 0
     prefill_chunk: int = 512
     calls: int = 1
-    curve: int = 0
+    step_times: int = 0
     captured: bool = False
     logits: bool = False
 
@@ -123,7 +123,7 @@ class Case:
             criterion=rng.choice([0, 0, 0, 0, 0, 0, 37]),
             prefill_chunk=rng.choice(chunks),
             calls=rng.choice([1, 1, 1, 2]),
-            curve=rng.randrange(1000),
+            step_times=rng.randrange(1000),
             captured=rng.random() < (0.1 if long else 0.3),
             logits=ranks == 1 and rng.random() < (0.8 if long else 0.5),
         )
@@ -260,8 +260,8 @@ def _compare(case: Case) -> str | None:
     def body(context: ParallelContext) -> list[tuple[lp.GenerationOutput, list[int]]]:
         model = models[context.rank]
         if case.method == "lookahead":
-            config, curve = lp.LookaheadConfig(**case.config), drawn_curve(random.Random(case.curve))
-            decoder = lp.LookaheadDecoder(model, config, context, case.backend, curve=curve)
+            config, step_times = lp.LookaheadConfig(**case.config), drawn_step_times(random.Random(case.step_times))
+            decoder = lp.LookaheadDecoder(model, config, context, case.backend, step_times=step_times)
         else:
             kind = PEERS[case.method]
             decoder = kind(model, kind.made(**case.config), context, case.backend)

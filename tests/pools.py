@@ -75,7 +75,7 @@ def drawn_switches(rng: random.Random) -> dict[str, Any]:
     return on | {"recycled": rng.choice([0, 4, 16, 16, 32]), "pool_mib": rng.choice([1, 16])}
 
 
-def drawn_curve(rng: random.Random) -> StepTimes:
+def drawn_step_times(rng: random.Random) -> StepTimes:
     """What steps might take somewhere: rows free or dear, with bumps; plain decoding cheaper or not."""
     rows = sorted({1, *rng.sample(range(2, 200), rng.randint(0, 8)), 200})
     slope, bumps = rng.choice([0.0, 0.01, 0.1, 1.0]), rng.random() < 0.4

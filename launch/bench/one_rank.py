@@ -95,10 +95,10 @@ def check_alike(config: LookaheadConfig) -> None:
     """Refuse a decoder whose second run of a text is not like the first.
 
     Raises:
-        ValueError: its pool remembers other texts, or its steps follow a curve, which is that of other ranks.
+        ValueError: its pool remembers other texts, or its steps follow step times, which are those of other ranks.
     """
     if config.adaptive:
-        raise ValueError("decoder.adaptive is true, whose steps follow this machine's curve; make it false")
+        raise ValueError("decoder.adaptive is true, whose steps follow this machine's step times; make it false")
     if config.pool_scope is PoolScope.SESSION:
         raise ValueError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
 

@@ -115,7 +115,7 @@ class Projection:
 
         def build(context: ParallelContext) -> LookaheadDecoder:
             like = self.decoder
-            made = LookaheadDecoder(like.model, like.config, None, like.runner.attention, Capture.OFF, like.curve)
+            made = LookaheadDecoder(like.model, like.config, None, like.runner.attention, Capture.OFF, like.step_times)
             return _placed(made, context)
 
         return record(build, self.decode, self.ranks)

@@ -119,11 +119,11 @@ def _fastest(tried: Sequence[Tried]) -> LookaheadConfig | None:
     return max(tried, key=lambda setting: setting.tokens_per_s).config
 
 
-def speed_of_ranks(curve: StepTimes, by_rows: Sequence[tuple[float, float]], most: int = 16) -> list[float]:
+def speed_of_ranks(step_times: StepTimes, by_rows: Sequence[tuple[float, float]], most: int = 16) -> list[float]:
     """Tokens a second that 1, 2, ... ranks would reach, each with its share of the rows; the exchange not counted.
 
     Args:
-        curve: of one rank.
+        step_times: of one rank.
         by_rows: (rows, S) as measured.
         most: ranks.
     """
@@ -132,7 +132,7 @@ def speed_of_ranks(curve: StepTimes, by_rows: Sequence[tuple[float, float]], mos
     compression = np.interp(np.log2(sizes), np.log2(rows), tokens)
     speeds = []
     for ranks in range(1, most + 1):
-        seconds = [curve.step_s(1 + ceil((size - 1) / ranks)) for size in sizes]
+        seconds = [step_times.step_s(1 + ceil((size - 1) / ranks)) for size in sizes]
         speeds.append(float((compression / seconds).max()))
     return speeds
 

@@ -1,1 +1,1 @@
-"""What a step costs, what it brings, and how many rows pay."""
+"""The token budget: how long a step takes by its tokens, and how many columns and draft tokens the next step gets."""

@@ -1,4 +1,4 @@
-"""What was chosen, in words."""
+"""The token budget in words, for users: what steps may take, and what the steps of the last text took."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lp.config import LookaheadConfig
 
 
 class Step(Protocol):
-    """What is told of a step, as in StepStats."""
+    """The statistics of a step that are read here, as in StepStats."""
 
     @property
     def columns(self) -> int: ...
@@ -23,24 +23,31 @@ class Step(Protocol):
     def idle(self) -> bool: ...
 
 
-def bounds(config: LookaheadConfig, curve: StepTimes | None) -> str:
-    """One line: what a step may take, and what it costs."""
+def describe_budget(config: LookaheadConfig, step_times: StepTimes | None) -> str:
+    """One line: what a step may take, and how long steps are.
+
+    Args:
+        config: of the decoder.
+        step_times: None for a fixed budget.
+    """
     shape = f"W={config.window_size} N={config.ngram_size} G={config.guess_set_size}"
-    if curve is None:
+    if step_times is None:
         return f"fixed budget {shape}"
-    return f"adaptive budget up to {shape} depth={config.depth}; {curve}"
+    return f"adaptive budget up to {shape} depth={config.depth}; {step_times}"
 
 
-def spent(steps: Sequence[Step]) -> str:
+def describe_steps(steps: Sequence[Step]) -> str:
     """One line: what the steps of a text took, and what that brought."""
     if not steps:
         return "no steps yet"
-    tried = [step for step in steps if not step.idle]
+    lookahead_steps = [step for step in steps if not step.idle]
     tokens = sum(step.accepted + 1 for step in steps)
     line = f"last text: {tokens} tokens in {len(steps)} steps (S={tokens / len(steps):.2f})"
-    if tried:
-        rows = sorted(step.num_draft for step in tried)
-        few, middle, many = (rows[len(rows) * tenth // 10] for tenth in (1, 5, 9))
-        columns = fmean(step.columns for step in tried)
-        line += f", candidate rows {few}/{middle}/{many} (10th, 50th, 90th of 100), columns {columns:.1f} on average"
-    return line + f", {len(steps) - len(tried)} steps left plain"
+    if lookahead_steps:
+        sizes = sorted(step.num_draft for step in lookahead_steps)
+        p10, p50, p90 = (sizes[len(sizes) * tenth // 10] for tenth in (1, 5, 9))
+        columns = fmean(step.columns for step in lookahead_steps)
+        line += (
+            f", {p10}/{p50}/{p90} draft tokens a step (10th, 50th, 90th percentile), {columns:.1f} columns on average"
+        )
+    return f"{line}, {len(steps) - len(lookahead_steps)} plain steps"

@@ -1,218 +1,187 @@
-"""How many columns and candidate rows a step gets: always the same, or what pays.
+"""The token budget: how many columns and draft tokens the next step gets, always the same or as many as pay.
 
-A text takes least time if every step maximises its tokens less rate x seconds, where rate is the tokens a second that
-the steps around it reach: a row pays while its chance of being accepted exceeds rate x what it costs.
-All figures are replicated: chances, accepted tokens, and times that are rank 0's curve, never a rank's own clock.
+A text takes least time if every step maximises its tokens less rate x seconds, where rate is the tokens a second of the
+steps around it: a draft token pays while its accept probability exceeds rate x the seconds that it costs.
+Every rank decides from the same figures (probabilities, accepted tokens, rank 0's step times), never by its own clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from math import ceil
+from typing import Protocol
 
-import numpy as np
-
+from lp.budget.backoff import BackOff
+from lp.budget.calibration import EXPLORATION_TOKENS, Calibration, DepthDiscount, exploration_bonus
+from lp.budget.running_ratio import MEMORY_STEPS, PRIOR_STEPS, RunningRatio
 from lp.budget.step_times import StepTimes
+from lp.budget.window_policy import WindowPolicy
 from lp.compiled import given
 from lp.config import LookaheadConfig
 from lp.draft.source import TokenPrice
 from lp.draft.tree import DraftTree
 
-MEMORY, BEFORE = 12.0, 4.0  # steps that the running rate looks back; plain steps that it begins with
-TRUST, DOUBT = 8.0, 4.0  # the same of how far chances are true: steps, and tokens that came as foretold to begin with
-LEAST_TRUE, DRIFT = 0.3, 0.25  # or what is not believed would never be tried again; tokens of a step that promised none
-# By the rule of succession what held for n tokens holds for one more with n / (n + 1): n is HOLD and what the best of
-# the last steps accepted, which fades.
-HOLD, FADE = 8.0, 0.75
-LESSON, LESSONS = 0.04, 8  # tokens that a step's first rows bring later, by the logits they leave: the demo model's
-CAUTION = 1.25  # times the price: of all rows, those are taken whose chance looks best, and it is less than it looks
-LADDER = (0, 2, 4, 8, 16, 32, 64, 128)  # columns
-GAIN, HALF = 0.02, 3.0  # by how much columns raise S at most, and how many bring half of it: the demo model's
-TRIAL, RETRIAL = 8, 2  # steps that lookahead has to show that it pays, at first and after a nap
-LEAST, BEARABLE = 0.95, 0.8  # of plain decoding's rate, below which it does not pay: if nothing is accepted, and at all
-HOT = 1.5  # a temperature that leaves nothing to guess, until the text shows otherwise: the demo model's
-ECHO = 4  # tokens that, said again, end a nap
-SHORTEST_NAP, LONGEST_NAP, HOT_NAP = 4, 64, 128  # plain steps before it may try again, twice as many each time
+# Time is priced above its worth by this factor: of all draft tokens those are taken that look best, and they are less
+# likely than they look. Fitted on the demo model (docs/budget.md).
+PRICE_MARGIN = 1.25
 
 
 class Budget(Protocol):
-    """Decides, alike on every rank, what the next step takes."""
+    """Decides what the next step computes, alike on every rank.
+
+    Attributes:
+        columns: of the lookahead window.
+        uses_prompt_logits: the pool may learn from the prompt's logits, if the config has it so.
+        max_padded_tokens: the most tokens that `padded_size` may raise a step to; 0 if it never pads.
+    """
 
     columns: int
-    idle: bool  # the next step guesses nothing and learns nothing
-    most: int  # rows that a step may be padded to
-    reads_prompt: bool  # the logits of its rows are read, if the config has it so
+    uses_prompt_logits: bool
+    max_padded_tokens: int
 
     @property
-    def rows(self) -> int:
-        """Candidate rows at most."""
+    def idle(self) -> bool:
+        """The next step is plain: it guesses nothing and learns nothing."""
+        ...
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most draft tokens of the next step."""
         ...
 
     @property
     def price(self) -> TokenPrice:
-        """Of the next step's rows."""
+        """What the next step's draft tokens cost."""
         ...
 
-    def padded(self, rows: int) -> int:
-        """How many rows this rank should run for so many."""
+    def padded_size(self, num_tokens: int) -> int:
+        """How many tokens this rank should compute in a step of `num_tokens`, which may be more if that is faster."""
         ...
 
-    def observe(self, new: Sequence[int], rows: int, tree: DraftTree) -> None:
-        """A step of so many rows, padding excluded, with these candidates brought new tokens; 0 rows: an idle one."""
+    def record_step(self, new_tokens: Sequence[int], num_tokens: int, tree: DraftTree) -> None:
+        """Learn from a step.
+
+        Args:
+            new_tokens: the tokens that it added to the text.
+            num_tokens: step tokens of all ranks, without padding.
+            tree: its draft tree.
+        """
         ...
 
 
 class FixedBudget:
-    """W columns and G x (N - 1) rows, every step."""
+    """W columns and G x (N - 1) draft tokens in every step, which cost nothing.
 
-    idle, most, reads_prompt = False, 0, True
+    Args:
+        config: W, N and G.
+    """
+
+    idle = False
+    uses_prompt_logits = True
+    max_padded_tokens = 0
 
     def __init__(self, config: LookaheadConfig) -> None:
-        self.columns, self.rows = config.window_size, config.draft_budget
+        self.columns = config.window_size
+        self.draft_tokens = config.draft_budget
         self.price = TokenPrice.free(config.draft_budget)
 
-    def padded(self, rows: int) -> int:
-        """As they are."""
-        return rows
+    def padded_size(self, num_tokens: int) -> int:
+        """Steps are not padded."""
+        return num_tokens
 
-    def observe(self, new: Sequence[int], rows: int, tree: DraftTree) -> None:
-        """Nothing changes."""
-
-
-class _Running:
-    """A ratio of two sums that forget, or of several to one."""
-
-    def __init__(self, above: Any, below: float, memory: float) -> None:
-        self.above, self.below, self.keep = above, below, 1 - 1 / memory
-
-    def add(self, above: Any, below: float) -> None:
-        self.above, self.below = self.keep * self.above + above, self.keep * self.below + below
-
-    @property
-    def ratio(self) -> Any:
-        return self.above / self.below
-
-
-class _Echo:
-    """Tells whether a text says again what it said before."""
-
-    def __init__(self) -> None:
-        self._last, self._said = tuple[int, ...](), set[tuple[int, ...]]()
-
-    def heard(self, new: Sequence[int]) -> bool:
-        """Whether the text with these new tokens ends in a run that was there before."""
-        again = False
-        for token in new:
-            self._last = (*self._last[1 - ECHO :], token)
-            again = self._last in self._said
-            self._said.add(self._last)
-        return again
+    def record_step(self, new_tokens: Sequence[int], num_tokens: int, tree: DraftTree) -> None:
+        """Nothing is learned."""
 
 
 class AdaptiveBudget:
-    """What pays, by the curve and by what steps brought.
+    """What pays on this machine and in this text, by the step times and by what the last steps accepted.
+
+    It is made of the parts that this package's other files hold: a window policy, a calibration and a depth discount of
+    accept probabilities, and a back-off.
 
     Args:
         config: its W and G are bounds.
-        curve: what steps take, by the rows of all ranks together.
-        ranks: that share them.
-        temperature: of sampling from all tokens, 0 if there is none.
+        step_times: by the tokens of all ranks together.
+        ranks: that share a step.
+        temperature: of sampling from the whole vocabulary, 0 if there is none.
     """
 
-    reads_prompt = False  # each costs a row of the LM head, and all of them bring less than that
+    uses_prompt_logits = False  # they cost a pass through the LM head for every token, more than they bring
 
-    def __init__(self, config: LookaheadConfig, curve: StepTimes, ranks: int = 1, temperature: float = 0.0) -> None:
-        self.config, self.curve, self.most, self.idle, self.ranks = config, curve, curve.most, False, ranks
-        self._table, self._slopes = given(curve.table), given(curve.slopes)
-        self._rate = _Running(BEFORE, BEFORE * curve.plain_s, MEMORY)
-        self._truth = _Running(DOUBT, DOUBT, TRUST)
-        self._accepted = _Running(BEFORE, BEFORE, MEMORY)  # tokens, a step
-        self._awake, self._trial, self._nap = _Running(0.0, 0.0, 2 * TRIAL), TRIAL, SHORTEST_NAP
-        self._brought, self._echo = _Running(0.0, 0.0, 2 * TRIAL), _Echo()  # as `_accepted`, of steps alone
-        self._woken = self._deaf = False  # by an echo; to echoes, since the last one led nowhere
-        self._run = 0.0  # tokens that the best of the last steps accepted
-        half = max(curve.most // 2, 1)  # or a window that costs nothing would leave candidates no room
-        self._ladder = [size for size in LADDER if size <= config.window_size and self._window(size) <= half]
-        self._windows = np.array([self._window(size) for size in self._ladder])
-        self._costs = np.append(curve.table, np.inf)  # more rows than the curve knows are not to be had
-        self._gains = GAIN * np.array(self._ladder) / (np.array(self._ladder) + HALF)
-        self._beside = _Running(BEFORE * self._worths(()), BEFORE, MEMORY)  # each window, what a step was worth
-        self.columns, self._longest = self._columns(), LONGEST_NAP
-        if temperature >= HOT:
-            self._nap = self._longest = HOT_NAP
-            self._doze()
+    def __init__(
+        self, config: LookaheadConfig, step_times: StepTimes, ranks: int = 1, temperature: float = 0.0
+    ) -> None:
+        self._config = config
+        self._step_times = step_times
+        self._ranks = ranks
+        self._seconds = given(step_times.seconds_by_tokens)
+        self._marginal_seconds = given(step_times.marginal_seconds)
+        self._rate = RunningRatio(PRIOR_STEPS, PRIOR_STEPS * step_times.plain_s, MEMORY_STEPS)
+        self._accepted = RunningRatio(PRIOR_STEPS, PRIOR_STEPS, MEMORY_STEPS)  # draft tokens a step
+        self._calibration = Calibration()
+        self._depth_discount = DepthDiscount()
+        self._window = WindowPolicy(config, step_times, self._price_per_s)
+        self._back_off = BackOff(step_times.plain_s, temperature)
+        self.max_padded_tokens = step_times.max_tokens
+        self.columns = self._next_columns()
 
     @property
-    def rate(self) -> float:
-        """Tokens a second around here."""
-        return max(self._rate.ratio, 1 / self.curve.plain_s)
+    def idle(self) -> bool:
+        """The next step is plain."""
+        return self._back_off.idle
 
     @property
-    def rows(self) -> int:
-        """Candidate rows at most: what the config allows and the curve knows."""
-        return min(self.config.draft_budget, self.curve.most - self._window(self.columns))
+    def tokens_per_s(self) -> float:
+        """Tokens a second of the last steps, by the step times; at least plain decoding's."""
+        return max(self._rate.ratio, 1 / self._step_times.plain_s)
+
+    @property
+    def draft_tokens(self) -> int:
+        """As many as the config allows and the step times know."""
+        return min(self._config.draft_budget, self._step_times.max_tokens - self._window.num_tokens(self.columns))
 
     @property
     def price(self) -> TokenPrice:
-        """Of the next step's rows."""
-        base, lesson = self._window(self.columns), LESSON * min(self._accepted.ratio, 1.0)
-        terms = base, self._table, self._slopes, lesson, LESSONS, self._believed, 1 / (HOLD + self._run)
-        return TokenPrice(CAUTION * self.rate, *terms)
+        """What the next step's draft tokens cost."""
+        return TokenPrice(
+            tokens_per_s=self._price_per_s,
+            base_tokens=self._window.num_tokens(self.columns),
+            seconds=self._seconds,
+            marginal_seconds=self._marginal_seconds,
+            exploration_bonus=exploration_bonus(self._accepted.ratio),
+            exploration_tokens=EXPLORATION_TOKENS,
+            calibration=self._calibration.factor,
+            depth_discount=self._depth_discount.per_token,
+        )
+
+    def padded_size(self, num_tokens: int) -> int:
+        """More tokens where a larger step is faster.
+
+        The step times are those of all ranks together, so a rank pads its share of the whole step.
+        """
+        whole_step = 1 + (num_tokens - 1) * self._ranks
+        share = ceil((self._step_times.padded_size(whole_step) - 1) / self._ranks)
+        return max(num_tokens, 1 + share)
+
+    def record_step(self, new_tokens: Sequence[int], num_tokens: int, tree: DraftTree) -> None:
+        """Learn from a step; if lookahead does not reach plain decoding's rate, the next ones are plain."""
+        if self.idle:  # the step guessed nothing, though it may have caught up with what other ranks computed
+            self._back_off.record_plain_step(new_tokens)
+            return
+        seconds = self._step_times.step_s(num_tokens)
+        num_accepted = len(new_tokens) - 1
+        self._rate.add(len(new_tokens), seconds)
+        self._accepted.add(num_accepted, 1)
+        self._calibration.record_step(tree, new_tokens)
+        self._depth_discount.record_step(num_accepted)
+        self._window.record_step(tree.accept_probs, self._price_per_s)
+        self._back_off.record_step(new_tokens, seconds)
+        self.columns = self._next_columns()
 
     @property
-    def _believed(self) -> float:
-        """Of a chance. A loop whose turns differ breaks at the same token each time, on a path that looked sure."""
-        return min(max(self._truth.ratio, LEAST_TRUE), 1.0)
+    def _price_per_s(self) -> float:
+        """Tokens that a second must bring."""
+        return PRICE_MARGIN * self.tokens_per_s
 
-    def padded(self, rows: int) -> int:
-        """More where that is cheaper; a rank has about its share of a step that the curve knows."""
-        together = 1 + (rows - 1) * self.ranks
-        return max(rows, 1 + -(-(self.curve.padded(together) - 1) // self.ranks))
-
-    def observe(self, new: Sequence[int], rows: int, tree: DraftTree) -> None:
-        """Follow what steps bring; lookahead that does not reach plain decoding's rate is left alone for a while."""
-        again = self._echo.heard(new)
-        if self.idle:  # a step that guessed nothing, or caught up with what other ranks had
-            self._nap_on(again)
-            return
-        seconds = self.curve.step_s(rows)
-        self._rate.add(len(new), seconds)
-        self._accepted.add(len(new) - 1, 1)
-        expected, came = tree.foretold(new)
-        self._truth.add(*((came, expected / self._believed) if len(tree) else (DRIFT, DRIFT)))
-        self._run = max(len(new) - 1, FADE * self._run)
-        self._beside.add(self._worths(tree.accept_probs), 1)
-        self._awake.add(len(new), seconds)
-        self._brought.add(len(new) - 1, 1)
-        self._trial -= 1
-        pays = self._awake.ratio >= max(LEAST - self._brought.ratio / 2, BEARABLE) / self.curve.plain_s
-        if self._trial <= 0 and not pays:
-            self._doze()
-            return
-        if self._trial <= -TRIAL:
-            self._nap, self._woken = SHORTEST_NAP, False
-        self.columns = self._columns()
-
-    def _doze(self) -> None:
-        self.idle, self._left, self.columns, self._deaf = True, self._nap, 0, self._woken
-        self._nap = min(2 * self._nap, self._longest)
-
-    def _nap_on(self, again: bool) -> None:
-        self._left -= 1
-        heard = again and not self._deaf
-        if heard or not self._left:
-            self._woken, self.idle, self._trial, self._awake = heard, False, RETRIAL, _Running(0.0, 0.0, 2 * TRIAL)
-
-    def _window(self, columns: int) -> int:
-        """Rows of a window of so many columns, `c` included."""
-        return max(columns, 1) + columns * (self.config.ngram_size - 2)
-
-    def _worths(self, accept_probs: Sequence[float]) -> np.ndarray:
-        """Tokens that as many candidates as pay are worth beside each window, less what its rows and theirs cost."""
-        rows = np.minimum(self._windows[:, None] + np.arange(len(accept_probs) + 1), len(self._costs) - 1)
-        return (np.cumsum([0.0, *accept_probs]) - CAUTION * self.rate * self._costs[rows]).max(1)
-
-    def _columns(self) -> int:
-        """What raises S by more than the columns' rows cost."""
-        gains = (self._accepted.ratio + 1) * self._gains
-        return self._ladder[int((self._beside.ratio + gains).argmax())]
+    def _next_columns(self) -> int:
+        return 0 if self.idle else self._window.columns(self._accepted.ratio + 1)

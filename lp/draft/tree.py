@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 
 class DraftTree:
@@ -44,23 +44,3 @@ class DraftTree:
             self.tokens.append(token)
             self.parents.append(node)
         return child
-
-    def foretold(self, text: Sequence[int]) -> tuple[float, int]:
-        """How many tokens of what came the chances promised, each given the one before, and how many the tree had.
-
-        Both are 0 where the source states no chances.
-        """
-        if not self.accept_probs:
-            return 0.0, 0
-        mass = [0.0] * (len(self) + 1)  # of a node's children, given the node
-        child = {}
-        for node, (token, parent, chance) in enumerate(zip(self.tokens, self.parents, self.accept_probs, strict=True)):
-            mass[parent] += chance / self.accept_probs[parent] if parent >= 0 else chance
-            child[parent, token] = node
-        node, expected, came = -1, 0.0, 0
-        for token in text:
-            expected += mass[node]
-            if (node, token) not in child:
-                break
-            node, came = child[node, token], came + 1
-        return expected, came

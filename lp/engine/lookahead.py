@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from lp.budget.explain import bounds, spent
+from lp.budget.explain import describe_budget, describe_steps
 from lp.budget.policy import AdaptiveBudget, Budget, FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.config import (
@@ -35,7 +35,7 @@ from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats
 from lp.engine.request import Request
 from lp.engine.step import Generation
-from lp.engine.step_timing import measured_step_times
+from lp.engine.step_timing import decoder_step_times
 from lp.models.digests import model_digests
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
@@ -57,7 +57,7 @@ class LookaheadDecoder(Decoder):
         context: the ranks to share each step with; None is this process alone.
         attention: "auto", "sdpa", "eager", "flash" or "flex"; of this decoder alone, the model stays as loaded.
         capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
-        curve: what steps take, for an adaptive config; None measures it, once, and keeps it in the user's cache folder.
+        step_times: for an adaptive config; None measures them once and stores them in the user's cache folder.
 
     Raises:
         ValueError: a model whose architecture or attention takes no tree mask, or whose steps can't be captured.
@@ -70,7 +70,7 @@ class LookaheadDecoder(Decoder):
         context: ParallelContext | None = None,
         attention: str = "auto",
         capture: str = "auto",
-        curve: StepTimes | None = None,
+        step_times: StepTimes | None = None,
     ) -> None:
         super().__init__(model, context)
         self.config = config or LookaheadConfig(adaptive=True)
@@ -80,17 +80,19 @@ class LookaheadDecoder(Decoder):
         check_vocabulary(model.get_input_embeddings().weight.shape[0])
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
             check_same(self.context, f"making a {type(self).__name__}", model_digests(model))
-        self.curve = curve or measured_step_times(self) if self.config.adaptive else None
+        self.step_times: StepTimes | None = None
+        if self.config.adaptive:
+            self.step_times = step_times or decoder_step_times(self.runner, self.config, self.context)
 
     def budget(self, temperature: float = 0.0) -> Budget:
         """What steps take, made anew for every call."""
-        if self.curve is None:
+        if self.step_times is None:
             return FixedBudget(self.config)
-        return AdaptiveBudget(self.config, self.curve, self.context.world_size, temperature)
+        return AdaptiveBudget(self.config, self.step_times, self.context.world_size, temperature)
 
     def explain(self) -> str:
         """What steps may take, what they cost, and what those of the last text took: two lines."""
-        return f"{bounds(self.config, self.curve)}\n{spent(self._last)}"
+        return f"{describe_budget(self.config, self.step_times)}\n{describe_steps(self._last)}"
 
     @property
     def span(self) -> int:
@@ -110,8 +112,8 @@ class LookaheadDecoder(Decoder):
     def source(self, request: Request) -> DraftSource:
         """What proposes candidates, made anew for every call."""
         config = self.config
-        if self.curve and config.pool_scope is PoolScope.REQUEST:  # clearing more than a text can fill takes time
-            needed = request.limit * max(self.curve.bearable, LEAST_ROWS) * ROW_BYTES >> 20
+        if self.step_times and config.pool_scope is PoolScope.REQUEST:  # clearing more than a text can fill takes time
+            needed = request.limit * max(self.step_times.affordable_tokens, LEAST_ROWS) * ROW_BYTES >> 20
             config = replace(config, pool_mib=min(config.pool_mib, 1 + needed))
         tables = self._tables or fresh_tables(config, vocabulary_size(self.model))
         if self.config.pool_scope is PoolScope.SESSION and self._tables is None:
@@ -132,7 +134,7 @@ class LookaheadDecoder(Decoder):
         """Digests of what ranks must agree on, by name."""
         asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
-        asked |= {"context limit": request.limit, "step curve": self.curve}
+        asked |= {"context limit": request.limit, "step times": self.step_times}
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         return {"prompt": chain_digest(0, request.prompt), **digests}
 

@@ -1,8 +1,7 @@
-"""What to ask for instead, where a generation's KV cache does not fit the device."""
+"""The error for a KV cache that does not fit its device: what it needs, what is free, and settings that fit."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
@@ -10,49 +9,52 @@ import torch
 from lp.config import LookaheadConfig
 from lp.draft.layout import largest_layout
 from lp.models.kv_cache import CacheTooLarge
+from lp.models.memory import format_bytes, free_bytes
 
-USABLE = 0.9  # of the free bytes; the step's own tensors need some
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where nobody tells."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    names = getattr(os, "sysconf_names", {})
-    if device.type == "cpu" and "SC_AVPHYS_PAGES" in names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+# The share of the free bytes that a proposed cache may take; a step's own tensors need the rest. Set by hand.
+USABLE = 0.9
 
 
-def largest_step(config: LookaheadConfig) -> int:
-    """Rows of the largest step."""
+def largest_step_tokens(config: LookaheadConfig) -> int:
+    """Step tokens of the largest step that a config allows."""
     return len(largest_layout(config))
 
 
-def too_large(error: CacheTooLarge, config: LookaheadConfig, prompt: int, new: int, device: torch.device) -> ValueError:
-    """The error for the user: needed and free bytes, and a smaller shape or length that fits.
+def too_large(
+    error: CacheTooLarge, config: LookaheadConfig, prompt_tokens: int, new_tokens: int, device: torch.device
+) -> ValueError:
+    """The error for the user: needed and free memory, and a smaller shape or length that fits.
 
     Args:
         error: of the cache.
         config: of the generation.
-        prompt, new: its tokens, given and wanted.
+        prompt_tokens, new_tokens: of the generation.
         device: the cache's.
     """
     free = free_bytes(device)
-    asked = f"the KV cache of {prompt} prompt and {new} new tokens and a step of {largest_step(config)} rows needs "
-    needed = f"{error.nbytes:,} bytes on {device}, " + ("" if free is None else f"where {free:,} are free; ")
-    remedies = [] if free is None else _fitting(int(USABLE * free) // error.row_bytes, config, prompt, new)
-    return ValueError(asked + needed + (" or ".join(remedies) or "use a shorter prompt, or a device with more memory"))
+    message = (
+        f"the KV cache of {prompt_tokens} prompt and {new_tokens} new tokens and a step of "
+        f"{largest_step_tokens(config)} tokens needs {format_bytes(error.nbytes)} on {device}"
+    )
+    remedies: list[str] = []
+    if free is not None:
+        message += f", where {format_bytes(free)} are free"
+        remedies = _remedies(int(USABLE * free) // error.row_bytes, config, prompt_tokens, new_tokens)
+    remedy = " or ".join(remedies) or "use a shorter prompt, or a device with more memory"
+    return ValueError(f"{message}; {remedy}")
 
 
-def _fitting(rows: int, config: LookaheadConfig, prompt: int, new: int) -> list[str]:
-    """Smaller settings whose rows, prefix and step together, are no more than these."""
-    smaller, remedies = config, []
-    while smaller.window_size + smaller.guess_set_size and prompt + new + largest_step(smaller) > rows:
+def _remedies(cache_slots: int, config: LookaheadConfig, prompt_tokens: int, new_tokens: int) -> list[str]:
+    """Smaller settings whose prefix and step together need no more than so many cache slots."""
+    remedies = []
+    smaller = config
+    while smaller.window_size + smaller.guess_set_size and (
+        prompt_tokens + new_tokens + largest_step_tokens(smaller) > cache_slots
+    ):
         smaller = replace(smaller, window_size=smaller.window_size // 2, guess_set_size=smaller.guess_set_size // 2)
-    if prompt + new + largest_step(smaller) <= rows:
+    if prompt_tokens + new_tokens + largest_step_tokens(smaller) <= cache_slots:
         remedies.append(f"W={smaller.window_size} G={smaller.guess_set_size} would fit")
-    if (fewer := rows - prompt - largest_step(config)) > 0:
+    fewer = cache_slots - prompt_tokens - largest_step_tokens(config)
+    if fewer > 0:
         remedies.append(f"max_new_tokens={fewer} would fit")
     return remedies

@@ -63,7 +63,7 @@ class Generation:
         largest = largest_layout(config)
         self.num_logits = min(source.num_logits, vocabulary_size(runner.model))
         self.shape = message.MessageShape.of(ShardPlan.build(largest, context.world_size), self.num_logits)
-        self.cache = runner.new_cache(request.limit + 1 + max(len(largest), budget.most))
+        self.cache = runner.new_cache(request.limit + 1 + max(len(largest), budget.max_padded_tokens))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = [0] * context.world_size  # how many every rank lacks
         self.digest, self.digested = chain_digest(0, request.prompt), len(request.prompt)
@@ -96,7 +96,7 @@ class Generation:
     def prefill(self) -> None:
         """Cache the prompt; what its rows say is rank 0's word, since ranks may round it differently."""
         prompt, sampler, rows = self.request.prompt, self.request.sampler, list[torch.Tensor]()
-        read_too = self.config.prompt_logits and self.config.prompt_ngrams and self.budget.reads_prompt
+        read_too = self.config.prompt_logits and self.config.prompt_ngrams and self.budget.uses_prompt_logits
         wanted = self.num_logits if read_too else 0
 
         def read(logits: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ class Generation:
         self.request.sampler.record(plan.owned[self.context.rank], outcome.sampled_at)
         self._commit(layout, plan, rows, outcome, clock)
         clock.lap("host")
-        self.budget.observe(outcome.tokens, len(layout), candidates)
+        self.budget.record_step(outcome.tokens, len(layout), candidates)
         self._learn(layout, read, top_logits, outcome)
         clock.lap("learn")
         return self._deliver(outcome.tokens, clock, len(rows.tokens), layout)
@@ -187,7 +187,7 @@ class Generation:
         self.request.sampler.record([0], [0])
         self.cache.length += 1
         self.text.append(token)
-        self.budget.observe([token], 0, DraftTree(0))
+        self.budget.record_step([token], 1, DraftTree(0))
         return self._deliver([token], clock, 1)
 
     @property
@@ -195,7 +195,7 @@ class Generation:
         return len(self.stats) < self.config.warmup_steps
 
     def _propose(self) -> DraftTree:
-        rows = 0 if self._warming or self.budget.idle else self.budget.rows
+        rows = 0 if self._warming or self.budget.idle else self.budget.draft_tokens
         return self.source.propose(self.text, rows, *self.window.free_drafts(), self.budget.price)
 
     def _cross(self, position: int) -> None:
@@ -210,7 +210,7 @@ class Generation:
 
     def _forward(self, layout: StepLayout, plan: ShardPlan, rows: RankShare) -> tuple[torch.Tensor, torch.Tensor]:
         """What this rank's owned reads choose, int64 (owned reads,), and their likeliest tokens, on the device."""
-        run = rows.padded(self.budget.padded(len(rows.tokens)))
+        run = rows.padded(self.budget.padded_size(len(rows.tokens)))
         logits = self.runner.forward(run.tokens, run.positions, run.visible, self.cache, run.sample_at)
         sampler, nodes = self.request.sampler, plan.owned[self.context.rank]
         positions = [layout.positions[node] for node in nodes]

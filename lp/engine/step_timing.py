@@ -1,99 +1,122 @@
-"""The step curve of a decoder: real steps of every size, through its loop, its pool and its ranks."""
+"""Times the steps of a decoder: real steps of every size, through its loop, its pool and its ranks."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lp.budget.measure import SIZES, measure_step_times
 from lp.budget.policy import FixedBudget
-from lp.budget.step_times import SIZES, StepTimes, machine, measure, remembered
-from lp.config import PoolScope
+from lp.budget.step_times import StepTimes
+from lp.budget.step_times_cache import load_or_measure, machine_key
+from lp.config import LookaheadConfig, PoolScope
 from lp.draft.pool.ngram_pool import NGramPool, fresh_tables
 from lp.draft.tree import DraftTree
 from lp.engine.decoder import Decoder
-from lp.engine.memory import largest_step
+from lp.engine.memory import largest_step_tokens
 from lp.engine.output import GenerationOutput
 from lp.engine.request import Request
 from lp.engine.signals import interruption
 from lp.engine.step import Generation
 from lp.models.loader import context_limit, vocabulary_size
+from lp.models.runner import ModelRunner
+from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
 from lp.parallel.rendezvous import env_int
 
-if TYPE_CHECKING:
-    from lp.engine.lookahead import LookaheadDecoder
-
-PREFIX, NEW = 256, 256  # tokens before the first step, and behind it
+# Tokens of the text in which steps are timed: half of them are its prompt, unless the model's context is shorter.
+TEXT_TOKENS = 512
 
 
-def measured_step_times(decoder: LookaheadDecoder) -> StepTimes:
-    """From the cache folder, or measured now, in a few seconds."""
-    model, runner, config = decoder.model, decoder.runner, decoder.config
-    shape = repr(replace(config, pool_scope=PoolScope.REQUEST, pool_file=None))
-    how = runner.captured and runner.captured.how
-    where = (decoder.context.world_size, decoder.context.backend, env_int("LOCAL_WORLD_SIZE", 1))
-    what = (model.config.to_json_string(), str(model.dtype), *where, runner.attention, how, shape)
-    kept = vars(model).setdefault("_lp_curves", {})
-    return remembered((*what, *machine(runner.device)), lambda: _Stopwatch(decoder).curve(), decoder.context, kept)
+def decoder_step_times(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> StepTimes:
+    """The step times of a decoder with these parts: from the cache folder, or measured now, in a few seconds."""
+    model = runner.model
+    config_without_pool = replace(config, pool_scope=PoolScope.REQUEST, pool_file=None)
+    key_parts = (
+        model.config.to_json_string(),
+        str(model.dtype),
+        context.world_size,
+        context.backend,
+        env_int("LOCAL_WORLD_SIZE", 1),
+        runner.attention,
+        runner.captured and runner.captured.how,
+        repr(config_without_pool),
+        *machine_key(runner.device),
+    )
+    fallback = vars(runner.original).setdefault("_lp_step_times", {})
+    return load_or_measure(key_parts, lambda: StepTimingDecoder(runner, config, context).measure(), context, fallback)
 
 
-class _Stopwatch(Decoder):
-    """Steps of sizes asked for, of a text whose candidates are all wrong, so that a step is a token."""
+class StepTimingDecoder(Decoder):
+    """Decodes a drawn text with steps of given sizes, whose draft tokens are all wrong: each step adds one token.
 
-    def __init__(self, decoder: LookaheadDecoder) -> None:
-        super().__init__(decoder.model, decoder.context)
-        self.runner = decoder.runner
-        self.most = min(largest_step(decoder.config), SIZES[-1])
+    Args:
+        runner: the decoder's, whose steps are timed.
+        config: the decoder's.
+        context: the ranks.
+    """
+
+    def __init__(self, runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> None:
+        super().__init__(runner.model, context)
+        self.runner = runner
+        self.max_tokens = min(largest_step_tokens(config), SIZES[-1])
         self.config = replace(
-            decoder.config,
+            config,
             adaptive=False,
             window_size=0,
             ngram_size=2,
-            guess_set_size=self.most - 1,
+            guess_set_size=self.max_tokens - 1,
             warmup_steps=0,
         )
-        self.measured: StepTimes | None = None
+        self._measured: StepTimes | None = None
 
-    def curve(self) -> StepTimes:
-        """Measure it."""
-        room = min(context_limit(self.model) or PREFIX + NEW, PREFIX + NEW)
-        rng, vocabulary = random.Random(0), vocabulary_size(self.model)
-        self.generate([rng.randrange(vocabulary) for _ in range(max(room // 2, 1))], room, eos_token_id=())
-        assert self.measured
-        return self.measured
+    def measure(self) -> StepTimes:
+        """Measure the step times, on all ranks."""
+        text_tokens = min(context_limit(self.model) or TEXT_TOKENS, TEXT_TOKENS)
+        rng = random.Random(0)
+        vocabulary = vocabulary_size(self.model)
+        prompt = [rng.randrange(vocabulary) for _ in range(max(text_tokens // 2, 1))]
+        self.generate(prompt, text_tokens, eos_token_id=())
+        assert self._measured
+        return self._measured
 
     def _decode(self, request: Request) -> GenerationOutput:
         budget = FixedBudget(self.config)
-        run, reason = self._begun(request, budget), Stop.NONE
+        generation = self._prefilled(request, budget)
+        reason = Stop.NONE
 
-        def step(rows: int) -> float:
-            nonlocal run, reason
-            if reason or len(run.tokens) > (request.limit - len(request.prompt)) // 2:
-                run = self._begun(request, budget)  # with room for deep trees
-            budget.rows = max(rows - 1, 0)
-            reason = run.step() if rows else run.plain_step()
+        def step(num_tokens: int) -> float:
+            nonlocal generation, reason
+            if reason or len(generation.tokens) > (request.limit - len(request.prompt)) // 2:
+                generation = self._prefilled(request, budget)  # so that deep trees have room
+            budget.draft_tokens = max(num_tokens - 1, 0)
+            reason = generation.step() if num_tokens else generation.plain_step()
             if reason is Stop.INTERRUPTED:
-                raise run.failure or interruption(request.signals.received)  # 0: another rank's
-            return run.stats[-1].seconds
+                # A signal of 0: it was another rank's.
+                raise generation.failure or interruption(request.signals.received)
+            return generation.stats[-1].seconds
 
-        self.measured = measure(step, self.most, self.context)
+        self._measured = measure_step_times(step, self.max_tokens, self.context)
         return GenerationOutput([], "length", [])
 
-    def _begun(self, request: Request, budget: FixedBudget) -> Generation:
-        source = _Wrong(self.config, request.prompt, None, fresh_tables(self.config, vocabulary_size(self.model)))
+    def _prefilled(self, request: Request, budget: FixedBudget) -> Generation:
+        tables = fresh_tables(self.config, vocabulary_size(self.model))
+        source = RejectedDrafts(self.config, request.prompt, None, tables)
         generation = Generation(self.config, self.context, self.runner, source, request, budget)
         generation.prefill()
         return generation
 
 
-class _Wrong(NGramPool):
-    """The pool, but what it proposes is all wrong, and as much as was asked for."""
+class RejectedDrafts(NGramPool):
+    """The n-gram pool, with every draft token it proposes replaced by a wrong one, and always as many as allowed."""
 
-    def propose(self, text: Sequence[int], budget: int, *window: Any) -> DraftTree:
-        """The pool's tree with every token exchanged for another, filled up at the root."""
-        known, tree = super().propose(text, budget, *window), DraftTree(budget, merge=False)
-        tree.tokens = [token - 1 if token else 1 for token in known.tokens] + [0] * (budget - len(known))
-        tree.parents = known.parents + [-1] * (budget - len(known))
+    def propose(self, text: Sequence[int], budget: int, *args: Any) -> DraftTree:
+        """The pool's tree with other tokens, filled up with children of the root."""
+        proposed = super().propose(text, budget, *args)
+        missing = budget - len(proposed)
+        tree = DraftTree(budget, merge=False)
+        tree.tokens = [token - 1 if token else 1 for token in proposed.tokens] + [0] * missing
+        tree.parents = proposed.parents + [-1] * missing
         return tree

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from lp.models.memory import format_bytes
+
 
 class CacheTooLarge(RuntimeError):
     """The device has no room for a cache.
@@ -28,7 +30,7 @@ class CacheTooLarge(RuntimeError):
     def __init__(self, extent: _Extent, layer_bytes: int) -> None:
         self.row_bytes = layer_bytes * extent.layers
         self.nbytes = self.row_bytes * extent.capacity
-        super().__init__(f"a KV cache of {extent.capacity} rows needs {self.nbytes} bytes")
+        super().__init__(f"a KV cache of {extent.capacity} slots needs {format_bytes(self.nbytes)}")
 
 
 @dataclass(slots=True)

@@ -42,7 +42,7 @@ def check_cases(
         model = tiny_model(case.arch, seed=case.model_seed)
         plain = plain_greedy(model, case.ids, case.new)
         expected = plain[: plain.index(case.eos) + 1] if case.eos in plain else plain
-        alone = lp.LookaheadDecoder(model, case.config, curve=case.curve).generate(
+        alone = lp.LookaheadDecoder(model, case.config, step_times=case.step_times).generate(
             case.ids, case.new, eos_token_id=case.eos
         )
         for rank, results in enumerate(by_rank):

@@ -14,26 +14,27 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import lp
-from lp.budget.step_times import SIZES, StepTimes
-from lp.engine.memory import largest_step
+from lp.budget.measure import SIZES
+from lp.budget.step_times import StepTimes
+from lp.config import LookaheadConfig
+from lp.engine.memory import largest_step_tokens
 from lp.models.loader import DEMO_MODEL
 
 CONTEXT = 256
 
 
 @pytest.fixture(autouse=True)
-def given_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adaptive decoder that is given no curve takes this one: which rows pay must not follow how busy a machine is.
+def given_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times for decoders that are given none, so that no test depends on how busy the machine is.
 
     A module that tests the measuring overrides it.
     """
 
-    def curve(decoder: lp.LookaheadDecoder) -> StepTimes:
-        most = min(largest_step(decoder.config), SIZES[-1])
-        rows = tuple(sorted({1, most}))
-        return StepTimes(rows, tuple(1e-3 + 1e-5 * size for size in rows), 1e-3)
+    def fixed(runner: object, config: LookaheadConfig, context: object) -> StepTimes:
+        sizes = tuple(sorted({1, min(largest_step_tokens(config), SIZES[-1])}))
+        return StepTimes(sizes, tuple(1e-3 + 1e-5 * size for size in sizes), 1e-3)
 
-    monkeypatch.setattr("lp.engine.lookahead.measured_step_times", curve)
+    monkeypatch.setattr("lp.engine.lookahead.decoder_step_times", fixed)
 
 
 def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = CONTEXT) -> Path:

@@ -15,7 +15,7 @@ from lp.attention.flash import SHORT
 from lp.engine.step import Generation
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
-from tests.pools import drawn_curve, drawn_switches
+from tests.pools import drawn_step_times, drawn_switches
 from tests.tiny_models import BOUNDARY, drawn_text, tiny_model
 
 ARCHS = ["llama", "llama", "gemma3", "mistral_sliding", "phi3_longrope"]
@@ -52,10 +52,10 @@ def _run(case: int, kv_sync: lp.KVSync | None = None) -> tuple[int, str]:
         kv_sync=kv_sync or rng.choice(list(lp.KVSync)),
         **drawn_switches(rng),
     )
-    curve = drawn_curve(rng)
+    step_times = drawn_step_times(rng)
 
     def body(context: ParallelContext) -> None:
-        lp.LookaheadDecoder(models[context.rank], config, context, curve=curve).generate(ids, 40)
+        lp.LookaheadDecoder(models[context.rank], config, context, step_times=step_times).generate(ids, 40)
 
     run_lockstep(ranks, body)
     return ranks, f"case {case}, {ranks} ranks of {arch}: {config}"

@@ -8,7 +8,7 @@ import random
 import pytest
 
 import lp
-from tests.pools import drawn_curve, drawn_switches
+from tests.pools import drawn_step_times, drawn_switches
 from tests.tiny_models import ARCHITECTURES, CONTEXT, drawn_text, plain_greedy, tiny_model
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))
@@ -36,7 +36,7 @@ def test_greedy_equals_generate(arch: str) -> None:
             **drawn_switches(rng),
         }
         config = lp.LookaheadConfig(**shape, **policy)
-        output = lp.LookaheadDecoder(model, config, curve=drawn_curve(rng)).generate(
+        output = lp.LookaheadDecoder(model, config, step_times=drawn_step_times(rng)).generate(
             ids, new, eos_token_id=eos, prefill_chunk=rng.choice([7, 64, 512])
         )
         assert output.tokens == expected, f"{arch} case {case}: {config}, prompt {len(ids)}, new {new}, eos {eos}"

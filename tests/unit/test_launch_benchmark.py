@@ -56,7 +56,7 @@ def _untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_what_runs_on_rank_0_is_built_there_alone(
     start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Every rank would measure its curve at the same time as the others, and keep cache and graphs that nobody uses."""
+    """Every rank would measure step times while the others do, and keep cache and graphs that nobody uses."""
     configs: list[BenchmarkConfig] = []
     asked = [*SMALL, f"model.name={tiny_folder}", f"out={tmp_path}", "methods=[lookahead,lookahead@1,autoregressive]"]
     start_app(configs.append, "benchmark", *asked)

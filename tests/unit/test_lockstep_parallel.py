@@ -20,7 +20,7 @@ from lp.engine.step import Generation
 from lp.models.loader import DEMO_MODEL
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
-from tests.pools import drawn_curve, drawn_switches
+from tests.pools import drawn_step_times, drawn_switches
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 ARCHS = ["llama", "llama", "llama", "gemma3", "mistral_sliding", "gpt_neox"]
@@ -33,13 +33,13 @@ def on_ranks(
     ids: list[int],
     new: int,
     by_rank: Callable[[int], dict[str, Any]] = lambda rank: {},
-    curve: StepTimes | None = None,
+    step_times: StepTimes | None = None,
     **kwargs: Any,
 ) -> list[lp.GenerationOutput | BaseException]:
     """What `generate` gave on every rank: its output, or what it raised."""
 
     def body(context: ParallelContext) -> lp.GenerationOutput | BaseException:
-        decoder = lp.LookaheadDecoder(model, config, context, curve=curve)
+        decoder = lp.LookaheadDecoder(model, config, context, step_times=step_times)
         try:
             return decoder.generate(ids, new, **kwargs, **by_rank(context.rank))
         except (ArithmeticError, lp.Interrupted) as error:  # what these tests raise on purpose; others end the test
@@ -66,10 +66,12 @@ def test_ranks_give_plain_greedy(cases: Callable[[int, int], range]) -> None:
             kv_sync=rng.choice(list(lp.KVSync)),
             **drawn_switches(rng),
         )
-        curve = drawn_curve(rng)
-        alone = lp.LookaheadDecoder(model, config, curve=curve).generate(ids, new, eos_token_id=eos)
+        step_times = drawn_step_times(rng)
+        alone = lp.LookaheadDecoder(model, config, step_times=step_times).generate(ids, new, eos_token_id=eos)
         accepted = [step.accepted for step in alone.step_stats]
-        for rank, output in enumerate(on_ranks(ranks, model, config, ids, new, curve=curve, eos_token_id=eos)):
+        for rank, output in enumerate(
+            on_ranks(ranks, model, config, ids, new, step_times=step_times, eos_token_id=eos)
+        ):
             where = f"case {case}, rank {rank} of {ranks}: {config}, prompt {len(ids)}, new {new}, eos {eos}"
             assert isinstance(output, lp.GenerationOutput), where
             assert output.tokens == alone.tokens == expected, where

@@ -1,4 +1,4 @@
-"""A KV cache that does not fit: what the error says is so, and what it proposes fits."""
+"""Free memory, and a KV cache that does not fit: the error's figures are right, and what it proposes fits."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import lp
+from lp.models.memory import format_bytes, free_bytes
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
 from tests.tiny_models import tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=16, ngram_size=3, guess_set_size=40)
 IDS = [1, 2, 3, 4, 5]
-ROW_BYTES = 2 * 2 * 2 * 8 * 8  # layers, keys and values, heads, dimensions, float64
+SLOT_BYTES = 2 * 2 * 2 * 8 * 8  # layers, keys and values, heads, dimensions, float64
 
 
 @dataclass
 class Room:
-    """A device: its free bytes, those taken by tensors of four dimensions, and the rank that it is, None for all."""
+    """A device: its free bytes, those used by tensors of four dimensions, and the rank that has it, None for all."""
 
     free: int = 1 << 40
-    taken: int = 0
+    used: int = 0
     rank: str | None = None
 
 
@@ -35,51 +37,52 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
     device, new_empty = Room(), torch.Tensor.new_empty
 
     def limited(self: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
-        made = new_empty(self, *shape, **options)
-        if made.ndim == 4 and device.rank in (None, threading.current_thread().name):
-            device.taken += made.nbytes
-            if device.taken > device.free:
+        tensor = new_empty(self, *shape, **options)
+        if tensor.ndim == 4 and device.rank in (None, threading.current_thread().name):
+            device.used += tensor.nbytes
+            if device.used > device.free:
                 raise torch.OutOfMemoryError("simulated")
-        return made
+        return tensor
 
     monkeypatch.setattr(torch.Tensor, "new_empty", limited)
     monkeypatch.setattr("lp.engine.memory.free_bytes", lambda at: device.free)
     monkeypatch.setattr("lp.models.runner.check_tree_mask", lambda runner: None)  # it has a cache of its own
     yield device
-    assert device.taken
+    assert device.used
 
 
-def _said(room: Room, free: int, new: int) -> str:
-    room.free, room.taken = free, 0
+def _error(room: Room, free: int, new: int) -> str:
+    room.free = free
+    room.used = 0
     with pytest.raises(ValueError) as error:
         lp.LookaheadDecoder(tiny_model(max_position_embeddings=1 << 20), CONFIG).generate(IDS, new)
     return str(error.value)
 
 
-def test_the_error_states_bytes_and_what_fits(room: Room) -> None:
+def test_the_error_states_memory_and_what_fits(room: Room) -> None:
     """A bare "out of memory" leaves the user to guess which of four numbers to lower, and by how much."""
-    free, new = 400 * ROW_BYTES, 300
-    said = _said(room, free, new)
-    rows = 16 * 2 + 40 * 2
-    needed = ROW_BYTES * (len(IDS) + new + rows)
-    assert f"5 prompt and 300 new tokens and a step of {rows} rows needs {needed:,} bytes on cpu" in said
-    assert f"where {free:,} are free; W=" in said
-    found = re.search(r"W=(\d+) G=(\d+) would fit or max_new_tokens=(\d+) would fit", said)
+    free, new = 400 * SLOT_BYTES, 300
+    message = _error(room, free, new)
+    step_tokens = 16 * 2 + 40 * 2
+    needed = format_bytes(SLOT_BYTES * (len(IDS) + new + step_tokens))
+    assert f"5 prompt and 300 new tokens and a step of {step_tokens} tokens needs {needed} on cpu" in message
+    assert f"where {format_bytes(free)} are free; W=" in message
+    found = re.search(r"W=(\d+) G=(\d+) would fit or max_new_tokens=(\d+) would fit", message)
     assert found
     w, g, fewer = map(int, found.groups())
     smaller = lp.LookaheadConfig(window_size=w, ngram_size=3, guess_set_size=g)
     model = tiny_model(max_position_embeddings=1 << 20)
     for config, length in ((smaller, new), (CONFIG, fewer)):
-        room.taken = 0
+        room.used = 0
         assert len(lp.LookaheadDecoder(model, config).generate(IDS, length).tokens) == length
-        assert 0 < room.taken <= free
+        assert 0 < room.used <= free
 
 
-def test_what_no_shape_can_mend(room: Room) -> None:
+def test_remedies_that_do_not_exist_are_not_proposed(room: Room) -> None:
     """Where no step is small enough, only the length is named; where none is short enough, neither."""
-    said = _said(room, 320 * ROW_BYTES, 300)
-    assert "W=" not in said and "max_new_tokens=171 would fit" in said
-    assert _said(room, 50 * ROW_BYTES, 300).endswith("use a shorter prompt, or a device with more memory")
+    message = _error(room, 320 * SLOT_BYTES, 300)
+    assert "W=" not in message and "max_new_tokens=171 would fit" in message
+    assert _error(room, 50 * SLOT_BYTES, 300).endswith("use a shorter prompt, or a device with more memory")
 
 
 def test_one_rank_without_room_tells_the_others(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,3 +105,27 @@ def test_one_rank_without_room_tells_the_others(room: Room, monkeypatch: pytest.
             else:
                 assert isinstance(output, lp.Interrupted) and output.signal == 0
                 assert (output.output.tokens, output.output.finish_reason) == ([], "interrupted")
+
+
+def test_free_memory_on_a_gpu_has_what_torch_holds_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a first generation torch holds most of a GPU: by the driver's figure alone nothing would fit again."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert free_bytes(torch.device("cuda:0")) == 1300
+    assert free_bytes(torch.device("meta")) is None
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux")
+def test_free_memory_has_the_page_cache() -> None:
+    """Pages that cache files are given back: after a large checkpoint was read, MemFree alone is almost nothing."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    free = free_bytes(torch.device("cpu"))
+    assert free is not None and abs(free - available) < 1 << 30
+
+
+def test_bytes_are_shown_in_units_that_people_read() -> None:
+    """13477093376 bytes are hard to tell from 1347709337."""
+    shown = {1000: "1.0 KiB", 10**9: "953.7 MiB", 1 << 30: "1.0 GiB", 13477093376: "12.6 GiB"}
+    assert {count: format_bytes(count) for count in shown} == shown

@@ -14,7 +14,6 @@ from lp import compiled
 from lp.compiled import U64
 from lp.draft.pool import mixture
 from lp.draft.pool.mixture import FEATURES, FLOOR, GAPS, RATE, RECYCLED_0
-from lp.draft.tree import DraftTree
 from lp.sampling.noise import _keyed, _signed, _uniform, gumbel, sequence_key
 from tests.pools import TEXT_ONLY, Ballot, ballot, drawn_step, empty_tables, logits_of, pool_of, reads_of
 
@@ -216,13 +215,3 @@ def test_recycled_logits_guess_under_the_noise_of_their_position(noise: tuple[in
         assert pool.propose(text, 1).tokens == [int(scores.argmax())]
         differ += int(scores.argmax()) != int(np.argmax(logits))
     assert (differ > 10) == bool(noise and renoise)
-
-
-def test_what_a_tree_foretold() -> None:
-    """Two branches of which one is true for two tokens; the step's last token is the model's own."""
-    tree = DraftTree(9)
-    tree.tokens, tree.parents, tree.accept_probs = [5, 6, 7, 8], [-1, -1, 1, 2], [0.2, 0.5, 0.4, 0.1]
-    assert tree.foretold([6, 7, 9]) == (pytest.approx(0.7 + 0.8 + 0.25), 2)
-    assert tree.foretold([6, 7, 8, 1]) == (pytest.approx(0.7 + 0.8 + 0.25), 3), "nothing was promised behind the end"
-    assert tree.foretold([9]) == (pytest.approx(0.7), 0)
-    assert DraftTree(0).foretold([1]) == (0.0, 0)

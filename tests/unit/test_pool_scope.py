@@ -162,12 +162,12 @@ def test_a_request_gets_no_larger_pool_than_it_can_fill(monkeypatch: pytest.Monk
         return fresh_tables(config, vocabulary)
 
     monkeypatch.setattr("lp.engine.lookahead.fresh_tables", noted)
-    model, curve = tiny_model(), StepTimes((1, 24, 120), (1.0, 2.0, 9.0), 1.0)
+    model, step_times = tiny_model(), StepTimes((1, 24, 120), (1.0, 2.0, 9.0), 1.0)
     request, session = (lp.LookaheadConfig(adaptive=True, pool_scope=scope) for scope in ("request", "session"))
     for config, new in ((request, 9), (request, 400), (session, 9), (lp.LookaheadConfig(guess_set_size=2), 9)):
-        decoder = lp.LookaheadDecoder(model, config, curve=curve)
+        decoder = lp.LookaheadDecoder(model, config, step_times=step_times)
         assert len(decoder.generate([1, 2, 3], new, eos_token_id=()).tokens) == new
     longer = tiny_model(max_position_embeddings=1024)
-    dear = lp.LookaheadDecoder(longer, request, curve=StepTimes((1, 2, 120), (1.0, 2.5, 9.0), 1.0))
+    dear = lp.LookaheadDecoder(longer, request, step_times=StepTimes((1, 2, 120), (1.0, 2.5, 9.0), 1.0))
     dear.generate([1, 2, 3] * 170, 20, eos_token_id=())
     assert asked == [1, 3, 16, 16, 2], "where no row pays, a text has n-grams all the same"

@@ -18,7 +18,7 @@ from launch.bench.shapes import build_shape, shape_config
 from launch.bench.speed import speeds, transformers_greedy
 from lp.attention.ablation import WithoutAttention
 from lp.budget.policy import FixedBudget
-from lp.budget.step_times import flat
+from lp.budget.step_times import StepTimes
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.parallel.context import ParallelContext
@@ -160,13 +160,13 @@ def test_a_replay_can_be_interrupted() -> None:
 
 
 def test_a_pool_of_other_texts_has_no_tape() -> None:
-    """The second decode would guess with what the first one left; a curve of one rank prices the rows of others."""
+    """The second decode would guess with what the first one left; step times of one rank price the tokens of others."""
     session = lp.LookaheadConfig(pool_scope=lp.PoolScope.SESSION)
     adaptive = lp.LookaheadConfig(adaptive=True)
     model = tiny_model()
     for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "make it false")):
         with pytest.raises(ValueError, match=remedy):
-            record(partial(lp.LookaheadDecoder, model, config, curve=flat(0.01, 64)), _decode, 2)
+            record(partial(lp.LookaheadDecoder, model, config, step_times=StepTimes.constant(0.01, 64)), _decode, 2)
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (3, 2)])
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"prefix is 500, .* positions; the model's context is 512"):
         profile(model, _build(model), _build(model), IDS, Plan(prefix=500), ParallelContext())
     monkeypatch.setattr("launch.bench.shapes.free_bytes", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"too little memory on cpu: [0-9]+ bytes needed, 1000 free"):
+    with pytest.raises(ValueError, match=r"too little memory on cpu: [0-9.]+ [KMG]iB needed, 1.0 KiB free"):
         profile(model, _build(model), _build(model), IDS, Plan(prefix=16), ParallelContext())
 
 

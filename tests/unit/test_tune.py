@@ -15,7 +15,7 @@ import pytest
 import lp
 from launch.bench.tune import ADAPTIVE, BUDGETS, PLAIN, Tried, ranks_that_pay, search, speed_of_ranks, time_settings
 from launch.tune import _said, _speeds, tune
-from lp.budget.step_times import StepTimes, flat
+from lp.budget.step_times import StepTimes
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats
 from lp.parallel.context import ParallelContext
@@ -80,10 +80,10 @@ def test_rows_are_those_of_the_step() -> None:
 
 
 def test_of_several_ranks_nothing_is_said_of_more() -> None:
-    """A curve of two ranks, read as one rank's, promises speeds that one rank never had."""
+    """Step times of two ranks, read as those of one rank, promise speeds that one rank never had."""
     config = lp.LookaheadConfig()
     tried = [Tried(name=f"{n}", config=config, tokens=9, steps=3, rows=8.0, seconds=1.0) for n in range(len(BUDGETS))]
-    one, two = (_speeds(flat(0.01, 128), tried, ranks) for ranks in (1, 2))
+    one, two = (_speeds(StepTimes.constant(0.01, 128), tried, ranks) for ranks in (1, 2))
     assert one is not None and two is None
     decoder: Any = _Fixed()
     decoder.explain = lambda: "t(T)"
@@ -128,7 +128,7 @@ def test_ranks_choose_by_one_clock() -> None:
 def test_more_ranks_pay_while_rows_cost() -> None:
     """Ranks divide rows: they bring nothing where rows are free, and no more than S allows where they are dear."""
     by_rows = [(8.0, 2.5), (32.0, 4.0), (100.0, 5.0)]
-    assert ranks_that_pay(speed_of_ranks(flat(0.01, 128), by_rows)) == 1
+    assert ranks_that_pay(speed_of_ranks(StepTimes.constant(0.01, 128), by_rows)) == 1
     dear = speed_of_ranks(StepTimes((1, 128), (0.01, 0.5), 0.01), by_rows)
     assert dear == sorted(dear) and ranks_that_pay(dear) > 4
     assert dear[0] == pytest.approx(
@@ -149,4 +149,6 @@ def test_the_start_says_what_steps_take(launch_generate: Callable[..., Any], tin
 
 
 class _Fixed:
-    config, curve, _last = lp.LookaheadConfig(), None, []  # type: ignore[var-annotated]
+    config = lp.LookaheadConfig()
+    step_times = None
+    _last: tuple[StepStats, ...] = ()

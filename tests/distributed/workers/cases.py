@@ -17,7 +17,7 @@ import torch
 import lp
 from lp.budget.step_times import StepTimes
 from tests.distributed.workers.collectives import Watch
-from tests.pools import drawn_curve, drawn_switches
+from tests.pools import drawn_step_times, drawn_switches
 from tests.tiny_models import VOCABULARY, tiny_model
 
 
@@ -31,7 +31,7 @@ class Case:
     new: int
     eos: int
     config: lp.LookaheadConfig
-    curve: StepTimes
+    step_times: StepTimes
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
@@ -47,7 +47,9 @@ class Case:
             **drawn_switches(rng),
         )
         arch = rng.choice(["llama", "llama", "gemma3", "mistral_sliding"])
-        return cls(arch, rng.randrange(8), ids, rng.randint(8, 40), rng.randrange(VOCABULARY), config, drawn_curve(rng))
+        return cls(
+            arch, rng.randrange(8), ids, rng.randint(8, 40), rng.randrange(VOCABULARY), config, drawn_step_times(rng)
+        )
 
 
 def main(folder: Path, first: int, last: int) -> None:
@@ -57,7 +59,7 @@ def main(folder: Path, first: int, last: int) -> None:
     for seed in range(first, last):
         case = Case.drawn(seed)
         model = tiny_model(case.arch, seed=case.model_seed).to(context.device)
-        decoder = lp.LookaheadDecoder(model, case.config, context, curve=case.curve)
+        decoder = lp.LookaheadDecoder(model, case.config, context, step_times=case.step_times)
         with pytest.MonkeyPatch.context() as patch:
             watch = Watch(patch)
             output = decoder.generate(case.ids, case.new, eos_token_id=case.eos, on_tokens=watch.on_tokens)

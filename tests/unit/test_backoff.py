@@ -1,0 +1,127 @@
+"""Back-off: steps are plain while lookahead does not pay; a repeated run of tokens, or time, ends that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import count
+
+import lp
+from lp.budget.backoff import FIRST_TRIAL_STEPS, HIGH_TEMPERATURE_BACK_OFF, SHORTEST_BACK_OFF, TRIAL_STEPS
+from lp.budget.policy import AdaptiveBudget
+from lp.budget.step_times import StepTimes
+from lp.draft.tree import DraftTree
+from lp.sampling.sampler import Sampler
+from tests.tiny_models import tiny_model
+
+ADAPTIVE = lp.LookaheadConfig(adaptive=True)
+NOTHING = DraftTree(0)
+NEW = count(10_000)  # tokens that no text had
+LOSING = StepTimes((1, 120), (1.08, 30.0), 1.0)  # a step that is not plain loses 8 %
+
+
+def _steps(budget: AdaptiveBudget, tokens: Sequence[int]) -> int:
+    """Steps of one token each, in which nothing is accepted; returns how many were not plain."""
+    tried = 0
+    for token in tokens:
+        tried += not budget.idle
+        budget.record_step([token], 0 if budget.idle else max(budget.columns, 1), NOTHING)
+    return tried
+
+
+def test_steps_are_plain_where_lookahead_does_not_pay() -> None:
+    """On random text every trial is lost: few may be made, and some must be."""
+    budget = AdaptiveBudget(ADAPTIVE, LOSING)
+    assert 40 < _steps(budget, range(1000)) < 100
+    at = 1000
+    while budget.idle:
+        at += 1
+        budget.record_step([at], 0, NOTHING)
+    for _ in range(40):
+        assert not budget.idle, "what pays again is used again"
+        budget.record_step([1] * 4, 5, NOTHING)
+    assert budget.tokens_per_s > 3 * 0.3
+    while not budget.idle:
+        at += 1
+        budget.record_step([at], max(budget.columns, 1), NOTHING)
+    plain_steps = 0
+    while budget.idle:
+        plain_steps += 1
+        budget.record_step([at + plain_steps], 0, NOTHING)
+    assert plain_steps == SHORTEST_BACK_OFF, "a long success makes the next back-off short again"
+
+
+def test_a_repeat_ends_a_back_off() -> None:
+    """A loop that begins in a back-off is noticed at its fourth token."""
+    budget = AdaptiveBudget(ADAPTIVE, LOSING)
+    _steps(budget, range(150))
+    while not budget.idle:
+        _steps(budget, [next(NEW)])
+    loop = [5, 6, 7, 8, 9]
+    for token in loop[:3]:
+        _steps(budget, [token])
+    assert budget.idle
+    _steps(budget, loop[3:4])
+    assert not budget.idle
+    for _ in range(40):
+        budget.record_step([next(NEW)] * 4, 5, NOTHING)
+    ahead, fails = deepcopy(budget), 0
+    while not ahead.idle:
+        fails += 1
+        _steps(ahead, [next(NEW)])
+    _steps(budget, [*(next(NEW) for _ in range(fails - 3)), *loop[:3]])
+    assert budget.idle
+    _steps(budget, loop[3:4])
+    assert not budget.idle, "the trial after the last repeat was a success"
+
+
+def test_repeats_that_did_not_pay_are_ignored() -> None:
+    """A text of four letters repeats itself all the time: after a trial in vain repeats end no back-off."""
+    drawn = random.Random(0)
+    for letters in (4, 10):
+        budget = AdaptiveBudget(ADAPTIVE, LOSING)
+        tried = _steps(budget, [drawn.randrange(letters) for _ in range(3000)])
+        assert 40 < tried < 300
+
+
+def test_a_loss_is_accepted_while_drafts_are() -> None:
+    """Steps that lose a tenth but accept something learn what pays later."""
+    budgets = [AdaptiveBudget(ADAPTIVE, StepTimes((1, 120), (1.2, 1.3), 1.0)) for _ in "ab"]
+    backed_off = [False, False]
+    for at in range(40):
+        for which, new in enumerate(([at], [-at] * (1 + (at % 8 == 0)))):
+            budgets[which].record_step(new, 0 if budgets[which].idle else 1, NOTHING)
+            backed_off[which] |= budgets[which].idle
+    assert backed_off == [True, False]
+
+
+def test_a_text_of_high_temperature_begins_plain() -> None:
+    """At a high temperature there is nothing to guess until the text shows otherwise."""
+    low, high = (AdaptiveBudget(ADAPTIVE, LOSING, 1, temperature) for temperature in (1.0, 2.0))
+    assert not low.idle and high.idle
+    assert _steps(high, range(HIGH_TEMPERATURE_BACK_OFF)) == 0
+    cases = ((low, FIRST_TRIAL_STEPS, SHORTEST_BACK_OFF), (high, TRIAL_STEPS, HIGH_TEMPERATURE_BACK_OFF))
+    for budget, trial, back_off in cases:
+        assert _steps(budget, range(100, 100 + trial)) == trial and budget.idle
+        assert _steps(budget, range(200, 200 + back_off)) == 0 and not budget.idle
+
+
+def test_temperature_counts_where_all_tokens_are_sampled() -> None:
+    """Where processors leave few tokens to choose from there is something to guess at any temperature."""
+    asked = {None: 0.0, lp.SamplingParams(seed=0): 1.0, lp.SamplingParams(seed=0, temperature=2.0): 2.0}
+    asked |= {lp.SamplingParams(seed=0, temperature=2.0, min_p=0.2): 0.0}
+    decoder = lp.AutoregressiveDecoder(tiny_model())
+    for sampling, heat in asked.items():
+        assert Sampler.build(sampling, (), (), 0, 0, 1, True, decoder.model).heat == heat
+
+
+def test_a_decoder_passes_its_temperature() -> None:
+    """A text of high temperature begins plain, and no window is computed meanwhile."""
+    step_times = StepTimes.constant(0.01, 120)
+    decoder = lp.LookaheadDecoder(tiny_model(), ADAPTIVE, step_times=step_times)
+    high = lp.SamplingParams(temperature=2.0, seed=1)
+    for sampling, plain in ((high, HIGH_TEMPERATURE_BACK_OFF), (None, 0)):
+        steps = decoder.generate([1, 2, 3], HIGH_TEMPERATURE_BACK_OFF + 9, sampling, eos_token_id=()).step_stats
+        assert [step.idle for step in steps[: plain + 1]] == [True] * plain + [False]
+    assert AdaptiveBudget(ADAPTIVE, step_times, 1, 2.0).columns == 0 < AdaptiveBudget(ADAPTIVE, step_times).columns

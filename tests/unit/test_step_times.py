@@ -1,0 +1,141 @@
+"""Step times: interpolation, padding, prices, how they are measured, and the cache on disk."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lp.budget.measure import measure_step_times
+from lp.budget.step_times import StepTimes
+from lp.budget.step_times_cache import load_or_measure, machine_key
+from lp.parallel.context import ParallelContext
+from lp.parallel.lockstep import run_lockstep
+from tests.tiny_models import tiny_model
+
+BUMP = StepTimes((1, 8, 31, 32, 64), (10.0, 12.0, 14.0, 5.0, 7.0), 9.0)
+
+
+def _drawn(rng: random.Random) -> StepTimes:
+    sizes = sorted({1, *rng.sample(range(2, 120), rng.randint(1, 8))})
+    return StepTimes(tuple(sizes), tuple(rng.uniform(0.5, 2) * (1 + 0.02 * size) for size in sizes), 1.0)
+
+
+def test_a_bump_is_padded_over() -> None:
+    """bf16 on some processors takes five times as long for 8 tokens as for 32."""
+    assert [BUMP.padded_size(size) for size in (1, 8, 31, 32, 33, 64, 65)] == [32, 32, 32, 32, 33, 64, 65]
+    assert [BUMP.step_s(size) for size in (1, 8, 31, 32, 64)] == [5, 5, 5, 5, 7]
+    assert BUMP.step_s(48) == pytest.approx(6)
+    assert "padded up to [32]" in str(BUMP) and "padded" not in str(StepTimes.constant(0.01, 64))
+
+
+def test_noise_is_no_reason_to_pad() -> None:
+    """Padding is real work: a size measured a little too fast must not draw all smaller steps to it."""
+    step_times = StepTimes((1, 4, 5, 64), (1.0, 1.2, 1.15, 3.0), 1.0)
+    assert [step_times.padded_size(size) for size in range(1, 65)] == list(range(1, 65))
+
+
+def test_marginal_seconds_are_the_least_of_all_larger_steps() -> None:
+    """Too high a price stops a tree before a larger step that pays as a whole."""
+    for seed in range(40):
+        times = _drawn(random.Random(seed))
+        assert (np.diff(times.seconds_by_tokens) >= 0).all()
+        for size in range(1, times.max_tokens):
+            costs = [
+                (times.step_s(larger) - times.step_s(size)) / (larger - size)
+                for larger in range(size + 1, times.max_tokens + 1)
+            ]
+            assert times.marginal_seconds[size] == pytest.approx(min(costs), abs=1e-12)
+        assert times.marginal_seconds[times.max_tokens] == np.inf
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seconds", "plain_s"),
+    [
+        ((), (), 1.0),
+        ((1, 2.5), (1.0, 1.0), 1.0),
+        ((2, 3), (1.0, 1.0), 1.0),
+        ((1, 1), (1.0, 1.0), 1.0),
+        ((1, 10**13), (1.0, 2.0), 1.0),
+        ((1,), (0.0,), 1.0),
+        ((1,), (1.0,), -1.0),
+    ],
+)
+def test_impossible_step_times_are_refused(
+    num_tokens: tuple[int, ...], seconds: tuple[float, ...], plain_s: float
+) -> None:
+    """A cut cache file would steer every step."""
+    with pytest.raises(ValueError, match=r"step times have .*; measure the steps again"):
+        StepTimes(num_tokens, seconds, plain_s)
+
+
+def test_affordable_tokens() -> None:
+    """The size of the pool depends on them: they bound what the steps of a text can leave in it."""
+    assert StepTimes((1, 17, 120), (1.0, 2.0, 30.0), 1.0).affordable_tokens == 17
+    assert StepTimes.constant(1.0, 120).affordable_tokens == 120
+    assert StepTimes((1, 9), (3.0, 4.0), 1.0).affordable_tokens == 1
+
+
+def test_measuring_alternates_and_takes_the_least() -> None:
+    """A machine that is slow for one step must not make its size look slow; sizes that never pay are soon left out."""
+    measured: list[int] = []
+
+    def step(num_tokens: int) -> float:
+        measured.append(num_tokens)
+        slow = 50 if len(measured) % 7 == 0 else 1
+        return slow * (1e-3 + 1e-4 * num_tokens + (1.0 if num_tokens > 64 else 0))
+
+    times = measure_step_times(step, 200, ParallelContext())
+    assert times.num_tokens[:4] == (1, 2, 3, 4) and times.max_tokens == 96
+    for size, seconds in zip(times.num_tokens[:-1], times.seconds[:-1], strict=True):
+        assert seconds == pytest.approx(1e-3 + 1e-4 * size)
+    assert times.plain_s == pytest.approx(1e-3)
+    assert measured.count(8) >= 5 > measured.count(96)
+
+
+def test_ranks_take_rank_0s_times() -> None:
+    """By its own clock each rank would choose another budget."""
+
+    def body(context: ParallelContext) -> StepTimes:
+        return measure_step_times(lambda size: (1 + context.rank) * (1e-3 + 1e-4 * size), 32, context)
+
+    alone = measure_step_times(lambda size: 1e-3 + 1e-4 * size, 32, ParallelContext())
+    assert run_lockstep(3, body) == [alone] * 3
+
+
+def test_the_cache_is_one_of_model_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times of another model or thread count are wrong; measuring them for every prompt costs seconds."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[StepTimes] = []
+
+    def fresh() -> StepTimes:
+        measured.append(StepTimes.constant(0.01 * (len(measured) + 1), 9))
+        return measured[-1]
+
+    context = ParallelContext()
+    first = load_or_measure(("a", 1), fresh, context, {})
+    assert load_or_measure(("a", 1), fresh, context, {}) == first and len(measured) == 1
+    shared = run_lockstep(2, lambda context: load_or_measure(("a", 1), fresh, context, {}))
+    assert shared == [first, first] and len(measured) == 1, "ranks that do not read the file measure nothing"
+    assert load_or_measure(("a", 2), fresh, context, {}) != first
+    (file,) = [path for path in tmp_path.rglob("*.json") if f"{first.plain_s}" in path.read_text()]
+    file.write_text(file.read_text()[:-9])
+    assert load_or_measure(("a", 1), fresh, context, {}) == measured[2], "a cut file is measured again"
+    file.write_text("[" * 200_000)
+    assert load_or_measure(("a", 1), fresh, context, {}) == measured[3], "so is a file of something else"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    assert load_or_measure(("a", 1), fresh, context, {}) == measured[4]
+    assert [*tmp_path.glob("home/.cache/lp/step_times/*.json")], "a relative path is ignored, as XDG has it"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    fallback: dict[str, str] = {}
+    for home in ("/proc/nowhere", "~"):  # the second is what is left of a home where there is none
+        monkeypatch.setenv("HOME", home)
+        with pytest.warns(UserWarning, match="cannot be written to .*: set XDG_CACHE_HOME"):
+            assert load_or_measure(("a", 1), fresh, context, fallback) == measured[-1], "only the cache is lost"
+        assert load_or_measure(("a", 1), fresh, context, fallback) == measured[-1], "it is measured once for a model"
+        fallback.clear()
+    assert len(measured) == 7 and not Path("~").exists() and not Path("cache").exists()
+    assert machine_key(tiny_model().device)[1] == 1
