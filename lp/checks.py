@@ -16,21 +16,20 @@ from typing import Any
 
 def as_int(value: Any) -> int | None:
     """The int that a value is, as an index would take it; None for a bool and for what is no integer."""
-    is_array = getattr(value, "ndim", None) not in (None, 0)
     try:
-        return None if isinstance(value, bool) or is_array else operator.index(value)
+        return None if isinstance(value, bool) or getattr(value, "ndim", None) else operator.index(value)
     except TypeError:
         return None
 
 
 def as_float(value: Any) -> float | None:
-    """The float that a number is; None for a bool, for NaN and for what is no number."""
+    """The float that a number is; None for a bool, for NaN, and for what is no number or too large for one."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
         number = float(value)
-    except OverflowError:  # of an int
-        return math.copysign(math.inf, int(value))
+    except OverflowError:
+        return None
     return None if math.isnan(number) else number
 
 

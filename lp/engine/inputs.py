@@ -24,7 +24,7 @@ def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
     """
     given = _elements(input_ids)
     if given is None:
-        raise ValueError(f"input_ids is {input_ids!r}, which is no sequence; give token ids of shape (L,) or (1, L)")
+        raise ValueError(f"input_ids is {input_ids!r}, no sequence of token ids; give them as (L,) or (1, L)")
     if given and (row := _elements(given[0])) is not None:
         if len(given) > 1:
             raise ValueError(f"input_ids holds {len(given)} prompts; generate takes one, call it for each")

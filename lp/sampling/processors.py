@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as tf
 from transformers import LogitsProcessor
@@ -136,6 +137,8 @@ def plain_settings(values: Any) -> Any:
         if values.numel() <= LARGEST_PLAIN_TENSOR:
             return values.tolist()
         return hashlib.sha256(values.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    if isinstance(values, np.ndarray | np.generic):
+        return values.tolist()
     if isinstance(values, set | frozenset):
         return [plain_settings(value) for value in sorted(values)]
     if isinstance(values, list | tuple):

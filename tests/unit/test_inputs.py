@@ -57,12 +57,12 @@ def test_prompts(model: tf.PreTrainedModel, decoder: lp.LookaheadDecoder, kind: 
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "0-D array": (np.array(5), r"input_ids is array\(5\), which is no sequence; give token ids of shape"),
-    "0-D tensor": (torch.tensor(5), "which is no sequence"),
-    "numpy's int": (np.int64(5), "which is no sequence"),
-    "int": (5, "which is no sequence"),
-    "None": (None, "which is no sequence"),
-    "text": ("x = 1", "which is no sequence"),
+    "0-D array": (np.array(5), r"input_ids is array\(5\), no sequence of token ids; give them as"),
+    "0-D tensor": (torch.tensor(5), "no sequence of token ids"),
+    "numpy's int": (np.int64(5), "no sequence of token ids"),
+    "int": (5, "no sequence of token ids"),
+    "None": (None, "no sequence of token ids"),
+    "text": ("x = 1", "no sequence of token ids"),
     "two prompts": (np.array([IDS, IDS]), "holds 2 prompts"),
     "two prompts of one token": ([torch.tensor([5]), torch.tensor([6])], "holds 2 prompts"),
     "3-D": (np.array([[IDS]]), r"token id \[5, 6"),
