@@ -25,6 +25,7 @@ from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
 from lp.engine.request import Request
 from lp.models.loader import load
+from lp.sampling.top_logits import TopLogits
 
 BINS = 10
 
@@ -45,7 +46,7 @@ class Recorder:
         self.tree = self.source.propose(*asked)
         return self.tree
 
-    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         self.source.begin(prompt, top_logits)
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from lp.draft.layout import StepLayout
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
 from lp.draft.window import LookaheadWindow
+from lp.sampling.top_logits import TopLogits
 
-NOTHING = StepSamples([], [], [], [], [], np.zeros((0, 0), np.int64), [])  # what a source learns besides the text
+NOTHING = StepSamples([], [], [], [], [], TopLogits.empty(), [])  # what a source learns besides the text
 FIRST = 1000  # tokens from here on stand in no window entry
 
 

@@ -21,6 +21,7 @@ from lp.draft.pool.ngram_pool import NGramPool, tables_digest
 from lp.draft.pool.tables import DEEPEST, ORDERS, Tables, new_tables
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
+from lp.sampling.top_logits import TopLogits
 
 TEXT_ONLY: dict[str, Any] = {"window_ngrams": False, "position_guesses": False, "recycled": 0}
 
@@ -39,14 +40,17 @@ def pool_of(
     return NGramPool(made, prompt, noise, tables or empty_tables(made))
 
 
-def logits_of(rows: Iterable[Iterable[tuple[int, float]]]) -> np.ndarray:
-    """(token, logit) of every row as a step packs them: (n, K) int64."""
-    packed = [[token << 32 | int(np.float32(logit).view(np.uint32)) for token, logit in row] for row in rows]
-    return np.array(packed, np.int64).reshape(len(packed), len(packed[0]) if packed else 0)
+def logits_of(rows: Iterable[Iterable[tuple[int, float]]]) -> TopLogits:
+    """Of the (token, logit) pairs of every node."""
+    pairs = [list(row) for row in rows]
+    shape = len(pairs), len(pairs[0]) if pairs else 0
+    tokens = np.array([token for row in pairs for token, _ in row], np.int32)
+    logits = np.array([logit for row in pairs for _, logit in row], np.float32)
+    return TopLogits(tokens.reshape(shape), logits.reshape(shape))
 
 
 def reads_of(
-    position: int, nodes: Sequence[tuple[int, int, int]], top_logits: np.ndarray, ngrams: Sequence[tuple[int, ...]] = ()
+    position: int, nodes: Sequence[tuple[int, int, int]], top_logits: TopLogits, ngrams: Sequence[tuple[int, ...]] = ()
 ) -> StepSamples:
     """A step whose nodes are (token, parent, what it chose); the first stands at `position`."""
     positions: list[int] = []
@@ -137,7 +141,7 @@ def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[Draf
         new, seen = drawn_step(rng, text, 99, 16)
         text += new
         for pool in alike:
-            pool.observe(list(text), len(new), replace(seen, top_logits=seen.top_logits.copy()))
+            pool.observe(list(text), len(new), replace(seen, top_logits=TopLogits(*map(np.copy, seen.top_logits))))
 
 
 def proposal_digest(previous: int, tree: DraftTree) -> int:

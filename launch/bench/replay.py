@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
+from lp.sampling.top_logits import TopLogits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +101,7 @@ def replay(
         budget: candidate rows a step, at most.
         max_new_tokens: asked for in the call; nodes past it take no row. None: what the text has, as if it ended there.
     """
-    nothing = StepSamples([], [], [], [], [], np.zeros((0, 0), np.int64), [])
+    nothing = StepSamples([], [], [], [], [], TopLogits.empty(), [])
     text, end, steps, slots = list(prompt), len(prompt) + len(tokens), 0, 0
     last = len(prompt) + (max_new_tokens or len(tokens))
     whole = [*prompt, *tokens]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from lp.config import PaperConfig
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
+from lp.sampling.top_logits import TopLogits
 
 
 class PaperPool:
@@ -33,7 +32,7 @@ class PaperPool:
             tree.add_path(tail)
         return tree
 
-    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
+from lp.sampling.top_logits import TopLogits
 
 
 class PromptLookup:
@@ -35,7 +34,7 @@ class PromptLookup:
                 break
         return tree
 
-    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from lp.compiled import given
 from lp.draft.tree import DraftTree
+from lp.sampling.top_logits import TopLogits
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class StepSamples:
         tokens, positions, parents: of all slots, as in StepLayout.
         nodes: those that were read, n.
         sampled: (n,) the token each chose.
-        top_logits: (n, K) int64, the likeliest tokens of each: token << 32 | bits of its float32 logit.
+        top_logits: of each, (n, K).
         ngrams: one of N tokens off every column of the window.
     """
 
@@ -29,7 +30,7 @@ class StepSamples:
     parents: Sequence[int]
     nodes: Sequence[int]
     sampled: Sequence[int]
-    top_logits: np.ndarray
+    top_logits: TopLogits
     ngrams: Sequence[tuple[int, ...]]
 
 
@@ -80,7 +81,7 @@ class DraftSource(Protocol):
         """
         ...
 
-    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """What the rows before the prompt's last said: (L - 1, K), as in StepSamples; only if they were read."""
         ...
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from lp.config import SuffixConfig
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
+from lp.sampling.top_logits import TopLogits
 
 
 def native_tree() -> Any:
@@ -63,7 +62,7 @@ class SuffixTree:
             tree.add_child(parent, token)  # nodes keep their places: parents come first, and no token twice behind one
         return tree
 
-    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:

@@ -6,11 +6,10 @@ import heapq
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
-
 from lp.config import RecyclingConfig
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
+from lp.sampling.top_logits import TopLogits
 
 
 @lru_cache(maxsize=16)
@@ -47,7 +46,7 @@ class TokenRecycling:
             places.append(tree.add_child(node, known[rank]) if node is not None and rank < len(known) else None)
         return tree
 
-    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """The prompt's rows leave their tokens' successors."""
         self._learn(prompt[:-1], top_logits)
 
@@ -55,7 +54,5 @@ class TokenRecycling:
         """Every row read replaces its token's successors."""
         self._learn([seen.tokens[slot] for slot in seen.nodes], seen.top_logits)
 
-    def _learn(self, tokens: Sequence[int], top_logits: np.ndarray) -> None:
-        logits = np.ascontiguousarray(top_logits).view(np.float32)[:, ::2]
-        ranked = np.take_along_axis(top_logits >> 32, np.argsort(-logits, axis=1, kind="stable"), axis=1).tolist()
-        self._successors.update(zip(tokens, ranked, strict=True))
+    def _learn(self, tokens: Sequence[int], top_logits: TopLogits) -> None:
+        self._successors.update(zip(tokens, top_logits.tokens.tolist(), strict=True))

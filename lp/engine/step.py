@@ -28,8 +28,9 @@ from lp.parallel.agreement import RanksParted
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
 from lp.parallel.sharding import RankShare, ShardPlan
+from lp.sampling import top_logits as wire
 from lp.sampling.sampler import INVALID_TOKEN, check_sampled
-from lp.sampling.top_logits import pack as pack_top_logits
+from lp.sampling.top_logits import TopLogits
 
 ALONE = np.ones((1, 1), dtype=bool)  # what a single row sees of its step
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class Generation:
         wanted = self.num_logits if read_too else 0
 
         def read(logits: torch.Tensor) -> None:
-            rows.append(pack_top_logits(sampler.scores(logits, [None] * len(logits), prompt), wanted))
+            rows.append(wire.pack(sampler.scores(logits, [None] * len(logits), prompt), wanted))
 
         def fill() -> None:
             self.runner.prefill(prompt[:-1], self.cache, self.request.prefill_chunk, read if wanted else None)
@@ -108,7 +109,7 @@ class Generation:
         self._attempt(fill)
         if wanted and len(prompt) > 1:
             said = self._zeros(len(prompt) - 1, wanted) if self.failure else torch.cat(rows)
-            self.source.begin(prompt, self.context.broadcast(said, 0).cpu().numpy())
+            self.source.begin(prompt, wire.unpack(self.context.broadcast(said, 0).cpu().numpy()))
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
         """What fails on this rank alone is told in the next header, or the others would wait for it until they give up.
@@ -217,7 +218,7 @@ class Generation:
         branches = [layout.branch(node, sampler.prefix_free) for node in nodes]
         drafts = [layout.drafts(node) for node in nodes] if sampler.uses_drafts else []
         scores = sampler.scores(logits, branches, self.text)
-        return sampler.sample(scores, positions, branches, drafts), pack_top_logits(scores, self.num_logits)
+        return sampler.sample(scores, positions, branches, drafts), wire.pack(scores, self.num_logits)
 
     def _header(self, clock: StepTimer, chosen: torch.Tensor, *parts: Sequence[int]) -> tuple[int, Stop, int]:
         """What the other ranks are told besides what was chosen, made while a GPU is still at it."""
@@ -260,11 +261,11 @@ class Generation:
         self.cache.commit([*range(rows.catch_up), rows.index_of[0]])
         self.cache.append(flat, len(path))
 
-    def _learn(self, layout: StepLayout, read: dict[int, int], top_logits: np.ndarray, outcome: Outcome) -> None:
+    def _learn(self, layout: StepLayout, read: dict[int, int], top_logits: TopLogits, outcome: Outcome) -> None:
         new = [read[node] % INVALID_TOKEN for node in layout.last_level()]  # a row that only guesses may say nothing
         ngrams, nodes = self.window.ngrams(new), layout.sampled_nodes
         if self._warming:  # the reference's window has no full column yet
-            ngrams, nodes, top_logits = [], [], top_logits[:0]
+            ngrams, nodes, top_logits = [], [], TopLogits.empty()
         chosen = [read[node] % INVALID_TOKEN for node in nodes]
         seen = StepSamples(layout.tokens, layout.positions, layout.parents, nodes, chosen, top_logits, ngrams)
         self.text += outcome.tokens

@@ -21,7 +21,9 @@ import torch
 from lp.draft.layout import StepLayout
 from lp.parallel.agreement import check_calls
 from lp.parallel.sharding import ShardPlan
+from lp.sampling import top_logits as wire
 from lp.sampling.sampler import INVALID_TOKEN
+from lp.sampling.top_logits import TopLogits
 
 DIGEST, FLAGS, LENGTH, HEADER = 0, 1, 2, 3
 BITS = 21  # of a token; three fit an int64 and its sign
@@ -90,7 +92,7 @@ def pack(
     Args:
         header: digest, flags, generated tokens to keep.
         tokens: what this rank's owned reads say, in node order.
-        top_logits: (len(tokens), K), their likeliest tokens, as in StepSamples.
+        top_logits: (len(tokens), K), as `lp.sampling.top_logits.pack` makes them.
         plan: the step's.
         shape: of the rows of this generation.
     """
@@ -164,7 +166,7 @@ def _check_digests(gathered: np.ndarray, step: int) -> None:
 
 def unpack(
     gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout, shape: MessageShape
-) -> tuple[dict[int, int], np.ndarray, Stop, int]:
+) -> tuple[dict[int, int], TopLogits, Stop, int]:
     """All ranks' read-offs by node and their top_logits (reads, K), in node order, the union of flags, rank 0's length.
 
     Args:
@@ -177,6 +179,6 @@ def unpack(
     order = np.argsort(np.concatenate(plan.owned), kind="stable")  # by node, however many ranks there are
     ranks = np.repeat(np.arange(len(rows)), [len(nodes) for nodes in plan.owned])[order]
     places = np.concatenate([np.arange(len(nodes)) for nodes in plan.owned])[order]
-    chosen, top_logits = tokens[ranks, places], tops[ranks, places]
+    chosen, top_logits = tokens[ranks, places], wire.unpack(tops[ranks, places])
     read = dict(zip(layout.sampled_nodes, chosen.tolist(), strict=True))
     return read, top_logits, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])

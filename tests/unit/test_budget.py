@@ -22,6 +22,7 @@ from lp.engine.request import Request
 from lp.models.loader import DEMO_MODEL, load
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
+from lp.sampling.top_logits import TopLogits
 from tests.pools import drawn_step, drawn_step_times, pool_of
 from tests.tiny_models import drawn_text, tiny_model
 
@@ -130,7 +131,7 @@ class _Tracer:
         self.trees.append((len(text), self.source.propose(text, MAX_DRAFT, (), ())))
         return DraftTree(0)
 
-    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         self.source.begin(prompt, top_logits)
 
     def observe(self, text: list[int], moved: int, seen: StepSamples) -> None:
@@ -300,7 +301,7 @@ def test_the_pool_follows_idle_steps() -> None:
     rng = random.Random(5)
     text = [rng.randrange(30) for _ in range(40)]
     pool, informed = (pool_of(text, guess_set_size=20, learn=False) for _ in range(2))
-    nothing = StepSamples([], [], [], [], [], np.zeros((0, 16), np.int64), [])
+    nothing = StepSamples([], [], [], [], [], TopLogits.empty(), [])
     for token in (text * 2)[:30]:
         text.append(token)
         informed.observe(list(text), 1, nothing)

@@ -15,6 +15,7 @@ from lp.draft.layout import largest_layout
 from lp.parallel import message
 from lp.parallel.message import MessageShape, Stop
 from lp.parallel.sharding import ShardPlan
+from lp.sampling.top_logits import unpack
 from tests.layouts import chains, drawn_layout, layout_of
 
 LARGEST_TOKEN = 2**21 - 1
@@ -69,8 +70,10 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
         read, top_logits, told, keep = message.unpack(gathered, plan, layout, shape)
         assert read == said
         assert list(read) == layout.sampled_nodes, "an order that depends on the ranks would reach the pool"
-        assert top_logits.dtype == np.int64 and top_logits.shape == (len(layout.sampled_nodes), shape.num_logits)
-        assert top_logits.tolist() == [tops[node] for node in layout.sampled_nodes]
+        sent = np.array([tops[node] for node in layout.sampled_nodes], np.int64)
+        expected = unpack(sent.reshape(len(layout.sampled_nodes), shape.num_logits))
+        assert top_logits.tokens.tolist() == expected.tokens.tolist()
+        assert top_logits.logits.tolist() == expected.logits.tolist()
         assert (told, keep) == (Stop(sum({int(flag) for flag in flags})), 10)
 
 

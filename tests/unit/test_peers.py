@@ -146,7 +146,7 @@ def test_recycling_keeps_what_a_token_was_last_seen_with() -> None:
     """Successors by logit, of the newest row of their token; the tree is the likeliest of fixed shape."""
     source = TokenRecycling(lp.RecyclingConfig(successors=2, nodes=4))
     assert len(source.propose([1], 4)) == 0
-    rows = logits_of([[(3, -1.0), (2, 5.0)], [(9, 0.0), (8, -2.0)], [(6, 1.0), (7, 1.5)]])
+    rows = logits_of([[(2, 5.0), (3, -1.0)], [(9, 0.0), (8, -2.0)], [(7, 1.5), (6, 1.0)]])
     source.observe([0, 1, 2], 1, reads_of(1, [(1, -1, 2), (2, 0, 9), (2, 0, 9)], rows))
     assert _static_tree(4, 2) == [(-1, 0), (-1, 1), (0, 0), (0, 1)]
     tree = source.propose([1], 99)

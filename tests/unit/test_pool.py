@@ -98,11 +98,12 @@ def test_compiled_equals_plain(processes: Processes) -> None:
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
 def test_compiled_code_is_of_these_sources(processes: Processes, tmp_path: Path) -> None:
     """numba keeps compiled code by its own file: a change of another would reach some ranks and not others."""
-    (tmp_path / "lp").mkdir()
-    (tmp_path / "lp" / "__init__.py").touch()
-    tables = tmp_path / "lp" / "lookahead" / "tables.py"
-    shutil.copytree(ROOT / "lp" / "lookahead", tables.parent, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from lp.draft import mixture, compiled; print(mixture.gumbel(compiled.U64(5), 3))"
+    package = tmp_path / "lp"
+    shutil.copytree(ROOT / "lp", package, ignore=shutil.ignore_patterns("__pycache__", "demo"))
+    for init in ("__init__.py", "draft/__init__.py"):
+        (package / init).write_text("")  # or a whole runtime would be imported
+    tables = package / "draft" / "pool" / "tables.py"
+    code = "from lp.compiled import U64; from lp.draft.pool import mixture; print(mixture.gumbel(U64(5), 3))"
 
     def noise(plain: str) -> float:
         env = {"NUMBA_DISABLE_JIT": plain, "PYTHONPATH": str(tmp_path)}

@@ -34,6 +34,7 @@ from lp.draft.pool.tables import (
 from lp.draft.source import StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.sampling.noise import sequence_key
+from lp.sampling.top_logits import TopLogits
 
 MOST_SQUARES = 50.0
 
@@ -97,7 +98,7 @@ class NGramPool:
         tree.accept_probs = np.asarray(s.node_chances)[1:nodes].tolist()
         return tree
 
-    def begin(self, prompt: Sequence[int], top_logits: np.ndarray) -> None:
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """The prompt's rows leave their logits behind its tokens."""
         places = range(len(prompt) - 1)
         slots = StepSamples(prompt, places, range(-1, len(places) - 1), places, prompt[1:], top_logits, ())
@@ -127,10 +128,9 @@ class NGramPool:
                 absorb_text(self._tables, self._scratch, self._said(), start)
 
     def _absorb(self, tail: tuple[Any, int], seen: StepSamples, sources: int) -> None:
-        packed = np.ascontiguousarray(seen.top_logits)
         tokens, parents, positions = map(ints, (seen.tokens, seen.parents, seen.positions))
-        tops = [given(packed.view(dtype).ravel()) for dtype in (np.int32, np.float32)]
-        said = ints(seen.nodes), ints(seen.sampled), tops[0], tops[1]
+        top_tokens, top_logits = map(given, seen.top_logits)
+        said = ints(seen.nodes), ints(seen.sampled), top_tokens, top_logits
         absorb_reads(self._tables, self._scratch, tail, tokens, parents, positions, said, sources)
 
     def _said(self) -> Any:

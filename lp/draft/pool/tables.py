@@ -258,8 +258,8 @@ def absorb_reads(t, s, context, tokens, parents, positions, said, sources):
                 entry, _ = claim(t.recycled_keys, t.recycled_stamps, key, t.clock[0])
                 t.recycled_at[entry] = position
                 for k in range(width):
-                    t.recycled_tokens[entry * width + k] = top_tokens[2 * (place * width + k) + 1]
-                    t.recycled_logits[entry * width + k] = top_logits[2 * (place * width + k)]
+                    t.recycled_tokens[entry * width + k] = top_tokens[place, k]
+                    t.recycled_logits[entry * width + k] = top_logits[place, k]
 
 
 @jit
