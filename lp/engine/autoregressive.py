@@ -17,33 +17,40 @@ class AutoregressiveDecoder(Decoder):
     """One token a forward pass over transformers' own cache and masks."""
 
     def _decode(self, request: Request) -> GenerationOutput:
-        clock, cache, stats = StepTimer(), DynamicCache(config=self.model.config), list[StepStats]()
+        timer = StepTimer()
+        cache = DynamicCache(config=self.model.config)
         prompt = torch.tensor([request.prompt], device=self.model.device)
-        boundary, last = request.boundary, len(request.prompt) - 1
+        boundary = request.boundary
+        num_prefilled = len(request.prompt) - 1
         if boundary and boundary.grows:
             self.model(prompt[:, :1], use_cache=False, logits_to_keep=1)  # forget how far an earlier text grew
-        if boundary and last >= boundary.length:
-            last = 0  # its frequencies are those of the whole prompt: the first step takes all of it
-        for part in prompt[:, :last].split(request.prefill_chunk, dim=1):
-            if part.shape[1]:
-                self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        prefill_s = clock.lap()
-        tokens, token, reason = list[int](), prompt[:, last:], Stop.NONE
+        if boundary and num_prefilled >= boundary.length:
+            num_prefilled = 0  # its frequencies are those of the whole prompt: the first step takes all of it
+        for chunk in prompt[:, :num_prefilled].split(request.prefill_chunk, dim=1):
+            if chunk.shape[1]:
+                self.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        prefill_s = timer.restart()
+        text = list(request.prompt)
+        stats: list[StepStats] = []
+        inputs = prompt[:, num_prefilled:]
+        reason = Stop.NONE
         while not reason:
-            if boundary and boundary.refills and request.crosses(len(request.prompt) + len(tokens) - 1):
-                cache, token = DynamicCache(config=self.model.config), prompt.new_tensor([request.prompt + tokens])
-            logits = self.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            text = request.prompt + tokens
-            tokens.append(request.sampler.sample_last(logits, text))
-            check_sampled(tokens[-1], len(stats), len(text) - 1)
+            with timer.forward:
+                if boundary and boundary.refills and request.crosses(len(text) - 1):
+                    cache = DynamicCache(config=self.model.config)
+                    inputs = prompt.new_tensor([text])
+                logits = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+                token = request.sampler.sample_last(logits, text)
+            check_sampled(token, len(stats), len(text) - 1)
             request.sampler.record([0], [0])
-            token = prompt.new_tensor([tokens[-1:]])
-            forward_s = clock.lap()
-            reason, _ = request.stopping.check(tokens, 1)
+            text.append(token)
+            inputs = prompt.new_tensor([[token]])
+            reason, _ = request.stopping.check(text[len(request.prompt) :], 1)
             if request.on_tokens:
-                request.on_tokens(tokens[-1:], len(stats))
+                request.on_tokens([token], len(stats))
             if not reason and request.signals.requested:
                 reason = Stop.INTERRUPTED
-            stats.append(StepStats(1, 0, 0, forward_s, 0.0, clock.lap()))
-        decode_s = sum(s.forward_s + s.host_s for s in stats)
-        return GenerationOutput(tokens, FINISH_REASON[reason], stats, prefill_s, decode_s)
+            stats.append(StepStats(1, 0, 0, *timer.seconds()))
+            timer.restart()
+        decode_s = sum(step.seconds for step in stats)
+        return GenerationOutput(text[len(request.prompt) :], FINISH_REASON[reason], stats, prefill_s, decode_s)

@@ -142,7 +142,7 @@ class LookaheadDecoder(Decoder):
         check_same(self.context, f"beginning {self.call}", self._asked(request))
         budget = self.budget(request.sampler.full_vocabulary_temperature)
         generation = Generation(self.config, self.context, self.runner, self.source(request), request, budget)
-        with self.runner.taking(generation.cache), self.context.stepping(generation.shape.size):
+        with self.runner.taking(generation.cache), self.context.stepping(generation.message_shape.size):
             output = generation.run()
         self._last = output.step_stats
         if self._tables and self.config.pool_file and self.context.is_main:

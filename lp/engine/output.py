@@ -10,18 +10,45 @@ from typing import NamedTuple
 import torch
 
 
-class StepTimer:
-    """Splits time: `lap()` returns the seconds since the last lap and adds them to a name's share."""
+class _Part:
+    """Adds up the time spent inside it, as in `with timer.forward:`."""
+
+    __slots__ = ("_entered", "total_s")
 
     def __init__(self) -> None:
-        self.last = time.perf_counter()
-        self.shares: dict[str, float] = {}
+        self.total_s = 0.0
 
-    def lap(self, name: str = "") -> float:
+    def __enter__(self) -> None:
+        self._entered = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self.total_s += time.perf_counter() - self._entered
+
+
+class StepTimer:
+    """Splits the time of a step: in the model, in collectives, and on the host, which is all that is left.
+
+    Attributes:
+        forward, exchange: entered around the model and around the collectives.
+    """
+
+    def __init__(self) -> None:
+        self.forward, self.exchange = _Part(), _Part()
+        self._started = time.perf_counter()
+
+    def restart(self) -> float:
+        """Seconds since the start or the last restart; the parts begin anew."""
         now = time.perf_counter()
-        took, self.last = now - self.last, now
-        self.shares[name] = self.shares.get(name, 0.0) + took
-        return took
+        elapsed_s = now - self._started
+        self._started = now
+        self.forward.total_s = self.exchange.total_s = 0.0
+        return elapsed_s
+
+    def seconds(self) -> tuple[float, float, float]:
+        """In the model, in collectives, and on the host."""
+        forward_s, exchange_s = self.forward.total_s, self.exchange.total_s
+        host_s = time.perf_counter() - self._started - forward_s - exchange_s
+        return forward_s, exchange_s, host_s
 
 
 class StepStats(NamedTuple):
@@ -32,9 +59,8 @@ class StepStats(NamedTuple):
         num_draft: draft tokens of the whole step, beyond the window's.
         accepted: accepted tokens, without the bonus.
         forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else.
-        learn_s: of host_s, what the candidate source and the window took to learn from the step.
         columns: of the window.
-        idle: nothing was guessed and nothing learned: the budget left the step plain.
+        idle: the token budget left the step plain: nothing was drafted, nothing learned.
     """
 
     num_tokens: int
@@ -43,7 +69,6 @@ class StepStats(NamedTuple):
     forward_s: float
     exchange_s: float
     host_s: float
-    learn_s: float = 0.0
     columns: int = 0
     idle: bool = False
 
@@ -51,16 +76,6 @@ class StepStats(NamedTuple):
     def seconds(self) -> float:
         """All of it."""
         return self.forward_s + self.exchange_s + self.host_s
-
-    @classmethod
-    def of(
-        cls, clock: StepTimer, num_tokens: int, num_draft: int, accepted: int, columns: int, idle: bool
-    ) -> StepStats:
-        """The stats of a step whose laps were named forward, exchange, host and learn."""
-        share = clock.shares.get
-        forward_s, exchange_s, learn_s = share("forward", 0.0), share("exchange", 0.0), share("learn", 0.0)
-        host_s = share("host", 0.0) + learn_s
-        return cls(num_tokens, num_draft, accepted, forward_s, exchange_s, host_s, learn_s, columns, idle)
 
 
 @dataclass

@@ -1,10 +1,10 @@
-"""THE gathered tensor of a step: what one rank tells the others, in one int64 row of fixed size.
+"""The message of a step: what a rank sends to the others, one int64 tensor of fixed size, by one all-gather.
 
-    [DIGEST, FLAGS, LENGTH, tokens of the owned reads in node order, three an int64, padding, their top_logits, padding]
+    [DIGEST, STOP, LENGTH, tokens of the owned nodes in node order, three an int64, padding, their top-k logits, padding]
 
-Every rank knows the global layout, so which node a token belongs to is not sent. The size is that of a full step
-whatever this one needs: ranks whose states differ must still meet in one collective to learn that they do.
-R: ranks; P: int64s a rank sends.
+Every rank knows the layout, so which node a token belongs to is not sent. The size is that of the largest step whatever
+this one needs: ranks whose states differ must still meet in one collective to find that out.
+R: ranks; P: int64s of a message.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntFlag
-from functools import reduce
-from operator import or_
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,55 +20,89 @@ import torch
 from lp.draft.layout import StepLayout
 from lp.parallel.agreement import check_calls
 from lp.parallel.sharding import ShardPlan
-from lp.sampling import top_logits as wire
 from lp.sampling.sampler import INVALID_TOKEN
-from lp.sampling.top_logits import TopLogits
+from lp.sampling.top_logits import TopLogits, unpack_top_logits
 
-DIGEST, FLAGS, LENGTH, HEADER = 0, 1, 2, 3
-BITS = 21  # of a token; three fit an int64 and its sign
-SHIFTS = (0, BITS, 2 * BITS)
-SPARE_READS = 12  # candidates that share prefixes divide less evenly than a full step's, which share nothing
+DIGEST, STOP, LENGTH = range(3)  # where the header has them
+HEADER = 3  # int64s of the header
+TOKEN_BITS = 21  # three tokens fit an int64 and its sign
+TOKEN_SHIFTS = (0, TOKEN_BITS, 2 * TOKEN_BITS)
+# Room for nodes beyond a largest step's: draft paths that share prefixes divide less evenly among ranks than those of
+# the largest step, which share nothing. A step that needs more sends the rest in a second all-gather.
+SPARE_NODES = 12
+
+AllGather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Stop(IntFlag):
-    """Why a rank wants all to stop; the step that carries a flag adds no tokens."""
+    """Why a rank wants all to stop; the step whose message carries a flag adds no tokens."""
 
     NONE = 0
     INTERRUPTED = 1  # Ctrl-C or SIGTERM
     FAILED = 2  # something raised on that rank alone: a callback, a criterion, a processor, the model
-    EOS, MAX_LENGTH, CRITERIA, STOP_STRING, CONTEXT = 4, 8, 16, 32, 64  # rank 0's verdict, with the LENGTH kept
+    EOS, MAX_LENGTH, CRITERIA, STOP_STRING, CONTEXT = 4, 8, 16, 32, 64  # found by rank 0, with the LENGTH to keep
+
+
+class Header(NamedTuple):
+    """The first int64s of a message.
+
+    Attributes:
+        digest: of everything that ranks must have alike.
+        stop: why this rank wants all to stop.
+        length: generated tokens to keep then.
+    """
+
+    digest: int
+    stop: Stop
+    length: int
+
+
+class Gathered(NamedTuple):
+    """What all ranks sent in a step.
+
+    Attributes:
+        sampled: the token of every sampled node.
+        top_logits: of the sampled nodes, in node order.
+        stop: why any rank wants to stop.
+        length: rank 0's generated tokens to keep then.
+    """
+
+    sampled: dict[int, int]
+    top_logits: TopLogits
+    stop: Stop
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
 class MessageShape:
-    """What a row has room for.
+    """What a message has room for.
 
     Attributes:
-        reads: owned reads.
-        top_logits: K, kept tokens of each.
+        nodes: owned nodes.
+        num_logits: K, top-k logits of each.
     """
 
-    reads: int
+    nodes: int
     num_logits: int
 
     @classmethod
-    def of(cls, full: ShardPlan, num_logits: int) -> MessageShape:
+    def of(cls, largest: ShardPlan, num_logits: int) -> MessageShape:
         """For all steps of a generation, given the plan of the largest, `layout.largest_layout`."""
-        return cls(full.max_owned + SPARE_READS, num_logits)
+        return cls(largest.max_owned + SPARE_NODES, num_logits)
 
     def holding(self, plan: ShardPlan) -> MessageShape:
-        """The same, or larger where the step's reads need it."""
-        return MessageShape(max(self.reads, plan.max_owned), self.num_logits)
+        """The same, or larger where the step's nodes need it."""
+        return MessageShape(max(self.nodes, plan.max_owned), self.num_logits)
 
     @property
-    def words(self) -> int:
+    def token_words(self) -> int:
         """Int64s of the tokens."""
-        return -(-self.reads // len(SHIFTS))
+        return -(-self.nodes // len(TOKEN_SHIFTS))
 
     @property
     def size(self) -> int:
-        """P, int64s of the row."""
-        return HEADER + self.words + self.reads * self.num_logits
+        """P, int64s of the message."""
+        return HEADER + self.token_words + self.nodes * self.num_logits
 
 
 def check_vocabulary(size: int) -> None:
@@ -85,68 +118,60 @@ def check_vocabulary(size: int) -> None:
 
 
 def pack(
-    header: tuple[int, Stop, int], tokens: torch.Tensor, top_logits: torch.Tensor, plan: ShardPlan, shape: MessageShape
+    header: Header, tokens: torch.Tensor, top_logits: torch.Tensor, plan: ShardPlan, shape: MessageShape
 ) -> torch.Tensor:
-    """This rank's row, on the device of `tokens`: P int64s, or more where the step's reads need more.
+    """This rank's message, on the device of `tokens`: P int64s, or more where the step's nodes need more.
 
     Args:
-        header: digest, flags, generated tokens to keep.
-        tokens: what this rank's owned reads say, in node order.
-        top_logits: (len(tokens), K), as `lp.sampling.top_logits.pack` makes them.
+        header: of the message.
+        tokens: sampled at this rank's owned nodes, in node order.
+        top_logits: (len(tokens), K), as `lp.sampling.top_logits.pack_top_logits` makes them.
         plan: the step's.
-        shape: of the rows of this generation.
+        shape: of this generation's messages.
     """
     held = shape.holding(plan)
-    row = tokens.new_zeros(held.size)
-    row[:HEADER] = torch.tensor(header)
-    for place, shift in enumerate(SHIFTS):
-        mine = tokens[place :: len(SHIFTS)]
-        row[HEADER : HEADER + len(mine)] |= mine << shift
-    start = HEADER + held.words
-    row[start : start + top_logits.numel()] = top_logits.flatten()
-    return row
+    message = tokens.new_zeros(held.size)
+    message[:HEADER] = torch.tensor(header)
+    for third, shift in enumerate(TOKEN_SHIFTS):
+        part = tokens[third :: len(TOKEN_SHIFTS)]
+        message[HEADER : HEADER + len(part)] |= part << shift
+    start = HEADER + held.token_words
+    message[start : start + top_logits.numel()] = top_logits.flatten()
+    return message
 
 
-def gather(
-    row: torch.Tensor, shape: MessageShape, all_gather: Callable[[torch.Tensor], torch.Tensor], step: int
-) -> torch.Tensor:
-    """Every rank's row, by one all-gather of P int64s; what is beyond follows once the digests agree.
+def gather(message: torch.Tensor, shape: MessageShape, all_gather: AllGather, step: int) -> torch.Tensor:
+    """Every rank's message, by one all-gather of P int64s; what is beyond follows once the digests agree.
 
     Returns:
         (R, at least P), on the host.
 
     Raises:
         RuntimeError: ranks' digests differ, so their states do; names ranks and step.
-        CallsDiffer: another rank is in no step.
     """
-    first, *beyond = row.split(shape.size)
+    first, *rest = message.split(shape.size)
     gathered = all_gather(first)
     _check_digests(gathered.numpy(), step)
-    return torch.cat([gathered, *map(all_gather, beyond)], dim=1) if beyond else gathered
+    return torch.cat([gathered, *map(all_gather, rest)], dim=1) if rest else gathered
 
 
-def agree(
-    header: tuple[int, Stop, int],
-    token: torch.Tensor,
-    shape: MessageShape,
-    all_gather: Callable[[torch.Tensor], torch.Tensor],
-    step: int,
-    ranks: int,
+def gather_plain(
+    header: Header, token: torch.Tensor, shape: MessageShape, all_gather: AllGather, step: int, ranks: int
 ) -> tuple[int, Stop, int]:
-    """Of a step that every rank computes alike: rank 0's token (1,), the union of flags, rank 0's length.
+    """Of a plain step, which every rank computes alike: rank 0's token (1,), why any rank wants to stop, the length.
 
-    In a row of the usual size, so that a rank that takes it for another kind of step is told.
+    The message has the usual size, so that a rank that takes it for another kind of step finds out.
 
     Raises:
         RuntimeError: as `gather`.
     """
-    _, flags, length = header
-    if ranks == 1:  # what packing takes would be felt in every plain step
-        return int(token), flags, length
-    row = token.new_zeros(shape.size)
-    row[:HEADER], row[HEADER : HEADER + 1] = torch.tensor(header), token
-    rows = gather(row, shape, all_gather, step)[:, : HEADER + 1].tolist()
-    return rows[0][HEADER], Stop(reduce(or_, (row[FLAGS] for row in rows))), rows[0][LENGTH]
+    if ranks == 1:  # packing would be felt in every plain step
+        return int(token), header.stop, header.length
+    message = token.new_zeros(shape.size)
+    message[:HEADER] = torch.tensor(header)
+    message[HEADER] = token[0]
+    messages = gather(message, shape, all_gather, step).numpy()
+    return int(messages[0, HEADER]), _any_stop(messages), int(messages[0, LENGTH])
 
 
 def _check_digests(gathered: np.ndarray, step: int) -> None:
@@ -159,26 +184,25 @@ def _check_digests(gathered: np.ndarray, step: int) -> None:
     alike = digests == digests[shared.index(max(shared))]
     odd, rest = (", ".join(map(str, np.flatnonzero(ranks))) for ranks in (~alike, alike))
     raise RuntimeError(
-        f"rank {odd} differs from rank {rest} at step {step}: their tokens, windows or candidates are not the same, "
+        f"rank {odd} differs from rank {rest} at step {step}: their tokens, windows or draft trees are not the same, "
         "so the job stops before it could say anything wrong"
     )
 
 
-def unpack(
-    gathered: torch.Tensor, plan: ShardPlan, layout: StepLayout, shape: MessageShape
-) -> tuple[dict[int, int], TopLogits, Stop, int]:
-    """All ranks' read-offs by node and their top_logits (reads, K), in node order, the union of flags, rank 0's length.
+def unpack(messages: torch.Tensor, plan: ShardPlan, layout: StepLayout, shape: MessageShape) -> Gathered:
+    """What the ranks' messages (R, at least P), on the host, say of this layout."""
+    rows = messages.numpy()
+    ranks, held = len(rows), shape.holding(plan)
+    end = HEADER + held.token_words
+    tokens = rows[:, HEADER:end, None] >> np.array(TOKEN_SHIFTS) & (1 << TOKEN_BITS) - 1
+    tokens = tokens.reshape(ranks, -1)  # (R, owned nodes)
+    top_logits = rows[:, end : end + held.nodes * held.num_logits].reshape(ranks, held.nodes, held.num_logits)
+    order = np.argsort(np.concatenate(plan.owned), kind="stable")  # in node order, however many ranks there are
+    owner = np.repeat(np.arange(ranks), [len(nodes) for nodes in plan.owned])[order]
+    index = np.concatenate([np.arange(len(nodes)) for nodes in plan.owned])[order]
+    sampled = dict(zip(layout.sampled_nodes, tokens[owner, index].tolist(), strict=True))
+    return Gathered(sampled, unpack_top_logits(top_logits[owner, index]), _any_stop(rows), int(rows[0, LENGTH]))
 
-    Args:
-        gathered: (R, at least P) int64, on the host.
-    """
-    rows, held = gathered.numpy(), shape.holding(plan)
-    end = HEADER + held.words
-    tokens = (rows[:, HEADER:end, None] >> np.array(SHIFTS) & (1 << BITS) - 1).reshape(len(rows), -1)  # (R, reads)
-    tops = rows[:, end : end + held.reads * held.num_logits].reshape(len(rows), held.reads, held.num_logits)
-    order = np.argsort(np.concatenate(plan.owned), kind="stable")  # by node, however many ranks there are
-    ranks = np.repeat(np.arange(len(rows)), [len(nodes) for nodes in plan.owned])[order]
-    places = np.concatenate([np.arange(len(nodes)) for nodes in plan.owned])[order]
-    chosen, top_logits = tokens[ranks, places], wire.unpack(tops[ranks, places])
-    read = dict(zip(layout.sampled_nodes, chosen.tolist(), strict=True))
-    return read, top_logits, Stop(int(np.bitwise_or.reduce(rows[:, FLAGS]))), int(rows[0, LENGTH])
+
+def _any_stop(messages: np.ndarray) -> Stop:
+    return Stop(int(np.bitwise_or.reduce(messages[:, STOP])))

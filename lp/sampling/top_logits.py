@@ -34,7 +34,7 @@ class TopLogits(NamedTuple):
         return cls(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 
 
-def pack(scores: torch.Tensor, k: int) -> torch.Tensor:
+def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
     """The k best tokens of every node as a message carries them, on the device of `scores`.
 
     Args:
@@ -49,8 +49,8 @@ def pack(scores: torch.Tensor, k: int) -> torch.Tensor:
     return top.indices << 32 | values.view(torch.int32).long() & 0xFFFFFFFF
 
 
-def unpack(packed: np.ndarray) -> TopLogits:
-    """The reverse of `pack`, without a copy.
+def unpack_top_logits(packed: np.ndarray) -> TopLogits:
+    """The reverse of `pack_top_logits`, without a copy.
 
     Args:
         packed: int64 (n, K).

@@ -74,10 +74,11 @@ class HFGenerateDecoder(Decoder):
         self.cache, self.prompt_lookup, self.draft = cache, prompt_lookup, draft
 
     def _decode(self, request: Request) -> GenerationOutput:
-        clock, ids = StepTimer(), torch.tensor([request.prompt], device=self.model.device)
+        timer = StepTimer()
+        ids = torch.tensor([request.prompt], device=self.model.device)
         cache = self._prefilled(ids, request)
-        prefill_s = clock.lap()
-        steps = _Steps(request, clock)
+        prefill_s = timer.restart()
+        steps = _Steps(request, timer)
         handle = self.model.register_forward_pre_hook(steps.before_forward, with_kwargs=True) if self._drafts else None
         try:
             self.model.generate(
@@ -151,8 +152,9 @@ class _Sampled(LogitsProcessor):
 class _Steps(StoppingCriteria):
     """Asked once a step: notes what it took and gave, and ends the text where ours would end."""
 
-    def __init__(self, request: Request, clock: StepTimer) -> None:
-        self.request, self.clock = request, clock
+    def __init__(self, request: Request, timer: StepTimer) -> None:
+        self.request = request
+        self.timer = timer
         self.tokens: list[int] = []
         self.stats: list[StepStats] = []
         self.reason, self.keep, self.rows = Stop.NONE, 0, 1
@@ -174,5 +176,5 @@ class _Steps(StoppingCriteria):
             self.request.on_tokens(new[: len(new) - len(self.tokens) + self.keep], len(self.stats))
         if not self.reason and self.request.signals.requested:
             self.reason = Stop.INTERRUPTED
-        self.stats.append(StepStats(self.rows, self.rows - 1, len(new) - 1, self.clock.lap(), 0.0, 0.0))
+        self.stats.append(StepStats(self.rows, self.rows - 1, len(new) - 1, self.timer.restart(), 0.0, 0.0))
         return torch.tensor([bool(self.reason)], device=input_ids.device)  # type: ignore[return-value]

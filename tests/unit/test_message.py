@@ -1,4 +1,4 @@
-"""The gathered tensor: what the ranks pack is what each of them reads, and it is as small as promised."""
+"""The message of a step: what the ranks pack is what each of them unpacks, and it is as small as promised."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from lp.config import LookaheadConfig
 from lp.draft.layout import largest_layout
 from lp.parallel import message
-from lp.parallel.message import MessageShape, Stop
+from lp.parallel.message import Header, MessageShape, Stop
 from lp.parallel.sharding import ShardPlan
-from lp.sampling.top_logits import unpack
+from lp.sampling.top_logits import unpack_top_logits
 from tests.layouts import chains, drawn_layout, layout_of
 
 LARGEST_TOKEN = 2**21 - 1
@@ -43,7 +43,7 @@ def packed(
     for rank, mine in enumerate(plan.owned):
         tokens = torch.tensor([said[node] for node in mine]).long()
         top_logits = torch.tensor([tops[node] for node in mine]).long().view(len(mine), shape.num_logits)
-        rows.append(message.pack((7, int(flags[rank]), 10 + rank), tokens, top_logits, plan, shape))
+        rows.append(message.pack(Header(7, flags[rank], 10 + rank), tokens, top_logits, plan, shape))
     return rows
 
 
@@ -67,11 +67,11 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
         rows = packed(plan, said, tops, shape, flags)
         gathered, calls = trade(rows, shape)
         assert len({len(row) for row in rows}) == 1 and calls == -(-len(rows[0]) // shape.size)
-        read, top_logits, told, keep = message.unpack(gathered, plan, layout, shape)
+        read, top_logits, stop, length = message.unpack(gathered, plan, layout, shape)
         assert read == said
         assert list(read) == layout.sampled_nodes, "an order that depends on the ranks would reach the pool"
         sent = np.array([tops[node] for node in layout.sampled_nodes], np.int64)
-        expected = unpack(sent.reshape(len(layout.sampled_nodes), shape.num_logits))
+        expected = unpack_top_logits(sent.reshape(len(layout.sampled_nodes), shape.num_logits))
         assert top_logits.tokens.tolist() == expected.tokens.tolist()
         assert top_logits.logits.tolist() == expected.logits.tolist()
         assert (told, keep) == (Stop(sum({int(flag) for flag in flags})), 10)
@@ -95,13 +95,13 @@ def test_a_digest_that_differs_names_ranks_and_step(digests: list[int], odd: str
 
 
 def test_digests_are_compared_before_sizes_matter() -> None:
-    """A rank whose candidates differ needs another size; it must be told apart, not hang or tear the collective."""
+    """A rank whose draft tree differs needs another size; it must be an error, not a hang or a torn collective."""
     few, many = layout_of(0, 5, []), layout_of(0, 5, chains(15, 4))
     shape, rows = MessageShape(2, 2), []
     for digest, layout in ((1, few), (2, many)):
         plan = ShardPlan.build(layout, 2)
-        reads = len(plan.owned[0])
-        rows.append(message.pack((digest, 0, 0), torch.zeros(reads).long(), torch.zeros(reads, 2).long(), plan, shape))
+        owned = len(plan.owned[0])
+        rows.append(message.pack(Header(digest, Stop.NONE, 0), torch.zeros(owned).long(), torch.zeros(owned, 2).long(), plan, shape))
     assert len(rows[0]) != len(rows[1])
     with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 at step 3"):
         trade(rows, shape, step=3)
@@ -139,7 +139,7 @@ def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int, depth: i
     if ranks > 1 and g <= 15 and (w or depth is None):
         bare = ShardPlan.build(layout_of(w, n, []), ranks)
         assert size <= bare.max_owned + 16
-    room = full.max_owned + message.SPARE_READS
+    room = full.max_owned + message.SPARE_NODES
     for k in (1, 16):
         assert shape_of(replace(config, recycled=k), ranks).size == message.HEADER + -(-room // 3) + room * k
 
@@ -166,26 +166,26 @@ def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range
     assert larger == 0
 
 
-def test_a_single_rank_hears_itself() -> None:
+def test_a_single_rank_has_its_own_header() -> None:
     """Ctrl-C in a step that guesses nothing must not be lost for want of another rank."""
-    header, token, shape = (7, Stop.INTERRUPTED, 5), torch.tensor([42]), MessageShape(3, 0)
+    header, token, shape = Header(7, Stop.INTERRUPTED, 5), torch.tensor([42]), MessageShape(3, 0)
 
     def all_gather(row: torch.Tensor) -> torch.Tensor:
         return row[None]
 
-    one, packed = (message.agree(header, token, shape, all_gather, 0, ranks) for ranks in (1, 2))
+    one, packed = (message.gather_plain(header, token, shape, all_gather, 0, ranks) for ranks in (1, 2))
     assert one == packed == (42, Stop.INTERRUPTED, 5)
 
 
 def test_ranks_agree_on_a_plain_step() -> None:
-    """Any rank may ask to stop; of what is kept and which token came, rank 0's word counts."""
-    told = [(7, Stop.CRITERIA, 4), (7, Stop.NONE, 5), (7, Stop.INTERRUPTED, 6)]
+    """Any rank may ask to stop; of what is kept and which token came, rank 0's counts."""
+    headers = [Header(7, Stop.CRITERIA, 4), Header(7, Stop.NONE, 5), Header(7, Stop.INTERRUPTED, 6)]
     rows, shape = list[torch.Tensor](), MessageShape(3, 0)
 
     def all_gather(row: torch.Tensor) -> torch.Tensor:
         rows.append(row)
         return torch.stack(rows) if len(rows) == 3 else row[None]
 
-    for rank, header in enumerate(told):
-        heard = message.agree(header, torch.tensor([40 + rank]), shape, all_gather, 0, 3)
-    assert heard == (40, Stop.CRITERIA | Stop.INTERRUPTED, 4)
+    for rank, header in enumerate(headers):
+        gathered = message.gather_plain(header, torch.tensor([40 + rank]), shape, all_gather, 0, 3)
+    assert gathered == (40, Stop.CRITERIA | Stop.INTERRUPTED, 4)
