@@ -73,6 +73,7 @@ class Generation:
         self.num_logits = min(source.num_logits, vocabulary_size(runner.model))
         largest = largest_layout(config)
         self.message_shape = MessageShape.of(ShardPlan.build(largest, context.world_size), self.num_logits)
+        runner.follow()
         self.cache = runner.new_cache(request.limit + 1 + max(len(largest), budget.max_padded_tokens))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = [0] * context.world_size  # how many every rank lacks

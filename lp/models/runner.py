@@ -98,16 +98,16 @@ class ModelRunner:
             logger.warning("steps are not captured: %s", error)
             self.captured = None
 
-    def new_cache(self, capacity: int) -> StaticKVCache:
-        """An empty cache of at least `capacity` rows; with captured steps always the same one, unless it is taken.
-
-        A text begins with it, so here the runner's view follows what has been changed on the model since.
-        """
+    def follow(self) -> None:
+        """Take up what has been changed on the model since: once a text, before its cache is made."""
         if self._view.follow():
             self.model = self._view.model
             set_attention(self.model, self.attention)
             if self.captured:
                 self.captured = CapturedSteps(self.model, self.masks, self.captured.how)
+
+    def new_cache(self, capacity: int) -> StaticKVCache:
+        """An empty cache of at least `capacity` rows; with captured steps always the same one, unless it is taken."""
         if self.captured and not self.captured.taken:
             return self.captured.take_cache(capacity)
         return StaticKVCache(self.config.num_hidden_layers, capacity)

@@ -36,14 +36,14 @@ def trade(rows: list[torch.Tensor], shape: MessageShape, step: int = 0) -> tuple
 
 
 def packed(
-    plan: ShardPlan, said: dict[int, int], tops: dict[int, list[int]], shape: MessageShape, flags: list[Stop]
+    plan: ShardPlan, tokens: dict[int, int], tops: dict[int, list[int]], shape: MessageShape, flags: list[Stop]
 ) -> list[torch.Tensor]:
     """The rows of all ranks; rank r keeps 10 + r tokens, of which rank 0's number counts."""
     rows = []
     for rank, mine in enumerate(plan.owned):
-        tokens = torch.tensor([said[node] for node in mine]).long()
+        owned = torch.tensor([tokens[node] for node in mine]).long()
         top_logits = torch.tensor([tops[node] for node in mine]).long().view(len(mine), shape.num_logits)
-        rows.append(message.pack(Header(7, flags[rank], 10 + rank), tokens, top_logits, plan, shape))
+        rows.append(message.pack(Header(7, flags[rank], 10 + rank), owned, top_logits, plan, shape))
     return rows
 
 
@@ -61,20 +61,20 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
         plan = ShardPlan.build(layout, ranks)
         # Too small a row must cost a collective, nothing else.
         shape = MessageShape(rng.choice([1, 3, 9, 300]), num_logits=rng.choice([0, 0, 1, 3, 16]))
-        said = {node: rng.choice([0, LARGEST_TOKEN, rng.randrange(10**5)]) for node in layout.sampled_nodes}
+        tokens = {node: rng.choice([0, LARGEST_TOKEN, rng.randrange(10**5)]) for node in layout.sampled_nodes}
         tops = {node: [drawn_top(rng) for _ in range(shape.num_logits)] for node in layout.sampled_nodes}
         flags = [rng.choice([Stop.NONE, Stop.NONE, Stop.INTERRUPTED, Stop.EOS, Stop.FAILED]) for _ in range(ranks)]
-        rows = packed(plan, said, tops, shape, flags)
+        rows = packed(plan, tokens, tops, shape, flags)
         gathered, calls = trade(rows, shape)
         assert len({len(row) for row in rows}) == 1 and calls == -(-len(rows[0]) // shape.size)
-        read, top_logits, stop, length = message.unpack(gathered, plan, layout, shape)
-        assert read == said
-        assert list(read) == layout.sampled_nodes, "an order that depends on the ranks would reach the pool"
+        sampled, top_logits, stop, length = message.unpack(gathered, plan, layout, shape)
+        assert sampled == tokens
+        assert list(sampled) == layout.sampled_nodes, "an order that depends on the ranks would reach the pool"
         sent = np.array([tops[node] for node in layout.sampled_nodes], np.int64)
         expected = unpack_top_logits(sent.reshape(len(layout.sampled_nodes), shape.num_logits))
         assert top_logits.tokens.tolist() == expected.tokens.tolist()
         assert top_logits.logits.tolist() == expected.logits.tolist()
-        assert (told, keep) == (Stop(sum({int(flag) for flag in flags})), 10)
+        assert (stop, length) == (Stop(sum({int(flag) for flag in flags})), 10)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,11 @@ def test_digests_are_compared_before_sizes_matter() -> None:
     for digest, layout in ((1, few), (2, many)):
         plan = ShardPlan.build(layout, 2)
         owned = len(plan.owned[0])
-        rows.append(message.pack(Header(digest, Stop.NONE, 0), torch.zeros(owned).long(), torch.zeros(owned, 2).long(), plan, shape))
+        rows.append(
+            message.pack(
+                Header(digest, Stop.NONE, 0), torch.zeros(owned).long(), torch.zeros(owned, 2).long(), plan, shape
+            )
+        )
     assert len(rows[0]) != len(rows[1])
     with pytest.raises(RuntimeError, match="rank 1 differs from rank 0 at step 3"):
         trade(rows, shape, step=3)

@@ -106,7 +106,7 @@ def test_a_rank_that_fails_while_steps_are_timed(tmp_path: Path, monkeypatch: py
 
     def body(context: ParallelContext) -> None:
         def failing(self: Any, tokens: list[int], *args: Any, **kwargs: Any) -> Any:
-            if len(tokens) == 12 and kwargs.get("capture", True) and self.model is models[1]:
+            if len(tokens) == 12 and kwargs.get("capture", True) and self.original is models[1]:
                 raise RuntimeError("this device is gone")
             return forward(self, tokens, *args, **kwargs)
 
