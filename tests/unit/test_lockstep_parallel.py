@@ -88,7 +88,7 @@ def _corrupt(generation: Any, what: str) -> bool:
     if what == "last token":
         generation.text[-1] ^= 1
     elif what == "accepted token":  # not the last one, which the next layout starts from
-        if generation.text[generation.digested :][1:] == []:
+        if generation.text[generation.num_digested :][1:] == []:
             return False
         generation.text[-2] ^= 1
     elif what == "window":
