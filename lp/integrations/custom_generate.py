@@ -28,12 +28,11 @@ from lp.config import LookaheadConfig
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.engine.signals import Interrupted
-from lp.models.support import check_adapter
 from lp.sampling.params import SamplingParams
 
 # What transformers hands over by itself, and what changes no token.
 KNOWN = {"attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep"}
-KNOWN |= {"num_logits_to_keep", "return_dict", "output_router_logits"}
+KNOWN |= {"return_dict", "output_router_logits"}
 
 
 def generate(
@@ -152,7 +151,6 @@ def _check_preparation(model: PreTrainedModel) -> None:
 
     PEFT sets its `prepare_inputs_for_generation` on a base model to add virtual tokens; LoRA and its kin are modules.
     """
-    check_adapter(model)
     prepare, own = model.prepare_inputs_for_generation, getattr(type(model), "prepare_inputs_for_generation", None)
     name = f"{type(model).__name__}.prepare_inputs_for_generation"
     if own is None or getattr(prepare, "__func__", None) is not own:

@@ -27,7 +27,7 @@ PREFIX_FREE = (
     tf.SuppressTokensLogitsProcessor,
     tf.InfNanRemoveLogitsProcessor,
     tf.LogitNormalization,
-    *((tf.TopHLogitsWarper,) if hasattr(tf, "TopHLogitsWarper") else ()),  # not in every supported release
+    tf.TopHLogitsWarper,
 )
 # Functions of each row's (prefix, scores): one call a depth, since the prefixes of one depth have one length.
 BY_PREFIX = (

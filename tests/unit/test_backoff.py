@@ -109,11 +109,11 @@ def test_a_text_of_high_temperature_begins_plain() -> None:
 
 def test_temperature_counts_where_all_tokens_are_sampled() -> None:
     """Where processors leave few tokens to choose from there is something to guess at any temperature."""
-    asked = {None: 0.0, lp.SamplingParams(seed=0): 1.0, lp.SamplingParams(seed=0, temperature=2.0): 2.0}
-    asked |= {lp.SamplingParams(seed=0, temperature=2.0, min_p=0.2): 0.0}
+    temperatures = {None: 0.0, lp.SamplingParams(seed=0): 1.0, lp.SamplingParams(seed=0, temperature=2.0): 2.0}
+    temperatures |= {lp.SamplingParams(seed=0, temperature=2.0, min_p=0.2): 0.0}
     decoder = lp.AutoregressiveDecoder(tiny_model())
-    for sampling, heat in asked.items():
-        assert Sampler.build(sampling, (), (), 0, 0, 1, True, decoder.model).heat == heat
+    for sampling, temperature in temperatures.items():
+        assert Sampler.build(sampling, (), (), 0, 0, 1, True, decoder.model).heat == temperature
 
 
 def test_a_decoder_passes_its_temperature() -> None:

@@ -56,9 +56,9 @@ def test_a_tree_is_cut_where_it_is_worth_most() -> None:
         text = [rng.randrange(30) for _ in range(40)]
         pool = pool_of(text, guess_set_size=60)
         for _ in range(3):
-            new, seen = drawn_step(rng, text, 30, 16)
+            new, samples = drawn_step(rng, text, 30, 16)
             text += new
-            pool.observe(list(text), len(new), seen)
+            pool.observe(list(text), len(new), samples)
         times = drawn_step_times(rng)
         rate = rng.choice([0.0, 0.3, 1, 3]) / times.plain_s
         base = rng.choice([1, 2, 8])
@@ -134,8 +134,8 @@ class _Tracer:
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         self.source.begin(prompt, top_logits)
 
-    def observe(self, text: list[int], moved: int, seen: StepSamples) -> None:
-        self.source.observe(text, moved, seen)
+    def observe(self, text: list[int], moved: int, samples: StepSamples) -> None:
+        self.source.observe(text, moved, samples)
 
     def finish(self, text: list[int]) -> None:
         """Find the nodes that the text has."""

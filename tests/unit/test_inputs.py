@@ -181,8 +181,6 @@ PROCESSORS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_processors_of_prefix_and_scores(model: tf.PreTrainedModel, kind: str) -> None:
     """Each changes the text, and is applied branch by branch as `generate` applies it."""
-    if kind == "top_h" and not hasattr(tf, "TopHLogitsWarper"):
-        pytest.skip("this transformers has no top_h")
     ids = torch.tensor([IDS])
     asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30}
     fixed = functools.partial(lp.generate, window_size=5, ngram_size=4, guess_set_size=5)
