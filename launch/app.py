@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib
 import linecache
 import os
 import sys
@@ -36,6 +37,7 @@ from .sweep import INTERRUPTED, READER_LEFT, USER_ERROR, relaunch, surviving, te
 CONF = Path(__file__).resolve().parent.parent / "conf"
 LOST = 1
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+PLUGINS = "LP_PLUGINS"  # an environment variable: modules of the user's, separated by commas
 OURS = ("lp", "launch", "__main__")
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printing and exiting with 1
 
@@ -50,6 +52,8 @@ def run(task: Callable[[Any], float | None], config_name: str = "config") -> Non
     Raises:
         SystemExit: 2 after a user error, 130 after Ctrl-C.
     """
+    with reported():
+        import_plugins()
     register()
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     OmegaConf.register_new_resolver("sweep_dir", _sweep_dir, replace=True)
@@ -66,6 +70,19 @@ def run(task: Callable[[Any], float | None], config_name: str = "config") -> Non
             leave()  # not after a job: the next one of a sweep shares the group
     finally:
         del os.environ[FULL_ERROR]
+
+
+def import_plugins() -> None:
+    """Import the modules that the user names, so that the draft sources which they register can be chosen.
+
+    Raises:
+        ValueError: one cannot be imported.
+    """
+    for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ValueError(f"{PLUGINS} names {name!r}, which cannot be imported ({error}); mend it") from None
 
 
 def _job(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | None]:

@@ -1,11 +1,13 @@
 """Types of the configs in conf/, so that Hydra refuses unknown keys and wrong types.
 
 Hydra merges YAML into a schema, which a frozen dataclass does not allow: the schemas of the decoders are unfrozen
-mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_init__` checks the values.
+mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_init__` checks the values. The config group
+`decoder` has no files: it is made of the registered draft sources.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum, StrEnum
@@ -14,7 +16,8 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from lp.config import LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
+from lp.config import LookaheadConfig
+from lp.draft.registry import sources
 from lp.parallel.context import DEFAULT_TIMEOUT_S
 from lp.parallel.rendezvous import env_int
 from lp.sampling.params import SamplingParams
@@ -22,6 +25,10 @@ from lp.sampling.params import SamplingParams
 from .bench.shapes import SHAPES
 
 T = TypeVar("T")
+# Fields that a draft source's config takes from top-level keys, where it has them.
+SHAPE_KEYS = {"window_size": "W", "ngram_size": "N", "guess_set_size": "G"}
+POOL_KEYS = {"pool_scope": "pool.scope", "pool_mib": "pool.mib", "pool_file": "pool.file"}
+LOOKAHEAD_PRESETS = {"lookahead_auto": {"adaptive": True}, "lookahead": {"adaptive": False}}  # of one config
 
 
 class Output(StrEnum):
@@ -212,19 +219,56 @@ class ProfileConfig(Common):
     output: Output = Output.table
 
 
-def mirror(config: type, name: str) -> type:
+def mirror(config: type, name: str, values: Mapping[str, Any] | None = None) -> type:
     """An unfrozen dataclass with the fields of `config` and a `name`, which tells the decoders apart.
 
-    An enum becomes a str: OmegaConf takes enums by member name, users know them by value.
+    An enum becomes a str: OmegaConf takes enums by member name, users know them by value. A field whose default is None
+    may be null, whatever its type: the config fills it in.
+
+    Args:
+        values: defaults other than the config's own; strings may be interpolations.
     """
     hints = get_type_hints(config)
     members: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
     for item in fields(config):
         assert item.default is not NO_DEFAULT, f"{config.__name__}.{item.name} needs a default to be mirrored"
-        is_enum = isinstance(hints[item.name], type) and issubclass(hints[item.name], Enum)
-        default = str(item.default) if is_enum else item.default
-        members.append((item.name, str if is_enum else hints[item.name], field(default=default)))
+        hint = hints[item.name]
+        default = (values or {}).get(item.name, item.default)
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            hint, default = str, str(default)
+        members.append((item.name, hint | None if item.default is None else hint, field(default=default)))
     return make_dataclass(f"{config.__name__}Schema", members)
+
+
+@dataclass(frozen=True)
+class DecoderChoice:
+    """One choice of the config group `decoder`.
+
+    Attributes:
+        config: the class of its config.
+        values: fields that this choice sets otherwise than the config's defaults.
+    """
+
+    config: Any
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        """Whether the config has a field of this name."""
+        return name in {item.name for item in fields(self.config)}
+
+    def schema(self, name: str) -> type:
+        """What Hydra merges into: W, N, G and the pool's settings are those at the top level."""
+        keys = {field_name: key for field_name, key in (SHAPE_KEYS | POOL_KEYS).items() if self.has(field_name)}
+        return mirror(self.config, name, {**self.values, **{item: f"${{{key}}}" for item, key in keys.items()}})
+
+
+def decoder_choices() -> dict[str, DecoderChoice]:
+    """The config group `decoder`, plain decoding aside: every draft source by its name, lookahead by its presets."""
+    choices: dict[str, DecoderChoice] = {}
+    for entry in sources():
+        presets = LOOKAHEAD_PRESETS if entry.config is LookaheadConfig else {entry.name: {}}
+        choices |= {name: DecoderChoice(entry.config, values) for name, values in presets.items()}
+    return choices
 
 
 def frozen(config: type[T], schema: Any) -> T:
@@ -268,19 +312,15 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 
 
 def register() -> None:
-    """Put the schemas where the defaults lists of conf/ find them: group `schema`."""
+    """Put the schemas where the defaults lists of conf/ find them, group `schema`; and what conf/ has no files for."""
     schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig, "tune": TuneConfig}
     schemas |= {"benchmark": BenchmarkConfig, "scaling": ScalingConfig}
     schemas |= {"model": ModelSchema, "attention": AttentionSchema, "parallel": ParallelSchema, "task": TaskSchema}
-    schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
-    schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")
-    schemas["lookahead_auto"] = mirror(LookaheadConfig, "lookahead_auto")
-    schemas["prompt_lookup"] = mirror(PromptLookupConfig, "prompt_lookup")
-    schemas["lookahead_paper"] = mirror(PaperConfig, "lookahead_paper")
-    schemas["token_recycling"] = mirror(RecyclingConfig, "token_recycling")
-    schemas["suffix"] = mirror(SuffixConfig, "suffix")
-    schemas["sample"] = mirror(SamplingParams, "sample")
+    schemas |= {"greedy": GreedySchema, "sample": mirror(SamplingParams, "sample")}
     for name, schema in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=schema)
+    decoders = {name: choice.schema(name) for name, choice in decoder_choices().items()}
+    for name, schema in {"autoregressive": AutoregressiveSchema, **decoders}.items():
+        ConfigStore.instance().store(group="decoder", name=name, node=schema)
     for name in SHAPES:
         ConfigStore.instance().store(group="model", name=name, node=ModelSchema(name=name, dtype="bfloat16"))

@@ -133,7 +133,7 @@ def _write(folder: Path, found: dict[str, Any], step_times: StepTimes, tried: li
         "# @package _global_\n# The best fixed setting that launch.tune found.\n"
         "defaults:\n  - override /decoder: lookahead\n\n"
         f"W: {best.window_size}\nN: {best.ngram_size}\nG: {best.guess_set_size}\n"
-        f"decoder:\n  candidate_depth: {best.candidate_depth}\n  recycled: {best.recycled}\n",
+        f"decoder:\n  draft_depth: {best.draft_depth}\n  num_logits: {best.num_logits}\n",
         encoding="utf-8",
     )
     _plot(folder / "tune.png", step_times, tried)

@@ -1,20 +1,15 @@
 """lp: lookahead decoding and lookahead parallelism for any Hugging Face causal LM (arXiv 2402.02057)."""
 
 from lp.budget.step_times import StepTimes
-from lp.config import (
-    Attention,
-    Capture,
-    KVSync,
-    LookaheadConfig,
-    PaperConfig,
-    PoolScope,
-    PromptLookupConfig,
-    RecyclingConfig,
-    SuffixConfig,
-)
+from lp.config import Attention, Capture, KVSync, LookaheadConfig, PoolScope
+from lp.draft.paper import PaperConfig
+from lp.draft.prompt_lookup import PromptLookupConfig
+from lp.draft.registry import register_source
+from lp.draft.suffix import SuffixConfig
+from lp.draft.token_recycling import RecyclingConfig
 from lp.engine.autoregressive import AutoregressiveDecoder
 from lp.engine.decoder import Decoder
-from lp.engine.lookahead import LookaheadDecoder, PaperDecoder, PromptLookupDecoder, RecyclingDecoder, SuffixDecoder
+from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput, StepStats
 from lp.engine.signals import Interrupted
 from lp.integrations.custom_generate import generate
@@ -32,18 +27,15 @@ __all__ = [
     "LookaheadConfig",
     "LookaheadDecoder",
     "PaperConfig",
-    "PaperDecoder",
     "ParallelContext",
     "PoolScope",
     "PromptLookupConfig",
-    "PromptLookupDecoder",
     "RecyclingConfig",
-    "RecyclingDecoder",
     "SamplingParams",
     "StepStats",
     "StepTimes",
     "SuffixConfig",
-    "SuffixDecoder",
     "Verifier",
     "generate",
+    "register_source",
 ]

@@ -37,9 +37,9 @@ LONG = 2 * SHORT  # tokens of the longest prompts
 LONG_EVERY = 4  # cases, of those on one rank and of those on several
 CLOSE = 1e-3  # of logits that were rounded to float32
 PEERS: dict[str, Any] = {
-    "prompt_lookup": lp.PromptLookupDecoder,
-    "paper": lp.PaperDecoder,
-    "recycling": lp.RecyclingDecoder,
+    "prompt_lookup": lp.PromptLookupConfig,
+    "paper": lp.PaperConfig,
+    "recycling": lp.RecyclingConfig,
 }
 
 
@@ -163,7 +163,7 @@ def _drawn_config(rng: random.Random, method: str) -> dict[str, Any]:
         return sync
     shape = {"window_size": rng.randint(0, 12), "ngram_size": rng.randint(2, 6), "guess_set_size": rng.randint(0, 12)}
     policy = {
-        "candidate_depth": rng.choice([None, 1, 9, 48]),
+        "draft_depth": rng.choice([None, 1, 9, 48]),
         "warmup_steps": rng.choice([0, 0, 0, 3]),
         "pool_scope": rng.choice(["request", "session"]),
         "window_noise": rng.random() < 0.8,
@@ -264,7 +264,7 @@ def _compare(case: Case) -> str | None:
             decoder = lp.LookaheadDecoder(model, config, context, case.backend, step_times=step_times)
         else:
             kind = PEERS[case.method]
-            decoder = kind(model, kind.made(**case.config), context, case.backend)
+            decoder = lp.LookaheadDecoder(model, kind(**case.config), context, case.backend)
         if case.captured and decoder.runner.boundary is None:
             decoder.runner._fallback = True
             decoder.runner._capture(lp.Capture.OFF, probe=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
 
 
@@ -106,7 +107,7 @@ def replay(
     last = len(prompt) + (max_new_tokens or len(tokens))
     whole = [*prompt, *tokens]
     while len(text) < end:
-        tree = source.propose(text, budget, (), (), None)
+        tree = source.propose(text, budget, WindowDrafts(), None)
         moved = _accepted(tree, whole[len(text) :]) + 1
         steps, slots = steps + 1, slots + 1 + sum(depth < last - len(text) for depth in _depths(tree))
         text = whole[: len(text) + moved]

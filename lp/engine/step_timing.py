@@ -12,7 +12,8 @@ from lp.budget.policy import FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.budget.step_times_cache import load_or_measure, machine_key
 from lp.config import LookaheadConfig, PoolScope
-from lp.draft.pool.ngram_pool import NGramPool, fresh_tables
+from lp.draft.pool.factory import fresh_tables
+from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.tree import DraftTree
 from lp.engine.decoder import Decoder
 from lp.engine.memory import largest_step_tokens
@@ -116,7 +117,5 @@ class RejectedDrafts(NGramPool):
         """The pool's tree with other tokens, filled up with children of the root."""
         proposed = super().propose(text, budget, *args)
         missing = budget - len(proposed)
-        tree = DraftTree(budget, merge=False)
-        tree.tokens = [token - 1 if token else 1 for token in proposed.tokens] + [0] * missing
-        tree.parents = proposed.parents + [-1] * missing
-        return tree
+        tokens = [token - 1 if token else 1 for token in proposed.tokens]
+        return DraftTree([*tokens, *[0] * missing], [*proposed.parents, *[-1] * missing], merge=False)

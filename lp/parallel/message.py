@@ -1,4 +1,4 @@
-"""The message of a step: what a rank sends to the others, one int64 tensor of fixed size, by one all-gather.
+"""The message of a step: what a rank sends to the others, an int64 tensor of fixed size, by one all-gather.
 
     [DIGEST, STOP, LENGTH, tokens of the owned nodes in node order, three an int64, padding, their top-k logits, padding]
 

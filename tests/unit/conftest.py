@@ -124,11 +124,12 @@ def launch_profile(
 @pytest.fixture
 def wrong_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: prompt lookup says another token at new token 5."""
-    honest = lp.PromptLookupDecoder.generate
+    honest = lp.LookaheadDecoder.generate
 
-    def wrong(self: lp.PromptLookupDecoder, *args: object, **options: object) -> lp.GenerationOutput:
+    def wrong(self: lp.LookaheadDecoder, *args: object, **options: object) -> lp.GenerationOutput:
         output = honest(self, *args, **options)  # type: ignore[arg-type]
-        output.tokens[5] += 1
+        if isinstance(self.settings, lp.PromptLookupConfig):
+            output.tokens[5] += 1
         return output
 
-    monkeypatch.setattr(lp.PromptLookupDecoder, "generate", wrong)
+    monkeypatch.setattr(lp.LookaheadDecoder, "generate", wrong)

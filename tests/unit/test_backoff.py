@@ -16,7 +16,7 @@ from lp.sampling.sampler import Sampler
 from tests.tiny_models import tiny_model
 
 ADAPTIVE = lp.LookaheadConfig(adaptive=True)
-NOTHING = DraftTree(0)
+NOTHING = DraftTree()
 NEW = count(10_000)  # tokens that no text had
 LOSING = StepTimes((1, 120), (1.08, 30.0), 1.0)  # a step that is not plain loses 8 %
 

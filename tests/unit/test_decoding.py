@@ -17,7 +17,11 @@ from tests.tiny_models import CONTEXT, VOCABULARY, plain_greedy, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
-DECODERS = [lp.AutoregressiveDecoder, lambda m: lp.LookaheadDecoder(m, CONFIG), lp.PromptLookupDecoder]
+DECODERS = [
+    lp.AutoregressiveDecoder,
+    lambda m: lp.LookaheadDecoder(m, CONFIG),
+    lambda m: lp.LookaheadDecoder(m, lp.PromptLookupConfig()),
+]
 
 
 def test_a_decoder_is_reusable() -> None:

@@ -118,7 +118,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 
 def test_a_second_collective_is_refused() -> None:
     with pytest.raises(ValueError, match="project kv_sync=recompute"):
-        _projection(tiny_model(), 2, lp.LookaheadConfig(kv_sync=lp.KVSync.BROADCAST))
+        _projection(tiny_model(), 2, lp.LookaheadConfig(adaptive=False, kv_sync=lp.KVSync.BROADCAST))
 
 
 def _projected(ranks: int, compute_s: float) -> Projected:
