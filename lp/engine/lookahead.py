@@ -106,7 +106,7 @@ class LookaheadDecoder(Decoder):
         """Digests of what ranks must agree on, by name."""
         asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
-        asked |= {"context limit": request.limit, "step times": self.step_times}
+        asked |= {"context limit": request.limit, "step time table": self.step_times}
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
