@@ -8,6 +8,7 @@ from typing import Any
 import lp
 from lp.draft.registry import DraftConfig, source_of
 from lp.engine.decoder import Decoder
+from lp.errors import UserError
 
 from .schema import SHAPE_KEYS, Common, decoder_choices, frozen
 
@@ -33,10 +34,10 @@ def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
         ("capture", config.attention.capture, list(lp.Capture)),
     ):
         if value not in known:
-            raise ValueError(f"attention.{key} is {value!r}; it must be one of {', '.join(known)}")
+            raise UserError(f"attention.{key} is {value!r}; it must be one of {', '.join(known)}")
     if config.decoder.name not in choices():
         chosen = config.decoder.name
-        raise ValueError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(choices())}>")
+        raise UserError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(choices())}>")
     return {name: _builder(name, config) for name in names}
 
 

@@ -18,10 +18,12 @@ import lp
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.engine.signals import DeferredSignals
+from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
 
-from .app import explain, is_users, run
+from .app import explain
 from .builders import decoder_builders
+from .cli import start
 from .history import History
 from .keyboard import Keyboard
 from .report import describe_sampling
@@ -125,9 +127,7 @@ class Chat:
                 self._command(*line.split())
             elif line.strip() or self.history.goes_on:
                 self._answer(line)
-        except ValueError as error:
-            if not is_users(error):
-                raise
+        except UserError as error:
             if self.context.is_main:
                 print(f"error: {explain(error)}", file=sys.stderr, flush=True)
 
@@ -146,7 +146,7 @@ class Chat:
         elif name in ("/exit", "/quit"):
             self.ended = True
         else:
-            raise ValueError(f"unknown command {name}; /help lists the commands")
+            raise UserError(f"unknown command {name}; /help lists the commands")
 
     def _of_context(self, tokens: int) -> str:
         return f"{tokens} tokens" if self.history.context is None else f"{tokens} of {self.history.context} tokens"
@@ -168,7 +168,7 @@ class Chat:
         )
         try:
             text, output, interruption = show(lambda on_tokens: generate(on_tokens=on_tokens), tokenizer, ids, self.pen)
-        except ValueError as error:
+        except UserError as error:
             self._agree(said, None, error)
             raise
         self._agree(said, text if output.tokens else None)
@@ -178,7 +178,7 @@ class Chat:
         if interruption and interruption.signal == signal.SIGTERM:
             signal.raise_signal(signal.SIGTERM)  # which `run` holds
 
-    def _agree(self, said: str, answer: str | None, error: ValueError | None = None) -> None:
+    def _agree(self, said: str, answer: str | None, error: UserError | None = None) -> None:
         """Rank 0's word counts: Ctrl-C stops plain decoding, which has no exchange, on each rank by itself, and a rank
         that failed alone, of which the others know nothing, goes on beside them.
         """
@@ -232,4 +232,4 @@ def chat(config: ChatConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(chat, "chat")
+    start("chat", sys.argv[1:])

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from lp.errors import UserError
+
 
 @dataclass
 class History:
@@ -57,7 +59,7 @@ class History:
             )
         except TemplateError as error:
             remedy = "; leave system out" * (self.system is not None)
-            raise ValueError(f"the model's chat template refuses this conversation: {error}{remedy}") from error
+            raise UserError(f"the model's chat template refuses this conversation: {error}{remedy}") from error
         # The template has written BOS already.
         return list(self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -82,7 +84,7 @@ class History:
             dropped += 1
             ids = self.ids(said, dropped)
         if len(ids) >= self.context:
-            raise ValueError(f"your text comes to {len(ids)} tokens, the model's context is {self.context}; shorten it")
+            raise UserError(f"your text comes to {len(ids)} tokens, the model's context is {self.context}; shorten it")
         del self.turns[:dropped]
         return ids, dropped
 

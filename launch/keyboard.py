@@ -7,6 +7,8 @@ import io
 import sys
 from pathlib import Path
 
+from lp.errors import UserError
+
 PROMPT, MORE, FENCE = "> ", ". ", '"""'
 HISTORY_LINES = 1000
 
@@ -23,7 +25,7 @@ class Keyboard:
 
     def __init__(self, history_file: str | None = None) -> None:
         if sys.stdin is None:
-            raise ValueError("stdin is closed; give the chat a terminal, or a pipe with a line for every turn")
+            raise UserError("stdin is closed; give the chat a terminal, or a pipe with a line for every turn")
         self._terminal, self._history = sys.stdin.isatty(), None
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # one bad byte must not end a chat
@@ -92,6 +94,6 @@ def _edit_lines(history_file: str | None) -> Path | None:
         path.touch()
         readline.read_history_file(path)
     except OSError as error:
-        raise ValueError(f"history_file {path}: {error.strerror}; give a file that can be written") from None
+        raise UserError(f"history_file {path}: {error.strerror}; give a file that can be written") from None
     readline.set_history_length(HISTORY_LINES)
     return path

@@ -16,12 +16,13 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from lp.config import LookaheadConfig
+from lp.checks import env_int
+from lp.config import DEFAULT_TIMEOUT_S, LookaheadConfig
 from lp.draft.registry import sources
-from lp.parallel.context import DEFAULT_TIMEOUT_S
-from lp.parallel.rendezvous import env_int
+from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
+from .arguments import closest
 from .bench.shapes import SHAPES
 
 T = TypeVar("T")
@@ -143,7 +144,7 @@ class Tasked(Common):
 
 @dataclass
 class Config(Tasked):
-    """What launch.generate is given. The comments are in conf/config.yaml."""
+    """What launch.generate is given. The comments are in conf/generate.yaml."""
 
     show_prompt: bool = True
     stream: bool = True
@@ -298,15 +299,20 @@ def settings(cfg: DictConfig) -> Any:
 
 
 def unknown_key(key: str, schema: Any) -> str:
-    """Says that the last part of `key` is no field of `schema`, and which ones are."""
-    known, hint = ", ".join(item.name for item in fields(schema)), getattr(schema, "HINT", "")
-    return f"unknown config key {key!r}; known here: {known}" + f"; {hint}" * bool(hint)
+    """A line that refuses `key`, whose last part is no field of `schema`, and names the fields."""
+    known = [item.name for item in fields(schema)]
+    parent, _, name = key.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    hint = getattr(schema, "HINT", "")
+    suggestion = closest(name, known, prefix) or ";"
+    message = f"unknown config key {key!r}{suggestion} known here: {', '.join(known)}"
+    return f"{message}; {hint}" if hint else message
 
 
 def _refuse_extras(node: Any, prefix: str) -> None:
     for key, value in vars(node).items():
         if key not in {item.name for item in fields(node)}:
-            raise ValueError(unknown_key(prefix + key, node))
+            raise UserError(unknown_key(prefix + key, node))
         if is_dataclass(value):
             _refuse_extras(value, f"{prefix}{key}.")
 

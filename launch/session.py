@@ -14,14 +14,14 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import lp
-from lp.checks import check_int
+from lp.checks import check_int, env_int
 from lp.engine.decoder import Decoder
 from lp.engine.journal import Journal
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
+from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit, load
 from lp.parallel.agreement import drawn_seed
-from lp.parallel.rendezvous import env_int
 
 from .bench.hub import load_hub
 from .bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
@@ -64,7 +64,7 @@ class Session(Generic[C]):
         room, count = context_limit(self.loaded.model), len(self.prompts)
         fit = [(i, prompt) for i, prompt in enumerate(self.prompts) if room is None or len(self.encode(prompt)) < room]
         if not fit:
-            raise ValueError(f"none of {count} prompts is shorter than the model's context of {room}; give others")
+            raise UserError(f"none of {count} prompts is shorter than the model's context of {room}; give others")
         if self.context.is_main and len(fit) < count:
             left = f"{count - len(fit)} of {count} prompts left out"
             print(f"{left}: as long as the model's context of {room}", file=sys.stderr)
@@ -141,7 +141,7 @@ def journal_path(config: Config, sampling: lp.SamplingParams | None) -> Path | N
     repeatable = sampling is None or sampling.verifier is not lp.Verifier.REJECTION
     if config.journal:
         if not repeatable:
-            raise ValueError("journal is given with verifier 'rejection'; use sampling.verifier=coupled")
+            raise UserError("journal is given with verifier 'rejection'; use sampling.verifier=coupled")
         return Path(config.journal)
     folder = os.environ.get("LP_RUN_DIR")
     if not folder or not env_int("TORCHELASTIC_MAX_RESTARTS", 0):
@@ -184,7 +184,7 @@ def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
     """
     model = config.model
     if model.name in SHAPES:
-        raise ValueError(f"{model.name} is a shape without weights, for launch.profile; model=hf takes a model")
+        raise UserError(f"{model.name} is a shape without weights, for launch.profile; model=hf takes a model")
     if not (context.is_main and sys.stderr.isatty()):
         disable_progress_bar()  # of the weights
     return load(model.name, model.dtype, context.device, model.attn_implementation, model.trust_remote_code)
@@ -216,7 +216,7 @@ def sampling_of(config: Common) -> lp.SamplingParams | None:
     if name == "sample":
         return frozen(lp.SamplingParams, config.sampling)
     if name != "greedy":
-        raise ValueError(f"sampling.name is {name!r}; choose with sampling=<one of greedy, sample>")
+        raise UserError(f"sampling.name is {name!r}; choose with sampling=<one of greedy, sample>")
     return None
 
 
@@ -231,7 +231,7 @@ def check(config: Tasked) -> None:
     if config.limit is not None:
         check_int("limit", config.limit, 1, float("inf"), "take at least one prompt, or limit=null for all")
     if config.prompt is not None and config.prompt_file is not None:
-        raise ValueError("prompt and prompt_file are both given; give one of them")
+        raise UserError("prompt and prompt_file are both given; give one of them")
 
 
 def check_common(config: Common) -> None:
@@ -244,7 +244,7 @@ def check_common(config: Common) -> None:
     if config.seed is not None:
         check_int("seed", config.seed, 0, 2**63 - 1, "or seed=null to draw one")
     if "" in config.stop_strings:
-        raise ValueError("stop_strings has an empty string, which every text ends with; leave it out")
+        raise UserError("stop_strings has an empty string, which every text ends with; leave it out")
 
 
 def read_prompts(config: Tasked) -> list[Prompt]:
@@ -262,7 +262,7 @@ def read_prompts(config: Tasked) -> list[Prompt]:
     if task.path is not None and not Path(task.path).is_file():
         remedy = "set LP_DATA to its folder, or give task.path=..."
         hub = f", or task.path=null to take {task.hub} from the hub" * (task.hub is not None)
-        raise ValueError(f"task {task.name} has no file {task.path}; {remedy}{hub}")
+        raise UserError(f"task {task.name} has no file {task.path}; {remedy}{hub}")
     if task.path is not None:
         return load_jsonl(task.path, config.limit)
     if task.hub is not None:
@@ -272,7 +272,7 @@ def read_prompts(config: Tasked) -> list[Prompt]:
 
 def _not_empty(prompt: Prompt, remedy: str) -> Prompt:
     if not prompt.text:
-        raise ValueError(f"the prompt is empty; {remedy}")
+        raise UserError(f"the prompt is empty; {remedy}")
     check_whole(prompt.text, "the prompt has half a character")
     return prompt
 
@@ -288,4 +288,4 @@ def known_device(device: str) -> str:
     try:
         return str(torch.device(device))
     except RuntimeError:
-        raise ValueError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:<number>") from None
+        raise UserError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:<number>") from None

@@ -7,6 +7,7 @@ Writes tune.json, tune.png and experiment/tuned.yaml into the run folder; `launc
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,10 @@ from rich.table import Table
 import lp
 from lp.budget.step_times import StepTimes
 
-from .app import run
 from .bench.compare import alternate
 from .bench.tune import BUDGETS, Tried, ranks_that_pay, search, speed_of_ranks
 from .builders import PLAIN
+from .cli import start
 from .report import describe_sampling
 from .schema import Output, TuneConfig
 from .session import WARM_UP_TOKENS, Session, checked, open_model, seeded
@@ -159,4 +160,4 @@ def _plot(path: Path, step_times: StepTimes, tried: list[Tried]) -> None:
 
 
 if __name__ == "__main__":
-    run(tune, "tune")
+    start("tune", sys.argv[1:])

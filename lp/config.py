@@ -11,7 +11,9 @@ from enum import StrEnum
 from typing import Any
 
 from lp.checks import check_choice, check_count, set_field
+from lp.errors import UserError
 
+DEFAULT_TIMEOUT_S = 120.0  # for which ranks wait for each other
 MAX_STEP_TOKENS = 8192  # a step's mask has their square
 
 
@@ -122,14 +124,14 @@ class LookaheadConfig:
             check_count(self, "draft_depth", 1, 1024, "leave it null for N - 1")
         if (self.window_size + self.guess_set_size) * (self.ngram_size - 1) > MAX_STEP_TOKENS:
             shape = f"W={self.window_size}, N={self.ngram_size}, G={self.guess_set_size}"
-            raise ValueError(
+            raise UserError(
                 f"a step of {shape} has (W + G) x (N - 1) tokens, more than {MAX_STEP_TOKENS}; lower one of them"
             )
         check_count(self, "num_logits", 0, 32, "try 16, or 0 for none", "K")
         check_count(self, "pool_mib", 1, 1 << 16, "try 16, or 128 for a session")
         check_choice(self, "pool_scope", PoolScope)
         if self.pool_file is not None and self.pool_scope is not PoolScope.SESSION:
-            raise ValueError(f"pool_file is {self.pool_file!r}, but every call has a new pool; add pool_scope=session")
+            raise UserError(f"pool_file is {self.pool_file!r}, but every call has a new pool; add pool_scope=session")
         check_count(self, "warmup_steps", 0, math.inf, "leave it 0")
         check_choice(self, "kv_sync", KVSync)
 

@@ -30,6 +30,9 @@ install() { # BASE EXTRA STAMP WANTED
   # The odd expansion: an empty array is unbound to bash 3.
   "$python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
     -c "$root/constraints.txt" -e "$root${2:+[$2]}" >&2 </dev/null || return
+  # The clone's folder on the path: pip's own finder comes after a folder called lp in the current one, such as a clone.
+  "$python" -c 'import pathlib, sys, sysconfig
+pathlib.Path(sysconfig.get_path("purelib"), "lp-clone.pth").write_text(sys.argv[1] + "\n")' "$root" || return
   echo "$4" >"$3"
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
+from lp.errors import UserError
 from lp.sampling.top_logits import TopLogits
 
 
@@ -55,7 +56,7 @@ def load_texts(path: str | Path) -> list[Text]:
         try:
             texts.append(Text(**json.loads(line)))
         except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number} is no text ({error}); write the file with scripts/texts.py"
             ) from None
     return texts

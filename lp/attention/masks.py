@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PretrainedConfig
 
 from lp.config import Attention
+from lp.errors import UserError
 
 Mask = torch.Tensor | BlockMask
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -29,7 +30,7 @@ def layer_kinds(config: PretrainedConfig) -> set[str]:
     named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # the latter: GPT-Neo
     kinds = set(named or [SLIDING if sliding else FULL])
     if kinds - KINDS:
-        raise ValueError(
+        raise UserError(
             f"model type {config.model_type!r} has layers of kind {sorted(kinds - KINDS)}, which take no tree mask; "
             f"supported are {sorted(KINDS)}"
         )

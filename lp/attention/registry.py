@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from lp.attention.hf import FLASH, register
 from lp.config import Attention
+from lp.errors import UserError
 
 NAMES = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: FLASH, Attention.FLEX: "flex_attention"}
 _THEIRS = (Attention.SDPA, Attention.EAGER)  # that transformers can load a model with
@@ -24,7 +25,7 @@ def choices(model: PreTrainedModel, attention: Attention) -> list[Attention]:
     current = model.config._attn_implementation
     loaded = next((name for name, theirs in NAMES.items() if theirs == current), None)
     if loaded is None:
-        raise ValueError(
+        raise UserError(
             f"the model's attention is {current!r}, which takes no tree mask; "
             "load it with attn_implementation='sdpa' or 'eager', or choose attention=sdpa"
         )
@@ -44,20 +45,20 @@ def set_attention(model: PreTrainedModel, attention: Attention) -> None:
     if attention in (Attention.SDPA, Attention.FLASH) and getattr(
         model.config.get_text_config(), "attn_logit_softcapping", None
     ):
-        raise ValueError(f"{name} caps its attention scores, which {attention} leaves out; choose attention=eager")
+        raise UserError(f"{name} caps its attention scores, which {attention} leaves out; choose attention=eager")
     if attention is Attention.FLASH and (why := _unfit_for_flash(model)):
-        raise ValueError(f"attention=flash {why}; choose attention=sdpa")
+        raise UserError(f"attention=flash {why}; choose attention=sdpa")
     if attention is Attention.FLEX and model.device.type == "cpu":
-        raise ValueError("attention=flex is for GPUs, and on a CPU slower than the others; choose attention=flash")
+        raise UserError("attention=flex is for GPUs, and on a CPU slower than the others; choose attention=flash")
     if attention in (Attention.SDPA, Attention.FLASH) and not getattr(model, "_supports_sdpa", True):
-        raise ValueError(f"{name} has no sdpa attention in transformers; choose attention={before}")
+        raise UserError(f"{name} has no sdpa attention in transformers; choose attention={before}")
     if before == NAMES[attention]:
         return
     register()
     model.set_attn_implementation(NAMES[attention])
     if model.config._attn_implementation != NAMES[attention]:  # transformers only warns
         other = f"load it with attn_implementation={NAMES[attention]!r}, or " if attention in _THEIRS else ""
-        raise ValueError(
+        raise UserError(
             f"{name} cannot change its attention once loaded with {before!r}; {other}choose attention={before}"
         )
 

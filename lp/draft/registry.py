@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from lp.config import LookaheadConfig
 from lp.draft.source import DraftSource
+from lp.errors import UserError
 
 T = TypeVar("T", bound=type)
 
@@ -162,7 +163,7 @@ def source_of(config: object) -> SourceEntry:
         if type(config) is entry.config:
             return entry
     known = ", ".join(entry.config.__name__ for entry in _entries.values())
-    raise ValueError(
+    raise UserError(
         f"no draft source is registered for a config of type {type(config).__name__}; give one of {known}, or register "
         "yours with lp.register_source"
     )
@@ -170,9 +171,9 @@ def source_of(config: object) -> SourceEntry:
 
 def _add(entry: SourceEntry) -> None:
     if not is_dataclass(entry.config) or not hasattr(entry.config, "shape"):
-        raise ValueError(f"{entry.config!r} is no config of a draft source; make it a dataclass with shape()")
+        raise UserError(f"{entry.config!r} is no config of a draft source; make it a dataclass with shape()")
     if entry.name in _entries:
-        raise ValueError(f"a draft source named {entry.name!r} is registered already; choose another name")
+        raise UserError(f"a draft source named {entry.name!r} is registered already; choose another name")
     if any(other.config is entry.config for other in _entries.values()):
-        raise ValueError(f"{entry.config.__name__} is the config of another draft source; give each its own")
+        raise UserError(f"{entry.config.__name__} is the config of another draft source; give each its own")
     _entries[entry.name] = entry

@@ -11,6 +11,7 @@ from lp.config import KVSync, LookaheadConfig, windowless
 from lp.draft.registry import register_source
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
+from lp.errors import UserError
 from lp.sampling.top_logits import TopLogits
 
 
@@ -45,7 +46,7 @@ class SuffixConfig:
         set_field(self, "max_spec_offset", check_real("max_spec_offset", self.max_spec_offset, -1024, 1024, "try 0.0"))
         set_field(self, "min_token_prob", check_real("min_token_prob", self.min_token_prob, 0, 1, "try 0.1"))
         if not isinstance(self.tree, bool):
-            raise ValueError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
+            raise UserError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
         check_choice(self, "kv_sync", KVSync)
 
     def shape(self) -> LookaheadConfig:
@@ -62,7 +63,7 @@ def native_tree() -> Any:
     try:
         from arctic_inference.suffix_decoding._C import SuffixTree as native
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"suffix decoding needs the suffix tree of arctic-inference ({error}); pip install arctic-inference, or "
             "build the tree alone with scripts/build_suffix_tree.sh"
         ) from None

@@ -16,6 +16,7 @@ from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens, Request
 from lp.engine.signals import DeferredSignals, Interrupted
 from lp.engine.stopping import Stopping
+from lp.errors import UserError
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.rope import rope_boundary
 from lp.models.support import check_adapter
@@ -90,7 +91,7 @@ class Decoder(ABC):
         padding = [check_int("padding", token, 0, math.inf, "give token ids") for token in flat_list(padding)]
         recorded = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
         if recorded and self.context.world_size > 1:
-            raise ValueError(
+            raise UserError(
                 f"output_{recorded[0]} is on among {self.context.world_size} ranks, of which each has only the logits "
                 "of its own nodes; leave it out, or generate on one rank"
             )

@@ -23,10 +23,10 @@ from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.stopping import FINISH_REASON
+from lp.errors import RanksParted
 from lp.models.kv_cache import CacheTooLarge
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
-from lp.parallel.agreement import RanksParted
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Stop, gather, gather_plain, pack, unpack
 from lp.parallel.sharding import RankShare, ShardPlan

@@ -11,6 +11,7 @@ from lp.budget.measure import SIZES, measure_step_times
 from lp.budget.policy import FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.budget.step_times_cache import load_or_measure, machine_key
+from lp.checks import env_int
 from lp.config import LookaheadConfig, PoolScope
 from lp.draft.pool.factory import fresh_tables
 from lp.draft.pool.ngram_pool import NGramPool
@@ -25,7 +26,6 @@ from lp.models.loader import context_limit, vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
-from lp.parallel.rendezvous import env_int
 
 # Tokens of the text in which steps are timed: half of them are its prompt, unless the model's context is shorter.
 TEXT_TOKENS = 512

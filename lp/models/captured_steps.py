@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lp.attention import StepMasks
 from lp.config import Attention, Capture
+from lp.errors import UserError
 from lp.models.kv_cache import StaticKVCache
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -48,7 +49,7 @@ def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, atten
     if capture is Capture.AUTO:
         return Capture.GRAPH if device.type == "cuda" and not why else None
     if capture is not Capture.OFF and why:
-        raise ValueError(f"capture is {str(capture)!r}, but {why}; choose capture=off")
+        raise UserError(f"capture is {str(capture)!r}, but {why}; choose capture=off")
     return None if capture is Capture.OFF else capture
 
 

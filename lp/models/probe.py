@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lp.draft.layout import ancestors
+from lp.errors import UserError
 from lp.sampling.sampler import NOT_FINITE_REMEDY
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def check_tree_mask(runner: ModelRunner) -> None:
         if error <= TOLERANCE.get(dtype, FULL_PRECISION):
             passed.add(asked)
             return
-    raise ValueError(
+    raise UserError(
         f"{_name(runner)} does not honour a tree mask: logits of a tree-shaped step are off by "
         f"{error:.2g} of their spread; {_remedy(runner)}"
     )
@@ -73,11 +74,11 @@ def _error(runner: ModelRunner) -> float:
         raise
     except Exception as failure:
         reason = str(failure).strip().split("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"{_name(runner)} cannot run a tree-shaped step ({type(failure).__name__}: {reason}); {_remedy(runner)}"
         ) from failure
     if said is None:
-        raise ValueError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
+        raise UserError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
     errors = [_relative(said[node], truth[b, d]) for b, branch in enumerate(BRANCHES) for d, node in enumerate(branch)]
     return float(torch.stack([*errors, _relative(said[-1], truth[1, -1])]).mean())
 

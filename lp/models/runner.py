@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lp.attention import StepMasks, choices, set_attention
 from lp.config import Attention, Capture
+from lp.errors import UserError
 from lp.models.captured_steps import CapturedSteps, CaptureFailed, capture_mode
 from lp.models.kv_cache import StaticKVCache
 from lp.models.probe import check_tree_mask
@@ -94,7 +95,7 @@ class ModelRunner:
             self.captured = CapturedSteps(self.model, self.masks, how)
         except ValueError as error:
             if not self._fallback:
-                raise ValueError(f"captured steps: {error}; or choose capture=off") from error
+                raise UserError(f"captured steps: {error}; or choose capture=off") from error
             logger.warning("steps are not captured: %s", error)
             self.captured = None
 

@@ -95,7 +95,7 @@ def launch_generate(start_app: Callable[..., Ran]) -> Callable[..., Ran]:
     """`python -m launch.generate` with these overrides."""
     import launch.generate
 
-    return partial(start_app, launch.generate.generate, "config")
+    return partial(start_app, launch.generate.generate, "generate")
 
 
 @pytest.fixture

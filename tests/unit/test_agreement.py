@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import lp
+from lp.errors import CallsDiffer
 from lp.parallel import agreement, rendezvous
-from lp.parallel.agreement import CallsDiffer
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
 from tests.conftest import Processes

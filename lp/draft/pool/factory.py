@@ -16,6 +16,7 @@ from lp.digest import chain_digest
 from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.pool.tables import Tables, new_tables
 from lp.draft.registry import Call, register_factory
+from lp.errors import UserError
 
 MAX_SQUARES = 50.0  # of the shipped sums of squared gradients, so that the weights still move
 # A request's tables have room for the n-grams of its text and of its steps: so many bytes for a token of the text and a
@@ -74,7 +75,7 @@ class PoolFactory:
         if file and Path(file).exists():
             load_tables(tables, file, vocabulary_size)
         elif file and not Path(file).parent.is_dir():
-            raise ValueError(f"pool_file is {file!r}, but there is no folder {str(Path(file).parent)!r}; make it first")
+            raise UserError(f"pool_file is {file!r}, but there is no folder {str(Path(file).parent)!r}; make it first")
         return tables
 
 
@@ -115,17 +116,17 @@ def load_tables(tables: Tables, path: str, vocabulary_size: int) -> None:
     try:
         arrays = load_file(path)
     except Exception as error:
-        raise ValueError(f"pool_file {path} can't be read as safetensors ({error}); delete it to begin anew") from None
+        raise UserError(f"pool_file {path} can't be read as safetensors ({error}); delete it to begin anew") from None
     for name, values in tables._asdict().items():
         array, loaded = np.asarray(values), arrays.get(name)
         if loaded is None or loaded.shape != array.shape or loaded.dtype != array.dtype:
-            raise ValueError(f"pool_file {path} is of another pool_mib, num_logits or version; delete it to begin anew")
+            raise UserError(f"pool_file {path} is of another pool_mib, num_logits or version; delete it to begin anew")
         array[:] = loaded
     followers = np.asarray(tables.followers) >> 32
     logits_tokens = np.asarray(tables.logits_tokens)
     largest = max(int(followers.max()) - 1, int(logits_tokens.max(initial=0)))
     if largest >= vocabulary_size:
-        raise ValueError(f"pool_file {path} has token {largest}, the model {vocabulary_size}; it is another model's")
+        raise UserError(f"pool_file {path} has token {largest}, the model {vocabulary_size}; it is another model's")
 
 
 def tables_digest(tables: Tables) -> int:
