@@ -18,8 +18,8 @@ PROMPT = "LP_PROMPT"
 STDIN = "LP_STDIN"  # what launch/torchrun.py has read for its ranks, which have no stdin of their own
 OVERRIDE = re.compile(r"(~[\w./@:+-]+$)|([~+]{0,2}[\w./@:-]+=)")
 # Options of Hydra that take a value, which is no text to continue.
-WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")
-WITH_VALUE += ("--experimental-rerun", "--info", "-i")
+WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+WITH_VALUE |= {"--experimental-rerun", "--info", "-i"}
 
 
 def take_prompt(args: Sequence[str], positional: bool) -> list[str]:

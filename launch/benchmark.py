@@ -69,7 +69,7 @@ def _kept_model() -> KeptModel:
 
 
 def _measure_all(bench: Bench, file: RecordFile | None) -> None:
-    todo = _todo(bench, bench.told(file.done if file else None))
+    todo = _todo(bench, bench.of_rank_0(file.done if file else None))
     if todo:
         _warm_up(bench, todo[0][1])
     if file and file.rows:

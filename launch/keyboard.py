@@ -9,7 +9,9 @@ from pathlib import Path
 
 from lp.errors import UserError
 
-PROMPT, MORE, FENCE = "> ", ". ", '"""'
+PROMPT = "> "
+MORE = ". "
+FENCE = '"""'
 HISTORY_LINES = 1000
 
 
@@ -17,7 +19,7 @@ class Keyboard:
     """Reads stdin line by line; `\"\"\"` begins and ends a text of several lines.
 
     Args:
-        history_file: lines of former chats, for the arrow keys of a terminal; None keeps none.
+        history_file: lines of former chats, for the arrow keys of a terminal; None: none.
 
     Raises:
         ValueError: stdin is closed, or a history file cannot be read or written.
@@ -26,14 +28,15 @@ class Keyboard:
     def __init__(self, history_file: str | None = None) -> None:
         if sys.stdin is None:
             raise UserError("stdin is closed; give the chat a terminal, or a pipe with a line for every turn")
-        self._terminal, self._history = sys.stdin.isatty(), None
+        self._terminal = sys.stdin.isatty()
+        self._history: Path | None = None
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # one bad byte must not end a chat
         if self._terminal:
             self._history = _edit_lines(history_file)
 
     def close(self) -> None:
-        """Save the lines that were typed, if asked to."""
+        """Save the lines that were typed, if there is a file for them."""
         if self._history is not None:
             import readline
 

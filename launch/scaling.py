@@ -93,13 +93,8 @@ def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
     """Measure one world size in processes of its own; rows that are there already are not measured again."""
     given = [key for key in HydraConfig.get().overrides.task if re.split("[.=]", key.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
-    asked = [
-        f"methods=[{','.join(_methods(config, ranks))}]",
-        f"out={folder}",
-        f"limit={limit}",
-        f"output={config.output}",
-    ]
-    relaunch(ranks, "benchmark", [*given, *asked])
+    asked = [f"methods=[{','.join(_methods(config, ranks))}]", f"out={folder}", f"limit={limit}"]
+    relaunch(ranks, "benchmark", [*given, *asked, f"output={config.output}"])
 
 
 def _methods(config: ScalingConfig, ranks: int) -> list[str]:

@@ -52,7 +52,7 @@ class ModelSchema:
 
 @dataclass
 class AttentionSchema:
-    """How the rows of a step are run."""
+    """How the tokens of a step are computed."""
 
     name: str = MISSING
     capture: str = "auto"
@@ -60,7 +60,7 @@ class AttentionSchema:
 
 @dataclass
 class GreedySchema:
-    """The likeliest token has nothing to set."""
+    """Greedy decoding has nothing to set."""
 
     HINT: ClassVar[str] = "sampling=sample has temperature, top_p and others"
 
@@ -81,6 +81,7 @@ class TaskSchema:
     """Where prompts come from: a JSONL file, without a path a data set on the hub, without either the package.
 
     `prompt`, `reference` and `id` name fields of the data set, or are templates of them, as in "Sum up: {article}".
+    `ids` names the prompts to take, in their order; null takes all.
     """
 
     name: str = MISSING
@@ -91,6 +92,7 @@ class TaskSchema:
     prompt: str = "prompt"
     reference: str | None = None
     id: str | None = None
+    ids: list[str] | None = None
     chat: bool = False
 
 
@@ -103,7 +105,7 @@ class AutoregressiveSchema:
 
 @dataclass
 class PoolSchema:
-    """How long the pool remembers, and how much."""
+    """How long the n-gram pool lasts, and how large it grows."""
 
     scope: str = "request"
     mib: int = 16
@@ -112,7 +114,7 @@ class PoolSchema:
 
 @dataclass
 class Common:
-    """What every app is given. The comments are in conf/base.yaml."""
+    """The keys of every app. The comments are in conf/base.yaml."""
 
     model: ModelSchema = field(default_factory=ModelSchema)
     decoder: Any = None
@@ -132,7 +134,7 @@ class Common:
 
 @dataclass
 class Tasked(Common):
-    """What apps are given that continue the prompts of a task."""
+    """The keys of apps that continue the prompts of a task."""
 
     task: TaskSchema = field(default_factory=TaskSchema)
     prompt: str | None = None
@@ -144,7 +146,7 @@ class Tasked(Common):
 
 @dataclass
 class Config(Tasked):
-    """What launch.generate is given. The comments are in conf/generate.yaml."""
+    """The keys of launch.generate. The comments are in conf/generate.yaml."""
 
     show_prompt: bool = True
     stream: bool = True
@@ -155,7 +157,7 @@ class Config(Tasked):
 
 @dataclass
 class BenchmarkConfig(Tasked):
-    """What launch.benchmark is given. The comments are in conf/benchmark.yaml."""
+    """The keys of launch.benchmark. The comments are in conf/benchmark.yaml."""
 
     methods: list[str] | None = None
     draft: str | None = None
@@ -175,7 +177,7 @@ class LinkSchema:
 
 @dataclass
 class ScalingConfig(BenchmarkConfig):
-    """What launch.scaling is given. The comments are in conf/scaling.yaml."""
+    """The keys of launch.scaling. The comments are in conf/scaling.yaml."""
 
     ranks: list[int] = field(default_factory=list)
     project: bool = False
@@ -186,12 +188,12 @@ class ScalingConfig(BenchmarkConfig):
 
 @dataclass
 class TuneConfig(Tasked):
-    """What launch.tune is given. The comments are in conf/tune.yaml."""
+    """The keys of launch.tune. The comments are in conf/tune.yaml."""
 
 
 @dataclass
 class ChatConfig(Common):
-    """What launch.chat is given. The comments are in conf/chat.yaml."""
+    """The keys of launch.chat. The comments are in conf/chat.yaml."""
 
     system: str | None = None
     history_file: str | None = None
@@ -207,7 +209,7 @@ class ScaleSchema:
 
 @dataclass
 class ProfileConfig(Common):
-    """What launch.profile is given. The comments are in conf/profile.yaml."""
+    """The keys of launch.profile. The comments are in conf/profile.yaml."""
 
     shape: ScaleSchema = field(default_factory=ScaleSchema)
     prefix: int = 1024

@@ -21,7 +21,7 @@ class Settings:
 
     Args:
         sampling: used unless greedy.
-        greedy: whether every token is the likeliest one.
+        greedy: whether every token is the most likely one.
         max_new_tokens: most tokens of an answer.
     """
 

@@ -116,8 +116,8 @@ def count_jobs(config: DictConfig) -> int | None:
         return int(sweeper.n_trials)
     params = [f"{key}={values}" for key, values in (sweeper.get("params") or {}).items()]
     overrides = OverridesParser.create().parse_overrides([*params, *config.hydra.overrides.task])
-    swept = {override.get_key_element(): override for override in overrides}.values()  # the last of a key counts
-    swept = [override for override in swept if override.is_sweep_override()]
+    last_of_key = {override.get_key_element(): override for override in overrides}
+    swept = [override for override in last_of_key.values() if override.is_sweep_override()]
     if not all(override.is_choice_sweep() or override.is_range_sweep() for override in swept):
         return None  # a glob, which only the sweeper can expand
     return math.prod(sum(1 for _ in override.sweep_iterator()) for override in swept)

@@ -49,7 +49,7 @@ def tune(config: TuneConfig) -> None:
 
     adaptive, run = build(None), partial(session.run, tokens=config.max_new_tokens)
     assert adaptive.step_times is not None
-    tried = search(build, plain, adaptive, run, ids, config.repeats, session.told)
+    tried = search(build, plain, adaptive, run, ids, config.repeats, session.of_rank_0)
     found: dict[str, Any] = {
         "step_times": asdict(adaptive.step_times),
         "settings": [t.as_dict() for t in tried],

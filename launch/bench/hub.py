@@ -34,7 +34,7 @@ def load_hub(
     try:
         from datasets import load_dataset
     except ImportError:
-        remedy = "pip install 'lp-runtime[datasets]', or give task.path=<JSONL file>, or set LP_DATA to its folder"
+        remedy = "pip install datasets, or give task.path=<JSONL file>, or set LP_DATA to its folder"
         raise UserError(f"the data set {name!r} needs the package datasets; {remedy}") from None
     try:
         records = load_dataset(name, subset, split=split)

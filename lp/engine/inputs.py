@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,27 @@ Prompt = Sequence[int] | np.ndarray | torch.Tensor
 Eos = int | Iterable[int] | np.ndarray | torch.Tensor
 
 
+def check_model(model: Any) -> None:
+    """Refuse what is no model, such as the name of one.
+
+    Raises:
+        UserError: names what was given and what gives a model.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(
+            f"model is {model!r}; it must be a loaded model: AutoModelForCausalLM.from_pretrained(...), or "
+            "lp.load(...).model, which takes a folder, a hub name or 'demo'"
+        )
+
+
 def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
     """The token ids of a prompt (L,) or (1, L).
 
     Raises:
         ValueError: not one prompt of integers, empty, too long for the model's context, or not of its vocabulary.
     """
+    if isinstance(input_ids, str | bytes | Mapping):
+        raise UserError(f'input_ids is {input_ids!r}; give token ids, as in tokenizer(text)["input_ids"]')
     given = _elements(input_ids)
     if given is None:
         raise UserError(f"input_ids is {input_ids!r}, no sequence of token ids; give them as (L,) or (1, L)")

@@ -31,7 +31,7 @@ from lp.engine.signals import Interrupted
 from lp.errors import UserError
 from lp.models.digests import model_digests
 from lp.models.rope import rope_boundary
-from lp.parallel.agreement import drawn_seed
+from lp.parallel.agreement import shared_seed
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import plain_settings
@@ -112,7 +112,7 @@ class Journal:
         record = self.records.setdefault(name, Record())
         if sampling is not None and sampling.seed is None:
             if record.seed is None:
-                record.seed = drawn_seed(self.context, "drawing the seed of a journal's text")
+                record.seed = shared_seed(self.context, "drawing the seed of a journal's text")
             sampling = replace(sampling, seed=record.seed)
         record.seed = sampling.seed if sampling else None
         # The last token comes again, and with it what may have ended the text.

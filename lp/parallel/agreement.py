@@ -54,7 +54,7 @@ def exchange(context: Ranks, call: str, words: Sequence[int] = (), patient: bool
     if context.world_size == 1:
         return torch.tensor([list(words)], dtype=torch.int64)
     if len(words) > SIZE - HEAD:
-        raise UserError(f"{call}: {len(words)} int64s to compare; a message has room for {SIZE - HEAD}")
+        raise ValueError(f"{call}: {len(words)} int64s to compare; a message has room for {SIZE - HEAD}")
     name = np.frombuffer(call.encode()[: 8 * NAME].ljust(8 * NAME, b"\0"), dtype="<i8").tolist()
     message = torch.tensor([TAG, *name, *words] + [0] * (SIZE - HEAD - len(words)))
     size = context.step_sizes[-1] if context.step_sizes else 0
@@ -117,7 +117,7 @@ def check_same(context: Ranks, call: str, items: Mapping[str, int]) -> None:
             raise UserError(f"the {item} of rank {ranks} differs from rank 0's; give every rank the same {item}")
 
 
-def drawn_seed(context: Ranks, call: str, wanted: bool = True) -> int:
+def shared_seed(context: Ranks, call: str, wanted: bool = True) -> int:
     """A seed that rank 0 draws from torch's generator for all.
 
     Args:

@@ -92,10 +92,14 @@ def start_app(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def launch_generate(start_app: Callable[..., Ran]) -> Callable[..., Ran]:
-    """`python -m launch.generate` with these overrides."""
+    """`python -m launch.generate` with these overrides; the prompts are short ones, which fit the tiny model."""
     import launch.generate
 
-    return partial(start_app, launch.generate.generate, "generate")
+    def start(*overrides: str) -> Ran:
+        task = [] if any(override.startswith("task=") for override in overrides) else ["task=builtin"]
+        return start_app(launch.generate.generate, "generate", *task, *overrides)
+
+    return start
 
 
 @pytest.fixture

@@ -62,7 +62,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "numpy's int": (np.int64(5), "no sequence of token ids"),
     "int": (5, "no sequence of token ids"),
     "None": (None, "no sequence of token ids"),
-    "text": ("x = 1", "no sequence of token ids"),
+    "text": ("x = 1", r"input_ids is 'x = 1'; give token ids, as in tokenizer\(text\)"),
+    "a tokenizer's dict": ({"input_ids": [1, 2]}, r"give token ids, as in tokenizer\(text\)\[\"input_ids\"\]"),
     "two prompts": (np.array([IDS, IDS]), "holds 2 prompts"),
     "two prompts of one token": ([torch.tensor([5]), torch.tensor([6])], "holds 2 prompts"),
     "3-D": (np.array([[IDS]]), r"token id \[5, 6"),
@@ -238,3 +239,10 @@ def test_settings_of_a_processor_read_the_same() -> None:
     ]
     assert plain_settings(many) == plain_settings(many.clone()) != plain_settings(many + 1000)
     assert len(plain_settings(many)) == 64
+
+
+@pytest.mark.parametrize("make", [lp.LookaheadDecoder, lp.AutoregressiveDecoder])
+def test_a_name_is_no_model(make: Any) -> None:
+    """What a newcomer tries first must not end in an AttributeError."""
+    with pytest.raises(lp.UserError, match=r"model is 'demo'; it must be a loaded model.*lp\.load"):
+        make("demo")

@@ -161,7 +161,7 @@ def test_ctrl_c_keeps_finished_prompts(
         return measure(*args)
 
     monkeypatch.setattr(module, "_measure", interrupted)
-    ran = bench()
+    ran = bench("output=json")
     assert ran.code == 130 and '"prompts": 2' in ran.out
     assert len(load_rows(tmp_path / "out")) == 6
 

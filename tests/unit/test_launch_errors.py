@@ -48,8 +48,8 @@ BAD = {
     "output=xml": "output: Invalid value 'xml', expected one of [table, json]",
     "windw=3": "unknown config key 'windw'; known here: model, decoder",
     "+windw=3": "unknown config key 'windw'; known here: model, decoder",
-    "decoder.windw=3": "unknown config key 'decoder.windw'; did you mean 'decoder.window_size'? known here: name, window_size",
-    "+decoder.windw=3": "unknown config key 'decoder.windw'; did you mean 'decoder.window_size'? known here: name, window_size",
+    "decoder.windw=3": "unknown config key 'decoder.windw'; did you mean 'decoder.window_size'? known here: name",
+    "+decoder.windw=3": "unknown config key 'decoder.windw'; did you mean 'decoder.window_size'? known here: name",
     "modle=demo": "unknown config key 'modle'; did you mean 'model'? known here: model, decoder",
     "max_tokens=3": "did you mean 'max_new_tokens'?",
     "decoder=lokahead": "did you mean 'decoder=lookahead'?",
@@ -81,6 +81,7 @@ BAD = {
     "model.name=f(x": "cannot read the override 'model.name=f(x'; quote",
     "prompt_file=none.txt": "prompt_file none.txt does not exist",
     "task=humaneval task.path=none.jsonl": "task humaneval has no file none.jsonl; set LP_DATA",
+    "task=showcase task.ids=[builtin/06_merge_sort]": "did you mean 'builtin/06_merge_sorted'?",
     "prompt=a prompt_file=b": "prompt and prompt_file are both given",
     "model.name=./none": "model folder './none' does not exist",
 }

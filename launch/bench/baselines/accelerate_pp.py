@@ -23,7 +23,7 @@ def pipelined(model: PreTrainedModel) -> PreTrainedModel:
         from accelerate import dispatch_model, infer_auto_device_map
         from accelerate.utils import get_balanced_memory
     except ImportError:
-        raise UserError("accelerate_pp needs the package accelerate; pip install 'lp-runtime[accelerate]'") from None
+        raise UserError("accelerate_pp needs the package accelerate; pip install accelerate") from None
     layers = list(getattr(model, "_no_split_modules", None) or [])
     memory = get_balanced_memory(model, no_split_module_classes=layers, dtype=model.dtype)
     places = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=layers, dtype=model.dtype)

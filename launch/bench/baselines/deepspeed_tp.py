@@ -29,7 +29,7 @@ def deepspeed_shard(model: PreTrainedModel, context: ParallelContext) -> PreTrai
         try:
             import deepspeed
         except ImportError:
-            raise UserError("deepspeed_tp needs the package deepspeed; pip install 'lp-runtime[deepspeed]'") from None
+            raise UserError("deepspeed_tp needs the package deepspeed; pip install deepspeed") from None
         engine = deepspeed.init_inference(
             copy.deepcopy(model),
             tensor_parallel={"tp_size": context.world_size},
