@@ -36,7 +36,15 @@ def check_supported(config: Any) -> None:
         )
     if kind in RECURRENT:
         raise UserError(f"model type {kind!r} keeps a recurrent state, which holds one branch only; use a transformer")
-    layer_kinds(config.get_text_config())
+    text = config.get_text_config()
+    layer_kinds(text)
+    strongest, context = getattr(text, "keep_window_size", None), getattr(text, "max_position_embeddings", None)
+    if strongest is not None and context is not None and strongest < context:  # Doge
+        raise UserError(
+            f"model type {kind!r} attends to the {strongest} strongest keys of up to {context}, and which of two equal "
+            "ones goes by their places in the cache; a step of several branches can't be exact: "
+            f"set max_position_embeddings to {strongest}, or decode it with AutoregressiveDecoder"
+        )
 
 
 def check_adapter(model: Any) -> None:
