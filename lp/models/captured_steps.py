@@ -59,7 +59,7 @@ class _Step:
     tokens: torch.Tensor  # int64 (B,), as the next three
     positions: torch.Tensor
     places: torch.Tensor
-    reads: torch.Tensor
+    logits_indices: torch.Tensor
     visible: torch.Tensor  # bool (B, B)
     run: Callable[[], torch.Tensor]  # logits (B, V), overwritten by the next run
 
@@ -97,15 +97,15 @@ class CapturedSteps:
         return rows <= BUCKETS[-1]
 
     def run(
-        self, tokens: Sequence[int], positions: Sequence[int], visible: np.ndarray, reads: Sequence[int]
+        self, tokens: Sequence[int], positions: Sequence[int], visible: np.ndarray, logits_indices: Sequence[int]
     ) -> torch.Tensor:
-        """Logits (len(reads), V), as `ModelRunner.forward`; valid until the next run."""
+        """Logits (len(logits_indices), V), as `ModelRunner.forward`; valid until the next run."""
         assert self.cache is not None
         rows = next(size for size in BUCKETS if size >= len(tokens))
         numbers, seen = self._stage(rows)
         count = len(tokens)
         numbers.zero_()
-        numbers[0, :count], numbers[3, : len(reads)] = torch.tensor(tokens), torch.tensor(reads)
+        numbers[0, :count], numbers[3, : len(logits_indices)] = torch.tensor(tokens), torch.tensor(logits_indices)
         numbers[1] = positions[0]
         numbers[1, :count] = torch.tensor(positions)
         torch.arange(self.cache.length, self.cache.length + rows, out=numbers[2])
@@ -115,10 +115,10 @@ class CapturedSteps:
         if step is None:
             step = self._steps[rows] = self._tried(numbers, seen)
         else:
-            for mine, given in zip((step.tokens, step.positions, step.places, step.reads), numbers, strict=True):
+            for mine, given in zip((step.tokens, step.positions, step.places, step.logits_indices), numbers, strict=True):
                 mine.copy_(given, non_blocking=True)
             step.visible.copy_(seen, non_blocking=True)
-        return step.run()[: len(reads)]
+        return step.run()[: len(logits_indices)]
 
     def release(self) -> None:
         """Free graphs, buffers and cache."""
@@ -144,7 +144,7 @@ class CapturedSteps:
             ) from error
 
     def _capture(self, numbers: torch.Tensor, seen: torch.Tensor) -> _Step:
-        tokens, positions, places, reads = numbers.to(self.device, copy=True)
+        tokens, positions, places, logits_indices = numbers.to(self.device, copy=True)
         visible, cache = seen.to(self.device, copy=True), self.cache
         assert cache is not None
 
@@ -156,7 +156,7 @@ class CapturedSteps:
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=reads,
+                logits_to_keep=logits_indices,
                 **self._keywords(places),
             )
             return output.logits[0]
@@ -171,7 +171,7 @@ class CapturedSteps:
 
         recorded = self.device.type == "cuda" and self.how is not Capture.OFF
         run = _recorded(placed, self.device) if recorded else placed
-        return _Step(tokens, positions, places, reads, visible, run)
+        return _Step(tokens, positions, places, logits_indices, visible, run)
 
     def _keywords(self, places: torch.Tensor) -> dict[str, torch.Tensor]:
         """What our own attention needs; transformers' would not know what to do with it."""

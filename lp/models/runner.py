@@ -149,8 +149,8 @@ class ModelRunner:
         for start in range(0, end, chunk):
             part = tokens[start : start + chunk]
             places = [*range(start, start + len(part)), *anchor]
-            reads = range(len(part) if read else 1)  # a model gives at least one
-            logits = self._chain([*part, *tokens[: len(anchor)]], places, cache, reads)
+            logits_indices = range(len(part) if read else 1)  # a model gives at least one
+            logits = self._chain([*part, *tokens[: len(anchor)]], places, cache, logits_indices)
             if read:
                 read(logits)
             cache.commit(range(len(part)))
@@ -169,11 +169,11 @@ class ModelRunner:
             cache.commit(range(len(missing)))
 
     def _chain(
-        self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache, reads: Sequence[int] = (0,)
+        self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache, logits_indices: Sequence[int] = (0,)
     ) -> torch.Tensor:
         """Rows in a row, for their KV and the logits of those that are read."""
         visible = np.tri(len(tokens), dtype=bool)
-        return self.forward(tokens, positions, visible, cache, reads, capture=False)
+        return self.forward(tokens, positions, visible, cache, logits_indices, capture=False)
 
     def forward(
         self,
@@ -181,7 +181,7 @@ class ModelRunner:
         positions: Sequence[int],
         visible: np.ndarray,
         cache: StaticKVCache,
-        reads: Sequence[int],
+        logits_indices: Sequence[int],
         capture: bool = True,
     ) -> torch.Tensor:
         """Logits of the rows that are read; the rows' KV is written behind the prefix, uncommitted.
@@ -190,15 +190,15 @@ class ModelRunner:
             tokens, positions: (T,).
             visible: (T, T) bool, which rows of the step each one sees besides the whole prefix.
             cache: holds the prefix.
-            reads: rows to read; only these go through the LM head.
+            logits_indices: rows to read; only these go through the LM head.
             capture: it is a step, of which there will be many.
 
         Returns:
-            (len(reads), V), valid until the next step.
+            (len(logits_indices), V), valid until the next step.
         """
         if capture and self.captured and cache is self.captured.cache and self.captured.fits(len(tokens)):
             try:
-                return self.captured.run(tokens, positions, visible, reads)
+                return self.captured.run(tokens, positions, visible, logits_indices)
             except CaptureFailed as error:
                 if not self._fallback:
                     raise
@@ -206,13 +206,13 @@ class ModelRunner:
                 self.captured = None
         ids_1T, positions_1T = torch.tensor([tokens, positions], device=self.device).split(1)
         mask = self.masks.build(visible, positions_1T[0], cache.length)
-        last = len(reads) > 0 and [*reads] == [*range(len(tokens) - len(reads), len(tokens))]  # need no gathering
+        last = len(logits_indices) > 0 and [*logits_indices] == [*range(len(tokens) - len(logits_indices), len(tokens))]  # need no gathering
         output = self.model(
             input_ids=ids_1T,
             position_ids=positions_1T,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=len(reads) if last else torch.tensor(reads, dtype=torch.long, device=self.device),
+            logits_to_keep=len(logits_indices) if last else torch.tensor(logits_indices, dtype=torch.long, device=self.device),
         )
         return output.logits[0]
