@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import lp
+from lp.attention import choices
 from lp.draft.suffix import native_tree
 from lp.engine.decoder import Decoder
 
@@ -26,7 +27,7 @@ def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
         ValueError: a value out of range, or a decoder whose package is not installed.
     """
     for key, value, known in (
-        ("name", config.attention.name, list(lp.Attention)),
+        ("name", config.attention.name, choices()),
         ("capture", config.attention.capture, list(lp.Capture)),
     ):
         if value not in known:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from lp.attention import choices
 from lp.config import LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
 from lp.parallel.context import DEFAULT_TIMEOUT_S
 from lp.parallel.rendezvous import env_int
@@ -282,5 +283,7 @@ def register() -> None:
     schemas["sample"] = mirror(SamplingParams, "sample")
     for name, schema in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=schema)
+    for name in choices():
+        ConfigStore.instance().store(group="attention", name=name, node=AttentionSchema(name=name))
     for name in SHAPES:
         ConfigStore.instance().store(group="model", name=name, node=ModelSchema(name=name, dtype="bfloat16"))

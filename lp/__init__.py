@@ -2,7 +2,6 @@
 
 from lp.budget.step_times import StepTimes
 from lp.config import (
-    Attention,
     Capture,
     KVSync,
     LookaheadConfig,
@@ -22,7 +21,6 @@ from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams, Verifier
 
 __all__ = [
-    "Attention",
     "AutoregressiveDecoder",
     "Capture",
     "Decoder",

@@ -14,7 +14,6 @@ from lp.budget.explain import describe_budget, describe_steps
 from lp.budget.policy import AdaptiveBudget, Budget, FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.config import (
-    Attention,
     Capture,
     LookaheadConfig,
     PaperConfig,
@@ -55,7 +54,7 @@ class LookaheadDecoder(Decoder):
         model: an HF causal LM, loaded and on its device.
         config: W, N, G and policies; None lets every step take what pays on this machine.
         context: the ranks to share each step with; None is this process alone.
-        attention: "auto", "sdpa", "eager", "flash" or "flex"; of this decoder alone, the model stays as loaded.
+        attention: "auto", or a backend's name: "sdpa", "eager", "flash", "flex"; the model itself stays as loaded.
         capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
         step_times: for an adaptive config; None measures them once and stores them in the user's cache folder.
 
@@ -74,7 +73,7 @@ class LookaheadDecoder(Decoder):
     ) -> None:
         super().__init__(model, context)
         self.config = config or LookaheadConfig(adaptive=True)
-        self.runner = ModelRunner(model, Attention(attention), Capture(capture))
+        self.runner = ModelRunner(model, attention, Capture(capture))
         self._tables: Tables | None = None  # of a session's pool
         self._last: list[StepStats] = []
         check_vocabulary(model.get_input_embeddings().weight.shape[0])
@@ -142,7 +141,7 @@ class LookaheadDecoder(Decoder):
         check_same(self.context, f"beginning {self.call}", self._asked(request))
         budget = self.budget(request.sampler.full_vocabulary_temperature)
         generation = Generation(self.config, self.context, self.runner, self.source(request), request, budget)
-        with self.runner.taking(generation.cache), self.context.stepping(generation.message_shape.size):
+        with self.runner.reserve(generation.cache), self.context.stepping(generation.message_shape.size):
             output = generation.run()
         self._last = output.step_stats
         if self._tables and self.config.pool_file and self.context.is_main:

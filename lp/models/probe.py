@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lp.attention import AttentionBackend
 from lp.draft.layout import ancestors
 from lp.models.captured_steps import CapturedSteps
 from lp.models.kv_cache import StaticKVCache
@@ -45,7 +46,7 @@ class StepRunner(Protocol):
     model: PreTrainedModel
     config: PretrainedConfig
     device: torch.device
-    attention: Any
+    backend: AttentionBackend
     captured: CapturedSteps | None
     exact: bool
 
@@ -74,7 +75,7 @@ def check_tree_mask(runner: StepRunner) -> None:
     """
     with _LOCK:
         passed = vars(runner.original).setdefault(_MARK, set())
-        backend = f"{runner.attention} captured" if runner.captured else str(runner.attention)
+        backend = f"{runner.backend.name} captured" if runner.captured else runner.backend.name
         if backend in passed:
             return
         with torch.inference_mode(), _short_window(runner):
@@ -157,10 +158,10 @@ def _short_window(runner: StepRunner) -> Iterator[None]:
 
 
 def _name(runner: StepRunner) -> str:
-    return f"{type(runner.model).__name__} with {runner.attention} attention"
+    return f"{type(runner.model).__name__} with {runner.backend.name} attention"
 
 
 def _remedy(runner: StepRunner) -> str:
-    others = {"flash": "try attention=sdpa, or ", "eager": ""}
-    other = others.get(runner.attention, "try attention=eager, or ")
-    return f"{other}decode it with AutoregressiveDecoder"
+    remedy = "decode it with AutoregressiveDecoder"
+    alternative = runner.backend.alternative
+    return f"try attention={alternative}, or {remedy}" if alternative else remedy
