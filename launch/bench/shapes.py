@@ -124,6 +124,6 @@ def check_memory(needed: int, device: torch.device) -> None:
     free = free_bytes(device)
     if free is not None and needed > free:
         raise UserError(
-            f"too little memory on {device}: {format_bytes(needed)} needed, {format_bytes(free)} free; take a smaller model or prefix, "
-            "or scale the shape down with shape.layers=... or shape.divide=..."
+            f"too little memory on {device}: {format_bytes(needed)} needed, {format_bytes(free)} free; take a smaller "
+            "model or prefix, or scale the shape down with shape.layers=... or shape.divide=..."
         )

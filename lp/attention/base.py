@@ -23,9 +23,9 @@ class StepView:
     Attributes:
         visible_TT: bool, which tokens of the step each one sees.
         positions_T: int64.
-        length: L, all of which every token of the step sees, but for a sliding window; C, if `slot_mapping_T` is given.
-        slot_mapping_T: int64, the cache slot of each token of the step: a token sees the slots before the first one, and
-            none behind the last. None: the step's keys follow the cached ones.
+        length: L, all seen by every token of the step, but for a sliding window; C, if `slot_mapping_T` is given.
+        slot_mapping_T: int64, the cache slot of each token of the step: a token sees the slots before the first one,
+            and none behind the last. None: the step's keys follow the cached ones.
         window: of sliding-window layers, tokens, the query's own included; None: full attention.
         dtype: of the model.
     """
@@ -63,7 +63,7 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class AttentionBackend:
-    """A way to compute the attention of a tree-shaped step: a function that transformers knows by a name, and its masks.
+    """A way to compute the attention of a tree-shaped step: a function that transformers knows by name, and its masks.
 
     A backend is a subclass in a file of its own; `lp.attention.registry.register` makes its name a choice of
     `attention=<name>`, in programs and in the apps.

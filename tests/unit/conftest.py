@@ -97,7 +97,7 @@ def launch_generate(start_app: Callable[..., Ran]) -> Callable[..., Ran]:
 
     def start(*overrides: str) -> Ran:
         task = [] if any(override.startswith("task=") for override in overrides) else ["task=builtin"]
-        return start_app(launch.generate.generate, "generate", *task, *overrides)
+        return start_app(launch.generate.generate, "generate", *overrides, *task)
 
     return start
 

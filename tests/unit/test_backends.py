@@ -120,4 +120,4 @@ def test_names_are_checked(loop: None) -> None:
 def test_every_backend_is_a_config(name: str) -> None:
     register_configs()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        assert settings(compose("config", [f"attention={name}", "model=demo"])).attention.name == name
+        assert settings(compose("generate", [f"attention={name}", "model=demo"])).attention.name == name

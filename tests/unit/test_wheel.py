@@ -121,7 +121,7 @@ def test_the_command_runs_without_the_clone(environment: Path, tmp_path: Path) -
     (tmp_path / "torch.py").write_text("raise ImportError('torch is not needed here')")
     for args, answer in (
         (["--version"], f"lp {lp.__version__}"),
-        (["generate", "--cfg", "job"], "max_new_tokens: 128"),
+        (["generate", "--cfg", "job"], "max_new_tokens: 64"),
     ):
         done = run([command, *args], tmp_path, PYTHONPATH=str(tmp_path))
         assert done.returncode == 0 and answer in done.stdout, done.stderr
