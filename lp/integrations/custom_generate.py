@@ -83,9 +83,8 @@ def generate(
     # Declared as an argument, transformers would hand attention_mask over twice.
     paddings = _paddings(input_ids, config, model_kwargs)
     sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
-    shape = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
-    given = {name: value for name, value in shape.items() if value is not None}
-    decoder = LookaheadDecoder(model, LookaheadConfig(**given) if given else None)  # type: ignore[arg-type]
+    shape: dict[str, Any] = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
+    decoder = LookaheadDecoder(model, LookaheadConfig(**shape))
     eos = getattr(config, "_eos_token_tensor", None)
     if streamer is not None:
         streamer.put(input_ids.cpu())

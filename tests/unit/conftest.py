@@ -97,7 +97,9 @@ def launch_generate(start_app: Callable[..., Ran]) -> Callable[..., Ran]:
 
     def start(*overrides: str) -> Ran:
         task = [] if any(override.startswith("task=") for override in overrides) else ["task=builtin"]
-        return start_app(launch.generate.generate, "generate", *overrides, *task)
+        # Overrides lie side by side, or Hydra's argparse does not see the second part of them.
+        overrides = (*overrides, *task) if overrides and overrides[0].startswith("-") else (*task, *overrides)
+        return start_app(launch.generate.generate, "generate", *overrides)
 
     return start
 
