@@ -30,11 +30,11 @@ from lp.engine.output import GenerationOutput
 from .app import run
 from .bench.ceilings import device_name
 from .bench.profile import Plan, profile
+from .bench.profile_report import Report, as_json, draw, print_tables
 from .bench.prompts import load_builtin
 from .bench.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .bench.speed import speeds, transformers_greedy
 from .builders import PLAIN, decoder_builders
-from .profile_report import Report, as_json, draw, print_tables
 from .schema import Output, ProfileConfig
 from .session import check_common, load_model, open_context, sampling_of, seeded
 from .stream import on_rank_0
@@ -51,7 +51,7 @@ def profile_model(config: ProfileConfig) -> None:
     check_common(config)
     if config.decoder.name == PLAIN:
         raise ValueError(
-            "decoder.name is 'autoregressive', which runs no steps of rows; W=0 G=0 is plain decoding here"
+            "decoder.name is 'autoregressive', which runs no lookahead steps; W=0 G=0 is plain decoding here"
         )
     builder, plain_builder = _builder(config), _builder(_uncaptured(config))
     context = open_context(config)
@@ -86,8 +86,8 @@ def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
         ranks, rank = running, context.rank
     return Plan(
         prefix=config.prefix,
-        rows=tuple(config.rows),
-        tokens=config.max_new_tokens,
+        sizes=tuple(config.rows),
+        max_new_tokens=config.max_new_tokens,
         rounds=config.rounds,
         ranks=1 if ranks is None else ranks,
         rank=rank or 0,
@@ -99,8 +99,8 @@ def _shape(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tu
     """Random weights and random text."""
     model = config.model
     shape = shape_config(model.name, config.shape.layers, config.shape.divide)
-    drawn = sketch(shape, model.dtype)
-    plan.check_room(drawn, 0, context.device, weight_bytes(drawn))  # now, not when the weights have been made
+    sketched = sketch(shape, model.dtype)
+    plan.check_room(sketched, 0, context.device, weight_bytes(sketched))  # before the weights take time
     rng = random.Random(config.seed)
     return build_shape(shape, model.dtype, context.device), rng.choices(range(shape.vocab_size), k=plan.prefix + 1)
 
@@ -133,13 +133,15 @@ def _methods(
     context, tokens = lp.ParallelContext(device=model.device), config.max_new_tokens
     single = lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
     decoders: dict[str, lp.LookaheadDecoder] = {}
-    for how, suffix in ((config, ""), (_uncaptured(config), ", not captured")):
-        decoder = _builder(how)(model, context)
+    for variant, suffix in ((config, ""), (_uncaptured(config), ", not captured")):
+        decoder = _builder(variant)(model, context)
         if suffix and not decoders[config.decoder.name].runner.captured:
             break
         decoders[config.decoder.name + suffix] = decoder
-        backend = how.attention
-        decoders["one row a step" + suffix] = lp.LookaheadDecoder(model, single, context, backend.name, backend.capture)
+        backend = variant.attention
+        decoders["one token a step" + suffix] = lp.LookaheadDecoder(
+            model, single, context, backend.name, backend.capture
+        )
     methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
     return {TRANSFORMERS: partial(transformers_greedy, model, ids, tokens), **methods}
 
@@ -147,7 +149,8 @@ def _methods(
 def _setting(
     config: ProfileConfig, plan: Plan, model: PreTrainedModel, decoder: lp.LookaheadDecoder
 ) -> dict[str, object]:
-    shape, captured = decoder.config, decoder.runner.captured
+    shape = decoder.config
+    captured = decoder.runner.captured
     return {
         "model": config.model.name,
         "random": config.model.name in SHAPES,
@@ -166,7 +169,7 @@ def _setting(
         "rank": plan.rank,
         "decoder": config.decoder.name,
         "prefix": plan.prefix,
-        "max_new_tokens": plan.tokens,
+        "max_new_tokens": plan.max_new_tokens,
         "rounds": plan.rounds,
     }
 

@@ -35,7 +35,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """List the tables, or make the one that is named."""
     listing = "\n".join(f"  {name:18} {docstring(name).splitlines()[0]}" for name in table_names())
     plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(usage="%(prog)s NAME [options]", epilog=f"tables:\n{listing}", formatter_class=plain)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s NAME [options]", epilog=f"tables:\n{listing}", formatter_class=plain
+    )
     parser.add_argument("name", nargs="?", choices=table_names(), metavar="NAME", help="of a table")
     parser.add_argument("options", nargs=argparse.REMAINDER, help="its own; NAME --help lists them")
     chosen = parser.parse_args(args)

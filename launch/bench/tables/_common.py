@@ -51,7 +51,7 @@ def sampling_at(temperature: float) -> lp.SamplingParams | None:
 
 
 def budget_config(num_tokens: int, **changes: Any) -> lp.LookaheadConfig:
-    """A fixed budget of this many step tokens, a sixth of them the window's: N = 2, no row of which is wasted."""
+    """A fixed budget of this many step tokens: N = 2, a sixth of them window columns."""
     window = num_tokens // 6
     shape: dict[str, Any] = {"window_size": window, "ngram_size": 2, "guess_set_size": num_tokens - max(window, 1)}
     return lp.LookaheadConfig(**shape | changes)

@@ -1,54 +1,61 @@
-"""S and rows a step of variants of the decoder on the same prompts: the tables of docs/ablations.md.
+"""S and step tokens of variants of the decoder on the same prompts: docs/ablations.md.
 
-    python scripts/ablate.py warmup --task data/humaneval.jsonl --limit 40
-    python scripts/ablate.py sampling --task data/humaneval.jsonl --limit 20 --max-new-tokens 128
+    python scripts/tables.py ablations warmup --task data/humaneval.jsonl --limit 40
+    python scripts/tables.py ablations sampling --task data/humaneval.jsonl --limit 20 --max-new-tokens 128
 
-Greedy text is one for all variants, and so is sampled text of one seed (coupled): only the steps differ. A study
-prints a Markdown table and ends with one JSON line.
+All variants give the same greedy text, and the same sampled text for one seed (coupled): only the steps differ. Prints
+a Markdown table and ends with one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import transformers
-from rich.progress import track
 
 import lp
-from launch.bench.prompts import load_builtin, load_jsonl
-from lp.models.loader import Loaded, load
+from lp.models.loader import Loaded
+
+from ..summary import markdown
+from ._common import add_model_arguments, add_prompt_arguments, load_model, load_prompts, progress
 
 PAPER = {"window_size": 7, "ngram_size": 5, "guess_set_size": 7}
-Variant = tuple[str, Callable[[Loaded], lp.Decoder], lp.SamplingParams | None]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A decoder to measure, and how it samples."""
+
+    name: str
+    build: Callable[[Loaded], lp.Decoder]
+    sampling: lp.SamplingParams | None = None
 
 
 @dataclass
-class Row:
+class Total:
     """Sums over the prompts of one variant."""
 
     name: str
     tokens: int = 0
     steps: int = 0
-    slots: int = 0
+    step_tokens: int = 0
 
     def add(self, output: lp.GenerationOutput) -> None:
         self.tokens += len(output.tokens)
         self.steps += output.steps
-        self.slots += sum(step.num_tokens for step in output.step_stats)
+        self.step_tokens += sum(step.num_tokens for step in output.step_stats)
 
     @property
     def compression(self) -> float:
         return self.tokens / self.steps
 
     @property
-    def rows(self) -> float:
-        return self.slots / self.steps
+    def tokens_a_step(self) -> float:
+        return self.step_tokens / self.steps
 
 
 def _lookahead(**policy: object) -> Callable[[Loaded], lp.Decoder]:
@@ -60,71 +67,71 @@ def warmup() -> list[Variant]:
     late: dict[str, object] = {"warmup_steps": PAPER["ngram_size"] - 1}
     no_text: dict[str, object] = {"prompt_ngrams": False, "output_ngrams": False}
     return [
-        ("N-1 warm-up steps, no prompt n-grams", _lookahead(prompt_ngrams=False, **late), None),
-        ("N-1 warm-up steps, no text n-grams at all", _lookahead(**no_text, **late), None),
-        ("no warm-up, no prompt n-grams", _lookahead(prompt_ngrams=False), None),
-        ("no warm-up, no text n-grams at all", _lookahead(**no_text), None),
-        ("lookahead (prompt and output n-grams)", _lookahead(), None),
-        ("lookahead, candidates N-1 deep as in the paper", _lookahead(candidate_depth=None), None),
-        ("prompt lookup, 10 tokens", lambda loaded: lp.PromptLookupDecoder(loaded.model), None),
+        Variant("N-1 warm-up steps, no prompt n-grams", _lookahead(prompt_ngrams=False, **late)),
+        Variant("N-1 warm-up steps, no text n-grams at all", _lookahead(**no_text, **late)),
+        Variant("no warm-up, no prompt n-grams", _lookahead(prompt_ngrams=False)),
+        Variant("no warm-up, no text n-grams at all", _lookahead(**no_text)),
+        Variant("lookahead (prompt and output n-grams)", _lookahead()),
+        Variant("lookahead, drafts N-1 deep as in the paper", _lookahead(candidate_depth=None)),
+        Variant("prompt lookup, 10 tokens", lambda loaded: lp.PromptLookupDecoder(loaded.model)),
     ]
 
 
 def sampling() -> list[Variant]:
     """Temperatures, top-p and verifiers, with the window under the sampler's noise and without."""
-    made: list[Variant] = [("greedy", _lookahead(), None)]
+    variants = [Variant("greedy", _lookahead())]
     for temperature in (0.3, 0.8):
         for top_p in (1.0, 0.95):
             for verifier in lp.Verifier:
                 params = lp.SamplingParams(temperature=temperature, top_p=top_p, seed=0, verifier=verifier)
-                made.append((f"{verifier}, T={temperature}, top-p {top_p}", _lookahead(), params))
-        params, name = lp.SamplingParams(temperature=temperature, seed=0), f"coupled, T={temperature}, top-p 1.0"
-        made.append((f"{name}, greedy window", _lookahead(window_noise=False), params))
-        made.append((f"{name}, all guesses greedy", _lookahead(window_noise=False, renoise=False), params))
-        bare = _lookahead(recycled=0), _lookahead(recycled=0, window_noise=False)
-        made.append((f"{name}, no recycled logits", bare[0], params))
-        made.append((f"{name}, no recycled logits, greedy window", bare[1], params))
-    return made
+                variants.append(Variant(f"{verifier}, T={temperature}, top-p {top_p}", _lookahead(), params))
+        params = lp.SamplingParams(temperature=temperature, seed=0)
+        policies: dict[str, dict[str, object]] = {
+            "greedy window": {"window_noise": False},
+            "all guesses greedy": {"window_noise": False, "renoise": False},
+            "no top-k logits": {"recycled": 0},
+            "no top-k logits, greedy window": {"recycled": 0, "window_noise": False},
+        }
+        for name, policy in policies.items():
+            variants.append(Variant(f"coupled, T={temperature}, top-p 1.0, {name}", _lookahead(**policy), params))
+    return variants
 
 
 STUDIES = {"warmup": warmup, "sampling": sampling}
 
 
-def measure(loaded: Loaded, variants: list[Variant], prompts: list[str], max_new_tokens: int) -> list[Row]:
+def measure(loaded: Loaded, variants: list[Variant], prompts: list[str], max_new_tokens: int) -> list[Total]:
     """Run every variant on every prompt; the index of the prompt is its sequence, so that noise differs."""
-    decoders = [make(loaded) for _, make, _ in variants]
-    rows = [Row(name) for name, _, _ in variants]
-    for index, prompt in enumerate(track(prompts, "prompts", disable=not sys.stderr.isatty())):
+    decoders = [variant.build(loaded) for variant in variants]
+    totals = [Total(variant.name) for variant in variants]
+    for index, prompt in enumerate(progress(prompts, "prompts")):
         ids = loaded.tokenizer(prompt)["input_ids"]
-        for row, decoder, (_, _, params) in zip(rows, decoders, variants, strict=True):
-            row.add(decoder.generate(ids, max_new_tokens, params, sequence=index))
-    return rows
+        for total, decoder, variant in zip(totals, decoders, variants, strict=True):
+            total.add(decoder.generate(ids, max_new_tokens, variant.sampling, sequence=index))
+    return totals
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("study", choices=sorted(STUDIES))
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--task", type=Path, help="JSONL of prompts; the built-in ones without it")
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    loaded = load(args.model, args.dtype)
-    prompts = load_jsonl(args.task, args.limit) if args.task else load_builtin(args.limit)
-    rows = measure(loaded, STUDIES[args.study](), [prompt.text for prompt in prompts], args.max_new_tokens)
+    add_model_arguments(parser)
+    add_prompt_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    loaded = load_model(args)
+    prompts = load_prompts(args)
+    totals = measure(loaded, STUDIES[args.study](), [prompt.text for prompt in prompts], args.max_new_tokens)
     task = args.task.name if args.task else "built-in"
-    asked = f"{len(prompts)} prompts x {args.max_new_tokens} new tokens"
-    setting = f"{args.model} model, {args.dtype}, {task}, {asked}, W=7 N=5 G=7"
+    lengths = f"{len(prompts)} prompts x {args.max_new_tokens} new tokens"
+    setting = f"{args.model} model, {args.dtype}, {task}, {lengths}, W=7 N=5 G=7"
     print(f"{setting}; torch {torch.__version__}, transformers {transformers.__version__}\n")
-    print("| variant | S | rows a step | tokens | steps |\n|---|---|---|---|---|")
-    for row in rows:
-        print(f"| {row.name} | {row.compression:.3f} | {row.rows:.1f} | {row.tokens} | {row.steps} |")
-    figures = {row.name: {"S": row.compression, "rows": row.rows, "tokens": row.tokens} for row in rows}
+    lines = [
+        (total.name, f"{total.compression:.3f}", f"{total.tokens_a_step:.1f}", str(total.tokens), str(total.steps))
+        for total in totals
+    ]
+    print(markdown(("variant", "S", "tokens a step", "tokens", "steps"), lines))
+    figures = {
+        total.name: {"S": total.compression, "tokens_a_step": total.tokens_a_step, "tokens": total.tokens}
+        for total in totals
+    }
     print(json.dumps({"study": args.study, "setting": setting, "variants": figures}))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,111 +1,109 @@
-"""Are the pool's chances true? Predicted chance against accepted share, by decile: a table of docs/pool.md.
+"""How well the pool predicts acceptance: predicted probability against accepted share, by decile: docs/pool.md.
 
-    python scripts/reliability.py texts.jsonl --limit 10 --rows 48
+    python scripts/tables.py accept_probs texts.jsonl --limit 10 --num-tokens 48
 
-Of every candidate whose parent turned out true, the chance that the pool gave it there, and whether it was accepted.
-The texts are those of scripts/texts.py.
+Of every draft token whose parent was accepted: the probability that the pool gave it, and whether it was accepted.
+The texts are those of `tables.py texts`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from rich.progress import track
 
 import lp
-from launch.bench.replay import load_texts
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
 from lp.engine.request import Request
-from lp.models.loader import load
 from lp.sampling.top_logits import TopLogits
 
+from ..replay import load_texts
+from ..summary import markdown
+from ._common import add_model_arguments, budget_config, load_model, progress, sampling_at
+
 BINS = 10
+Outcome = tuple[float, bool]  # predicted probability given that the parent is accepted; whether it was accepted
 
 
-class Recorder:
-    """A source that notes what became of its proposals.
+class RecordingSource:
+    """Passes everything on to a source, and records what became of its draft tokens.
 
     Args:
-        source: it speaks for.
-        noted: (chance given that the parent is true, accepted) of every candidate whose parent was.
+        source: proposes.
+        outcomes: one is appended for every draft token whose parent was accepted.
     """
 
-    def __init__(self, source: DraftSource, noted: list[tuple[float, bool]]) -> None:
-        self.source, self.noted, self.num_logits = source, noted, source.num_logits
+    def __init__(self, source: DraftSource, outcomes: list[Outcome]) -> None:
+        self.source = source
+        self.outcomes = outcomes
+        self.num_logits = source.num_logits
         self.tree = DraftTree(0)
 
-    def propose(self, *asked: Any) -> DraftTree:
-        self.tree = self.source.propose(*asked)
+    def propose(self, *args: Any) -> DraftTree:
+        self.tree = self.source.propose(*args)
         return self.tree
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         self.source.begin(prompt, top_logits)
 
     def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
-        tree, truth = self.tree, text[len(text) - moved :]
-        depths = {-1: 0}  # of the nodes that are true
+        tree = self.tree
+        new = text[len(text) - moved :]
+        depths = {-1: 0}  # of the accepted nodes
         for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             depth = depths.get(parent)
-            if depth is not None and depth < len(truth):
+            if depth is not None and depth < len(new):
                 above = tree.accept_probs[parent] if parent >= 0 else 1.0
-                self.noted.append((tree.accept_probs[node] / above, token == truth[depth]))
-                if token == truth[depth]:
+                self.outcomes.append((tree.accept_probs[node] / above, token == new[depth]))
+                if token == new[depth]:
                     depths[node] = depth + 1
         self.source.observe(text, moved, seen)
 
 
-class Recording(lp.LookaheadDecoder):
+class RecordingDecoder(lp.LookaheadDecoder):
     """A decoder whose pool is recorded."""
 
-    noted: list[tuple[float, bool]]
+    outcomes: list[Outcome]
 
     def source(self, request: Request) -> DraftSource:
-        """The pool, watched."""
-        return Recorder(super().source(request), self.noted)
+        """The pool, recorded."""
+        return RecordingSource(super().source(request), self.outcomes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("texts", type=Path)
     parser.add_argument("--limit", type=int, default=10, help="texts of a task and temperature")
-    parser.add_argument("--rows", type=int, default=48)
+    parser.add_argument("--num-tokens", type=int, default=48, help="most tokens a step")
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--model", default="demo")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    window = args.rows // 6
-    config = lp.LookaheadConfig(window_size=window, ngram_size=2, guess_set_size=args.rows - window)
-    decoder = Recording(load(args.model, "float32").model, config)
+    add_model_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    decoder = RecordingDecoder(load_model(args).model, budget_config(args.num_tokens))
     texts = [text for text in load_texts(args.texts) if text.index < args.limit]
-    found: dict[str, list[tuple[int, float, float]]] = {}
+    results: dict[str, list[tuple[int, float, float]]] = {}
     for temperature in sorted({text.temperature for text in texts}):
-        decoder.noted = []
-        mine = [text for text in texts if text.temperature == temperature]
-        for text in track(mine, f"T = {temperature:g}", disable=not sys.stderr.isatty()):
-            sampling = lp.SamplingParams(temperature=temperature, seed=0) if temperature else None
-            decoder.generate(text.prompt, args.max_new_tokens, sampling, sequence=text.index)
-        accept_probs, accepted = np.array(decoder.noted).T
-        bins = np.minimum((accept_probs * BINS).astype(int), BINS - 1)
-        found[f"T = {temperature:g}"] = [
-            (int((bins == b).sum()), float(accept_probs[bins == b].mean()), float(accepted[bins == b].mean()))
-            for b in range(BINS)
-            if (bins == b).any()
-        ]
-    for name, lines in found.items():
-        print(f"{name}\n\n| candidates | predicted | accepted |\n|---|---|---|")
-        for count, predicted, share in lines:
-            print(f"| {count} | {predicted:.3f} | {share:.3f} |")
-        print()
-    print(json.dumps({"rows": args.rows, "texts": len(texts), "reliability": found}))
+        decoder.outcomes = []
+        for text in progress([text for text in texts if text.temperature == temperature], f"T = {temperature:g}"):
+            decoder.generate(text.prompt, args.max_new_tokens, sampling_at(temperature), sequence=text.index)
+        results[f"T = {temperature:g}"] = deciles(decoder.outcomes)
+    for name, lines in results.items():
+        cells = [(str(count), f"{predicted:.3f}", f"{share:.3f}") for count, predicted, share in lines]
+        print(f"{name}\n\n{markdown(('draft tokens', 'predicted', 'accepted'), cells)}")
+    print(json.dumps({"num_tokens": args.num_tokens, "texts": len(texts), "accept_probs": results}))
 
 
-if __name__ == "__main__":
-    main()
+def deciles(outcomes: list[Outcome]) -> list[tuple[int, float, float]]:
+    """(count, mean prediction, share accepted) of every tenth of the predictions that has any."""
+    predicted, accepted = np.array(outcomes).T
+    bins = np.minimum((predicted * BINS).astype(int), BINS - 1)
+    return [
+        (int((bins == b).sum()), float(predicted[bins == b].mean()), float(accepted[bins == b].mean()))
+        for b in range(BINS)
+        if (bins == b).any()
+    ]

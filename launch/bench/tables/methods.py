@@ -1,16 +1,16 @@
-"""Tokens a second of the default (adaptive) decoder beside its peers, in alternation, prompt by prompt, resumable.
+"""Tokens a second of the adaptive decoder beside its peers, in alternation, resumable: docs/budget.md.
 
-    python scripts/adaptive.py results.jsonl --tasks data/humaneval.jsonl data/gsm8k.jsonl --limit 10 --seconds 200
+    python scripts/tables.py methods results.jsonl --tasks data/humaneval.jsonl data/gsm8k.jsonl --limit 10
 
-Each line of the file is one prompt with one temperature: seconds, tokens and steps of every method. A run stops after
+Each line of the file is one prompt at one temperature: seconds, tokens and steps of every method. A run stops after
 `--seconds` and goes on from the file when started again; `--report` only prints. Rates are tokens over seconds of all
-prompts; the ratio in brackets is the median over prompts of the default's rate to that method's. Prefill included.
+prompts; the ratio in brackets is the median over prompts of the adaptive decoder's rate to that method's. Prefill
+included.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -21,11 +21,15 @@ from typing import Any
 import torch
 
 import lp
-from launch.bench.prompts import load_jsonl
-from lp.models.loader import Loaded, load
+
+from ..prompts import load_jsonl
+from ..summary import markdown
+from ._common import add_model_arguments, append_result, load_model, read_results, sampling_at
 
 DEFAULT, PLAIN = "adaptive", "plain"
+# (prompt ids, new tokens, temperature, index of the prompt) -> (tokens, steps)
 Run = Callable[[list[int], int, float, int], tuple[list[int], int]]
+Job = tuple[int, str, str, float]  # index, task, prompt, temperature
 
 
 def by_transformers(model: Any, **options: Any) -> Run:
@@ -34,29 +38,28 @@ def by_transformers(model: Any, **options: Any) -> Run:
     def run(ids: list[int], new: int, temperature: float, index: int) -> tuple[list[int], int]:
         torch.manual_seed(index)
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        given = torch.tensor([ids])
-        mask = torch.ones_like(given)
-        output = model.generate(given, attention_mask=mask, max_new_tokens=new, **sampling, **options)
+        prompt = torch.tensor([ids])
+        mask = torch.ones_like(prompt)
+        output = model.generate(prompt, attention_mask=mask, max_new_tokens=new, **sampling, **options)
         return output[0, len(ids) :].tolist(), 0
 
     return run
 
 
-def by_decoder(decoder: Any) -> Run:
-    """One of lp's."""
+def by_decoder(decoder: lp.Decoder) -> Run:
+    """One of lp's decoders."""
 
     def run(ids: list[int], new: int, temperature: float, index: int) -> tuple[list[int], int]:
-        sampling = lp.SamplingParams(temperature=temperature, seed=0) if temperature else None
-        output = decoder.generate(ids, new, sampling, sequence=index)
+        output = decoder.generate(ids, new, sampling_at(temperature), sequence=index)
         return output.tokens, output.steps
 
     return run
 
 
 def methods(model: Any, fixed: list[str], only: list[str]) -> dict[str, Run]:
-    """All that run here, or the default and these; `fixed` are settings as W,N,G,depth."""
+    """All that run here, or the adaptive decoder and those named in `only`; `fixed` are settings as W,N,G,depth."""
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or 0
-    made: dict[str, Run] = {
+    runs: dict[str, Run] = {
         DEFAULT: by_decoder(lp.LookaheadDecoder(model)),
         PLAIN: by_decoder(lp.AutoregressiveDecoder(model)),
         "generate": by_transformers(model),
@@ -66,28 +69,29 @@ def methods(model: Any, fixed: list[str], only: list[str]) -> dict[str, Run]:
         "token recycling": by_decoder(lp.RecyclingDecoder(model)),
     }
     try:
-        made["suffix"] = by_decoder(lp.SuffixDecoder(model))
-    except ValueError as error:
+        runs["suffix"] = by_decoder(lp.SuffixDecoder(model))
+    except ValueError as error:  # its package is not installed
         print(error)
     for setting in fixed:
         w, n, g, depth = map(int, setting.split(","))
         config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=depth)
-        made[f"W={w} N={n} G={g} depth={depth}"] = by_decoder(lp.LookaheadDecoder(model, config))
-    return {name: run for name, run in made.items() if name == DEFAULT or name in (only or made)}
+        runs[f"W={w} N={n} G={g} depth={depth}"] = by_decoder(lp.LookaheadDecoder(model, config))
+    return {name: run for name, run in runs.items() if name == DEFAULT or name in (only or runs)}
 
 
-def measure(made: dict[str, Run], ids: list[int], new: int, temperature: float, index: int) -> dict[str, Any]:
+def measure(runs: dict[str, Run], ids: list[int], new: int, temperature: float, index: int) -> dict[str, Any]:
     """One prompt: every method once, beginning with another one each time."""
-    names, taken = list(made), dict[str, dict[str, Any]]()
+    names = list(runs)
+    texts: dict[str, list[int]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in names[index % len(names) :] + names[: index % len(names)]:
         start = time.perf_counter()
-        tokens, steps = made[name](ids, new, temperature, index)
-        taken[name] = {"seconds": time.perf_counter() - start, "tokens": len(tokens), "steps": steps, "text": tokens}
-    texts = {name: result.pop("text") for name, result in taken.items()}
-    for name, text in texts.items():
-        if PLAIN in texts:
-            taken[name]["equal"] = text == texts[PLAIN]
-    return taken
+        texts[name], steps = runs[name](ids, new, temperature, index)
+        results[name] = {"seconds": time.perf_counter() - start, "tokens": len(texts[name]), "steps": steps}
+    if PLAIN in texts:
+        for name, text in texts.items():
+            results[name]["equal"] = text == texts[PLAIN]
+    return results
 
 
 def report(lines: list[dict[str, Any]]) -> None:
@@ -97,61 +101,64 @@ def report(lines: list[dict[str, Any]]) -> None:
         groups[line["temperature"], line["task"]].append(line["methods"])
     for temperature in sorted({temperature for temperature, _ in groups}):
         tasks = sorted(task for t, task in groups if t == temperature)
-        print(
-            f"\nT = {temperature:g}, prompts: "
-            + ", ".join(f"{task} {len(groups[temperature, task])}" for task in tasks)
-        )
-        print("| method | " + " | ".join(tasks) + " |\n|---" + "|---" * len(tasks) + "|")
-        for name in dict.fromkeys(name for task in tasks for run in groups[temperature, task] for name in run):
-            cells = []
-            for task in tasks:
-                runs = [run for run in groups[temperature, task] if name in run]
-                if not runs:
-                    cells.append("-")
-                    continue
-                total = sum(run[name]["tokens"] for run in runs) / sum(run[name]["seconds"] for run in runs)
-                rates = [_rate(run[DEFAULT]) / _rate(run[name]) for run in runs]
-                cells.append(f"{total:.0f} ({statistics.median(rates):.2f})")
-            print(f"| {name} | " + " | ".join(cells) + " |")
-    ours = [run[name] for line in lines for run in [line["methods"]] for name in run if not name.startswith("generate")]
-    equal = [run["equal"] for run in ours if "equal" in run]
+        counts = ", ".join(f"{task} {len(groups[temperature, task])}" for task in tasks)
+        print(f"\nT = {temperature:g}, prompts: {counts}")
+        names = dict.fromkeys(name for task in tasks for prompt in groups[temperature, task] for name in prompt)
+        cells = [[name, *(_cell(groups[temperature, task], name) for task in tasks)] for name in names]
+        print(markdown(("method", *tasks), cells))
+    equal = [
+        result["equal"]
+        for line in lines
+        for name, result in line["methods"].items()
+        if not name.startswith("generate") and "equal" in result
+    ]
     print(f"\n{equal.count(False)} of {len(equal)} texts of lp's decoders are not plain decoding's")
 
 
-def _rate(run: dict[str, Any]) -> float:
-    return run["tokens"] / run["seconds"]
+def _cell(prompts: list[dict[str, Any]], name: str) -> str:
+    """Rate of a method over the prompts that it ran on, and the adaptive decoder's rate to it."""
+    prompts = [prompt for prompt in prompts if name in prompt]
+    if not prompts:
+        return "-"
+    total = sum(prompt[name]["tokens"] for prompt in prompts) / sum(prompt[name]["seconds"] for prompt in prompts)
+    ratios = [_rate(prompt[DEFAULT]) / _rate(prompt[name]) for prompt in prompts]
+    return f"{total:.0f} ({statistics.median(ratios):.2f})"
 
 
-def jobs(args: argparse.Namespace, done: set[tuple[str, int, float]]) -> list[tuple[int, str, str, float]]:
-    """(index, task, prompt, temperature) of what is left, tasks and temperatures in turn."""
-    wanted = [
+def _rate(result: dict[str, Any]) -> float:
+    return result["tokens"] / result["seconds"]
+
+
+def jobs(args: argparse.Namespace, done: set[tuple[str, int, float]]) -> list[Job]:
+    """What is left, tasks and temperatures in turn."""
+    left = [
         (index, task.stem, prompt.text, temperature)
         for task in args.tasks
         for index, prompt in enumerate(load_jsonl(task, args.limit))
         for temperature in args.temperatures
+        if (task.stem, index, temperature) not in done
     ]
-    return sorted((job for job in wanted if (job[1], job[0], job[3]) not in done), key=lambda job: job[0])
+    return sorted(left, key=lambda job: job[0])
 
 
-def run_all(args: argparse.Namespace, loaded: Loaded, left: list[tuple[int, str, str, float]]) -> None:
+def measure_all(args: argparse.Namespace, left: list[Job]) -> None:
     """Measure until the time is up."""
-    made, end = methods(loaded.model, args.fixed, args.only), time.monotonic() + args.seconds
+    loaded = load_model(args)
+    runs = methods(loaded.model, args.fixed, args.only)
+    end = time.monotonic() + args.seconds
     print(lp.LookaheadDecoder(loaded.model).explain().splitlines()[0])
-    for run in made.values():
+    for run in runs.values():
         for temperature in args.temperatures:
             run(list(range(50, 90)), 8, temperature, 0)
     for index, task, prompt, temperature in left:
         if time.monotonic() > end:
             break
         ids = list(loaded.tokenizer(prompt)["input_ids"])
-        taken = measure(made, ids, args.max_new_tokens, temperature, index)
-        line = {"task": task, "index": index, "temperature": temperature, "methods": taken}
-        with args.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        results = measure(runs, ids, args.max_new_tokens, temperature, index)
+        append_result(args.results, {"task": task, "index": index, "temperature": temperature, "methods": results})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, help="JSONL to write, or to go on with")
     parser.add_argument("--tasks", type=Path, nargs="+", default=[], help="JSONL of prompts")
     parser.add_argument("--limit", type=int, default=10, help="first prompts of every task")
@@ -161,20 +168,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="methods beside the default, as the tables name them")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many")
     parser.add_argument("--report", action="store_true", help="print what the file has")
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    read = args.results.read_text(encoding="utf-8").splitlines() if args.results.exists() else []
-    left = jobs(args, {(line["task"], line["index"], line["temperature"]) for line in map(json.loads, read)})
+    add_model_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    results = read_results(args.results)
+    left = jobs(args, {(line["task"], line["index"], line["temperature"]) for line in results})
     if left and not args.report:
-        run_all(args, load(args.model, args.dtype), left)
+        measure_all(args, left)
     if not args.results.exists():
-        parser.error(f"{args.results} does not exist, and nothing was measured; give --tasks, without --report")
-    report([json.loads(line) for line in args.results.read_text(encoding="utf-8").splitlines()])
+        raise ValueError(f"{args.results} does not exist, and nothing was measured; give --tasks, without --report")
+    report(read_results(args.results))
     print(f"{len(left)} prompts were left before this run")
-
-
-if __name__ == "__main__":
-    main()

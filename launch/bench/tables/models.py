@@ -1,26 +1,24 @@
-"""Write the matrix of docs/models.md: run every tiny model, as tests/unit/test_architectures.py does.
+"""The matrix of docs/models.md, which it writes: every tiny model, run as tests/unit/test_architectures.py does.
 
-python scripts/models_table.py
+    python scripts/tables.py models
+
+Needs a clone: the models are those of the tests.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+import argparse
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.architectures import PAGE, page
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
 
 
-def main() -> None:
-    """Run the matrix and replace it on the page."""
+def run(args: argparse.Namespace) -> None:
+    from tests.architectures import PAGE, page  # of the clone alone
+
     torch.set_num_threads(1)
     PAGE.write_text(page(), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
-"""S and rows a step of suffix decoding by its settings, replayed on texts that a model wrote, without the model.
+"""S and step tokens of suffix decoding by its settings, on replayed texts, without the model: docs/pool.md.
 
-    python scripts/suffix_grid.py texts.jsonl --rows 50
+    python scripts/tables.py suffix texts.jsonl --num-tokens 50
 
-The texts are those of scripts/texts.py: one object a line with task, index, temperature, prompt (ids), tokens (ids).
+The texts are those of `tables.py texts`: one object a line with task, index, temperature, prompt (ids), tokens (ids).
 Prints a Markdown table a task and temperature, best first, then the same for all tasks together, and one JSON line.
 """
 
@@ -10,26 +10,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from itertools import product
 from pathlib import Path
 
-from rich.progress import track
-
 import lp
-from launch.bench.replay import Replay, Text, load_texts, replay
 from lp.draft.suffix import SuffixTree, native_tree
 
+from ..replay import Replay, Text, load_texts, replay
+from ..summary import markdown
+from ._common import progress
+
+ALL_TASKS = "all tasks"
 Group = tuple[str, float]  # task, temperature
-Score = tuple[str, float, float]  # setting, S, rows a step
+Score = tuple[str, float, float]  # setting, S, tokens a step
 
 
-def settings(rows: int, factors: list[float], probabilities: list[float]) -> dict[str, lp.SuffixConfig]:
-    """Paths and trees by name; `rows` a step at most, `c` included."""
+def settings(num_tokens: int, factors: list[float], probabilities: list[float]) -> dict[str, lp.SuffixConfig]:
+    """Paths and trees by name; `num_tokens` a step at most, the last generated one included."""
     return {
         f"{'tree' if tree else 'path'}, factor {factor:g}, probability {probability:g}": lp.SuffixConfig(
-            max_tokens=rows - 1, max_spec_factor=factor, min_token_prob=probability, tree=tree
+            max_tokens=num_tokens - 1, max_spec_factor=factor, min_token_prob=probability, tree=tree
         )
         for tree, factor, probability in product((False, True), factors, probabilities)
     }
@@ -37,53 +38,48 @@ def settings(rows: int, factors: list[float], probabilities: list[float]) -> dic
 
 def measure(texts: list[Text], configs: dict[str, lp.SuffixConfig]) -> dict[Group, list[Score]]:
     """The settings of every task and temperature, and of all tasks together, best first."""
-    runs: dict[Group, dict[str, list[Replay]]] = defaultdict(lambda: defaultdict(list))
-    for text in track(texts, "texts", disable=not sys.stderr.isatty()):
+    replays: dict[Group, dict[str, list[Replay]]] = defaultdict(lambda: defaultdict(list))
+    for text in progress(texts, "texts"):
         for name, config in configs.items():
-            run = replay(SuffixTree(config, text.prompt), text.prompt, text.tokens, config.max_tokens)
-            for task in (text.task, "all tasks"):
-                runs[task, text.temperature][name].append(run)
-    return {group: ranked(by_name) for group, by_name in runs.items()}
+            result = replay(SuffixTree(config, text.prompt), text.prompt, text.tokens, config.max_tokens)
+            for task in (text.task, ALL_TASKS):
+                replays[task, text.temperature][name].append(result)
+    return {group: ranked(by_name) for group, by_name in replays.items()}
 
 
-def ranked(runs: dict[str, list[Replay]]) -> list[Score]:
-    """S and rows a step over all texts of a setting, best S first."""
+def ranked(replays: dict[str, list[Replay]]) -> list[Score]:
+    """S and tokens a step over all texts of a setting, best S first."""
     scores = []
-    for name, each in runs.items():
-        steps = sum(run.steps for run in each)
-        scores.append((name, sum(run.tokens for run in each) / steps, sum(run.slots for run in each) / steps))
+    for name, results in replays.items():
+        steps = sum(result.steps for result in results)
+        tokens = sum(result.tokens for result in results)
+        scores.append((name, tokens / steps, sum(result.step_tokens for result in results) / steps))
     return sorted(scores, key=lambda score: -score[1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="JSONL of texts")
-    parser.add_argument("--rows", type=int, default=50, help="most rows a step, the last generated token's included")
+    parser.add_argument(
+        "--num-tokens", type=int, default=50, help="most tokens a step, the last generated one included"
+    )
     parser.add_argument("--factors", type=float, nargs="+", default=[1.0, 4.0, 8.0], help="max_spec_factor")
     parser.add_argument("--probabilities", type=float, nargs="+", default=[0.1, 0.02, 0.005], help="min_token_prob")
-    args = parser.parse_args()
-    try:
-        native_tree()
-        texts, configs = load_texts(args.path), settings(args.rows, args.factors, args.probabilities)
-    except ValueError as error:
-        parser.error(str(error))
-    table = measure(texts, configs)
-    tasks = list(dict.fromkeys(text.task for text in texts))
-    order = sorted(table, key=lambda group: ([*tasks, "all tasks"].index(group[0]), group[1]))
-    for task, temperature in order:
-        mine = [text for text in texts if task in (text.task, "all tasks") and text.temperature == temperature]
-        print(f"{task}, T = {temperature:g}: {len(mine)} texts, {sum(len(text.tokens) for text in mine)} tokens\n")
-        print(f"| suffix tree, at most {args.rows} rows a step | S | rows a step |\n|---|---|---|")
-        for name, compression, rows in table[task, temperature]:
-            print(f"| {name} | {compression:.3f} | {rows:.1f} |")
-        print()
-    figures = [
-        {"task": task, "temperature": t, "setting": name, "S": round(s, 4), "rows": round(rows, 2)}
-        for task, t in order
-        for name, s, rows in table[task, t]
-    ]
-    print(json.dumps({"rows": args.rows, "texts": len(texts), "results": figures}))
 
 
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace) -> None:
+    native_tree()  # refused before the texts are read, where its package is not installed
+    texts = load_texts(args.path)
+    scores = measure(texts, settings(args.num_tokens, args.factors, args.probabilities))
+    tasks = [*dict.fromkeys(text.task for text in texts), ALL_TASKS]
+    groups = sorted(scores, key=lambda group: (tasks.index(group[0]), group[1]))
+    figures = []
+    for task, temperature in groups:
+        of_group = [text for text in texts if task in (text.task, ALL_TASKS) and text.temperature == temperature]
+        tokens = sum(len(text.tokens) for text in of_group)
+        print(f"{task}, T = {temperature:g}: {len(of_group)} texts, {tokens} tokens\n")
+        lines = [(name, f"{s:.3f}", f"{step_tokens:.1f}") for name, s, step_tokens in scores[task, temperature]]
+        print(markdown((f"suffix tree, at most {args.num_tokens} tokens a step", "S", "tokens a step"), lines))
+        for name, s, step_tokens in scores[task, temperature]:
+            figure = {"task": task, "temperature": temperature, "setting": name}
+            figures.append(figure | {"S": round(s, 4), "tokens_a_step": round(step_tokens, 2)})
+    print(json.dumps({"num_tokens": args.num_tokens, "texts": len(texts), "results": figures}))

@@ -1,6 +1,6 @@
-"""Let a model continue the prompts of some tasks by plain decoding, and keep the texts for replays without it.
+"""What a model writes on some tasks by plain decoding, as a file that other tables replay without the model.
 
-    python scripts/texts.py texts.jsonl --task data/humaneval.jsonl data/gsm8k.jsonl --limit 40
+    python scripts/tables.py texts texts.jsonl --task data/humaneval.jsonl data/gsm8k.jsonl --limit 40
 
 Writes one object a line: task, index, temperature, prompt (ids), tokens (ids). What the file has already is skipped, so
 that an interrupted run goes on where it was.
@@ -13,17 +13,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from rich.progress import track
-
 import lp
-from launch.bench.prompts import load_jsonl
-from launch.bench.replay import Text, load_texts
-from lp.models.loader import Loaded, load
+from lp.models.loader import Loaded
+
+from ..prompts import load_jsonl
+from ..replay import Text, load_texts
+from ._common import add_model_arguments, load_model, progress, sampling_at
+
+Job = tuple[str, int, str, float]  # task, index, prompt, temperature
 
 
 def known(path: Path) -> set[tuple[str, int, float]]:
-    """What the file has; a line that an interrupt cut is taken out."""
+    """Keys of the texts in the file; a line that an interrupt cut is taken out."""
     if not path.exists():
         return set()
     whole = path.read_bytes().rpartition(b"\n")
@@ -31,47 +32,42 @@ def known(path: Path) -> set[tuple[str, int, float]]:
     return {text.key for text in load_texts(path)}
 
 
-def jobs(tasks: list[Path], limit: int | None, temperatures: list[float]) -> Iterator[tuple[str, int, str, float]]:
-    """Task, index, prompt and temperature of every text wanted."""
+def jobs(tasks: list[Path], limit: int | None, temperatures: list[float]) -> Iterator[Job]:
+    """All texts that are asked for."""
     for task in tasks:
         for index, prompt in enumerate(load_jsonl(task, limit)):
             for temperature in temperatures:
                 yield task.stem, index, prompt.text, temperature
 
 
-def write(loaded: Loaded, task: str, index: int, prompt: str, temperature: float, max_new_tokens: int) -> Text:
+def write(loaded: Loaded, job: Job, max_new_tokens: int) -> Text:
     """One text; the index of the prompt is its sequence, so that noise differs."""
+    task, index, prompt, temperature = job
     ids = list(loaded.tokenizer(prompt)["input_ids"])
-    sampling = lp.SamplingParams(temperature=temperature, seed=0) if temperature else None
-    output = lp.AutoregressiveDecoder(loaded.model).generate(ids, max_new_tokens, sampling, sequence=index)
+    decoder = lp.AutoregressiveDecoder(loaded.model)
+    output = decoder.generate(ids, max_new_tokens, sampling_at(temperature), sequence=index)
     return Text(task=task, index=index, temperature=temperature, prompt=ids, tokens=output.tokens)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, help="the JSONL to write, or to go on with")
     parser.add_argument("--task", type=Path, nargs="+", required=True, help="JSONL of prompts")
     parser.add_argument("--limit", type=int, help="first prompts of every task")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.3, 0.8], help="0 is greedy")
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    add_model_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> None:
     done = known(args.path)
-    wanted = [job for job in jobs(args.task, args.limit, args.temperatures) if (job[0], job[1], job[3]) not in done]
-    loaded = load(args.model, args.dtype)
+    left = [job for job in jobs(args.task, args.limit, args.temperatures) if (job[0], job[1], job[3]) not in done]
+    loaded = load_model(args)
     with args.path.open("a", encoding="utf-8") as file:
-        for task, index, prompt, temperature in track(wanted, "texts", disable=not sys.stderr.isatty()):
+        for job in progress(left, "texts"):
             try:
-                text = write(loaded, task, index, prompt, temperature, args.max_new_tokens)
+                text = write(loaded, job, args.max_new_tokens)
             except ValueError as error:  # a prompt that fills the context
-                print(f"{task} {index} left out: {error}", file=sys.stderr)
+                print(f"{job[0]} {job[1]} left out: {error}", file=sys.stderr)
                 continue
             file.write(text.line())
             file.flush()
-
-
-if __name__ == "__main__":
-    main()
