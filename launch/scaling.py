@@ -98,7 +98,7 @@ def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
 
 def _methods(config: ScalingConfig, ranks: int) -> list[str]:
     """Those that so many ranks can run."""
-    return [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].together)]
+    return [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].all_ranks)]
 
 
 def _records_of_one_setting(folder: Path) -> list[Record]:

@@ -200,7 +200,7 @@ def _together(name: str) -> bool:
     """Whether all ranks share its steps."""
     if name.endswith(ALONE) or name == PLAIN:
         return False
-    return BASELINES[name].together if name in BASELINES else True
+    return BASELINES[name].all_ranks if name in BASELINES else True
 
 
 def methods_of(config: BenchmarkConfig) -> list[str]:

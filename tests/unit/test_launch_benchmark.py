@@ -16,15 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 import launch.app
 import lp
+from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.records import load_records
 from launch.bench.session import ModelCache, on_main, open_bench
 from launch.bench.summary import totals
 from launch.benchmark import benchmark
 from launch.schema import BenchmarkConfig
+from lp.engine.decoder import Decoder
 from lp.engine.signals import Terminated
 from lp.models.loader import Loaded, load
 from lp.parallel.context import ParallelContext
@@ -41,10 +43,10 @@ def bench(start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path) -> C
     """launch.benchmark with a tiny model in float64, its records in `tmp_path`/out unless out= is given."""
 
     def start(*overrides: str) -> Ran:
-        given = {override.split("=")[0] for override in overrides}
-        defaults = [d for d in [*SMALL, f"out={tmp_path / 'out'}"] if d.split("=")[0] not in given]
-        defaults += [f"model.name={tiny_folder}"] * ("model.name" not in given)
-        return start_app(partial(benchmark, kept=ModelCache()), "benchmark", *overrides, *defaults)
+        keys = {override.split("=")[0] for override in overrides}
+        defaults = [*SMALL, f"out={tmp_path / 'out'}", f"model.name={tiny_folder}"]
+        defaults = [default for default in defaults if default.split("=")[0] not in keys]
+        return start_app(partial(benchmark, models=ModelCache()), "benchmark", *overrides, *defaults)
 
     return start
 
@@ -56,20 +58,20 @@ def _untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_what_runs_on_rank_0_is_built_there_alone(
     start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Every rank would measure step times while the others do, and keep cache and graphs that nobody uses."""
+    """Every rank would measure step times while the others do, and hold a cache and graphs that nobody uses."""
     configs: list[BenchmarkConfig] = []
     asked = [*SMALL, f"model.name={tiny_folder}", f"out={tmp_path}", "methods=[lookahead,lookahead@1,autoregressive]"]
     start_app(configs.append, "benchmark", *asked)
     loaded = load(str(tiny_folder), "float64")
 
-    class Kept(ModelCache):
+    class LoadedModel(ModelCache):
         def __init__(self, context: ParallelContext) -> None:
             self.context = context
 
         def open(self, config: BenchmarkConfig) -> tuple[ParallelContext, Loaded]:
             return self.context, loaded
 
-    benches = run_lockstep(2, lambda context: open_bench(configs[0], Kept(context)))
+    benches = run_lockstep(2, lambda context: open_bench(configs[0], LoadedModel(context)))
     assert [[*bench.decoders] for bench in benches] == [["lookahead", "lookahead@1", "autoregressive"], ["lookahead"]]
 
 
@@ -94,6 +96,24 @@ def test_records_hold_what_was_measured_and_on_what(bench: Callable[..., Ran], t
     assert last["methods"][1]["speedup"] == 1.0 and last["methods"][0]["S"] > 1
     assert "vs plain" in ran.out and "equal" in ran.out
     assert len(bench("output=json", "limit=1").out.splitlines()) == 1
+
+
+def test_a_new_baseline_is_one_registration(bench: Callable[..., Ran], tmp_path: Path) -> None:
+    """A table, an app or a message that lists baselines by hand would not know it."""
+    assert "'toy'; it must be one of" in bench("methods=[toy]").err
+
+    @register_baseline("toy")
+    def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+        return lp.AutoregressiveDecoder(model)
+
+    try:
+        ran = bench("methods=[toy,autoregressive]", "limit=1")
+    finally:
+        del BASELINES["toy"]
+    assert ran.code == 0, ran.err
+    toy, plain = load_records(tmp_path / "out")
+    assert (toy["method"], toy["equal"], toy["text"]) == ("toy", True, plain["text"])
+    assert toy["steps"] == toy["tokens"] == 16
 
 
 def test_a_second_run_measures_only_what_is_missing(bench: Callable[..., Ran], tmp_path: Path) -> None:
@@ -121,7 +141,7 @@ def _benchmark(arguments: list[str]) -> None:
     torch.set_num_threads(1)  # as in the process of the tests: records of another number are other records
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["app", *arguments])
-        launch.app.run(partial(benchmark, kept=ModelCache()), "benchmark")
+        launch.app.run(partial(benchmark, models=ModelCache()), "benchmark")
 
 
 @pytest.mark.parametrize("kills", [3])

@@ -23,7 +23,7 @@ from launch.bench.tune import (
     speed_of_ranks,
     time_settings,
 )
-from launch.tune import _said, _speeds, tune
+from launch.tune import _conclusions, _speeds, tune
 from lp.budget.step_times import StepTimes
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats
@@ -99,8 +99,8 @@ def test_of_several_ranks_nothing_is_said_of_more() -> None:
     assert one is not None and two is None
     decoder: Any = _Fixed()
     decoder.explain = lambda: "t(T)"
-    assert "1 rank pays" in _said(decoder, tried, one)[-1] and not any(
-        "pay" in line for line in _said(decoder, tried, two)
+    assert "1 rank pays" in _conclusions(decoder, tried, one)[-1] and not any(
+        "pay" in line for line in _conclusions(decoder, tried, two)
     )
 
 
