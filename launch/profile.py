@@ -53,11 +53,13 @@ def profile_model(config: ProfileConfig) -> None:
         raise ValueError(
             "decoder.name is 'autoregressive', which runs no lookahead steps; W=0 G=0 is plain decoding here"
         )
-    builder, plain_builder = _builder(config), _builder(_uncaptured(config))
+    builder = _builder(config)
+    plain_builder = _builder(_uncaptured(config))
     context = open_context(config)
     plan = _plan(config, context)
     model, ids = (_shape if config.model.name in SHAPES else _loaded)(config, plan, context)
-    build, plain = partial(builder, model), partial(plain_builder, model)
+    build = partial(builder, model)
+    plain = partial(plain_builder, model)
     with Console(stderr=True).status("measuring"):
         found = profile(model, build, plain, ids, plan, context)
         compared = config.compare and plan.ranks == 1 and plan.sampling is None
@@ -76,14 +78,17 @@ def profile_model(config: ProfileConfig) -> None:
 
 
 def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
-    """What to measure; under torchrun R and rank are the launch's."""
-    ranks, rank, running = config.R, config.rank, context.world_size
+    """The measurements to take; under torchrun R and rank are the launch's."""
+    ranks = config.R
+    rank = config.rank
+    running = context.world_size
     if running > 1 and (ranks not in (None, running) or rank not in (None, context.rank)):
         raise ValueError(
             f"R is {ranks} and rank {rank}, but torchrun runs rank {context.rank} of {running}; leave them"
         )
     if running > 1:
-        ranks, rank = running, context.rank
+        ranks = running
+        rank = context.rank
     return Plan(
         prefix=config.prefix,
         sizes=tuple(config.rows),
@@ -130,7 +135,8 @@ def _methods(
     model: PreTrainedModel, ids: list[int], config: ProfileConfig
 ) -> Mapping[str, Callable[[], GenerationOutput]]:
     """Ways to decode the same text, by name; those that capture steps without that too."""
-    context, tokens = lp.ParallelContext(device=model.device), config.max_new_tokens
+    context = lp.ParallelContext(device=model.device)
+    tokens = config.max_new_tokens
     single = lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
     decoders: dict[str, lp.LookaheadDecoder] = {}
     for variant, suffix in ((config, ""), (_uncaptured(config), ", not captured")):

@@ -97,7 +97,7 @@ def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
 
 
 def _methods(config: ScalingConfig, ranks: int) -> list[str]:
-    """Those that so many ranks can run."""
+    """Those that this many ranks can run."""
     return [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].all_ranks)]
 
 

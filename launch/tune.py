@@ -38,7 +38,9 @@ def tune(config: TuneConfig) -> None:
         ValueError: a user error.
     """
     session = _open(config)
-    context, model, plain = session.context, session.loaded.model, session.decoders[PLAIN]
+    context = session.context
+    model = session.loaded.model
+    plain = session.decoders[PLAIN]
     ids = [session.encode(prompt) for _, prompt in session.fitting()]
 
     def build(shape: lp.LookaheadConfig | None) -> lp.LookaheadDecoder:
@@ -46,7 +48,8 @@ def tune(config: TuneConfig) -> None:
         alternate({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)}, 1)  # Ctrl-C ends it too
         return decoder
 
-    adaptive, run = build(None), partial(session.run, tokens=config.max_new_tokens)
+    adaptive = build(None)
+    run = partial(session.run, tokens=config.max_new_tokens)
     assert adaptive.step_times is not None
     tried = search(build, plain, adaptive, run, ids, config.repeats, session.told)
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What a device can do, as figures to hold a step against, and how calls on it are timed."""
+"""The device's memory bandwidth and arithmetic speed, measured; and how calls on it are timed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def alternated(
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What the device did in this run.
+    """Speeds of the device, measured in this run.
 
     Args:
         bytes_per_s: of a copy, read and written bytes together.
@@ -106,13 +106,13 @@ def device_name(device: torch.device) -> str:
 
 
 def copy_bytes(device: torch.device) -> int:
-    """Bytes of what is copied; a copy needs as much again."""
+    """Bytes of the copied tensor; its copy needs as much again."""
     return COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a forward pass must do at least, by the model's sizes; of experts, as if all of them ran.
+    """The least work of a forward pass, by the model's sizes; of experts, as if all of them ran.
 
     Args:
         weight_bytes: read once, but for an embedding that is no LM head: of that a step reads a few vectors.
@@ -132,7 +132,8 @@ class Work:
     def of(cls, model: PreTrainedModel) -> Work:
         """Counted from parameters and config."""
         config = model.config.get_text_config()
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding = model.get_input_embeddings().weight
+        head = model.get_output_embeddings().weight
         read = [p for p in model.parameters() if p is not embedding or p is head]
         heads = config.num_attention_heads
         layers = config.num_hidden_layers

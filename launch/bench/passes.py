@@ -21,7 +21,7 @@ HEAD_CALLS = 8  # timed together: one alone is as short as a launch
 
 
 class Passes:
-    """Passes of one runner behind the same prefix; none is committed, so that each finds what the last one found.
+    """Passes of one runner behind the same prefix; none is committed, so that each starts from the same cache.
 
     Args:
         runner: runs them.

@@ -1,6 +1,6 @@
 """Plots of a benchmark's totals and of scaling lines, at the width of a paper's column.
 
-Each carries model and hardware under it; what is projected is dashed, hollow or hatched, and says so.
+Each carries model and hardware under it; projections are dashed, hollow or hatched, and labelled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#b
 
 @contextlib.contextmanager
 def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Iterator[tuple[Figure, list[Any]]]:
-    """A figure of so many panels, one below the other, saved as PNG with the caption under it."""
+    """A figure of `panels` panels, one below the other, saved as PNG with the caption under it."""
     with rc_context(STYLE):
         drawn = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
         FigureCanvasAgg(drawn)
@@ -49,7 +49,7 @@ def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Itera
 
 
 def scaling_plots(lines: Sequence[Line], caption: str, folder: Path) -> list[Path]:
-    """Speed-up by ranks, and what a step's time is made of."""
+    """Speed-up by ranks, and the parts of a step's time."""
     return [_speedups(lines, caption, folder / "speedup.png"), _step_times(lines, caption, folder / "step_time.png")]
 
 

@@ -35,7 +35,7 @@ PREFILL_CHUNK = 512  # tokens of a pass, as `generate` has it
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to measure.
+    """The measurements to take.
 
     Args:
         prefix: L, cached tokens.
@@ -69,7 +69,7 @@ class Plan:
         check_count(self, "rank", 0, self.ranks - 1, f"the ranks of R={self.ranks} are numbered from 0")
 
     def check_room(self, model: PreTrainedModel, step: int, device: torch.device, weights: int = 0) -> None:
-        """Refuse what the model's context or the free memory of the device has no room for.
+        """Refuse a plan that the model's context or the free memory of the device has no room for.
 
         Args:
             model: to be profiled, or its sketch.
@@ -102,7 +102,7 @@ class Point:
         num_tokens: T.
         seconds: of the forward pass.
         ratio: to the least T measured.
-        floor: seconds over what the device's ceilings allow at best.
+        floor: seconds over the least that the device's ceilings allow.
         bytes_per_s, flop_per_s: achieved.
     """
 

@@ -78,7 +78,8 @@ def _step_times(found: Profile) -> Table:
 
 
 def _step(report: Report) -> Table:
-    step, setting = report.found.step, report.setting
+    step = report.found.step
+    setting = report.setting
     table = _table(
         f"A step of rank {setting['rank']} of {setting['R']}: {step.num_tokens} tokens", "part", "ms", "share"
     )
@@ -96,7 +97,7 @@ def _speeds(speeds: dict[str, Speed]) -> Table:
 
 
 def caption(report: Report) -> str:
-    """The setting, and what the shares of the step are."""
+    """The setting, and how the shares of the step are defined."""
     s = report.setting
     found = report.found
     ceilings = found.ceilings

@@ -1,4 +1,4 @@
-"""What R ranks would do, from one device: every rank's exact share of every step is run and timed there, in turns.
+"""The speed of R ranks projected from one device, which runs and times every rank's exact share of every step in turns.
 
 One rank after the other runs the very decoder alone, with the collectives of a recorded run, so that forward pass and
 host time are its own. A step takes as long as its slowest rank, plus the collective as a model of the link has it.
@@ -40,7 +40,7 @@ class Link:
     source: str
 
     def all_gather_s(self, ranks: int, payload_bytes: int) -> float:
-        """Seconds to gather so many bytes from each of so many ranks; nothing for one."""
+        """Seconds to gather this many bytes from each rank; nothing for one rank."""
         if ranks == 1:
             return 0.0
         hop_us = self.hop_us + payload_bytes / (1e3 * self.gb_s)

@@ -28,7 +28,7 @@ def write_report(folder: Path) -> list[Path]:
         folder: of launch.benchmark or launch.scaling; subfolders count.
 
     Returns:
-        What was written.
+        The files written.
 
     Raises:
         ValueError: no results there.

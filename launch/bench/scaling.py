@@ -1,4 +1,4 @@
-"""Lines of a scaling table: a method on so many ranks, measured in launches or projected from one device."""
+"""Lines of a scaling table: a method on R ranks, measured in launches or projected from one device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HEADS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A method on so many ranks.
+    """A method on R ranks.
 
     Args:
-        method, ranks: which, on how many.
+        method, ranks: its name, and R.
         kind: MEASURED or PROJECTED.
         link: of a projection, with "weak" behind it where every rank has the same shape; None where it was measured.
         W, G: of all ranks together; None for methods without.
@@ -52,7 +52,7 @@ class Line:
 
     @property
     def series(self) -> str:
-        """What a plot joins by a line."""
+        """Names the line of a plot that it lies on."""
         return self.method if self.link is None else f"{self.method}, {self.link} (projected)"
 
     def figures(self) -> dict[str, Any]:

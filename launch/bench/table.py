@@ -59,7 +59,7 @@ class ProgressBar:
 
 
 def print_totals(found: Sequence[Total], console: Console) -> None:
-    """A line for each setting and method, and what they have in common."""
+    """A line for each setting and method, and the settings that they share."""
     names = shown(found)
     table = Table(box=SIMPLE_HEAD)
     for head in (*names, *HEADS):

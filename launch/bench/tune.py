@@ -24,7 +24,7 @@ PAYS = 1.02  # times the speed without it: a further rank that brings less is no
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingResult:
-    """What one setting did on all prompts.
+    """Sums of one setting over all prompts.
 
     Args:
         name: of the setting.

@@ -251,8 +251,8 @@ def test_quality_says_where_a_method_parts_and_what_it_wrote(bench: Callable[...
     task.write_text(json.dumps({"prompt": "import os\n", "reference": "import sys"}) + "\n")
     assert bench("quality=true", "task=humaneval", f"task.path={task}").code == 0
     ours, plain, wrong = load_records(tmp_path / "out")
-    assert ours["quality"] == plain["quality"] and ours["quality"]["parts_at"] is None
-    assert wrong["equal"] is False and wrong["quality"]["parts_at"] == 5 and wrong["quality"]["near_tie"] is False
+    assert ours["quality"] == plain["quality"] and ours["quality"]["differs_at"] is None
+    assert wrong["equal"] is False and wrong["quality"]["differs_at"] == 5 and wrong["quality"]["near_tie"] is False
     at = wrong["difference"]
     assert at["plain_logit"] > at["logit"] and at["gap"] > 0
     assert wrong["quality"]["perplexity"] != ours["quality"]["perplexity"] > 1

@@ -73,7 +73,8 @@ def _parity(name: str, cases: list[dict[str, str]]) -> Figure:
 
 def figures(profile: dict[str, Any]) -> Iterator[Figure]:
     """Those of a profile, as the profile app prints it with output=json."""
-    points, ceilings = profile["step_times"], profile["ceilings"]
+    points = profile["step_times"]
+    ceilings = profile["ceilings"]
     first = points[0]["num_tokens"]
     floor_ms = 1e3 * profile["work"]["weight_bytes"] / ceilings["bytes_per_s"]
     yield Figure(name="copy, GB/s, read and written", value=ceilings["bytes_per_s"] / 1e9)
@@ -85,7 +86,8 @@ def figures(profile: dict[str, Any]) -> Iterator[Figure]:
         note = f"{1e3 * point['seconds']:.3f} ms, {point['floor']:.2f} x its floor"
         limit = 1.15 if size == 64 else None
         yield Figure(name=f"t({size}) / t({first})", value=point["ratio"], limit=limit, note=note)
-    step, shares = profile["step"], profile["shares"]
+    step = profile["step"]
+    shares = profile["shares"]
     note = f"{step['num_tokens']} tokens, {1e3 * step['seconds']:.3f} ms"
     yield Figure(name="host and exchange / step", value=shares["host"] + shares["exchange"], limit=0.08, note=note)
     for name in ("attention", "LM head", "other layers"):

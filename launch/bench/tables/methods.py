@@ -26,7 +26,8 @@ from ..prompts import load_jsonl
 from ..summary import markdown
 from ._common import add_model_arguments, append_result, load_model, read_results, sampling_at
 
-DEFAULT, PLAIN = "adaptive", "plain"
+DEFAULT = "adaptive"
+PLAIN = "plain"
 # (prompt ids, new tokens, temperature, index of the prompt) -> (tokens, steps)
 Run = Callable[[list[int], int, float, int], tuple[list[int], int]]
 Job = tuple[int, str, str, float]  # index, task, prompt, temperature
@@ -166,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--fixed", nargs="*", default=[], help="fixed settings beside the default, as W,N,G,depth")
     parser.add_argument("--only", nargs="*", default=[], help="methods beside the default, as the tables name them")
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time")
     parser.add_argument("--report", action="store_true", help="print what the file has")
     add_model_arguments(parser)
 

@@ -62,7 +62,7 @@ def _methods(found: list[Total]) -> str:
 
 def _quality(total: Total) -> list[str]:
     figures = [total.quality("perplexity"), *(total.quality("distinct", n) for n in "124")]
-    differing = sum(record["quality"]["parts_at"] is not None for record in total.records)
+    differing = sum(record["quality"]["differs_at"] is not None for record in total.records)
     return [total.method, *("-" if value is None else f"{value:.3f}" for value in figures), short(differing)]
 
 
