@@ -177,7 +177,7 @@ def test_a_profile_adds_up(ranks: int, rank: int) -> None:
     plan = Plan(prefix=len(IDS) - 1, sizes=(4, 1), max_new_tokens=6, rounds=2, ranks=ranks, rank=rank)
     found = profile(model, _build(model), _build(model), IDS, plan, ParallelContext())
     assert [point.num_tokens for point in found.step_times] == [1, 4] and found.step_times[0].ratio == 1
-    for point in found.curve:
+    for point in found.step_times:
         assert point.seconds * point.bytes_per_s == pytest.approx(found.work.moved_bytes(point.num_tokens, plan.prefix))
         floor_s = found.work.floor_s(point.num_tokens, plan.prefix, found.ceilings)
         assert point.floor == pytest.approx(point.seconds / floor_s)
@@ -188,7 +188,7 @@ def test_a_profile_adds_up(ranks: int, rank: int) -> None:
     assert (step.max_tokens < 6 * 3 + 6 * 3) == (ranks > 1)
     assert not step.real_exchange
     assert found.over_weights == pytest.approx(
-        found.curve[0].seconds / (found.work.weight_bytes / found.ceilings.bytes_per_s)
+        found.step_times[0].seconds / (found.work.weight_bytes / found.ceilings.bytes_per_s)
     )
 
 

@@ -73,8 +73,8 @@ def scaling(num_tokens: int) -> dict[str, Build]:
 
 def ablation(num_tokens: int) -> dict[str, Build]:
     """Every idea off, and other windows."""
-    switches = ("prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
-    switches += ("renoise", "learn", "window_noise")
+    switches = ["prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses"]
+    switches += ["renoise", "learn", "window_noise"]
     builds = {f"all, {num_tokens} tokens": lookahead(num_tokens)}
     builds |= {f"without {name}": lookahead(num_tokens, **{name: False}) for name in switches}
     builds["without text n-grams"] = lookahead(num_tokens, prompt_ngrams=False, output_ngrams=False)
