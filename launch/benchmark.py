@@ -1,4 +1,4 @@
-"""`python -m launch.benchmark`: methods on the prompts of a task, a row a prompt and method, resumed where it stopped.
+"""`python -m launch.benchmark`: methods on the prompts of a task, a record for each; resumed where it stopped.
 
 Methods alternate prompt by prompt, so that drift of the machine hits all alike. Those that share no step with other
 ranks run on rank 0 alone while the others wait. `--cfg job` shows the keys.
@@ -21,22 +21,22 @@ from lp.errors import UserError
 from .app import INTERRUPTED
 from .bench.compare import Measured, alternate
 from .bench.prompts import Prompt
-from .bench.records import RecordFile, Row, digest
+from .bench.records import Record, RecordFile, digest
+from .bench.session import Bench, ModelCache, on_main, open_bench
 from .bench.summary import totals
-from .bench_session import Bench, KeptModel, on_main, open_bench
-from .bench_table import Watch, print_totals, summary
+from .bench.table import ProgressBar, print_totals, summary
 from .cli import start
 from .schema import BenchmarkConfig, Output
 from .session import WARM_UP_TOKENS
 from .stream import on_rank_0
 
 
-def benchmark(config: BenchmarkConfig, kept: KeptModel | None = None) -> float | None:
+def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> float | None:
     """The app.
 
     Args:
         config: of this job.
-        kept: the model, from job to job; None is this process's.
+        models: the model, from job to job; None is this process's.
 
     Returns:
         Tokens/s of the first method, which a sweeper may maximise.
@@ -45,7 +45,7 @@ def benchmark(config: BenchmarkConfig, kept: KeptModel | None = None) -> float |
         SystemExit: 130 after Ctrl-C, when every prompt that was finished is on the disk and in the table.
         ValueError: a user error.
     """
-    bench = open_bench(config, kept or _kept_model())
+    bench = open_bench(config, models or _model_cache())
     file = on_main(bench.context, partial(RecordFile, bench.path, list(bench.runs)))
     interrupted = False
     try:
@@ -53,7 +53,7 @@ def benchmark(config: BenchmarkConfig, kept: KeptModel | None = None) -> float |
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        best = _show(bench, file) if file and file.rows else None
+        best = _show(bench, file) if file and file.records else None
         if file:
             file.close()
     if interrupted:
@@ -63,44 +63,44 @@ def benchmark(config: BenchmarkConfig, kept: KeptModel | None = None) -> float |
 
 
 @functools.cache
-def _kept_model() -> KeptModel:
+def _model_cache() -> ModelCache:
     """The model that the jobs of a sweep in this process share."""
-    return KeptModel()
+    return ModelCache()
 
 
 def _measure_all(bench: Bench, file: RecordFile | None) -> None:
     todo = _todo(bench, bench.of_rank_0(file.done if file else None))
     if todo:
         _warm_up(bench, todo[0][1])
-    if file and file.rows:
-        print(f"{len(file.rows)} records kept in {bench.path}; {len(todo)} prompts to measure", file=sys.stderr)
-    with Watch(bench.context.is_main, len(todo), file.rows if file else []) as watch:
+    if file and file.records:
+        print(f"{len(file.records)} records kept in {bench.path}; {len(todo)} prompts to measure", file=sys.stderr)
+    with ProgressBar(bench.context.is_main, len(todo), file.records if file else []) as bar:
         for index, prompt in todo:
             measured, shares = _measure(bench, prompt)
-            rows = on_main(bench.context, partial(_written, bench, file, index, prompt, measured, shares))
-            watch.advance(rows or [])
+            records = on_main(bench.context, partial(_write, bench, file, index, prompt, measured, shares))
+            bar.advance(records or [])
 
 
-def _written(
+def _write(
     bench: Bench,
     file: RecordFile | None,
     index: int,
     prompt: Prompt,
     measured: dict[str, Measured],
     shares: dict[str, Any],
-) -> list[Row]:
-    """A prompt's rows, which are on the disk."""
+) -> list[Record]:
+    """Put a prompt's records on the disk and return them."""
     assert file
-    rows = bench.rows(index, prompt, measured, shares)
-    file.append(rows)
-    return rows
+    records = bench.records(index, prompt, measured, shares)
+    file.append(records)
+    return records
 
 
 def _todo(bench: Bench, done: dict[str, str]) -> list[tuple[int, Prompt]]:
-    """The prompts without rows, of those that fit."""
+    """The prompts without records, of those that fit."""
     for index, prompt in enumerate(bench.prompts):
         if done.get(str(index), digest(prompt.text)) != digest(prompt.text):
-            raise UserError(f"{bench.path} has rows of another prompt {index}; give another out=, or the same task")
+            raise UserError(f"{bench.path} has records of another prompt {index}; give another out=, or the same task")
     return [(index, prompt) for index, prompt in bench.fitting() if str(index) not in done]
 
 
@@ -121,10 +121,10 @@ def _measure(bench: Bench, prompt: Prompt) -> tuple[dict[str, Measured], dict[st
 
 def _show(bench: Bench, file: RecordFile) -> float:
     """The table and where the records are, or with output=json the same as one JSON object."""
-    found = totals(file.rows)
+    found = totals(file.records)
     with on_rank_0(bench.context, sys.stdout) as out:
         if bench.config.output is Output.json:
-            print(json.dumps({**summary(found), "rows": str(file.path)}, ensure_ascii=False), file=out, flush=True)
+            print(json.dumps({**summary(found), "records": str(file.path)}, ensure_ascii=False), file=out, flush=True)
         else:
             console = Console(file=out)
             print_totals(found, console if console.is_terminal else Console(file=out, width=120))

@@ -30,12 +30,12 @@ from lp.errors import UserError
 
 from .bench.ceilings import device_name
 from .bench.profile import Plan, profile
+from .bench.profile_report import Report, as_json, draw, print_tables
 from .bench.prompts import load_builtin
 from .bench.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .bench.speed import speeds, transformers_greedy
 from .builders import PLAIN, decoder_builders
 from .cli import start
-from .profile_report import Report, as_json, draw, print_tables
 from .schema import Output, ProfileConfig
 from .session import check_common, load_model, open_context, sampling_of, seeded
 from .stream import on_rank_0
@@ -51,12 +51,16 @@ def profile_model(config: ProfileConfig) -> None:
     """
     check_common(config)
     if config.decoder.name == PLAIN:
-        raise UserError("decoder.name is 'autoregressive', which runs no steps of rows; W=0 G=0 is plain decoding here")
-    builder, plain_builder = _builder(config), _builder(_uncaptured(config))
+        raise UserError(
+            "decoder.name is 'autoregressive', which runs no lookahead steps; W=0 G=0 is plain decoding here"
+        )
+    builder = _builder(config)
+    plain_builder = _builder(_uncaptured(config))
     context = open_context(config)
     plan = _plan(config, context)
     model, ids = (_shape if config.model.name in SHAPES else _loaded)(config, plan, context)
-    build, plain = partial(builder, model), partial(plain_builder, model)
+    build = partial(builder, model)
+    plain = partial(plain_builder, model)
     with Console(stderr=True).status("measuring"):
         found = profile(model, build, plain, ids, plan, context)
         compared = config.compare and plan.ranks == 1 and plan.sampling is None
@@ -75,16 +79,19 @@ def profile_model(config: ProfileConfig) -> None:
 
 
 def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
-    """What to measure; under torchrun R and rank are the launch's."""
-    ranks, rank, running = config.R, config.rank, context.world_size
+    """The measurements to take; under torchrun R and rank are the launch's."""
+    ranks = config.R
+    rank = config.rank
+    running = context.world_size
     if running > 1 and (ranks not in (None, running) or rank not in (None, context.rank)):
         raise UserError(f"R is {ranks} and rank {rank}, but torchrun runs rank {context.rank} of {running}; leave them")
     if running > 1:
-        ranks, rank = running, context.rank
+        ranks = running
+        rank = context.rank
     return Plan(
         prefix=config.prefix,
-        rows=tuple(config.rows),
-        tokens=config.max_new_tokens,
+        sizes=tuple(config.rows),
+        max_new_tokens=config.max_new_tokens,
         rounds=config.rounds,
         ranks=1 if ranks is None else ranks,
         rank=rank or 0,
@@ -96,8 +103,8 @@ def _shape(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tu
     """Random weights and random text."""
     model = config.model
     shape = shape_config(model.name, config.shape.layers, config.shape.divide)
-    drawn = sketch(shape, model.dtype)
-    plan.check_room(drawn, 0, context.device, weight_bytes(drawn))  # now, not when the weights have been made
+    sketched = sketch(shape, model.dtype)
+    plan.check_room(sketched, 0, context.device, weight_bytes(sketched))  # before the weights take time
     rng = random.Random(config.seed)
     return build_shape(shape, model.dtype, context.device), rng.choices(range(shape.vocab_size), k=plan.prefix + 1)
 
@@ -127,16 +134,19 @@ def _methods(
     model: PreTrainedModel, ids: list[int], config: ProfileConfig
 ) -> Mapping[str, Callable[[], GenerationOutput]]:
     """Ways to decode the same text, by name; those that capture steps without that too."""
-    context, tokens = lp.ParallelContext(device=model.device), config.max_new_tokens
+    context = lp.ParallelContext(device=model.device)
+    tokens = config.max_new_tokens
     single = lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
     decoders: dict[str, lp.LookaheadDecoder] = {}
-    for how, suffix in ((config, ""), (_uncaptured(config), ", not captured")):
-        decoder = _builder(how)(model, context)
+    for variant, suffix in ((config, ""), (_uncaptured(config), ", not captured")):
+        decoder = _builder(variant)(model, context)
         if suffix and not decoders[config.decoder.name].runner.captured:
             break
         decoders[config.decoder.name + suffix] = decoder
-        backend = how.attention
-        decoders["one row a step" + suffix] = lp.LookaheadDecoder(model, single, context, backend.name, backend.capture)
+        backend = variant.attention
+        decoders["one token a step" + suffix] = lp.LookaheadDecoder(
+            model, single, context, backend.name, backend.capture
+        )
     methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
     return {TRANSFORMERS: partial(transformers_greedy, model, ids, tokens), **methods}
 
@@ -144,7 +154,8 @@ def _methods(
 def _setting(
     config: ProfileConfig, plan: Plan, model: PreTrainedModel, decoder: lp.LookaheadDecoder
 ) -> dict[str, object]:
-    shape, captured = decoder.config, decoder.runner.captured
+    shape = decoder.config
+    captured = decoder.runner.captured
     return {
         "model": config.model.name,
         "random": config.model.name in SHAPES,
@@ -163,7 +174,7 @@ def _setting(
         "rank": plan.rank,
         "decoder": config.decoder.name,
         "prefix": plan.prefix,
-        "max_new_tokens": plan.tokens,
+        "max_new_tokens": plan.max_new_tokens,
         "rounds": plan.rounds,
     }
 

@@ -28,10 +28,10 @@ from lp.errors import UserError
 from .bench.baselines import BASELINES
 from .bench.plots import scaling_plots
 from .bench.projection import Link, Projection, Run, check_projectable
-from .bench.records import Row, digest, load_rows
+from .bench.records import Record, digest, load_records
 from .bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
+from .bench.session import Bench, ModelCache, methods_of, open_bench
 from .bench.summary import markdown
-from .bench_session import Bench, KeptModel, methods_of, open_bench
 from .cli import start
 from .schema import Output, ScalingConfig, frozen
 from .sweep import folder_of_run, relaunch
@@ -54,11 +54,11 @@ def scaling(config: ScalingConfig) -> None:
     if config.ranks:
         for ranks in config.ranks:
             launch_benchmark(config, ranks, folder / f"ranks-{ranks}")
-        found = [_rows_of_one_setting(folder / f"ranks-{ranks}") for ranks in config.ranks]
-        lines += [line for rows in found for line in measured_lines(rows)]
+        found = [_records_of_one_setting(folder / f"ranks-{ranks}") for ranks in config.ranks]
+        lines += [line for records in found for line in measured_lines(records)]
         caption = _caption(found[0][0])
     if config.project:
-        bench = open_bench(replace(config, methods=["lookahead", "autoregressive"]), KeptModel())
+        bench = open_bench(replace(config, methods=["lookahead", "autoregressive"]), ModelCache())
         lines += project_all(config, bench)
         caption = caption or f"{os.cpu_count()} cores, torch {torch.__version__}, model {config.model.name}"
     report(with_efficiency(lines), caption, folder, config.output is Output.table)
@@ -90,26 +90,32 @@ def check(config: ScalingConfig) -> None:
 
 
 def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
-    """Measure one world size in processes of its own; rows that are there already are not measured again."""
-    given = [key for key in HydraConfig.get().overrides.task if re.split("[.=]", key.lstrip("+~"))[0] not in OWN_KEYS]
+    """Measure one world size in processes of its own; records that exist already are not measured again."""
+    task = HydraConfig.get().overrides.task
+    shared = [override for override in task if re.split("[.=]", override.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
-    asked = [f"methods=[{','.join(_methods(config, ranks))}]", f"out={folder}", f"limit={limit}"]
-    relaunch(ranks, "benchmark", [*given, *asked, f"output={config.output}"])
+    own = [
+        f"methods=[{','.join(_methods(config, ranks))}]",
+        f"out={folder}",
+        f"limit={limit}",
+        f"output={config.output}",
+    ]
+    relaunch(ranks, "benchmark", [*shared, *own])
 
 
 def _methods(config: ScalingConfig, ranks: int) -> list[str]:
-    """Those that so many ranks can run."""
-    return [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].together)]
+    """Those that this many ranks can run."""
+    return [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].all_ranks)]
 
 
-def _rows_of_one_setting(folder: Path) -> list[Row]:
-    rows = load_rows(folder)
-    if len({digest(row["settings"]) for row in rows}) > 1:
+def _records_of_one_setting(folder: Path) -> list[Record]:
+    records = load_records(folder)
+    if len({digest(record["settings"]) for record in records}) > 1:
         raise UserError(
-            f"{folder} has rows of other settings too, which the table cannot tell apart; give another out=, or move "
-            "the other files away"
+            f"{folder} has records of other settings too, which the table cannot tell apart; give another out=, or "
+            "move the other files away"
         )
-    return rows
+    return records
 
 
 def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
@@ -126,16 +132,16 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
         for ranks in config.projected_ranks
         for decoder in [_widened(bench, ranks if weak else 1)]
     }
-    taken: dict[tuple[bool, int], list[list[Run]]] = {key: [] for key in jobs}  # by round and prompt
-    speeds = list[float]()
+    runs: dict[tuple[bool, int], list[list[Run]]] = {key: [] for key in jobs}  # by round and prompt
+    speeds: list[float] = []
     for _ in range(1 + ROUNDS):
         plain = [text(bench.decoders["autoregressive"]) for text in texts]
         speeds.append(sum(len(output.tokens) for output in plain) / sum(output.decode_s for output in plain))
         for key, of_prompts in jobs.items():
-            taken[key].append([job.run() for job in of_prompts])
+            runs[key].append([job.run() for job in of_prompts])
     lines = []
     for (weak, ranks), of_prompts in jobs.items():
-        rounds = taken[weak, ranks][1:]
+        rounds = runs[weak, ranks][1:]
         found = [job.summed([one[number] for one in rounds]) for number, job in enumerate(of_prompts)]
         shape = of_prompts[0].decoder.config
         lines += projected_lines(found, links, median(speeds[1:]), weak, (shape.window_size, shape.guess_set_size))
@@ -143,14 +149,15 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
 
 
 def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
-    """The decoder with so many times W and G."""
-    decoder, how = bench.decoders["lookahead"], bench.config.attention
+    """The decoder with `factor` times W and G."""
+    decoder = bench.decoders["lookahead"]
+    attention = bench.config.attention
     assert isinstance(decoder, lp.LookaheadDecoder)
     if factor == 1:
         return decoder
     shape = decoder.config
     shape = replace(shape, window_size=shape.window_size * factor, guess_set_size=shape.guess_set_size * factor)
-    return lp.LookaheadDecoder(bench.loaded.model, shape, None, how.name, how.capture)
+    return lp.LookaheadDecoder(bench.loaded.model, shape, None, attention.name, attention.capture)
 
 
 def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:
@@ -161,9 +168,9 @@ def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:
         writer.writeheader()
         writer.writerows(line.figures() for line in lines)
     text = markdown(HEADS, [line.cells() for line in lines]) + f"\n{caption}\n"
-    wrong = errors(lines)
-    for (method, ranks), error in wrong.items():
-        text += f"\n{method} on {ranks} ranks: projected {error:+.1%} off what was measured.\n"
+    projection_errors = errors(lines)
+    for (method, ranks), error in projection_errors.items():
+        text += f"\n{method} on {ranks} ranks: projected {error:+.1%} off the measured speed-up.\n"
     (folder / "scaling.md").write_text(text, encoding="utf-8")
     scaling_plots(lines, caption, folder)
     if table:
@@ -172,16 +179,16 @@ def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:
         return
     projected = sum(line.kind == PROJECTED for line in lines)
     counts = {MEASURED: len(lines) - projected, PROJECTED: projected}
-    off = {f"{method}@{ranks}": error for (method, ranks), error in wrong.items()}
-    print(json.dumps({"folder": str(folder), **counts, "errors": off, "lines": [line.figures() for line in lines]}))
+    named = {f"{method}@{ranks}": error for (method, ranks), error in projection_errors.items()}
+    print(json.dumps({"folder": str(folder), **counts, "errors": named, "lines": [line.figures() for line in lines]}))
 
 
-def _caption(row: dict[str, object]) -> str:
-    settings, versions = row["settings"], row["versions"]
-    assert isinstance(settings, dict) and isinstance(versions, dict)
+def _caption(record: Record) -> str:
+    settings = record["settings"]
+    versions = record["versions"]
     shape = f"W={settings['W']} N={settings['N']} G={settings['G']}"
     model = f"model {settings['model']} ({settings['parameters'] / 1e6:.1f} M parameters), {settings['dtype']}"
-    return f"{row['hardware']}, torch {versions['torch']}, {model}, {shape}, task {settings['task']}"
+    return f"{record['hardware']}, torch {versions['torch']}, {model}, {shape}, task {settings['task']}"
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ class SweepEnd(Callback):
         """
         folder = Path(config.hydra.sweep.dir)
         if self.report and rank() == 0:
-            from .bench_table import show_sweep  # an app without records needs none of it
+            from .bench.table import show_sweep  # an app without records needs none of it
 
             show_sweep(Path(config.out or folder))
         failed = sorted((folder / FAILED).glob("*.txt"), key=lambda note: int(note.stem.split("-")[0]))

@@ -1,4 +1,4 @@
-"""`python -m launch.tune`: what steps take here, what rows bring, which setting is fastest, and what adaptive reaches.
+"""`python -m launch.tune`: how long steps take here, S by step tokens, the fastest setting, and what adaptive reaches.
 
 Writes tune.json, tune.png and experiment/tuned.yaml into the run folder; `launch.generate experiment=tuned
 --config-dir FOLDER` decodes with the best fixed setting.
@@ -24,7 +24,7 @@ import lp
 from lp.budget.step_times import StepTimes
 
 from .bench.compare import alternate
-from .bench.tune import BUDGETS, Tried, ranks_that_pay, search, speed_of_ranks
+from .bench.tune import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
 from .builders import PLAIN
 from .cli import start
 from .report import describe_sampling
@@ -39,7 +39,9 @@ def tune(config: TuneConfig) -> None:
         ValueError: a user error.
     """
     session = _open(config)
-    context, model, plain = session.context, session.loaded.model, session.decoders[PLAIN]
+    context = session.context
+    model = session.loaded.model
+    plain = session.decoders[PLAIN]
     ids = [session.encode(prompt) for _, prompt in session.fitting()]
 
     def build(shape: lp.LookaheadConfig | None) -> lp.LookaheadDecoder:
@@ -47,7 +49,8 @@ def tune(config: TuneConfig) -> None:
         alternate({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)}, 1)  # Ctrl-C ends it too
         return decoder
 
-    adaptive, run = build(None), partial(session.run, tokens=config.max_new_tokens)
+    adaptive = build(None)
+    run = partial(session.run, tokens=config.max_new_tokens)
     assert adaptive.step_times is not None
     tried = search(build, plain, adaptive, run, ids, config.repeats, session.of_rank_0)
     found: dict[str, Any] = {
@@ -70,7 +73,7 @@ def tune(config: TuneConfig) -> None:
         _table(tried, f"{len(ids)} prompts of {config.task.name}, {where}, {describe_sampling(session.sampling)}")
     )
     for line in [
-        *_said(adaptive, tried, found["ranks"]),
+        *_conclusions(adaptive, tried, found["ranks"]),
         f"use it: python -m launch.generate experiment=tuned --config-dir {folder}",
     ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -89,43 +92,44 @@ def _open(config: TuneConfig) -> Session[TuneConfig]:
     )
 
 
-def _by_rows(tried: list[Tried]) -> list[tuple[float, float]]:
-    """(rows, S) of the settings without a window that differ in G alone."""
-    return [(t.rows, t.compression) for t in tried[: len(BUDGETS)]]
+def _by_budget(tried: list[SettingResult]) -> list[tuple[float, float]]:
+    """(step tokens, S) of the settings without a window that differ in G alone."""
+    return [(t.tokens_a_step, t.compression) for t in tried[: len(BUDGETS)]]
 
 
-def _speeds(step_times: StepTimes, tried: list[Tried], ranks: int) -> list[float] | None:
+def _speeds(step_times: StepTimes, tried: list[SettingResult], ranks: int) -> list[float] | None:
     """Of 1, 2, ... ranks, by the step times of one; those of several have their shares and exchange in them: None."""
-    return speed_of_ranks(step_times, _by_rows(tried)) if ranks == 1 else None
+    return speed_of_ranks(step_times, _by_budget(tried)) if ranks == 1 else None
 
 
-def _table(tried: list[Tried], title: str) -> Table:
+def _table(tried: list[SettingResult], title: str) -> Table:
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    for name in ("setting", "rows a step", "S", "tokens/s", "vs plain"):
+    for name in ("setting", "tokens a step", "S", "tokens/s", "vs plain"):
         table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
     plain = tried[-1].tokens_per_s
-    for place, t in enumerate(tried):
-        if place == len(tried) - 3:
+    for index, t in enumerate(tried):
+        if index == len(tried) - 3:
             table.add_section()
         speed = t.tokens_per_s
-        table.add_row(t.name, f"{t.rows:.1f}", f"{t.compression:.2f}", f"{speed:.1f}", f"{speed / plain:.2f}x")
+        table.add_row(t.name, f"{t.tokens_a_step:.1f}", f"{t.compression:.2f}", f"{speed:.1f}", f"{speed / plain:.2f}x")
     return table
 
 
-def _said(adaptive: lp.LookaheadDecoder, tried: list[Tried], speeds: list[float] | None) -> list[str]:
+def _conclusions(adaptive: lp.LookaheadDecoder, tried: list[SettingResult], speeds: list[float] | None) -> list[str]:
     best, free, _ = tried[-3:]
-    said = [
+    lines = [
         adaptive.explain().splitlines()[0],
         f"best fixed: {best.name}; adaptive reaches {free.tokens_per_s / best.tokens_per_s:.3f} of it, side by side",
     ]
     if speeds:
         count = ranks_that_pay(speeds)
-        more = f"from t(T) and S, without the exchange, {count} rank{'s' * (count > 1)} pay" + "s" * (count == 1)
-        said.append(f"{more} ({', '.join(f'{speed:.0f}' for speed in speeds[: count + 1])} tokens/s on 1, 2, ...)")
-    return said
+        pays = "1 rank pays" if count == 1 else f"{count} ranks pay"
+        by_ranks = ", ".join(f"{speed:.0f}" for speed in speeds[: count + 1])
+        lines.append(f"from t(T) and S, without the exchange, {pays} ({by_ranks} tokens/s on 1, 2, ...)")
+    return lines
 
 
-def _write(folder: Path, found: dict[str, Any], step_times: StepTimes, tried: list[Tried]) -> None:
+def _write(folder: Path, found: dict[str, Any], step_times: StepTimes, tried: list[SettingResult]) -> None:
     (folder / "tune.json").write_text(json.dumps(found), encoding="utf-8")
     best = tried[-3].config
     assert best is not None
@@ -140,21 +144,21 @@ def _write(folder: Path, found: dict[str, Any], step_times: StepTimes, tried: li
     _plot(folder / "tune.png", step_times, tried)
 
 
-def _plot(path: Path, step_times: StepTimes, tried: list[Tried]) -> None:
+def _plot(path: Path, step_times: StepTimes, tried: list[SettingResult]) -> None:
     with matplotlib.rc_context({"figure.constrained_layout.use": True}):
         figure = Figure(figsize=(9, 3.6))
         times, brought = figure.subplots(1, 2)
         times.plot(step_times.num_tokens, [1e3 * s for s in step_times.seconds], "o", label="measured")
-        rows = range(1, step_times.max_tokens + 1)
-        times.plot(rows, [1e3 * step_times.step_s(size) for size in rows], label="padding used")
-        times.set(xlabel="rows of a step", ylabel="ms", title="t(T)")
+        sizes = range(1, step_times.max_tokens + 1)
+        times.plot(sizes, [1e3 * step_times.step_s(size) for size in sizes], label="padding used")
+        times.set(xlabel="tokens of a step", ylabel="ms", title="t(T)")
         times.legend()
-        points = _by_rows(tried)
+        points = _by_budget(tried)
         brought.plot([r for r, _ in points], [s for _, s in points], "o-", label="W=0, by G")
         free = tried[-2]
-        brought.plot([free.rows], [free.compression], "*", markersize=12, label="adaptive")
+        brought.plot([free.tokens_a_step], [free.compression], "*", markersize=12, label="adaptive")
         brought.set_xscale("log", base=2)
-        brought.set(xlabel="rows of a step", ylabel="S, tokens a step", title="what rows bring")
+        brought.set(xlabel="tokens of a step", ylabel="S, generated tokens a step", title="S by step tokens")
         brought.legend()
         figure.savefig(path, dpi=120)
 

@@ -1,4 +1,4 @@
-"""Draw cases of decoding and hold each against transformers' own `generate`; a failing one is shrunk to one line.
+"""Draw cases of decoding and compare each with transformers' own `generate`; a failing one is shrunk to one line.
 
     python scripts/fuzz.py --seconds 60                 # as many cases as fit
     python scripts/fuzz.py --cases 3000 --share 0.1     # a tenth of them with several ranks, which are threads
@@ -53,13 +53,17 @@ def main() -> int:
             report(case, failure)
         print(json.dumps({"cases": 1, "failures": int(bool(failure))}))
         return int(bool(failure))
-    started, kinds, failures = time.monotonic(), Counter[str](), 0
+    started = time.monotonic()
+    kinds = Counter[str]()
+    failures = 0
     last = args.first + (args.cases or (100 if args.seconds is None else 1 << 60))
     for number in range(args.first, last):
         if args.seconds is not None and time.monotonic() - started >= args.seconds:
             break
         case = drawn(args.seed, number, args.share)
-        kinds.update(["cases", *["several ranks"] * (case.ranks > 1), *["sampled"] * (case.sampling is not None)])
+        kinds["cases"] += 1
+        kinds["several ranks"] += case.ranks > 1
+        kinds["sampled"] += case.sampling is not None
         failure = run(case)
         if failure:
             failures += 1

@@ -57,5 +57,5 @@ parity=0
 "$python" -m pytest -m gpu -q -p no:cacheprovider -o junit_family=xunit1 --junitxml="$out/parity.xml" \
   tests/gpu/test_attention.py tests/gpu/test_graph.py || parity=$?
 "$python" -m launch.profile "${profile[@]}" output=json "hydra.run.dir='$out'" >"$out/profile.json"
-"$python" scripts/gpu_table.py "$out/parity.xml" "$out/profile.json" | tee "$out/figures.txt"
+"$python" scripts/tables.py gpu "$out/parity.xml" "$out/profile.json" | tee "$out/figures.txt"
 exit "$parity"

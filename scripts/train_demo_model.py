@@ -183,9 +183,14 @@ def train(args: argparse.Namespace, facts: dict) -> tuple[LlamaForCausalLM, dict
     muon = torch.optim.Muon(matrices, lr=args.muon_lr, momentum=0.95, weight_decay=args.weight_decay)
     adamw = torch.optim.AdamW(others, lr=args.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0)
     base = {id(o): o.param_groups[0]["lr"] for o in (muon, adamw)}
-    ids, held = np.load(args.work / "train.npy"), np.load(args.work / "held_out.npy")
+    ids = np.load(args.work / "train.npy")
+    held_out = np.load(args.work / "held_out.npy")
     streams = {t: batches(ids, args.batch_tokens // t, t, args.seed) for t in (SHORT_T, CONTEXT)}
-    budget_s, start, tokens, step, log = args.minutes * 60, time.monotonic(), 0, 0, []
+    budget_s = args.minutes * 60
+    start = time.monotonic()
+    tokens = 0
+    step = 0
+    log: list[float] = []
     while (progress := (time.monotonic() - start) / budget_s) < 1:
         rows = next(streams[CONTEXT if progress > 1 - args.long_share else SHORT_T])
         loss = loss_of(model, rows)
@@ -195,16 +200,17 @@ def train(args: argparse.Namespace, facts: dict) -> tuple[LlamaForCausalLM, dict
             optimiser.param_groups[0]["lr"] = base[id(optimiser)] * rate(progress, args.decay_from)
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        tokens, step = tokens + rows.shape[0] * (rows.shape[1] - 1), step + 1
+        tokens += rows.shape[0] * (rows.shape[1] - 1)
+        step += 1
         log.append(float(loss))
         if step % 100 == 0:
             took = time.monotonic() - start
-            bpb = bits_per_byte(model, held, facts["held_out"]["bytes"], 8) if step % 500 == 0 else float("nan")
+            bpb = bits_per_byte(model, held_out, facts["held_out"]["bytes"], 8) if step % 500 == 0 else float("nan")
             print(f"{took:6.0f} s step {step} tokens {tokens / 1e6:.2f} M {tokens / took:.0f} tok/s", end=" ")
             print(f"loss {sum(log[-100:]) / 100:.4f} bpb {bpb:.3f}", flush=True)
             model.save_pretrained(args.work / "latest")
     model.to(torch.bfloat16)
-    bpb = bits_per_byte(model, held, facts["held_out"]["bytes"])
+    bpb = bits_per_byte(model, held_out, facts["held_out"]["bytes"])
     losses = {"held_out_bits_per_byte": round(bpb, 4), "train_loss_nats": round(sum(log[-100:]) / len(log[-100:]), 4)}
     return model, {"steps": step, "tokens": tokens, **losses}
 

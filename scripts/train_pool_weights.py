@@ -3,7 +3,7 @@
     python scripts/train_pool_weights.py --task data/humaneval.jsonl:100:124 --task data/mtbench.jsonl:60:80
 
 Every prompt is continued at a temperature drawn for it, with a window or none, and the weights pass from text to text.
-They only say how far each source is to be trusted: no token of any text is kept. Prompts that a table is measured on
+They are learned weights of features, and hold no token of any text. Prompts that a table is measured on
 must not be among them.
 """
 
@@ -33,12 +33,13 @@ SHAPES = ((0, 2, 49), (8, 2, 42), (8, 3, 17), (32, 2, 120))  # W, N, G
 
 
 class Learner(lp.LookaheadDecoder):
-    """Its pools forget their text, and share their weights."""
+    """A decoder whose pools are new for every text, and share their weights."""
 
-    weights, squares = np.zeros(FEATURES), np.ones(FEATURES)
+    weights = np.zeros(FEATURES)
+    squares = np.ones(FEATURES)
 
     def source(self, request: Request) -> DraftSource:
-        """A pool with the weights as they are, which it moves."""
+        """A pool that goes on learning the shared weights."""
         tables = new_tables(self.config.num_logits, self.config.pool_mib, self.weights, self.squares)
         tables = tables._replace(weights=self.weights, squares=self.squares)
         return ngram_pool.NGramPool(self.config, request.prompt, request.sampler.noise_key, tables)
@@ -62,16 +63,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(ngram_pool.__file__).with_name("weights.safetensors"))
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    loaded, drawn = load(args.model, "float32"), random.Random(0)
+    loaded = load(args.model, "float32")
+    rng = random.Random(0)
     decoders = [
         Learner(loaded.model, lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g)) for w, n, g in SHAPES
     ]
     jobs = list(product(prompts(args.task), TEMPERATURES))
-    drawn.shuffle(jobs)
+    rng.shuffle(jobs)
     for index, (text, temperature) in enumerate(track(jobs, "texts")):
         ids = loaded.tokenizer(text)["input_ids"][-1536:]
         sampling = lp.SamplingParams(temperature=temperature, seed=index) if temperature else None
-        drawn.choice(decoders).generate(ids, args.max_new_tokens, sampling)
+        rng.choice(decoders).generate(ids, args.max_new_tokens, sampling)
     save_file({"weights": Learner.weights, "squares": Learner.squares}, args.output)
     print(f"{len(jobs)} texts; {np.count_nonzero(Learner.weights)} of {FEATURES} weights learned; {args.output}")
 

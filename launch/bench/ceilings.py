@@ -1,4 +1,4 @@
-"""What a device can do, as figures to hold a step against, and how calls on it are timed."""
+"""The device's memory bandwidth and arithmetic speed, measured; and how calls on it are timed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def alternated(
         device: that they keep busy.
         around: what to be in, unmeasured, while a call runs.
     """
-    names, taken = list(calls), {name: list[float]() for name in calls}
+    names = list(calls)
+    taken = {name: list[float]() for name in calls}
     for turn in range(WARM_UP + rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             with (around or {}).get(name, nullcontext()):
@@ -58,7 +59,7 @@ def alternated(
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What the device did in this run.
+    """Speeds of the device, measured in this run.
 
     Args:
         bytes_per_s: of a copy, read and written bytes together.
@@ -78,8 +79,8 @@ class CeilingCalls:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        size, kind = PRODUCT_SIZE.get(device.type, PRODUCT_SIZE["cpu"]), torch.float32
-        self.source = torch.randn(copy_bytes(device) // kind.itemsize, device=device, dtype=kind)
+        size = PRODUCT_SIZE.get(device.type, PRODUCT_SIZE["cpu"])
+        self.source = torch.randn(copy_bytes(device) // 4, device=device, dtype=torch.float32)
         self.target = torch.empty_like(self.source)
         self.left, self.right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         self.product = torch.empty_like(self.left)
@@ -105,25 +106,25 @@ def device_name(device: torch.device) -> str:
 
 
 def copy_bytes(device: torch.device) -> int:
-    """Bytes of what is copied; a copy needs as much again."""
+    """Bytes of the copied tensor; its copy needs as much again."""
     return COPY_BYTES.get(device.type, COPY_BYTES["cpu"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a forward pass must do at least, by the model's sizes; of experts, as if all of them ran.
+    """The least work of a forward pass, by the model's sizes; of experts, as if all of them ran.
 
     Args:
-        weight_bytes: read once, but for an embedding that is no LM head: of that a step reads a few rows.
-        kv_row_bytes: keys and values of one cached row, all layers.
-        row_flop: of the layers' matrices, for one row.
-        head_flop: of the LM head, for one row that is read.
-        key_flop: of attention, for one row and one key it sees.
+        weight_bytes: read once, but for an embedding that is no LM head: of that a step reads a few vectors.
+        kv_token_bytes: keys and values of one cached token, all layers.
+        token_flop: of the layers' matrices, for one token.
+        head_flop: of the LM head, for one token that is sampled.
+        key_flop: of attention, for one token and one key it sees.
     """
 
     weight_bytes: int
-    kv_row_bytes: int
-    row_flop: int
+    kv_token_bytes: int
+    token_flop: int
     head_flop: int
     key_flop: int
 
@@ -131,28 +132,30 @@ class Work:
     def of(cls, model: PreTrainedModel) -> Work:
         """Counted from parameters and config."""
         config = model.config.get_text_config()
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        own = [p for p in model.parameters() if p is not embedding or p is head]
-        heads, layers = config.num_attention_heads, config.num_hidden_layers
+        embedding = model.get_input_embeddings().weight
+        head = model.get_output_embeddings().weight
+        read = [p for p in model.parameters() if p is not embedding or p is head]
+        heads = config.num_attention_heads
+        layers = config.num_hidden_layers
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         return cls(
-            weight_bytes=sum(p.nbytes for p in own),
-            kv_row_bytes=2 * layers * kv_heads * width * head.element_size(),
-            row_flop=2 * sum(p.numel() for p in own if p.ndim > 1 and p is not head),
+            weight_bytes=sum(p.nbytes for p in read),
+            kv_token_bytes=2 * layers * kv_heads * width * head.element_size(),
+            token_flop=2 * sum(p.numel() for p in read if p.ndim > 1 and p is not head),
             head_flop=2 * head.numel(),
             key_flop=4 * layers * heads * width,
         )
 
-    def flop(self, rows: int, prefix: int) -> int:
-        """Of a pass of `rows` rows, all read, behind `prefix` cached ones."""
-        return rows * (self.row_flop + self.head_flop + self.key_flop * (prefix + rows))
+    def flop(self, num_tokens: int, prefix: int) -> int:
+        """Of a pass of `num_tokens` tokens, all sampled, behind `prefix` cached ones."""
+        return num_tokens * (self.token_flop + self.head_flop + self.key_flop * (prefix + num_tokens))
 
-    def moved_bytes(self, rows: int, prefix: int) -> int:
-        """Of the same: weights and cached rows."""
-        return self.weight_bytes + self.kv_row_bytes * (prefix + rows)
+    def moved_bytes(self, num_tokens: int, prefix: int) -> int:
+        """Of the same: weights and cached tokens."""
+        return self.weight_bytes + self.kv_token_bytes * (prefix + num_tokens)
 
-    def floor_s(self, rows: int, prefix: int, ceilings: Ceilings) -> float:
-        """Seconds below which the same cannot be, whichever ceiling it meets."""
-        moved_s = self.moved_bytes(rows, prefix) / ceilings.bytes_per_s
-        return max(moved_s, self.flop(rows, prefix) / ceilings.flop_per_s)
+    def floor_s(self, num_tokens: int, prefix: int, ceilings: Ceilings) -> float:
+        """The least seconds that the ceilings allow for the same."""
+        moved_s = self.moved_bytes(num_tokens, prefix) / ceilings.bytes_per_s
+        return max(moved_s, self.flop(num_tokens, prefix) / ceilings.flop_per_s)

@@ -1,4 +1,4 @@
-"""Methods side by side on one prompt: measured in alternation, and their tokens held against plain decoding's.
+"""Methods side by side on one prompt: measured in alternation, their tokens compared with plain decoding's.
 
 V: vocabulary, L: tokens of a prefix.
 """
@@ -17,14 +17,14 @@ from lp.engine.output import GenerationOutput
 from lp.sampling.noise import gumbel
 from lp.sampling.params import SamplingParams, Verifier
 
-# Two logits this close may swap places when a kernel adds in another order: measured in units in the last place at the
+# Two logits this close may swap ranks when a kernel adds in another order: measured in units in the last place at the
 # size logits have (about 20), four in 16 bits, where the last rounding dominates, fifty in float32, where the sums do.
 NEAR_TIE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.06}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What one method did on one prompt.
+    """The run of one method on one prompt.
 
     Args:
         output: of its first round.
@@ -37,7 +37,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The first place where a method's tokens leave those of plain decoding.
+    """The first position at which a method's tokens differ from plain decoding's.
 
     Args:
         method: its name.
@@ -45,7 +45,7 @@ class Difference:
         token: the method's token there; None where its text had ended.
         plain_token: plain decoding's; None likewise.
         gap: difference of the two best scores there, from one forward of the common prefix; None where the warpers
-            leave one token. Scores are the logits, or what sampling makes of them, its noise included.
+            leave one token. Scores are the logits, warped and with the noise of sampling if there is any.
         near_tie: whether logits as close as kernels may differ explain both tokens.
     """
 
@@ -84,15 +84,15 @@ def differences(
     plain: str,
     sampling: SamplingParams | None = None,
 ) -> list[Difference]:
-    """Hold every method's tokens against those of the method named `plain`.
+    """Compare every method's tokens with those of the method named `plain`.
 
     Args:
-        model: the causal LM that made them; forwarded once for each difference.
+        model: the causal LM that wrote them; forwarded once for each difference.
         prompt: the prompt's tokens.
         tokens: the new tokens of each method.
         plain: which of the methods is the oracle.
-        sampling: what all of them sampled with; None is greedy. Of rejection sampling, which promises equal
-            distributions and no equal tokens, nothing is a difference.
+        sampling: of all of them; None is greedy. Rejection sampling promises equal distributions, not equal tokens,
+            so nothing counts as a difference.
     """
     if sampling is not None and sampling.verifier is Verifier.REJECTION:
         return []
@@ -113,28 +113,28 @@ def _describe(
     at: int,
     sampling: SamplingParams | None,
 ) -> Difference:
-    choice = Choice.behind(model, [*prompt, *plain[:at]], sampling)
+    prediction = Prediction.behind(model, [*prompt, *plain[:at]], sampling)
     token, plain_token = (tokens[at] if at < len(tokens) else None for tokens in (new, plain))
     return Difference(
         method=method,
         position=at,
         token=token,
         plain_token=plain_token,
-        gap=choice.gap(),
-        near_tie=token is not None and plain_token is not None and choice.may_be(token, plain_token),
-        logit=None if token is None else float(choice.logits[token]),
-        plain_logit=None if plain_token is None else float(choice.logits[plain_token]),
+        gap=prediction.gap(),
+        near_tie=token is not None and plain_token is not None and prediction.may_be(token, plain_token),
+        logit=None if token is None else float(prediction.logits[token]),
+        plain_logit=None if plain_token is None else float(prediction.logits[plain_token]),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """How plain decoding chooses the token behind a prefix, and how narrowly.
+class Prediction:
+    """The scores by which plain decoding samples the token behind a prefix.
 
     Args:
         prefix: its tokens.
         logits: (V,) float64, of one forward pass.
-        near_tie: two logits this close may swap places.
+        near_tie: two logits this close may swap ranks.
         sampling: None is greedy; its seed must be known.
     """
 
@@ -145,7 +145,7 @@ class Choice:
 
     @classmethod
     @torch.inference_mode()
-    def behind(cls, model: Any, prefix: Sequence[int], sampling: SamplingParams | None = None) -> Choice:
+    def behind(cls, model: Any, prefix: Sequence[int], sampling: SamplingParams | None = None) -> Prediction:
         """Forward the prefix once."""
         ids = torch.tensor([list(prefix)], device=model.device)  # (1, L)
         logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].double().cpu()
@@ -157,7 +157,8 @@ class Choice:
         if self.sampling is None:
             return logits
         assert self.sampling.seed is not None
-        scores, ids = logits[None], torch.tensor([self.prefix])
+        scores = logits[None]
+        ids = torch.tensor([self.prefix])
         for processor in self.sampling.processors():
             scores = processor(ids, scores)
         return scores[0] + gumbel(self.sampling.seed, 0, len(self.prefix), len(logits), logits.device)
@@ -168,21 +169,24 @@ class Choice:
         return best - second if math.isfinite(second) else None
 
     def may_be(self, token: int, other: int) -> bool:
-        """Whether moving every logit by no more than half a near-tie can make `token` the choice instead of `other`.
+        """Whether moving every logit by at most half a near-tie can make `token` the sampled one instead of `other`.
 
-        Tried are the moves that favour it most: it against all others; into what a warper keeps; `other` out of that.
+        Tried are the moves that favour it most: it against all others; it into a warper's selection; `other` out of
+        that.
         """
-        half, logits = self.near_tie / 2, self.logits
+        half = self.near_tie / 2
+        logits = self.logits
         against_all = logits - half
         into = torch.where(logits > logits[token], logits - half, logits + half)
         out = torch.where(logits > logits[other], logits + half, logits - half)
         for moved in (against_all, into, out):
-            moved[token], moved[other] = logits[token] + half, logits[other] - half
+            moved[token] = logits[token] + half
+            moved[other] = logits[other] - half
         return any(int(self.scores(moved).argmax()) == token for moved in (against_all, into, out))
 
 
 def logit_gap(model: Any, tokens: Sequence[int]) -> float:
     """Difference of the two best logits behind `tokens`, from one forward of the model."""
-    gap = Choice.behind(model, tokens).gap()
+    gap = Prediction.behind(model, tokens).gap()
     assert gap is not None  # nothing is dropped where nothing is sampled
     return gap

@@ -1,4 +1,4 @@
-"""One long generation, and what became of S, step time and memory on the way."""
+"""One long generation: its S, step time and memory along the way."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Stretch:
         tokens: generated in them.
         steps: how many.
         step_ms: median time of one, in ms, callback included.
-        host_ms: median of what is neither model nor collectives.
-        resident_bytes: of the process at the end; None where the system does not tell (all but Linux).
+        host_ms: median time outside of model and collectives.
+        resident_bytes: of the process at the end; None where the system does not report it (all but Linux).
     """
 
     tokens: int
@@ -34,12 +34,12 @@ class Stretch:
 
     @property
     def compression(self) -> float:
-        """S: tokens a step."""
+        """S: generated tokens a step."""
         return self.tokens / self.steps
 
 
 def resident_bytes() -> int | None:
-    """What the process holds in memory now."""
+    """The process's resident memory now."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
 
@@ -47,34 +47,37 @@ def resident_bytes() -> int | None:
 def endure(
     decoder: Decoder, ids: Sequence[int], max_new_tokens: int, stretch: int = 1000, **options: Any
 ) -> tuple[GenerationOutput, list[Stretch]]:
-    """Generate and divide the steps into stretches of about so many tokens.
+    """Generate, and divide the steps into stretches of about `stretch` tokens.
 
     Args:
         decoder, ids, max_new_tokens, options: as in Decoder.generate.
         stretch: tokens; the last one may have fewer.
     """
-    ends, totals, held, cuts = [time.perf_counter()], [0], list[int | None](), [0]
+    ends = [time.perf_counter()]  # of every step, behind the start of the call
+    totals = [0]  # tokens before every step, and at the end
+    cuts = [0]  # steps at which a stretch begins, and the end
+    memory: list[int | None] = []  # at the end of every stretch
 
     def on_tokens(tokens: list[int], step: int) -> None:
         ends.append(time.perf_counter())
         totals.append(totals[-1] + len(tokens))
         if totals[-1] // stretch > totals[-2] // stretch:
             cuts.append(step + 1)
-            held.append(resident_bytes())
+            memory.append(resident_bytes())
 
     output = decoder.generate(ids, max_new_tokens, on_tokens=on_tokens, **options)
     if cuts[-1] < len(totals) - 1:
         cuts.append(len(totals) - 1)
-        held.append(resident_bytes())
-    found = []
-    for start, end, held_bytes in zip(cuts, cuts[1:], held, strict=False):
+        memory.append(resident_bytes())
+    stretches = []
+    for start, end, resident in zip(cuts, cuts[1:], memory, strict=False):
         times = [ends[step + 1] - ends[step] for step in range(max(start, 1), end)]  # the first holds the prefill
-        made = Stretch(
+        part = Stretch(
             tokens=totals[end] - totals[start],
             steps=end - start,
             step_ms=1e3 * median(times or [0.0]),
             host_ms=1e3 * median(stats.host_s for stats in output.step_stats[start:end]),
-            resident_bytes=held_bytes,
+            resident_bytes=resident,
         )
-        found.append(made)
-    return output, found
+        stretches.append(part)
+    return output, stretches

@@ -26,7 +26,7 @@ def load_hub(
         name, subset, split: of the data set; a folder of JSONL files is one too.
         prompt, reference, task_id: a field, or a template of fields, as in "Sum up: {article}"; without a task_id, the
             record's number.
-        limit: keep the first ones; None keeps all.
+        limit: of prompts, the first ones; None is all.
 
     Raises:
         ValueError: no `datasets`, no such data set, or a field that it does not have.
@@ -42,12 +42,13 @@ def load_hub(
         reason = str(error).strip().split("\n")[0]
         remedy = "or give task.path=<JSONL file>"
         raise UserError(f"cannot load the data set {name!r}: {reason}; {remedy}") from error
-    made = []
+    prompts = []
     for number, record in enumerate(islice(records, limit)):
-        known = _filled(reference, record) if reference else None
+        continuation = _filled(reference, record) if reference else None
         id_ = _filled(task_id, record) if task_id else str(number)
-        made.append(Prompt(task_id=id_, text=_filled(prompt, record), reference=known, source=name))
-    return made
+        text = _filled(prompt, record)
+        prompts.append(Prompt(task_id=id_, text=text, reference=continuation, source=name))
+    return prompts
 
 
 def _filled(template: str, record: Mapping[str, Any]) -> str:

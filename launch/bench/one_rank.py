@@ -1,6 +1,7 @@
-"""Rank r of R on one device: its exact shard in the real loop, which hears from a tape what the others said.
+"""Rank r of R on one device: its exact share in the real loop, with the collectives of a recorded run.
 
-All ranks first run as threads, and what the collectives gave is kept; then rank r alone decodes the same text again.
+All ranks first run as threads, and the results of their collectives are recorded; then rank r alone decodes the same
+text again, and every collective returns its recorded result.
 """
 
 from __future__ import annotations
@@ -23,73 +24,73 @@ Decode = Callable[[LookaheadDecoder], GenerationOutput]
 
 
 @dataclass
-class Tape:
-    """What the collectives of a run gave, in order: the same to every rank, so that one tape serves them all.
+class RecordedCollectives:
+    """Results of the collectives of a run, in order: the same on every rank, so that one recording serves them all.
 
     Attributes:
-        records: every result, those of a decoder's making first.
-        made: how many those are.
-        at: the next one to be heard.
+        results: those of the decoder's construction first.
+        num_construction: how many those are.
+        position: index of the next result.
     """
 
-    records: list[torch.Tensor] = field(default_factory=list)
-    made: int = 0
-    at: int = 0
+    results: list[torch.Tensor] = field(default_factory=list)
+    num_construction: int = 0
+    position: int = 0
 
-    def heard(self) -> torch.Tensor:
+    def next(self) -> torch.Tensor:
         """The next result."""
-        self.at += 1
-        return self.records[self.at - 1]
+        self.position += 1
+        return self.results[self.position - 1]
 
     @property
     def payload_bytes(self) -> int:
-        """What each rank gave to the last all-gather."""
-        return self.records[-1][0].nbytes
+        """Bytes of each rank's message in the last all-gather."""
+        return self.results[-1][0].nbytes
 
 
 @dataclass(frozen=True)
-class _Recorded(ParallelContext):
-    """The same as another context, onto a tape."""
+class _RecordingContext(ParallelContext):
+    """Another context, whose results it records."""
 
     inner: ParallelContext = field(default_factory=ParallelContext)
-    tape: Tape = field(default_factory=Tape)
+    recorded: RecordedCollectives = field(default_factory=RecordedCollectives)
 
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        self.tape.records.append(self.inner.all_gather(row))
-        return self.tape.records[-1]
+    def all_gather(self, message: torch.Tensor) -> torch.Tensor:
+        self.recorded.results.append(self.inner.all_gather(message))
+        return self.recorded.results[-1]
 
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
-        self.tape.records.append(self.inner.gather_message(call, message, patient))
-        return self.tape.records[-1]
+        self.recorded.results.append(self.inner.gather_message(call, message, patient))
+        return self.recorded.results[-1]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        self.tape.records.append(self.inner.broadcast(tensor, source).clone())
+        self.recorded.results.append(self.inner.broadcast(tensor, source).clone())
         return tensor
 
 
 @dataclass(frozen=True)
-class _Replayed(ParallelContext):
-    """A rank among others that are on tape; its collectives cost what they cost a single rank.
+class _ReplayContext(ParallelContext):
+    """A rank whose collectives return recorded results; they take as long as those of a single rank.
 
-    Its header is its own, so that a rank that does not do what it did is told, and Ctrl-C and failures end the text.
-    What it read is from the tape: captured steps may round otherwise.
+    The header of its message is its own, so that a rank that does something else fails, and Ctrl-C ends the text. Its
+    samples are the recorded ones: captured steps may round otherwise.
     """
 
-    tape: Tape = field(default_factory=Tape)
+    recorded: RecordedCollectives = field(default_factory=RecordedCollectives)
 
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        mine = super().all_gather(row)  # the copy to the host, which also waits for the device
-        everyone = self.tape.heard().clone()
-        everyone[self.rank, :HEADER] = mine[0, :HEADER]
-        return everyone
+    def all_gather(self, message: torch.Tensor) -> torch.Tensor:
+        own = super().all_gather(message)  # the copy to the host, which also waits for the device
+        messages = self.recorded.next().clone()
+        messages[self.rank, :HEADER] = own[0, :HEADER]
+        return messages
 
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
-        everyone = self.tape.heard().clone()
-        everyone[self.rank] = message
-        return everyone
+        messages = self.recorded.next().clone()
+        messages[self.rank] = message
+        return messages
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        return tensor.copy_(self.tape.heard())
+        return tensor.copy_(self.recorded.next())
 
 
 def check_alike(config: LookaheadConfig) -> None:
@@ -104,8 +105,8 @@ def check_alike(config: LookaheadConfig) -> None:
         raise UserError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
 
 
-def record(build: Build, decode: Decode, ranks: int) -> Tape:
-    """Run all ranks as threads of this process and keep what they heard.
+def record(build: Build, decode: Decode, ranks: int) -> RecordedCollectives:
+    """Run all ranks as threads of this process and record their collectives.
 
     Args:
         build: a decoder in a context.
@@ -114,33 +115,35 @@ def record(build: Build, decode: Decode, ranks: int) -> Tape:
     Raises:
         ValueError: as `check_alike`.
     """
-    tape = Tape()
+    recorded = RecordedCollectives()
 
     def body(context: ParallelContext) -> None:
         if context.is_main:
-            context = _Recorded(0, ranks, inner=context, tape=tape)
+            context = _RecordingContext(0, ranks, inner=context, recorded=recorded)
         decoder = build(context)
         check_alike(decoder.config)
         if context.is_main:
-            tape.made = len(tape.records)
+            recorded.num_construction = len(recorded.results)
         decode(decoder)
 
     run_lockstep(ranks, body)
-    return tape
+    return recorded
 
 
-def replayed(build: Build, decode: Decode, rank: int, ranks: int, tape: Tape) -> Callable[[], GenerationOutput]:
-    """The same decode of that rank alone, to be called as often as one likes.
+def replayed(
+    build: Build, decode: Decode, rank: int, ranks: int, recorded: RecordedCollectives
+) -> Callable[[], GenerationOutput]:
+    """The same decode of that rank alone, to be called any number of times.
 
     Raises:
         RuntimeError: when called, it is not the same decode.
         KeyboardInterrupt: when called, a signal ended it.
     """
-    tape.at = 0
-    decoder = build(_Replayed(rank, ranks, rank, tape=tape))
+    recorded.position = 0
+    decoder = build(_ReplayContext(rank, ranks, rank, recorded=recorded))
 
     def again() -> GenerationOutput:
-        tape.at = tape.made
+        recorded.position = recorded.num_construction
         return decode(decoder)
 
     return again

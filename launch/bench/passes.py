@@ -1,6 +1,6 @@
 """Forward passes over a cached prefix, as calls to be timed.
 
-T: rows, L: cached rows.
+T: tokens of a pass, L: cached tokens.
 """
 
 from __future__ import annotations
@@ -21,45 +21,47 @@ HEAD_CALLS = 8  # timed together: one alone is as short as a launch
 
 
 class Passes:
-    """Passes of one runner behind the same prefix; none is committed, so that each finds what the last one found.
+    """Passes of one runner behind the same prefix; none is committed, so that each starts from the same cache.
 
     Args:
         runner: runs them.
         prefix: tokens, L.
         max_tokens: T of the largest pass.
-        chunk: rows of a pass of the prefill.
+        chunk: tokens of a pass of the prefill.
     """
 
     def __init__(self, runner: ModelRunner, prefix: Sequence[int], max_tokens: int, chunk: int) -> None:
-        self.runner, self.prefix = runner, list(prefix)
+        self.runner = runner
+        self.prefix = list(prefix)
         self.cache = runner.new_cache(len(prefix) + max_tokens)
         runner.prefill(self.prefix, self.cache, chunk)
 
-    def chain(self, rows: int) -> Call:
-        """T rows in a row, all read."""
-        return self._call(range(rows), np.tri(rows, dtype=bool), range(rows))
+    def chain(self, num_tokens: int) -> Call:
+        """T tokens, each behind the one before, all sampled."""
+        return self._call(range(num_tokens), np.tri(num_tokens, dtype=bool), range(num_tokens))
 
-    def shard(self, rows: RankShare, count: int) -> Call:
-        """The first `count` rows of a rank's: slots come before those that see them, so these are a step as well."""
-        offsets = [position - rows.positions[0] for position in rows.positions[:count]]
-        return self._call(offsets, rows.visible[:count, :count], reads_of(rows, count))
+    def share(self, share: RankShare, count: int) -> Call:
+        """The first `count` tokens of a rank's: nodes come before those that see them, so these are a step as well."""
+        offsets = [position - share.positions[0] for position in share.positions[:count]]
+        return self._call(offsets, share.visible[:count, :count], sampled_of(share, count))
 
-    def _call(self, offsets: Sequence[int], visible: np.ndarray, reads: Sequence[int]) -> Call:
-        start, tokens = len(self.prefix), [self.prefix[i % len(self.prefix)] for i in range(len(offsets))]
+    def _call(self, offsets: Sequence[int], visible: np.ndarray, sample_at: Sequence[int]) -> Call:
+        start = len(self.prefix)
+        tokens = [self.prefix[i % start] for i in range(len(offsets))]
         positions = [start + offset for offset in offsets]
-        return partial(self.runner.forward, tokens, positions, visible, self.cache, list(reads))
+        return partial(self.runner.forward, tokens, positions, visible, self.cache, list(sample_at))
 
 
-def reads_of(rows: RankShare, count: int) -> list[int]:
-    """Which of the first `count` rows are read."""
-    return [read for read in rows.sample_at if read < count]
+def sampled_of(share: RankShare, count: int) -> list[int]:
+    """Which of the first `count` tokens are sampled."""
+    return [index for index in share.sample_at if index < count]
 
 
-def head_call(model: PreTrainedModel, rows: int) -> Call:
-    """The LM head on so many rows, HEAD_CALLS times."""
+def head_call(model: PreTrainedModel, num_tokens: int) -> Call:
+    """The LM head on this many tokens, HEAD_CALLS times."""
     head = model.get_output_embeddings()
     width = model.get_input_embeddings().weight.shape[1]
-    hidden = torch.randn(rows, width, device=head.weight.device).to(head.weight.dtype)
+    hidden = torch.randn(num_tokens, width, device=head.weight.device).to(head.weight.dtype)
 
     def call() -> None:
         for _ in range(HEAD_CALLS):

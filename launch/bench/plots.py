@@ -1,6 +1,6 @@
 """Plots of a benchmark's totals and of scaling lines, at the width of a paper's column.
 
-Each carries model and hardware under it; what is projected is dashed, hollow or hatched, and says so.
+Each carries model and hardware under it; projections are dashed, hollow or hatched, and labelled.
 """
 
 from __future__ import annotations
@@ -39,29 +39,30 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#b
 
 @contextlib.contextmanager
 def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Iterator[tuple[Figure, list[Any]]]:
-    """A figure of so many panels, one below the other, saved as PNG with the caption under it."""
+    """A figure of `panels` panels, one below the other, saved as PNG with the caption under it."""
     with rc_context(STYLE):
-        made = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
-        FigureCanvasAgg(made)
-        yield made, list(made.subplots(panels, 1, squeeze=False)[:, 0])
-        made.suptitle("\n".join(textwrap.wrap(caption, 76)), fontsize=5.5, color="0.35", x=0.01, ha="left")
-        made.savefig(path)
+        drawn = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+        FigureCanvasAgg(drawn)
+        yield drawn, list(drawn.subplots(panels, 1, squeeze=False)[:, 0])
+        drawn.suptitle("\n".join(textwrap.wrap(caption, 76)), fontsize=5.5, color="0.35", x=0.01, ha="left")
+        drawn.savefig(path)
 
 
 def scaling_plots(lines: Sequence[Line], caption: str, folder: Path) -> list[Path]:
-    """Speed-up by ranks, and what a step's time is made of."""
+    """Speed-up by ranks, and the parts of a step's time."""
     return [_speedups(lines, caption, folder / "speedup.png"), _step_times(lines, caption, folder / "step_time.png")]
 
 
 def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
     names = [name for name in dict.fromkeys(line.series for line in lines) if name != PLAIN]
-    with figure(path, caption, 2.2 + 0.13 * len(names)) as (made, (axes,)):
+    with figure(path, caption, 2.2 + 0.13 * len(names)) as (drawn, (axes,)):
         for number, name in enumerate(names):
-            mine = sorted((line for line in lines if line.series == name and line.speedup), key=lambda line: line.ranks)
-            projected = mine[0].kind == PROJECTED if mine else False
+            series = [line for line in lines if line.series == name and line.speedup]
+            series.sort(key=lambda line: line.ranks)
+            projected = bool(series) and series[0].kind == PROJECTED
             look: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "none"} if projected else {}
             look |= {"color": COLOURS[number % len(COLOURS)], "marker": "so^vD"[number % 5], "label": name}
-            axes.plot([line.ranks for line in mine], [line.speedup for line in mine], **look)
+            axes.plot([line.ranks for line in series], [line.speedup for line in series], **look)
         ranks = sorted({line.ranks for line in lines})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(number) for number in ranks])
@@ -69,47 +70,49 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
         axes.axhline(1, color="0.7", linewidth=0.6, zorder=0)
         axes.set_xlabel("ranks")
         axes.set_ylabel("speed-up over plain\ndecoding on one device (x)")
-        made.legend(**LEGEND | {"ncols": 1})
+        drawn.legend(**LEGEND | {"ncols": 1})
     return path
 
 
 def _step_times(lines: Sequence[Line], caption: str, path: Path) -> Path:
     """Bars by series and ranks; of projections, those over the first link."""
     links = [line.link for line in lines if line.link]
-    wanted = [line for line in lines if line.link is None or line.link == links[0]]
-    shown = [*{(line.series, line.ranks): line for line in wanted}.values()]
-    with figure(path, caption, 0.95 + 0.17 * len(shown)) as (made, (axes,)):
-        left, places = [0.0] * len(shown), range(len(shown))
+    of_link = [line for line in lines if line.link is None or line.link == links[0]]
+    shown = [*{(line.series, line.ranks): line for line in of_link}.values()]
+    with figure(path, caption, 0.95 + 0.17 * len(shown)) as (drawn, (axes,)):
+        left = [0.0] * len(shown)
+        heights = range(len(shown))
         for part, colour in zip(("forward_ms", "exchange_ms", "host_ms"), COLOURS, strict=False):
             widths = [getattr(line, part) for line in shown]
-            bars = axes.barh(places, widths, left=left, color=colour, label=part.removesuffix("_ms"))
+            bars = axes.barh(heights, widths, left=left, color=colour, label=part.removesuffix("_ms"))
             for bar, line in zip(bars, shown, strict=True):
                 bar.set_hatch("////" if line.kind == PROJECTED else "")
             left = [start + width for start, width in zip(left, widths, strict=True)]
-        axes.set_yticks(places, [f"{line.series}, R={line.ranks}" for line in shown])
+        axes.set_yticks(heights, [f"{line.series}, R={line.ranks}" for line in shown])
         axes.invert_yaxis()
-        axes.set_xlabel("ms a step" + " (hatched: projected)" * bool(links))
-        made.legend(**LEGEND | {"ncols": 3})
+        axes.set_xlabel("ms a step (hatched: projected)" if links else "ms a step")
+        drawn.legend(**LEGEND | {"ncols": 3})
     return path
 
 
 def dataset_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
     """S and speed-up by task, a bar a method."""
-    tasks, methods = (list(dict.fromkeys(values)) for values in ((t.task for t in found), (t.method for t in found)))
+    tasks = list(dict.fromkeys(total.task for total in found))
+    methods = list(dict.fromkeys(total.method for total in found))
     width = 0.8 / len(methods)
-    with figure(path, caption, 3.2, 2) as (made, (upper, lower)):
+    with figure(path, caption, 3.2, 2) as (drawn, (upper, lower)):
         for number, method in enumerate(methods):
-            mine = {total.task: total for total in found if total.method == method}
-            places = [tasks.index(task) + (number - (len(methods) - 1) / 2) * width for task in mine]
+            by_task = {total.task: total for total in found if total.method == method}
+            centres = [tasks.index(task) + (number - (len(methods) - 1) / 2) * width for task in by_task]
             colour = COLOURS[number % len(COLOURS)]
-            upper.bar(places, [total.compression for total in mine.values()], width, color=colour, label=method)
-            lower.bar(places, [total.speedup or 0 for total in mine.values()], width, color=colour)
-        upper.set_ylabel("S (tokens a step)")
+            upper.bar(centres, [total.compression for total in by_task.values()], width, color=colour, label=method)
+            lower.bar(centres, [total.speedup or 0 for total in by_task.values()], width, color=colour)
+        upper.set_ylabel("S (generated tokens a step)")
         lower.set_ylabel("speed-up over\nplain decoding (x)")
         for axes in (upper, lower):
             axes.set_xticks(range(len(tasks)), tasks)
             axes.axhline(1, color="0.7", linewidth=0.6, zorder=0)
-        made.legend(**LEGEND)
+        drawn.legend(**LEGEND)
     return path
 
 
@@ -126,7 +129,7 @@ def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
         best[at] = max(best.get(at, total), total, key=value)
     widths, sizes = (sorted({at[axis] for at in best}) for axis in (0, 1))
     grid = [[value(best[w, n]) if (w, n) in best else float("nan") for w in widths] for n in sizes]
-    with figure(path, caption, 1.4 + 0.4 * len(sizes)) as (made, (axes,)):
+    with figure(path, caption, 1.4 + 0.4 * len(sizes)) as (drawn, (axes,)):
         image = axes.imshow(grid, cmap="viridis", aspect="auto", origin="lower")
         low, high = image.get_clim()
         for (w, n), total in best.items():
@@ -137,24 +140,25 @@ def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
         axes.set_yticks(range(len(sizes)), map(str, sizes))
         axes.set_xlabel("W, columns of the window")
         axes.set_ylabel("N, tokens of an n-gram")
-        what = "speed-up over plain decoding (x)" if timed else "S (tokens a step)"
-        made.colorbar(image, ax=axes).set_label(f"{found[0].method}:\n{what}", fontsize=6)
+        quantity = "speed-up over plain decoding (x)" if timed else "S (generated tokens a step)"
+        drawn.colorbar(image, ax=axes).set_label(f"{found[0].method}:\n{quantity}", fontsize=6)
     return path
 
 
-def rows_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
-    """S by the rows a step computed, on a logarithmic axis, which the paper's scaling law makes a line."""
-    with figure(path, caption, 2.5) as (made, (axes,)):
+def tokens_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
+    """S by the tokens of a step, on a logarithmic axis, on which the paper's scaling law is a line."""
+    with figure(path, caption, 2.5) as (drawn, (axes,)):
         for number, method in enumerate(dict.fromkeys(total.method for total in found)):
-            mine = sorted((t for t in found if t.method == method), key=lambda total: total.rows_a_step)
+            of_method = sorted((t for t in found if t.method == method), key=lambda total: total.tokens_a_step)
             look = {"color": COLOURS[number % len(COLOURS)], "marker": "so^vD"[number % 5], "label": method}
-            alike = len(mine) > 2 and len({t.setting["N"] for t in mine}) > 1
-            rows, compressions = [t.rows_a_step for t in mine], [t.compression for t in mine]
-            axes.plot(rows, compressions, linestyle="none" if alike else "-", **look)
+            several_n = len(of_method) > 2 and len({t.setting["N"] for t in of_method}) > 1
+            step_tokens = [total.tokens_a_step for total in of_method]
+            compressions = [total.compression for total in of_method]
+            axes.plot(step_tokens, compressions, linestyle="none" if several_n else "-", **look)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda rows, _: f"{rows:g}")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylim(0, 1.08 * max(total.compression for total in found))
-        axes.set_xlabel("rows a step (log scale)")
-        axes.set_ylabel("S (tokens a step)")
-        made.legend(**LEGEND)
+        axes.set_xlabel("tokens a step (log scale)")
+        axes.set_ylabel("S (generated tokens a step)")
+        drawn.legend(**LEGEND)
     return path

@@ -1,6 +1,6 @@
 """Where the time of a step goes: t(T) against the device's ceilings, the parts of a step, and tokens a second.
 
-T: rows of a step, L: cached rows (the prefix), R: ranks.
+T: tokens of a step, L: cached tokens (the prefix), R: ranks.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from lp.sampling.params import SamplingParams
 
 from .ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
 from .one_rank import Build, record, replayed
-from .passes import HEAD_CALLS, Passes, head_call, reads_of
+from .passes import HEAD_CALLS, Passes, head_call, sampled_of
 from .shapes import check_memory
 
-PREFILL_ROWS = 512  # of a pass, as `generate` has it
+PREFILL_CHUNK = 512  # tokens of a pass, as `generate` has it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to measure.
+    """The measurements to take.
 
     Args:
-        prefix: L, cached rows.
-        rows: the T of t(T).
-        tokens: of every decode.
+        prefix: L, cached tokens.
+        sizes: the T of t(T).
+        max_new_tokens: of every decode.
         rounds: of every measurement, whose medians count.
         ranks, rank: R, and which of them runs here.
         sampling: of the decodes, its seed known; None is greedy.
@@ -51,8 +51,8 @@ class Plan:
     """
 
     prefix: int = 1024
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
-    tokens: int = 32
+    sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
+    max_new_tokens: int = 32
     rounds: int = 9
     ranks: int = 1
     rank: int = 0
@@ -60,51 +60,54 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_count(self, "prefix", 1, float("inf"), "try 1024")
-        if not self.rows:
+        if not self.sizes:
             raise UserError("rows is empty; name at least one T, as in rows=[1,64]")
-        set_field(self, "rows", tuple(check_int("rows", rows, 1, 4096, "try rows=[1,8,64]") for rows in self.rows))
-        set_field(self, "tokens", check_int("max_new_tokens", self.tokens, 2, float("inf"), "try 32"))
+        sizes = tuple(check_int("rows", size, 1, 4096, "try rows=[1,8,64]") for size in self.sizes)
+        set_field(self, "sizes", sizes)
+        check_count(self, "max_new_tokens", 2, float("inf"), "try 32")
         check_count(self, "rounds", 1, float("inf"), "measure at least once")
         set_field(self, "ranks", check_int("R", self.ranks, 1, 1024, "try 1"))
         check_count(self, "rank", 0, self.ranks - 1, f"the ranks of R={self.ranks} are numbered from 0")
 
     def check_room(self, model: PreTrainedModel, step: int, device: torch.device, weights: int = 0) -> None:
-        """Refuse what the model's context or the free memory of the device has no room for.
+        """Refuse a plan that the model's context or the free memory of the device has no room for.
 
         Args:
             model: to be profiled, or its sketch.
-            step: rows of the largest step.
-            weights: bytes that are still to be made there.
+            step: tokens of the largest step.
+            weights: bytes of weights that are still to be allocated there.
 
         Raises:
-            ValueError: what is needed and what there is.
+            ValueError: the room needed and the limit.
         """
-        rows, limit = max(step, *self.rows), context_limit(model)
-        needed = self.prefix + self.tokens + rows
+        num_tokens = max(step, *self.sizes)
+        limit = context_limit(model)
+        needed = self.prefix + self.max_new_tokens + num_tokens
         if limit is not None and needed > limit:
             raise UserError(
-                f"prefix is {self.prefix}, with the text and the rows behind it {needed} positions; the model's "
-                f"context is {limit}: take a shorter prefix or fewer rows"
+                f"prefix is {self.prefix}, with the text and the step behind it {needed} positions; the model's "
+                f"context is {limit}: take a shorter prefix or smaller rows="
             )
-        work, vocabulary = Work.of(model), model.get_output_embeddings().weight.shape[0]
-        caches = (3 + self.ranks * (self.ranks > 1)) * needed * work.kv_row_bytes
-        logits = 3 * 4 * max(rows, PREFILL_ROWS) * vocabulary  # as they come, in float32, and what is made of them
-        check_memory(weights + caches + logits + 2 * copy_bytes(device), device)
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        caches = 3 if self.ranks == 1 else 3 + self.ranks
+        cached = caches * needed * Work.of(model).kv_token_bytes
+        logits = 3 * 4 * max(num_tokens, PREFILL_CHUNK) * vocabulary  # the model's, in float32, and processed
+        check_memory(weights + cached + logits + 2 * copy_bytes(device), device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """t(T) of one T, all of whose rows are read.
+    """t(T) of one T, all of whose tokens are sampled.
 
     Args:
-        rows: T.
+        num_tokens: T.
         seconds: of the forward pass.
         ratio: to the least T measured.
-        floor: seconds over what the device's ceilings allow at best.
+        floor: seconds over the least that the device's ceilings allow.
         bytes_per_s, flop_per_s: achieved.
     """
 
-    rows: int
+    num_tokens: int
     seconds: float
     ratio: float
     floor: float
@@ -117,18 +120,18 @@ class Step:
     """Where a step of the decode loop goes, as medians over its steps.
 
     Args:
-        rows: that this rank computed, its catch-up among them.
+        num_tokens: that this rank computed, its catch-up among them.
         max_tokens: of the largest step there can be, without catch-up.
         steps, compression: of a decode, and its S; of random weights S says nothing.
         seconds: of a step.
         parts: seconds by name, which add up to `seconds`. Exchange, host and forward are the loop's own; of the last,
-            attention is what a pass of these rows takes beyond the same without attention (nothing where a model does
-            not let it be left out), the LM head is timed alone, the rest is other layers and the choice of tokens.
-        pass_s: of a forward pass of these rows outside the loop.
+            attention is what a pass of these tokens takes beyond the same without attention (nothing where a model
+            does not let it be left out), the LM head is timed alone, the rest is other layers and sampling.
+        pass_s: of a forward pass of these tokens outside the loop.
         real_exchange: whether R ranks ran; if not, the exchange is a single rank's.
     """
 
-    rows: int
+    num_tokens: int
     max_tokens: int
     steps: int
     compression: float
@@ -149,20 +152,20 @@ class Profile:
 
     Args:
         ceilings: the device's.
-        work: what a pass must do.
-        curve: by T, ascending.
+        work: the least that a pass must do.
+        step_times: t(T) by T, ascending.
         step: of the decode loop.
     """
 
     ceilings: Ceilings
     work: Work
-    curve: list[Point]
+    step_times: list[Point]
     step: Step
 
     @property
     def over_weights(self) -> float:
         """The first point's seconds over those of reading the weights as fast as a copy goes."""
-        return self.curve[0].seconds * self.ceilings.bytes_per_s / self.work.weight_bytes
+        return self.step_times[0].seconds * self.ceilings.bytes_per_s / self.work.weight_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """For a line of JSON."""
@@ -170,7 +173,7 @@ class Profile:
 
 
 def largest_step(decoder: LookaheadDecoder) -> StepLayout:
-    """All columns, and as many candidates as there may be."""
+    """All columns, and the largest draft tree."""
     return largest_layout(decoder.config)
 
 
@@ -197,63 +200,65 @@ def profile(
     plan.check_room(model, len(layout), device)
     shard = ShardPlan.build(layout, plan.ranks)
     max_tokens = len(shard.nodes[plan.rank])
-    decode, outputs = _decode(build, plain, ids, plan, context), list[GenerationOutput]()
-    count = _typical_rows([decode()])
+    decode = _decode(build, plain, ids, plan, context)
+    outputs: list[GenerationOutput] = []
+    count = _typical_size([decode()])
     catch_up = [0] * (count - max_tokens)  # among many ranks that is most of a step; which tokens costs the same
-    rows = RankShare.build(layout, shard, plan.rank, catch_up)
+    share = RankShare.build(layout, shard, plan.rank, catch_up)
     ceilings = CeilingCalls(device, model.dtype)
     with torch.inference_mode():
-        most = max(len(layout), *plan.rows)
-        whole, bare = (Passes(alone().runner, ids[:-1], most, PREFILL_ROWS) for _ in range(2))
+        most = max(len(layout), *plan.sizes)
+        whole, bare = (Passes(alone().runner, ids[:-1], most, PREFILL_CHUNK) for _ in range(2))
         left_out = WithoutAttention(bare.runner.model)
         calls: dict[str, Call] = {
             **ceilings.calls(),
             "decode": lambda: outputs.append(decode()),
-            "model": whole.shard(rows, count),
-            "bare": bare.shard(rows, count),
-            "head": head_call(model, len(reads_of(rows, count))),
-            **{_name(points): whole.chain(points) for points in plan.rows},
+            "model": whole.share(share, count),
+            "bare": bare.share(share, count),
+            "head": head_call(model, len(sampled_of(share, count))),
+            **{_name(size): whole.chain(size) for size in plan.sizes},
         }
         times = alternated(calls, plan.rounds, device, {"bare": left_out})
-    work, found = Work.of(model), ceilings.read(times)
+    work = Work.of(model)
+    found = ceilings.read(times)
     del outputs[:WARM_UP]
     step = _step(outputs, times, max_tokens, left_out.called, context.world_size > 1)
-    return Profile(ceilings=found, work=work, curve=_curve(times, plan, work, found), step=step)
+    return Profile(ceilings=found, work=work, step_times=_step_times(times, plan, work, found), step=step)
 
 
-def _name(rows: int) -> str:
-    return f"t({rows})"
+def _name(size: int) -> str:
+    return f"t({size})"
 
 
 def _decode(
     build: Build, plain: Build, ids: Sequence[int], plan: Plan, context: ParallelContext
 ) -> Callable[[], GenerationOutput]:
-    """The decode loop of this plan's rank: in earnest, or with the others on tape where they do not run."""
+    """The decode loop of this plan's rank, with recorded collectives where the other ranks do not run."""
 
     def decode(decoder: Decoder) -> GenerationOutput:
-        return decoder.generate(ids, plan.tokens, plan.sampling, eos_token_id=())
+        return decoder.generate(ids, plan.max_new_tokens, plan.sampling, eos_token_id=())
 
     if context.world_size > 1 or plan.ranks == 1:
         return partial(decode, build(context))
     return replayed(build, decode, plan.rank, plan.ranks, record(plain, decode, plan.ranks))
 
 
-def _typical_rows(outputs: Sequence[GenerationOutput]) -> int:
+def _typical_size(outputs: Sequence[GenerationOutput]) -> int:
     return round(median(step.num_tokens for output in outputs for step in output.step_stats))
 
 
-def _curve(times: Mapping[str, float], plan: Plan, work: Work, ceilings: Ceilings) -> list[Point]:
-    least = times[_name(min(plan.rows))]
+def _step_times(times: Mapping[str, float], plan: Plan, work: Work, ceilings: Ceilings) -> list[Point]:
+    least = times[_name(min(plan.sizes))]
     return [
         Point(
-            rows=rows,
-            seconds=(took := times[_name(rows)]),
+            num_tokens=size,
+            seconds=(took := times[_name(size)]),
             ratio=took / least,
-            floor=took / work.floor_s(rows, plan.prefix, ceilings),
-            bytes_per_s=work.moved_bytes(rows, plan.prefix) / took,
-            flop_per_s=work.flop(rows, plan.prefix) / took,
+            floor=took / work.floor_s(size, plan.prefix, ceilings),
+            bytes_per_s=work.moved_bytes(size, plan.prefix) / took,
+            flop_per_s=work.flop(size, plan.prefix) / took,
         )
-        for rows in sorted(set(plan.rows))
+        for size in sorted(set(plan.sizes))
     ]
 
 
@@ -268,11 +273,12 @@ def _step(
     forward_s, exchange_s, host_s = (
         median(getattr(step, f"{name}_s") for step in stats) for name in ("forward", "exchange", "host")
     )
-    attention_s, head_s = times["model"] - times["bare"] if left_out else 0.0, times["head"] / HEAD_CALLS
+    attention_s = times["model"] - times["bare"] if left_out else 0.0
+    head_s = times["head"] / HEAD_CALLS
     parts = {"attention": attention_s, "LM head": head_s, "other layers": forward_s - attention_s - head_s}
     parts |= {"exchange": exchange_s, "host": host_s}
     return Step(
-        rows=_typical_rows(outputs),
+        num_tokens=_typical_size(outputs),
         max_tokens=max_tokens,
         steps=outputs[0].steps,
         compression=outputs[0].compression,

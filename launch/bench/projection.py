@@ -1,8 +1,8 @@
-"""What R ranks would do, from one device: every rank's exact share of every step is run and timed there, in turns.
+"""The speed of R ranks projected from one device, which runs and times every rank's exact share of every step in turns.
 
-One rank after the other runs the very decoder alone, the others on tape, so that forward pass and host time are its
-own. A step takes as long as its slowest rank, plus the collective as a model of the link has it. Ranks are taken to be
-alike, each with a device and a memory of its own.
+One rank after the other runs the very decoder alone, with the collectives of a recorded run, so that forward pass and
+host time are its own. A step takes as long as its slowest rank, plus the collective as a model of the link has it.
+Ranks are taken to be alike, each with a device and a memory of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
-from .one_rank import Decode, Tape, check_alike, record, replayed
+from .one_rank import Decode, RecordedCollectives, check_alike, record, replayed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,36 +41,39 @@ class Link:
     source: str
 
     def all_gather_s(self, ranks: int, payload_bytes: int) -> float:
-        """Seconds to gather so many bytes from each of so many ranks; nothing for one."""
-        hops = ranks - 1
-        return (self.base_us * (ranks > 1) + hops * (self.hop_us + payload_bytes / (1e3 * self.gb_s))) / 1e6
+        """Seconds to gather this many bytes from each rank; nothing for one rank."""
+        if ranks == 1:
+            return 0.0
+        hop_us = self.hop_us + payload_bytes / (1e3 * self.gb_s)
+        return (self.base_us + (ranks - 1) * hop_us) / 1e6
 
     @classmethod
     def measured(cls, context: ParallelContext, source: str, rounds: int = 200) -> Link:
         """Of these ranks: medians of gathers of 8 bytes and of 1 MiB a rank, in turn; `hop_us` has all the latency."""
-        rows = [torch.zeros(words, dtype=torch.int64, device=context.device) for words in (1, 1 << 17)]
-        taken: list[list[float]] = [[], []]
+        messages = [torch.zeros(words, dtype=torch.int64, device=context.device) for words in (1, 1 << 17)]
+        seconds: list[list[float]] = [[], []]
         for _ in range(rounds):
-            for row, times in zip(rows, taken, strict=True):
+            for message, times in zip(messages, seconds, strict=True):
                 start = time.perf_counter()
-                context.all_gather(row)
+                context.all_gather(message)
                 times.append(time.perf_counter() - start)
-        (small, large), hops = map(median, taken), context.world_size - 1
+        small, large = map(median, seconds)
+        hops = context.world_size - 1
         gb_s = hops * 8 * ((1 << 17) - 1) / (max(large - small, 1e-9) * 1e9)
         return cls(base_us=0.0, hop_us=1e6 * small / hops, gb_s=gb_s, source=source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projected:
-    """So many ranks on a text.
+    """The projection of R ranks on a text.
 
     Args:
         ranks: R.
         tokens, steps: that all of them take alike.
         compute_s: of all steps, each as long as its slowest rank.
         forward_s, host_s: of that, of the slowest rank.
-        rows: mean of the largest rank.
-        payload_bytes: what a rank gives to a step's all-gather.
+        num_tokens: mean step tokens of the largest rank.
+        payload_bytes: of a rank's message in a step's all-gather.
     """
 
     ranks: int
@@ -79,7 +82,7 @@ class Projected:
     compute_s: float
     forward_s: float
     host_s: float
-    rows: float
+    num_tokens: float
     payload_bytes: int
 
     def decode_s(self, link: Link) -> float:
@@ -92,7 +95,7 @@ Run = list[GenerationOutput]  # by rank
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """Decodes a text as each of so many ranks would, on this one device.
+    """Decodes a text as each of R ranks would, on this one device.
 
     Args:
         decoder: of all ranks, in turn; it is left in the context of one of them.
@@ -111,13 +114,15 @@ class Projection:
         check_projectable(self.decoder.config)
 
     @cached_property
-    def tape(self) -> Tape:
-        """What all ranks said; of steps that are not captured, since threads cannot capture at the same time."""
+    def recorded(self) -> RecordedCollectives:
+        """Those of all ranks, whose steps are not captured, since threads cannot capture at the same time."""
 
         def build(context: ParallelContext) -> LookaheadDecoder:
-            like = self.decoder
-            made = LookaheadDecoder(like.model, like.config, None, like.runner.attention, Capture.OFF, like.step_times)
-            return _placed(made, context)
+            own = self.decoder
+            uncaptured = LookaheadDecoder(
+                own.model, own.config, None, own.runner.attention, Capture.OFF, own.step_times
+            )
+            return _in_context(uncaptured, context)
 
         return record(build, self.decode, self.ranks)
 
@@ -127,12 +132,12 @@ class Projection:
         Raises:
             KeyboardInterrupt: a signal came meanwhile.
         """
-        build = partial(_placed, self.decoder)
-        return [replayed(build, self.decode, rank, self.ranks, self.tape)() for rank in range(self.ranks)]
+        build = partial(_in_context, self.decoder)
+        return [replayed(build, self.decode, rank, self.ranks, self.recorded)() for rank in range(self.ranks)]
 
     def summed(self, runs: Sequence[Run]) -> Projected:
         """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
-        return _summed(runs, self.tape.payload_bytes)
+        return _summed(runs, self.recorded.payload_bytes)
 
 
 def check_projectable(config: LookaheadConfig) -> None:
@@ -146,21 +151,25 @@ def check_projectable(config: LookaheadConfig) -> None:
     check_alike(config)
 
 
-def _placed(decoder: LookaheadDecoder, context: ParallelContext) -> LookaheadDecoder:
-    """Behind its constructor, which would compare models that are one."""
+def _in_context(decoder: LookaheadDecoder, context: ParallelContext) -> LookaheadDecoder:
+    """The decoder, moved behind its constructor, which would compare models that are one."""
     decoder.context = context
     return decoder
 
 
-def _summed(runs: Sequence[Sequence[GenerationOutput]], payload: int) -> Projected:
-    """From the outputs of every run, by rank."""
-    first, forward_s, host_s, rows = runs[0], 0.0, 0.0, list[int]()
+def _summed(runs: Sequence[Run], payload_bytes: int) -> Projected:
+    """Every step as its slowest rank takes it, each rank's time the median over runs."""
+    first = runs[0]
+    forward_s = 0.0
+    host_s = 0.0
+    largest: list[int] = []
     for step in range(first[0].steps):
-        stats = [[run[rank].step_stats[step] for run in runs] for rank in range(len(first))]
-        times = [(median(s.forward_s for s in mine), median(s.host_s for s in mine)) for mine in stats]
+        by_rank = [[run[rank].step_stats[step] for run in runs] for rank in range(len(first))]
+        times = [(median(s.forward_s for s in stats), median(s.host_s for s in stats)) for stats in by_rank]
         slowest = max(times, key=sum)
-        forward_s, host_s = forward_s + slowest[0], host_s + slowest[1]
-        rows.append(max(mine[0].num_tokens for mine in stats))
+        forward_s += slowest[0]
+        host_s += slowest[1]
+        largest.append(max(stats[0].num_tokens for stats in by_rank))
     return Projected(
         ranks=len(first),
         tokens=len(first[0].tokens),
@@ -168,6 +177,6 @@ def _summed(runs: Sequence[Sequence[GenerationOutput]], payload: int) -> Project
         compute_s=forward_s + host_s,
         forward_s=forward_s,
         host_s=host_s,
-        rows=fmean(rows),
-        payload_bytes=payload,
+        num_tokens=fmean(largest),
+        payload_bytes=payload_bytes,
     )

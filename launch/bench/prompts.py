@@ -18,7 +18,7 @@ class Prompt:
 
     Args:
         task_id: names it in tables and files.
-        text: what the model gets.
+        text: the prompt itself.
         reference: a known continuation, where the task has one.
         source: where it comes from.
     """
@@ -30,7 +30,7 @@ class Prompt:
 
 
 def load_builtin(limit: int | None = None) -> list[Prompt]:
-    """The prompts that come with the package; `limit` keeps the first ones."""
+    """The prompts that come with the package; only the first `limit` ones."""
     return [_read_builtin(path) for path in sorted(BUILTIN.glob("*.txt"))[:limit]]
 
 
@@ -45,7 +45,7 @@ def load_jsonl(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
     Args:
         path: the file; blank lines are skipped.
-        limit: keep the first ones; None keeps all.
+        limit: of prompts, the first ones; None is all.
 
     Raises:
         ValueError: no such file, no prompt in it, or a bad line, named by its number.

@@ -1,4 +1,4 @@
-"""What a text is worth: its perplexity under the model, how much it repeats itself, ROUGE against a reference.
+"""Quality of a text: its perplexity under the model, how much it repeats itself, ROUGE against a reference.
 
 L: tokens of prompt and text, V: vocabulary.
 """
@@ -60,21 +60,21 @@ def assess(
     tokens: Sequence[int],
     text: str,
     reference: str | None,
-    parted: Difference | None,
+    difference: Difference | None,
 ) -> dict[str, Any]:
-    """All of it for one method's text.
+    """All figures of one method's text.
 
     Args:
         model: the one that wrote it.
         prompt: its tokens.
-        tokens, text: what was written.
+        tokens, text: the method's.
         reference: the task's, if it has one.
-        parted: where the text leaves plain decoding's; None if it does not.
+        difference: the first from plain decoding's text, if there is any.
     """
     return {
         "perplexity": perplexity(model, prompt, tokens),
         "distinct": {str(n): distinct(tokens, n) for n in DISTINCT},
         "rouge": rouge(text, reference) if reference else None,
-        "parts_at": parted.position if parted else None,
-        "near_tie": parted.near_tie if parted else None,
+        "differs_at": difference.position if difference else None,
+        "near_tie": difference.near_tie if difference else None,
     }

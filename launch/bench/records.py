@@ -1,7 +1,7 @@
-"""The rows of a benchmark in a file: one JSON object a line for each prompt and method, appended as they are measured.
+"""The records of a benchmark in a file: one JSON object a line for each prompt and method, appended as it is measured.
 
-A prompt's rows are one write that reaches the disk before the next prompt begins. A process that is killed leaves at
-most a torn tail, which the next one drops: no row is lost that was written, and none is written twice.
+A prompt's records are one write that reaches the disk before the next prompt begins. A process that is killed leaves at
+most a torn tail, which the next one drops: no record is lost that was written, and none is written twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from lp.errors import UserError
 
-Row = dict[str, Any]
+Record = dict[str, Any]
 
 
 def digest(value: Any) -> str:
@@ -30,47 +30,51 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:80] or "unnamed"
 
 
-def load_rows(path: str | Path) -> list[Row]:
-    """The rows of a file, or of all files in a folder, sorted by name; the last line counts only with its end.
+def load_records(path: str | Path) -> list[Record]:
+    """The records of a file, or of all files in a folder, sorted by name; the last line counts only with its end.
 
     Raises:
-        ValueError: no rows there, or a line that is no row, named by its number.
+        ValueError: no records there, or a line that is no record, named by its number.
     """
     path = Path(path)
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-    rows = [row for file in files if file.is_file() for row, _ in _lines(file, file.read_bytes())]
-    if not rows:
-        raise UserError(f"{path} holds no rows; give the folder that launch.benchmark wrote to")
-    return rows
+    records = [record for file in files if file.is_file() for record, _ in _lines(file, file.read_bytes())]
+    if not records:
+        raise UserError(f"{path} holds no records; give the folder that launch.benchmark wrote to")
+    return records
 
 
-def _lines(path: Path, data: bytes) -> list[tuple[Row, int]]:
-    """Every row with the byte behind it."""
-    found, end = [], 0
+def _lines(path: Path, data: bytes) -> list[tuple[Record, int]]:
+    """Every record with the byte behind it."""
+    found = []
+    end = 0
     for number, line in enumerate(data.split(b"\n")[:-1], 1):
         end += len(line) + 1
         try:
-            row = json.loads(line)
-            row["index"], row["method"], row["prompt_digest"]  # what every row has
+            record = json.loads(line)
+            record["index"], record["method"], record["prompt_digest"]  # what every record has
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"{path}, line {number} is no row of a benchmark ({error}); move the file away") from None
-        found.append((row, end))
+            raise UserError(
+                f"{path}, line {number} is no record of a benchmark ({error}); move the file away"
+            ) from None
+        found.append((record, end))
     return found
 
 
 class RecordFile:
-    """A file of rows that one process at a time extends.
+    """A file of records that one process at a time extends.
 
     Args:
         path: made if it is not there, with its folder; a torn tail, or a last prompt without all methods, is cut off.
-        methods: that every prompt has a row of.
+        methods: that every prompt has a record of.
 
     Raises:
         ValueError: another process has the file open, it cannot be written, or it holds something else.
     """
 
     def __init__(self, path: Path, methods: Sequence[str]) -> None:
-        self.path, self._methods = path, list(methods)
+        self.path = path
+        self._methods = list(methods)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")
@@ -82,31 +86,34 @@ class RecordFile:
             self._file.close()
             raise UserError(f"{path} is being written by another run; wait for it, or give another out=") from None
         self._file.seek(0)
-        self.rows = self._whole(_lines(path, self._file.read()))
+        self.records = self._whole(_lines(path, self._file.read()))
 
-    def _whole(self, lines: list[tuple[Row, int]]) -> list[Row]:
-        """The rows of finished prompts; the rest is cut off the file."""
-        step, keep = len(self._methods), len(lines) // len(self._methods) * len(self._methods)
-        for first in range(0, keep, step):
-            block = [row for row, _ in lines[first : first + step]]
-            if [row["method"] for row in block] != self._methods or len({row["index"] for row in block}) > 1:
-                raise UserError(f"{self.path} holds rows of other methods; move it away, or give another out=")
-        self._file.truncate(lines[keep - 1][1] if keep else 0)
-        return [row for row, _ in lines[:keep]]
+    def _whole(self, lines: list[tuple[Record, int]]) -> list[Record]:
+        """The records of finished prompts; the rest is cut off the file."""
+        step = len(self._methods)
+        finished = len(lines) // step * step
+        for first in range(0, finished, step):
+            block = [record for record, _ in lines[first : first + step]]
+            if [record["method"] for record in block] != self._methods or len(
+                {record["index"] for record in block}
+            ) > 1:
+                raise UserError(f"{self.path} holds records of other methods; move it away, or give another out=")
+        self._file.truncate(lines[finished - 1][1] if finished else 0)
+        return [record for record, _ in lines[:finished]]
 
     @property
     def done(self) -> dict[int, str]:
         """The digest of every finished prompt by its index."""
-        return {row["index"]: row["prompt_digest"] for row in self.rows}
+        return {record["index"]: record["prompt_digest"] for record in self.records}
 
-    def append(self, rows: Iterable[Row]) -> None:
-        """Add one prompt's rows, which are on the disk when this returns."""
-        added = list(rows)
-        assert [row["method"] for row in added] == self._methods, "a prompt's rows are written together"
-        self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in added).encode())
+    def append(self, records: Iterable[Record]) -> None:
+        """Add one prompt's records, which are on the disk when this returns."""
+        added = list(records)
+        assert [record["method"] for record in added] == self._methods, "a prompt's records are written together"
+        self._file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in added).encode())
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.rows += added
+        self.records += added
 
     def close(self) -> None:
         """Let another process have it."""

@@ -1,7 +1,7 @@
-"""Candidate sources replayed against texts that a model wrote, without the model.
+"""Draft sources replayed against texts that a model wrote, without the model.
 
-Decoding is exact, so a source that learns from the text alone takes the very steps of a run when it is asked for
-candidates behind each prefix of the known text.
+Decoding is exact, so a source that learns from the text alone takes the very steps of a run when it proposes draft
+tokens behind each prefix of the known text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lp.sampling.top_logits import TopLogits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """What the model made of one prompt.
+    """How the model continued one prompt.
 
     Args:
         task: name of the set the prompt is from.
@@ -57,24 +57,24 @@ def load_texts(path: str | Path) -> list[Text]:
             texts.append(Text(**json.loads(line)))
         except (json.JSONDecodeError, TypeError) as error:
             raise UserError(
-                f"{path}, line {number} is no text ({error}); write the file with scripts/texts.py"
+                f"{path}, line {number} is no text ({error}); write the file with scripts/tables.py texts"
             ) from None
     return texts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """What a source did on one text.
+    """The steps of a source on one text.
 
     Args:
         tokens: of the text.
         steps: that it takes.
-        slots: rows of all steps, `c` of each included.
+        step_tokens: of all steps, `c` of each included.
     """
 
     tokens: int
     steps: int
-    slots: int
+    step_tokens: int
 
     @property
     def compression(self) -> float:
@@ -82,9 +82,9 @@ class Replay:
         return self.tokens / self.steps
 
     @property
-    def rows(self) -> float:
-        """Mean rows a step."""
-        return self.slots / self.steps
+    def tokens_a_step(self) -> float:
+        """Mean step tokens."""
+        return self.step_tokens / self.steps
 
 
 def replay(
@@ -97,34 +97,38 @@ def replay(
     """The steps of a decoder without a window whose source learns from the text alone.
 
     Args:
-        source: made for this prompt.
+        source: built for this prompt.
         prompt: ids the text continues.
         tokens: the text, at least one token.
-        budget: candidate rows a step, at most.
-        max_new_tokens: asked for in the call; nodes past it take no row. None: what the text has, as if it ended there.
+        budget: draft tokens a step, at most.
+        max_new_tokens: of the call; nodes past it are not computed. None: as many as the text has.
     """
-    nothing = StepSamples([], [], [], [], [], TopLogits.empty(), [])
-    text, end, steps, slots = list(prompt), len(prompt) + len(tokens), 0, 0
-    last = len(prompt) + (max_new_tokens or len(tokens))
+    no_samples = StepSamples([], [], [], [], [], TopLogits.empty(), [])
+    text = list(prompt)
     whole = [*prompt, *tokens]
-    while len(text) < end:
+    last = len(prompt) + (max_new_tokens or len(tokens))
+    steps = 0
+    step_tokens = 0
+    while len(text) < len(whole):
         tree = source.propose(text, budget, WindowDrafts(), None)
         moved = _accepted(tree, whole[len(text) :]) + 1
-        steps, slots = steps + 1, slots + 1 + sum(depth < last - len(text) for depth in _depths(tree))
+        steps += 1
+        step_tokens += 1 + sum(depth < last - len(text) for depth in _depths(tree))
         text = whole[: len(text) + moved]
-        source.observe(text, moved, nothing)
-    return Replay(tokens=len(tokens), steps=steps, slots=slots)
+        source.observe(text, moved, no_samples)
+    return Replay(tokens=len(tokens), steps=steps, step_tokens=step_tokens)
 
 
-def _accepted(tree: DraftTree, truth: Sequence[int]) -> int:
-    """How many tokens the walk accepts; the one after them is the bonus, so the last of the text never is accepted."""
-    node, children = -1, {edge: child for child, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
-    for count, token in enumerate(truth[:-1]):
+def _accepted(tree: DraftTree, rest: Sequence[int]) -> int:
+    """Accepted tokens of the text's rest; the bonus token follows them, so the last of the text is never accepted."""
+    node = -1
+    children = {edge: child for child, edge in enumerate(zip(tree.parents, tree.tokens, strict=True))}
+    for count, token in enumerate(rest[:-1]):
         child = children.get((node, token))
         if child is None:
             return count
         node = child
-    return len(truth) - 1
+    return len(rest) - 1
 
 
 def _depths(tree: DraftTree) -> list[int]:

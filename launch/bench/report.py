@@ -9,11 +9,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from .plots import dataset_plot, heat_map, rows_plot, scaling_plots
-from .records import load_rows
+from .plots import dataset_plot, heat_map, scaling_plots, tokens_plot
+from .records import load_records
 from .scaling import HEADS as SCALING_HEADS
 from .scaling import Line
-from .summary import HEADS, PLAIN, Total, caption, cells, common, ordered, totals, varying
+from .summary import HEADS, PLAIN, Total, caption, cells, common, ordered, shown, totals, varying
 
 STYLE = """body { font: 15px/1.4 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .7em; border-bottom: 1px solid #ddd }
@@ -28,21 +28,25 @@ def write_report(folder: Path) -> list[Path]:
         folder: of launch.benchmark or launch.scaling; subfolders count.
 
     Returns:
-        What was written.
+        The files written.
 
     Raises:
         ValueError: no results there.
     """
     lines = read_lines(folder / "scaling.csv")
-    found = ordered(totals(load_rows(folder))) if any(folder.rglob("*.jsonl")) or not lines else []
-    said = caption(found) if found else (folder / "scaling.md").read_text(encoding="utf-8").split("\n\n")[1].strip()
-    parts, pictures = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(said)}</p>"], list[Path]()
+    found = ordered(totals(load_records(folder))) if any(folder.rglob("*.jsonl")) or not lines else []
     if found:
-        parts.append(_table([*_shown(found), *HEADS], [cells(total, _shown(found)) for total in found]))
+        setting = caption(found)
+    else:
+        setting = (folder / "scaling.md").read_text(encoding="utf-8").split("\n\n")[1].strip()
+    parts = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(setting)}</p>"]
+    pictures: list[Path] = []
+    if found:
+        parts.append(_table([*shown(found), *HEADS], [cells(total, shown(found)) for total in found]))
         pictures += _plots(found, folder)
     if lines:
         parts.append(_table(SCALING_HEADS, [line.cells() for line in lines]))
-        pictures += scaling_plots(lines, said, folder)
+        pictures += scaling_plots(lines, setting, folder)
     parts += [_picture(path) for path in pictures]
     if found:
         parts.append(f"<h2>Settings</h2><pre>{html.escape(_settings(found))}</pre>")
@@ -61,27 +65,26 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def _line(record: dict[str, str]) -> Line:
-    words, whole = ("method", "kind", "link"), ("ranks", "W", "G")
-    read = {name: str if name in words else int if name in whole else float for name in record}
-    return Line(**{name: read[name](text) if text else None for name, text in record.items()})  # type: ignore[arg-type]
+    types = dict.fromkeys(("method", "kind", "link"), str) | dict.fromkeys(("ranks", "W", "G"), int)
+    values = {name: types.get(name, float)(text) if text else None for name, text in record.items()}
+    return Line(**values)  # type: ignore[arg-type]
 
 
 def _plots(found: Sequence[Total], folder: Path) -> list[Path]:
-    """By task where one setting was run on them; over W, N and rows where these vary."""
-    differ, said, made = varying(found), caption(found), list[Path]()
+    """By task where one setting was run on them; over W, N and step tokens where these vary."""
+    differ = {*varying(found)}
+    setting = caption(found)
+    pictures: list[Path] = []
     ours = [total for total in found if total.method.startswith("lookahead")]
-    if not {"W", "N", "G", "ranks"} & {*differ}:
-        made.append(dataset_plot([t for t in found if t.method != PLAIN] or found, said, folder / "by_task.png"))
-    if {"W", "N"} & {*differ} and ours:
+    if not {"W", "N", "G", "ranks"} & differ:
+        others = [total for total in found if total.method != PLAIN]
+        pictures.append(dataset_plot(others or found, setting, folder / "by_task.png"))
+    if {"W", "N"} & differ and ours:
         first = [total for total in ours if total.method == ours[0].method]
-        made.append(heat_map(first, said, folder / "heat_map.png"))
-    if {"W", "N", "G"} & {*differ} and ours:
-        made.append(rows_plot(ours, said, folder / "rows.png"))
-    return made
-
-
-def _shown(found: Sequence[Total]) -> list[str]:
-    return [name for name in varying(found) if name not in ("decoder", "methods", "chat", "parameters")]
+        pictures.append(heat_map(first, setting, folder / "heat_map.png"))
+    if {"W", "N", "G"} & differ and ours:
+        pictures.append(tokens_plot(ours, setting, folder / "step_tokens.png"))
+    return pictures
 
 
 def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -97,5 +100,5 @@ def _picture(path: Path) -> str:
 
 
 def _settings(found: Sequence[Total]) -> str:
-    versions = found[0].rows[0]["versions"]
+    versions = found[0].records[0]["versions"]
     return json.dumps({"hardware": found[0].hardware, "versions": versions, "settings": common(found)}, indent=2)

@@ -1,4 +1,4 @@
-"""Lines of a scaling table: a method on so many ranks, measured in launches or projected from one device."""
+"""Lines of a scaling table: a method on R ranks, measured in launches or projected from one device."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from statistics import fmean
 from typing import Any
 
 from .projection import Link, Projected
-from .records import Row
+from .records import Record
 from .summary import PLAIN, Total, totals
 
 MEASURED, PROJECTED = "measured", "projected"
 HEADS = (
-    *("method", "ranks", "kind", "W", "G", "tokens/s", "vs plain", "efficiency", "S", "rows"),
+    *("method", "ranks", "kind", "W", "G", "tokens/s", "vs plain", "efficiency", "S", "step tokens"),
     *("forward ms", "exchange ms", "host ms"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A method on so many ranks.
+    """A method on R ranks.
 
     Args:
-        method, ranks: which, on how many.
+        method, ranks: its name, and R.
         kind: MEASURED or PROJECTED.
         link: of a projection, with "weak" behind it where every rank has the same shape; None where it was measured.
         W, G: of all ranks together; None for methods without.
         tokens_per_s: of decoding.
         speedup: against plain decoding on one device.
         compression: S.
-        rows: a step, of the largest rank.
+        num_tokens: of a step, of the largest rank.
         forward_ms, exchange_ms, host_ms: a step; of several ranks the slowest's, or of measured ones their mean.
-        efficiency: what of R times its own speed on one rank is there; plain decoding's where it runs on several alone.
+        efficiency: speed over R times that of the method on one rank; of plain decoding where there is none.
     """
 
     method: str
@@ -44,7 +44,7 @@ class Line:
     tokens_per_s: float
     speedup: float | None
     compression: float
-    rows: float
+    num_tokens: float
     forward_ms: float
     exchange_ms: float
     host_ms: float
@@ -52,7 +52,7 @@ class Line:
 
     @property
     def series(self) -> str:
-        """What a plot joins by a line."""
+        """Names the line of a plot that it lies on."""
         return self.method if self.link is None else f"{self.method}, {self.link} (projected)"
 
     def figures(self) -> dict[str, Any]:
@@ -66,15 +66,14 @@ class Line:
         speeds = ["-" if self.speedup is None else f"{self.speedup:.2f}x"]
         speeds += ["-" if self.efficiency is None else f"{self.efficiency:.0%}", f"{self.compression:.2f}"]
         times = [f"{value:.2f}" for value in (self.forward_ms, self.exchange_ms, self.host_ms)]
-        return [
-            self.method, str(self.ranks), kind, *shape, f"{self.tokens_per_s:.1f}", *speeds, f"{self.rows:.1f}", *times
-        ]  # fmt: skip
+        head = [self.method, str(self.ranks), kind, *shape, f"{self.tokens_per_s:.1f}"]
+        return [*head, *speeds, f"{self.num_tokens:.1f}", *times]
 
 
-def measured_lines(rows: Sequence[Row]) -> list[Line]:
-    """Of one launch's rows."""
+def measured_lines(records: Sequence[Record]) -> list[Line]:
+    """Of one launch's records."""
     lines = []
-    for total in totals(rows):
+    for total in totals(records):
         names = ("forward_ms", "exchange_ms", "host_ms")
         means = {name: _a_step(total, name, fmean) for name in names}
         shaped = total.method.startswith("lookahead")
@@ -88,7 +87,7 @@ def measured_lines(rows: Sequence[Row]) -> list[Line]:
             tokens_per_s=total.tokens_per_s,
             speedup=total.speedup,
             compression=total.compression,
-            rows=_a_step(total, "rows", max),
+            num_tokens=_a_step(total, "num_tokens", max),
             **means,
         )
         lines.append(line)
@@ -96,16 +95,18 @@ def measured_lines(rows: Sequence[Row]) -> list[Line]:
 
 
 def _a_step(total: Total, name: str, of_ranks: Callable[[list[float]], float]) -> float:
-    """Mean over all steps of what a prompt's ranks say of a step."""
-    told = (row["steps"] * of_ranks([split[name] for split in row["split"]]) for row in total.rows)
-    return sum(told) / max(total.steps, 1)
+    """Mean over all steps of a figure, of which a record has each rank's mean: `of_ranks` makes one of these."""
+    sums = (record["steps"] * of_ranks([split[name] for split in record["split"]]) for record in total.records)
+    return sum(sums) / max(total.steps, 1)
 
 
 def projected_lines(
     found: Sequence[Projected], links: Mapping[str, Link], plain: float, weak: bool, shape: tuple[int, int]
 ) -> list[Line]:
     """Of one world size over its prompts, a line a link; one rank needs no link."""
-    ranks, tokens, steps = found[0].ranks, sum(one.tokens for one in found), sum(one.steps for one in found)
+    ranks = found[0].ranks
+    tokens = sum(one.tokens for one in found)
+    steps = sum(one.steps for one in found)
     lines = []
     for name, link in links.items():
         seconds = sum(one.decode_s(link) for one in found)
@@ -114,13 +115,13 @@ def projected_lines(
             method="lookahead",
             ranks=ranks,
             kind=PROJECTED,
-            link=f"{name}{', weak' * weak}",
+            link=f"{name}, weak" if weak else name,
             W=shape[0],
             G=shape[1],
             tokens_per_s=tokens / seconds,
             speedup=tokens / seconds / plain,
             compression=tokens / steps,
-            rows=sum(one.rows * one.steps for one in found) / steps,
+            num_tokens=sum(one.num_tokens * one.steps for one in found) / steps,
             forward_ms=1e3 * sum(one.forward_s for one in found) / steps,
             exchange_ms=1e3 * (seconds - compute) / steps,
             host_ms=1e3 * sum(one.host_s for one in found) / steps,
@@ -132,11 +133,12 @@ def projected_lines(
 def with_efficiency(lines: Sequence[Line]) -> list[Line]:
     """The lines with it, each against its own series' single rank, or plain decoding."""
     alone = {line.series: line.speedup for line in lines if line.ranks == 1}
-    made = []
+    found = []
     for line in lines:
         base = alone.get(line.series, 1.0)
-        made.append(replace(line, efficiency=line.speedup / base / line.ranks if line.speedup and base else None))
-    return made
+        efficiency = line.speedup / base / line.ranks if line.speedup and base else None
+        found.append(replace(line, efficiency=efficiency))
+    return found
 
 
 def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], float]:

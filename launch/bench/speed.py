@@ -16,7 +16,7 @@ from .compare import alternate
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a method did.
+    """Speed of a method.
 
     Args:
         tokens_per_s: of decoding, without the prefill.
@@ -41,7 +41,7 @@ def speeds(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -
 
 
 def transformers_greedy(model: PreTrainedModel, ids: Sequence[int], tokens: int) -> GenerationOutput:
-    """`model.generate`, eager and greedy, with its own cache; decoding is what it takes beyond its first token.
+    """`model.generate`, eager and greedy, with its own cache; the decode time is that beyond its first token.
 
     Args:
         ids: the prompt.

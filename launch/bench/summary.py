@@ -1,4 +1,4 @@
-"""Rows of a benchmark added up: a line for each setting and method, and tables of such lines."""
+"""Records of a benchmark added up: a line for each setting and method, and tables of such lines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from .records import Row, digest
+from .records import Record, digest
 
 PLAIN = "autoregressive"
+HIDDEN = ("decoder", "methods", "chat", "parameters")  # settings that tables leave out: long, or implied by others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,36 +19,36 @@ class Total:
     """A method's prompts under one setting, added up.
 
     Args:
-        rows: of the file, one a prompt.
+        records: of the file, one a prompt.
         plain_tokens_per_s: plain decoding's in the same run, None if it did not run.
     """
 
-    rows: list[Row]
+    records: list[Record]
     plain_tokens_per_s: float | None
 
     @property
     def method(self) -> str:
-        return str(self.rows[0]["method"])
+        return str(self.records[0]["method"])
 
     @property
     def task(self) -> str:
-        return str(self.rows[0]["task"])
+        return str(self.records[0]["task"])
 
     @property
     def setting(self) -> dict[str, Any]:
-        return dict(self.rows[0]["settings"])
+        return dict(self.records[0]["settings"])
 
     @property
     def hardware(self) -> str:
-        """Of every row, which a run that was resumed elsewhere has several of."""
-        return "; ".join(dict.fromkeys(row["hardware"] for row in self.rows))
+        """Of every record, which a run that was resumed elsewhere has several of."""
+        return "; ".join(dict.fromkeys(record["hardware"] for record in self.records))
 
     def _sum(self, name: str) -> float:
-        return float(sum(row[name] for row in self.rows))
+        return float(sum(record[name] for record in self.records))
 
     @property
     def prompts(self) -> int:
-        return len(self.rows)
+        return len(self.records)
 
     @property
     def tokens(self) -> int:
@@ -72,9 +73,9 @@ class Total:
         return self._sum("prefill_s")
 
     @property
-    def rows_a_step(self) -> float:
-        """Of rank 0."""
-        return sum(row["rows_a_step"] * row["steps"] for row in self.rows) / max(self.steps, 1)
+    def tokens_a_step(self) -> float:
+        """Mean step tokens of rank 0."""
+        return sum(record["tokens_a_step"] * record["steps"] for record in self.records) / max(self.steps, 1)
 
     @property
     def speedup(self) -> float | None:
@@ -85,19 +86,19 @@ class Total:
     def accepted(self) -> dict[int, int]:
         """Steps by how many tokens they accepted."""
         counts: Counter[int] = Counter()
-        for row in self.rows:
-            counts.update({int(length): count for length, count in row["accepted"].items()})
+        for record in self.records:
+            counts.update({int(length): count for length, count in record["accepted"].items()})
         return dict(sorted(counts.items()))
 
     @property
     def differing(self) -> int | None:
         """Prompts whose tokens are not plain decoding's; None where nothing was promised or compared."""
-        said = [row["equal"] for row in self.rows]
-        return None if None in said else said.count(False)
+        equal = [record["equal"] for record in self.records]
+        return None if None in equal else equal.count(False)
 
     def quality(self, name: str, key: str | None = None) -> float | None:
         """Mean over prompts of a figure that quality=true adds; None where it was not asked for."""
-        found = [row["quality"][name] for row in self.rows if row.get("quality")]
+        found = [record["quality"][name] for record in self.records if record.get("quality")]
         values = [value[key] if key is not None and value else value for value in found]
         values = [value for value in values if value is not None]
         return fmean(values) if values else None
@@ -106,19 +107,19 @@ class Total:
         """For a line of JSON or CSV."""
         head = {"method": self.method, "prompts": self.prompts, "tokens": self.tokens, "steps": self.steps}
         speeds = {"S": self.compression, "tokens_per_s": self.tokens_per_s, "speedup": self.speedup}
-        return {**head, **speeds, "rows_a_step": self.rows_a_step, "differing": self.differing}
+        return {**head, **speeds, "tokens_a_step": self.tokens_a_step, "differing": self.differing}
 
 
-def totals(rows: Iterable[Row]) -> list[Total]:
+def totals(records: Iterable[Record]) -> list[Total]:
     """One for each setting and method, in the order in which they first come."""
-    grouped: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        grouped.setdefault(digest(row["settings"]), {}).setdefault(row["method"], []).append(row)
+    grouped: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        grouped.setdefault(digest(record["settings"]), {}).setdefault(record["method"], []).append(record)
     found = []
     for methods in grouped.values():
         plain = methods.get(PLAIN)
-        speed = Total(rows=plain, plain_tokens_per_s=None).tokens_per_s if plain else None
-        found += [Total(rows=mine, plain_tokens_per_s=speed) for mine in methods.values()]
+        speed = Total(records=plain, plain_tokens_per_s=None).tokens_per_s if plain else None
+        found += [Total(records=of_method, plain_tokens_per_s=speed) for of_method in methods.values()]
     return found
 
 
@@ -128,15 +129,20 @@ def varying(found: Sequence[Total]) -> list[str]:
     return [name for name in names if len({digest(total.setting.get(name)) for total in found}) > 1]
 
 
+def shown(found: Sequence[Total]) -> list[str]:
+    """The settings that a table has a column for."""
+    return [name for name in varying(found) if name not in HIDDEN]
+
+
 def ordered(found: Sequence[Total]) -> list[Total]:
     """By the settings in which they differ, numbers by size."""
     names = varying(found)
 
-    def place(total: Total) -> list[tuple[bool, float, str]]:
+    def key(total: Total) -> list[tuple[bool, float, str]]:
         values = [total.setting.get(name) for name in names]
         return [(False, value, "") if isinstance(value, int | float) else (True, 0, short(value)) for value in values]
 
-    return sorted(found, key=place)
+    return sorted(found, key=key)
 
 
 def common(found: Sequence[Total]) -> dict[str, Any]:
@@ -150,11 +156,11 @@ def cells(total: Total, names: Sequence[str]) -> list[str]:
     speed = f"{total.speedup:.2f}x" if total.speedup else "-"
     output = {None: "-", 0: "equal"}.get(total.differing, f"differs on {total.differing} of {total.prompts}")
     figures = [total.method, str(total.prompts), str(total.tokens), f"{total.compression:.2f}"]
-    figures += [f"{total.rows_a_step:.1f}", f"{total.tokens_per_s:.1f}", speed, output]
+    figures += [f"{total.tokens_a_step:.1f}", f"{total.tokens_per_s:.1f}", speed, output]
     return [*(short(total.setting.get(name)) for name in names), *figures]
 
 
-HEADS = ("method", "prompts", "tokens", "S", "rows a step", "tokens/s", "vs plain", "output")
+HEADS = ("method", "prompts", "tokens", "S", "tokens a step", "tokens/s", "vs plain", "output")
 
 
 def short(value: Any) -> str:
@@ -179,6 +185,6 @@ def caption(found: Sequence[Total]) -> str:
     if isinstance(size := common(found).get("parameters"), int):
         shared["model"] = f"{shared['model']} ({size / 1e6:.1f} M parameters)"
     machines = "; ".join(dict.fromkeys(total.hardware for total in found))
-    torch = "; ".join(dict.fromkeys(row["versions"]["torch"] for total in found for row in total.rows))
-    kept = {key: value for key, value in shared.items() if value not in (None, [], False)}
-    return f"{machines}, torch {torch}, " + ", ".join(f"{key} {short(value)}" for key, value in kept.items())
+    torch = "; ".join(dict.fromkeys(record["versions"]["torch"] for total in found for record in total.records))
+    shown = {key: value for key, value in shared.items() if value not in (None, [], False)}
+    return f"{machines}, torch {torch}, " + ", ".join(f"{key} {short(value)}" for key, value in shown.items())

@@ -23,14 +23,14 @@ PAYS = 1.02  # times the speed without it: a further rank that brings less is no
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tried:
-    """What one setting did on all prompts.
+class SettingResult:
+    """Sums of one setting over all prompts.
 
     Args:
         name: of the setting.
         config: None for plain decoding.
         tokens, steps: generated, and steps taken.
-        rows: mean of a step, of all ranks together.
+        tokens_a_step: mean, of all ranks together.
         seconds: of decoding, medians over rounds, summed over prompts.
     """
 
@@ -38,7 +38,7 @@ class Tried:
     config: LookaheadConfig | None
     tokens: int
     steps: int
-    rows: float
+    tokens_a_step: float
     seconds: float
 
     @property
@@ -58,40 +58,54 @@ class Tried:
 
 Run = Callable[[Decoder, list[int]], GenerationOutput]
 Build = Callable[[LookaheadConfig], Decoder]
-Told = Callable[[Any], Any]  # rank 0's value on every rank
+FromRank0 = Callable[[Any], Any]  # rank 0's value on every rank
 
 
 def time_settings(
     settings: Mapping[str, LookaheadConfig | None], decoders: Mapping[str, Decoder], run: Run,
-    prompts: Sequence[list[int]], rounds: int, told: Told,
-) -> list[Tried]:  # fmt: skip
+    prompts: Sequence[list[int]], rounds: int, from_rank_0: FromRank0,
+) -> list[SettingResult]:  # fmt: skip
     """Run all of them on every prompt, in alternation; by rank 0's clock, or ranks would choose different ones."""
-    totals = {name: [0.0] * 4 for name in settings}
+    totals = {name: [0.0] * 4 for name in settings}  # tokens, steps, step tokens, seconds
     for ids in prompts:
         measured = alternate({name: partial(run, decoders[name], ids) for name in settings}, rounds)
         for name, taken in measured.items():
             output = taken.output
-            rows = sum(step.num_draft + _window_rows(settings[name], step.columns) for step in output.step_stats)
-            for place, value in enumerate((len(output.tokens), output.steps, rows, taken.decode_s)):
-                totals[name][place] += value
+            config = settings[name]
+            step_tokens = sum(step.num_draft + _window_tokens(config, step.columns) for step in output.step_stats)
+            sums = (len(output.tokens), output.steps, step_tokens, taken.decode_s)
+            totals[name] = [total + value for total, value in zip(totals[name], sums, strict=True)]
     return [
-        Tried(name=n, config=settings[n], tokens=int(t), steps=int(k), rows=r / k, seconds=s)
-        for n, (t, k, r, s) in told(totals).items()
+        SettingResult(
+            name=name,
+            config=settings[name],
+            tokens=int(tokens),
+            steps=int(steps),
+            tokens_a_step=step_tokens / steps,
+            seconds=seconds,
+        )
+        for name, (tokens, steps, step_tokens, seconds) in from_rank_0(totals).items()
     ]
 
 
 def search(
-    build: Build, plain: Decoder, adaptive: Decoder, run: Run, prompts: Sequence[list[int]], rounds: int, told: Told
-) -> list[Tried]:
-    """Rows first, without a window; then columns, N, depth and K around the best, one at a time; the best fixed one,
-    the adaptive budget and plain decoding once more, side by side.
+    build: Build,
+    plain: Decoder,
+    adaptive: Decoder,
+    run: Run,
+    prompts: Sequence[list[int]],
+    rounds: int,
+    from_rank_0: FromRank0,
+) -> list[SettingResult]:
+    """The token budget first, without a window; then columns, N, depth and K around the best, one at a time; then the
+    best fixed setting, the adaptive budget and plain decoding once more, side by side.
 
     Returns:
         All settings; the last three are those side by side, the best fixed one first.
     """
     base = LookaheadConfig(window_size=0, ngram_size=2)
     first = {_name(c): c for c in (replace(base, guess_set_size=g) for g in BUDGETS)}
-    tried = time_settings(first, {name: build(c) for name, c in first.items()}, run, prompts, rounds, told)
+    tried = time_settings(first, {name: build(c) for name, c in first.items()}, run, prompts, rounds, from_rank_0)
     best = _fastest(tried)
     assert best is not None
     g = best.guess_set_size
@@ -99,37 +113,39 @@ def search(
     around += [replace(best, window_size=4, ngram_size=3, guess_set_size=max(g // 2, 1))]
     around += [replace(best, draft_depth=12), replace(best, num_logits=8)]
     second = {_name(c): c for c in (best, *around)}
-    tried += time_settings(second, {name: build(c) for name, c in second.items()}, run, prompts, rounds, told)[1:]
+    tried += time_settings(second, {name: build(c) for name, c in second.items()}, run, prompts, rounds, from_rank_0)[
+        1:
+    ]
     best = _fastest(tried)
     assert best is not None
     last: dict[str, LookaheadConfig | None] = {_name(best): best, ADAPTIVE: LookaheadConfig(adaptive=True), PLAIN: None}
     decoders = {_name(best): build(best), ADAPTIVE: adaptive, PLAIN: plain}
-    return tried + time_settings(last, decoders, run, prompts, rounds, told)
+    return tried + time_settings(last, decoders, run, prompts, rounds, from_rank_0)
 
 
 def _name(c: LookaheadConfig) -> str:
     return f"W={c.window_size} N={c.ngram_size} G={c.guess_set_size} depth={c.depth} K={c.num_logits}"
 
 
-def _window_rows(config: LookaheadConfig | None, columns: int) -> int:
+def _window_tokens(config: LookaheadConfig | None, columns: int) -> int:
     return max(columns, 1) + columns * (config.ngram_size - 2 if config else 0)
 
 
-def _fastest(tried: Sequence[Tried]) -> LookaheadConfig | None:
+def _fastest(tried: Sequence[SettingResult]) -> LookaheadConfig | None:
     return max(tried, key=lambda setting: setting.tokens_per_s).config
 
 
-def speed_of_ranks(step_times: StepTimes, by_rows: Sequence[tuple[float, float]], most: int = 16) -> list[float]:
-    """Tokens a second that 1, 2, ... ranks would reach, each with its share of the rows; the exchange not counted.
+def speed_of_ranks(step_times: StepTimes, points: Sequence[tuple[float, float]], most: int = 16) -> list[float]:
+    """Tokens a second that 1, 2, ... ranks would reach, each with its share of the step, without exchange.
 
     Args:
         step_times: of one rank.
-        by_rows: (rows, S) as measured.
+        points: (step tokens, S) as measured.
         most: ranks.
     """
-    rows, tokens = zip(*sorted([(1.0, 1.0), *by_rows]), strict=True)
-    sizes = np.arange(1, int(max(rows)) + 1)
-    compression = np.interp(np.log2(sizes), np.log2(rows), tokens)
+    step_tokens, measured = zip(*sorted([(1.0, 1.0), *points]), strict=True)
+    sizes = np.arange(1, int(max(step_tokens)) + 1)
+    compression = np.interp(np.log2(sizes), np.log2(step_tokens), measured)
     speeds = []
     for ranks in range(1, most + 1):
         seconds = [step_times.step_s(1 + ceil((size - 1) / ranks)) for size in sizes]

@@ -10,16 +10,16 @@ import pytest
 from launch.bench.acceptance import AcceptanceModel, Observed
 
 
-@pytest.mark.parametrize(("alpha", "candidates", "depth"), [(0.6, 1, 4), (0.3, 8, 3), (0.9, 4, 7), (0.5, 15, 1)])
-def test_expected_tokens_are_those_of_dice(alpha: float, candidates: int, depth: int) -> None:
+@pytest.mark.parametrize(("alpha", "drafts", "depth"), [(0.6, 1, 4), (0.3, 8, 3), (0.9, 4, 7), (0.5, 15, 1)])
+def test_expected_tokens_are_those_of_dice(alpha: float, drafts: int, depth: int) -> None:
     """An exponent off by one is a few per cent, which no plot shows."""
     rng = random.Random(1)
 
     def accepted() -> int:
         return next((i for i in range(depth) if rng.random() >= alpha), depth)
 
-    thrown = fmean(1 + max(accepted() for _ in range(candidates)) for _ in range(20000))
-    assert AcceptanceModel(alpha=alpha, f=1).expected_tokens(candidates, depth) == pytest.approx(thrown, rel=0.02)
+    thrown = fmean(1 + max(accepted() for _ in range(drafts)) for _ in range(20000))
+    assert AcceptanceModel(alpha=alpha, f=1).expected_tokens(drafts, depth) == pytest.approx(thrown, rel=0.02)
 
 
 def test_the_fit_finds_what_made_the_runs() -> None:
@@ -27,7 +27,7 @@ def test_the_fit_finds_what_made_the_runs() -> None:
     for alpha, f in ((0.25, 3.0), (0.6, 1.0), (0.8, 6.5)):
         made = AcceptanceModel(alpha=alpha, f=f)
         seen = [
-            Observed(candidates=b, depth=depth, compression=made.compression(b, depth))
+            Observed(drafts=b, depth=depth, compression=made.compression(b, depth))
             for b in (1, 4, 16, 64)
             for depth in (2, 4, 7)
         ]

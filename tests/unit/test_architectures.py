@@ -28,7 +28,7 @@ def test_the_page_is_this_run() -> None:
     written = PAGE.read_text(encoding="utf-8")
     if versions() not in written:
         pytest.skip(f"docs/models.md was made with other versions than {versions()}")
-    assert page() == written, "run scripts/models_table.py and look at what changed"
+    assert page() == written, "run python scripts/tables.py models and look at what changed"
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "opt", "gpt_bigcode"])

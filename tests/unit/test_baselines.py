@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 import lp
-from launch.bench.baselines import BASELINES, BaselineOptions
+from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.baselines.hf_generate import HFGenerateDecoder, load_draft
 from lp.parallel.context import ParallelContext
 from tests.tiny_models import plain_greedy, tiny_model
@@ -96,6 +96,14 @@ def test_refusals() -> None:
     if torch.cuda.device_count() < 2:
         with pytest.raises(ValueError, match=f"torch sees {torch.cuda.device_count()}: leave it out here"):
             BASELINES["accelerate_pp"].build(model, alone, options)
+
+
+def test_two_baselines_of_one_name_are_refused() -> None:
+    """The second would be measured under the name of the first."""
+    before = dict(BASELINES)
+    with pytest.raises(ValueError, match="'hf_generate' is registered already"):
+        register_baseline("hf_generate")(BASELINES["hf_static"].build)
+    assert before == BASELINES
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lp
-from launch.bench.compare import Choice, alternate, differences, first_difference, logit_gap
+from launch.bench.compare import Prediction, alternate, differences, first_difference, logit_gap
 from lp.engine.output import GenerationOutput
 from lp.engine.signals import Interrupted
 
@@ -92,41 +92,41 @@ def test_a_choice_is_that_of_plain_decoding(model: LlamaForCausalLM, sampling: l
     model = model.double()
     tokens = lp.AutoregressiveDecoder(model).generate([1, 2, 3], 20, sampling, eos_token_id=()).tokens
     for at, token in enumerate(tokens):
-        choice = Choice.behind(model, [1, 2, 3, *tokens[:at]], sampling)
-        assert int(choice.scores(choice.logits).argmax()) == token
+        prediction = Prediction.behind(model, [1, 2, 3, *tokens[:at]], sampling)
+        assert int(prediction.scores(prediction.logits).argmax()) == token
 
 
-def _choice(probabilities: list[float], **sampling: float) -> Choice:
+def _prediction(probabilities: list[float], **sampling: float) -> Prediction:
     logits = torch.tensor(probabilities, dtype=torch.float64).log()
-    return Choice(prefix=[1], logits=logits, near_tie=1e-4, sampling=lp.SamplingParams(seed=0, **sampling))  # type: ignore[arg-type]
+    return Prediction(prefix=[1], logits=logits, near_tie=1e-4, sampling=lp.SamplingParams(seed=0, **sampling))  # type: ignore[arg-type]
 
 
 def test_a_near_tie_is_one_of_scores(model: LlamaForCausalLM) -> None:
     """Two close logits explain nothing where the noise keeps them apart, nor far ones where it does not."""
-    noise = (_choice([0.5, 0.5])).scores(torch.zeros(2, dtype=torch.float64))
+    noise = (_prediction([0.5, 0.5])).scores(torch.zeros(2, dtype=torch.float64))
     drawn, other = int(noise.argmax()), int(noise.argmin())
-    assert not _choice([0.5, 0.5]).may_be(other, drawn)
+    assert not _prediction([0.5, 0.5]).may_be(other, drawn)
     logits = -noise  # the noise makes up for it
     assert logit_gap(model, [1]) > 0 and abs(float(logits[0] - logits[1])) > 0.01
-    tied = Choice(prefix=[1], logits=logits, near_tie=1e-4, sampling=lp.SamplingParams(seed=0))
+    tied = Prediction(prefix=[1], logits=logits, near_tie=1e-4, sampling=lp.SamplingParams(seed=0))
     assert tied.may_be(0, 1) and tied.may_be(1, 0)
     assert tied.gap() == pytest.approx(0.0, abs=1e-12)
 
 
 def test_the_edge_of_a_warper_is_a_near_tie() -> None:
     """Top-p drops a token whose share is a rounding error too small: with it goes a choice that was no close call."""
-    best_noise = int(_choice([1 / 3] * 3).scores(torch.zeros(3, dtype=torch.float64)).argmax())
+    best_noise = int(_prediction([1 / 3] * 3).scores(torch.zeros(3, dtype=torch.float64)).argmax())
     last, first = best_noise, (best_noise + 1) % 3
     probabilities = [0.0] * 3
     probabilities[first], probabilities[3 - first - last], probabilities[last] = 0.4, 0.35, 0.25
-    edge, inside = _choice(probabilities, top_p=0.75 - 1e-6), _choice(probabilities, top_p=0.7)
+    edge, inside = _prediction(probabilities, top_p=0.75 - 1e-6), _prediction(probabilities, top_p=0.7)
     chosen = int(inside.scores(inside.logits).argmax())
     assert chosen != last and edge.may_be(last, chosen) and not inside.may_be(last, chosen)
 
 
 def test_a_single_token_left_has_no_gap() -> None:
     """JSON has no infinity."""
-    assert _choice([0.9, 0.1], top_k=1).gap() is None
+    assert _prediction([0.9, 0.1], top_k=1).gap() is None
 
 
 def test_rejection_promises_no_equal_tokens(model: LlamaForCausalLM) -> None:

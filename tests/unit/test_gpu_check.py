@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.gpu_table import Figure, parity
+from launch.bench.tables.gpu import Figure, parity
 from tests.conftest import Processes
 
 COMMAND = ["bash", "scripts/gpu_check.sh"]
@@ -21,11 +21,11 @@ def test_the_dry_run_goes_all_the_way(processes: Processes, tmp_path: Path) -> N
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
     assert (found["model"], found["device"], found["W"], found["G"]) == ("codellama_7b", "cpu", 4, 12)
-    values = {figure["what"]: figure["value"] for figure in found["figures"]}
-    wanted = {"attention sdpa float32", "attention eager bfloat16", "t(1) over reading the weights", "t(16) / t(1)"}
-    wanted |= {"host and exchange / step", "tokens/s, transformers generate", "tokens/s, lookahead"}
-    wanted |= {"attention flash float32", "step, capture=off, flash float32"}
-    assert wanted <= values.keys() and None not in {values[name] for name in wanted}
+    values = {figure["name"]: figure["value"] for figure in found["figures"]}
+    expected = {"attention sdpa float32", "attention eager bfloat16", "t(1) over reading the weights", "t(16) / t(1)"}
+    expected |= {"host and exchange / step", "tokens/s, transformers generate", "tokens/s, lookahead"}
+    expected |= {"attention flash float32", "step, capture=off, flash float32"}
+    assert expected <= values.keys() and None not in {values[name] for name in expected}
     assert {path.name for path in tmp_path.iterdir()} >= {"parity.xml", "profile.json", "figures.txt"}
 
 
@@ -49,15 +49,15 @@ def test_the_table_counts_what_failed(tmp_path: Path) -> None:
     """The worst error is that of a failed test, and a backend that refused every case has none."""
 
     def case(dtype: str, error: float | None, child: str = "") -> str:
-        told = {"part": "attention flash", "dtype": dtype}
-        told |= {} if error is None else {"error": str(error), "tolerance": "0.1"}
-        properties = "".join(f'<property name="{name}" value="{value}"/>' for name, value in told.items())
+        recorded = {"part": "attention flash", "dtype": dtype}
+        recorded |= {} if error is None else {"error": str(error), "tolerance": "0.1"}
+        properties = "".join(f'<property name="{name}" value="{value}"/>' for name, value in recorded.items())
         return f"<testcase><properties>{properties}</properties>{child}</testcase>"
 
     cases = [case("bf16", 0.05), case("bf16", 0.2, "<failure/>"), case("float64", None, "<skipped/>"), "<testcase/>"]
     report = tmp_path / "parity.xml"
     report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
     half, double = parity(report)
-    assert half == Figure(what="attention flash bf16", value=0.2, limit=0.1, note="2 tests, 1 FAILED")
+    assert half == Figure(name="attention flash bf16", value=0.2, limit=0.1, note="2 tests, 1 FAILED")
     assert half.verdict == "MISSED"
-    assert double == Figure(what="attention flash float64", value=None, note="1 tests, 1 refused")
+    assert double == Figure(name="attention flash float64", value=None, note="1 tests, 1 refused")

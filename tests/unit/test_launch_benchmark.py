@@ -1,4 +1,4 @@
-"""launch.benchmark from its arguments to its rows, resumed, swept, and killed at random moments."""
+"""launch.benchmark from its arguments to its records, resumed, swept, and killed at random moments."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 import launch.app
 import lp
-from launch.bench.records import load_rows
+from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
+from launch.bench.records import load_records
+from launch.bench.session import ModelCache, on_main, open_bench
 from launch.bench.summary import totals
-from launch.bench_session import KeptModel, on_main, open_bench
 from launch.benchmark import benchmark
 from launch.schema import BenchmarkConfig
+from lp.engine.decoder import Decoder
 from lp.engine.signals import Terminated
 from lp.models.loader import Loaded, load
 from lp.parallel.context import ParallelContext
@@ -38,57 +40,57 @@ TIMED = ("prefill_s", "decode_s", "tokens_per_s", "time", "split")
 
 @pytest.fixture
 def bench(start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path) -> Callable[..., Ran]:
-    """launch.benchmark with a tiny model in float64, its rows in `tmp_path`/out unless told otherwise."""
+    """launch.benchmark with a tiny model in float64, its records in `tmp_path`/out unless out= is given."""
 
     def start(*overrides: str) -> Ran:
-        given = {override.split("=")[0] for override in overrides}
-        defaults = [d for d in [*SMALL, f"out={tmp_path / 'out'}"] if d.split("=")[0] not in given]
-        defaults += [f"model.name={tiny_folder}"] * ("model.name" not in given)
-        return start_app(partial(benchmark, kept=KeptModel()), "benchmark", *overrides, *defaults)
+        keys = {override.split("=")[0] for override in overrides}
+        defaults = [*SMALL, f"out={tmp_path / 'out'}", f"model.name={tiny_folder}"]
+        defaults = [default for default in defaults if default.split("=")[0] not in keys]
+        return start_app(partial(benchmark, models=ModelCache()), "benchmark", *overrides, *defaults)
 
     return start
 
 
-def _untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
+def _untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key not in TIMED} for record in records]
 
 
 def test_what_runs_on_rank_0_is_built_there_alone(
     start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Every rank would measure step times while the others do, and keep cache and graphs that nobody uses."""
+    """Every rank would measure step times while the others do, and hold a cache and graphs that nobody uses."""
     configs: list[BenchmarkConfig] = []
     asked = [*SMALL, f"model.name={tiny_folder}", f"out={tmp_path}", "methods=[lookahead,lookahead@1,autoregressive]"]
     start_app(configs.append, "benchmark", *asked)
     loaded = load(str(tiny_folder), "float64")
 
-    class Kept(KeptModel):
+    class LoadedModel(ModelCache):
         def __init__(self, context: ParallelContext) -> None:
             self.context = context
 
         def open(self, config: BenchmarkConfig) -> tuple[ParallelContext, Loaded]:
             return self.context, loaded
 
-    benches = run_lockstep(2, lambda context: open_bench(configs[0], Kept(context)))
+    benches = run_lockstep(2, lambda context: open_bench(configs[0], LoadedModel(context)))
     assert [[*bench.decoders] for bench in benches] == [["lookahead", "lookahead@1", "autoregressive"], ["lookahead"]]
 
 
-def test_rows_say_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:
+def test_records_hold_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:
     """A figure without its setting is worth nothing a week later."""
     ran = bench()
     assert ran.code == 0, ran.err
-    rows = load_rows(tmp_path / "out")
-    assert [(row["index"], row["method"]) for row in rows] == [(i, m) for i in range(3) for m in METHODS]
-    for row in rows:
-        assert row["tokens"] == 16 and row["equal"] is True and row["difference"] is None
-        lengths = {int(length): count for length, count in row["accepted"].items()}
-        assert sum(lengths.values()) == row["steps"]
-        assert sum((length + 1) * count for length, count in lengths.items()) >= row["tokens"]
-        assert row["S"] == row["tokens"] / row["steps"] and row["prefill_s"] > 0
-        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["decode_s"])
-        assert (row["settings"]["W"], row["settings"]["ranks"], row["settings"]["dtype"]) == (4, 1, "float64")
-        assert {"torch", "transformers", "lp"} <= {*row["versions"]} and row["hardware"].endswith(" cores")
-        assert len(row["split"]) == 1 and row["split"][0]["forward_ms"] > 0
+    records = load_records(tmp_path / "out")
+    assert [(record["index"], record["method"]) for record in records] == [(i, m) for i in range(3) for m in METHODS]
+    for record in records:
+        assert record["tokens"] == 16 and record["equal"] is True and record["difference"] is None
+        lengths = {int(length): count for length, count in record["accepted"].items()}
+        assert sum(lengths.values()) == record["steps"]
+        assert sum((length + 1) * count for length, count in lengths.items()) >= record["tokens"]
+        assert record["S"] == record["tokens"] / record["steps"] and record["prefill_s"] > 0
+        assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["decode_s"])
+        assert (record["settings"]["W"], record["settings"]["ranks"], record["settings"]["dtype"]) == (4, 1, "float64")
+        assert {"torch", "transformers", "lp"} <= {*record["versions"]} and record["hardware"].endswith(" cores")
+        assert len(record["split"]) == 1 and record["split"][0]["forward_ms"] > 0
     assert "vs plain" in ran.out and "equal" in ran.out and f"records: {tmp_path}" in ran.out and "{" not in ran.out
     again = bench("output=json")
     last = json.loads(again.out)
@@ -98,13 +100,31 @@ def test_rows_say_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_p
     assert len(bench("output=json", "limit=1").out.splitlines()) == 1
 
 
+def test_a_new_baseline_is_one_registration(bench: Callable[..., Ran], tmp_path: Path) -> None:
+    """A table, an app or a message that lists baselines by hand would not know it."""
+    assert "'toy'; it must be one of" in bench("methods=[toy]").err
+
+    @register_baseline("toy")
+    def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+        return lp.AutoregressiveDecoder(model)
+
+    try:
+        ran = bench("methods=[toy,autoregressive]", "limit=1")
+    finally:
+        del BASELINES["toy"]
+    assert ran.code == 0, ran.err
+    toy, plain = load_records(tmp_path / "out")
+    assert (toy["method"], toy["equal"], toy["text"]) == ("toy", True, plain["text"])
+    assert toy["steps"] == toy["tokens"] == 16
+
+
 def test_a_second_run_measures_only_what_is_missing(bench: Callable[..., Ran], tmp_path: Path) -> None:
     bench("limit=2")
-    before = load_rows(tmp_path / "out")
+    before = load_records(tmp_path / "out")
     assert bench("limit=3").code == 0
-    rows = load_rows(tmp_path / "out")
-    assert rows[: len(before)] == before and len(rows) == 9
-    assert bench("limit=3").code == 0 and load_rows(tmp_path / "out") == rows
+    records = load_records(tmp_path / "out")
+    assert records[: len(before)] == before and len(records) == 9
+    assert bench("limit=3").code == 0 and load_records(tmp_path / "out") == records
     assert bench("limit=2", "max_new_tokens=5").code == 0  # other settings have a file of their own
     assert len([*(tmp_path / "out").iterdir()]) == 2
 
@@ -115,20 +135,20 @@ def test_other_prompts_are_not_mixed_in(bench: Callable[..., Ran], tmp_path: Pat
     assert bench("task=humaneval", f"task.path={task}").code == 0
     task.write_text('{"prompt": "import sys"}\n')
     ran = bench("task=humaneval", f"task.path={task}")
-    assert ran.code == 2 and "has rows of another prompt 0" in ran.err
+    assert ran.code == 2 and "has records of another prompt 0" in ran.err
 
 
 def _benchmark(arguments: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    torch.set_num_threads(1)  # as in the process of the tests: rows of another number are other rows
+    torch.set_num_threads(1)  # as in the process of the tests: records of another number are other records
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["app", *arguments])
-        launch.app.run(partial(benchmark, kept=KeptModel()), "benchmark")
+        launch.app.run(partial(benchmark, models=ModelCache()), "benchmark")
 
 
 @pytest.mark.parametrize("kills", [3])
 def test_killed_at_random_moments(bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path, kills: int) -> None:
-    """SIGKILL leaves no time to say goodbye: no row may be lost, none written twice."""
+    """SIGKILL leaves no time to say goodbye: no record may be lost, none written twice."""
     asked = [*SMALL[:-1], "limit=5", f"model.name={tiny_folder}"]
     killed, rng = tmp_path / "killed", random.Random(os.getpid())
     server = multiprocessing.get_context("forkserver")  # a fork of this process has its threads' locks, not its threads
@@ -145,7 +165,7 @@ def test_killed_at_random_moments(bench: Callable[..., Ran], tmp_path: Path, tin
         assert process.exitcode in (-signal.SIGKILL, 0)  # 0: it was done already
         seen = next(killed.glob("*")).stat().st_size
     assert bench("limit=5", f"out={killed}").code == 0 and bench("limit=5").code == 0
-    assert _untimed(load_rows(killed)) == _untimed(load_rows(tmp_path / "out"))
+    assert _untimed(load_records(killed)) == _untimed(load_records(tmp_path / "out"))
 
 
 def test_ctrl_c_keeps_finished_prompts(
@@ -163,7 +183,7 @@ def test_ctrl_c_keeps_finished_prompts(
     monkeypatch.setattr(module, "_measure", interrupted)
     ran = bench("output=json")
     assert ran.code == 130 and '"prompts": 2' in ran.out
-    assert len(load_rows(tmp_path / "out")) == 6
+    assert len(load_records(tmp_path / "out")) == 6
 
 
 def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path) -> None:
@@ -173,9 +193,9 @@ def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path
     asked = ["decoder=lookahead_paper", f"methods=[{','.join(names)}]", f"draft={tiny_folder}", "sampling=sample"]
     ran = bench(*asked, "sampling.temperature=0.7", "limit=1")
     assert ran.code == 0, ran.err
-    rows = load_rows(tmp_path / "out")
-    assert [row["method"] for row in rows] == names and all(row["equal"] for row in rows)
-    assert len({row["text"] for row in rows}) == 1 and rows[0]["settings"]["decoder"]["window_size"] == 4
+    records = load_records(tmp_path / "out")
+    assert [record["method"] for record in records] == names and all(record["equal"] for record in records)
+    assert len({record["text"] for record in records}) == 1 and records[0]["settings"]["decoder"]["window_size"] == 4
 
 
 @pytest.mark.parametrize(
@@ -232,9 +252,9 @@ def test_quality_says_where_a_method_parts_and_what_it_wrote(bench: Callable[...
     task = tmp_path / "t.jsonl"
     task.write_text(json.dumps({"prompt": "import os\n", "reference": "import sys"}) + "\n")
     assert bench("quality=true", "task=humaneval", f"task.path={task}").code == 0
-    ours, plain, wrong = load_rows(tmp_path / "out")
-    assert ours["quality"] == plain["quality"] and ours["quality"]["parts_at"] is None
-    assert wrong["equal"] is False and wrong["quality"]["parts_at"] == 5 and wrong["quality"]["near_tie"] is False
+    ours, plain, wrong = load_records(tmp_path / "out")
+    assert ours["quality"] == plain["quality"] and ours["quality"]["differs_at"] is None
+    assert wrong["equal"] is False and wrong["quality"]["differs_at"] == 5 and wrong["quality"]["near_tie"] is False
     at = wrong["difference"]
     assert at["plain_logit"] > at["logit"] and at["gap"] > 0
     assert wrong["quality"]["perplexity"] != ours["quality"]["perplexity"] > 1
@@ -256,7 +276,7 @@ def test_a_question_is_asked_in_the_models_template(
     for name, chat in [(chatty, "true"), (chatty, "false"), (tiny_folder, "true")]:
         asked = ["task=gsm8k", f"task.chat={chat}", f"task.path={task}", "methods=[autoregressive]", "output=json"]
         assert bench(*asked, f"model.name={name}", f"out={tmp_path / str(len(said))}").code == 0
-        said.append(load_rows(tmp_path / str(len(said)))[0]["prompt_tokens"])
+        said.append(load_records(tmp_path / str(len(said)))[0]["prompt_tokens"])
     assert said == [len(tokenizer("Q: hello A:")["input_ids"]), *[len(tokenizer("hello")["input_ids"])] * 2]
 
 
@@ -266,7 +286,7 @@ def test_prompts_without_room_are_left_out(bench: Callable[..., Ran], tmp_path: 
     task.write_text("".join(json.dumps({"prompt": "x = 1\n" * times}) + "\n" for times in (1, 500, 2)))
     ran = bench("task=humaneval", f"task.path={task}")
     assert ran.code == 0 and "1 of 3 prompts left out: as long as the model's context of 256" in ran.err
-    assert [row["index"] for row in load_rows(tmp_path / "out")][::3] == [0, 2]
+    assert [record["index"] for record in load_records(tmp_path / "out")][::3] == [0, 2]
     task.write_text(json.dumps({"prompt": "x = 1\n" * 500}) + "\n")
     ran = bench("task=humaneval", f"task.path={task}", f"out={tmp_path / 'none'}")
     assert ran.code == 2 and "none of 1 prompts is shorter than the model's context of 256" in ran.err
@@ -281,7 +301,7 @@ def test_a_sweep_goes_on_behind_a_failed_job(
     assert ran.code == 2 and "job 2 failed with exit code 2: " in ran.err and "1 failed; " in ran.err
     again = bench("-m", "W=2,1", "limit=1", "out=null", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert again.code == 0, again.err  # what failed then is not said again
-    found = totals(load_rows(tmp_path / "sweep"))
+    found = totals(load_records(tmp_path / "sweep"))
     assert sorted({total.setting["W"] for total in found}) == [1, 2, 3]
     table = ran.out[ran.out.rindex("  W ") :]
     assert [line.split()[:2] for line in table.splitlines() if line[:3] in ("  2", "  3")] == [

@@ -35,7 +35,7 @@ def test_a_line_of_json(launch_profile: Callable[..., Ran], tmp_path: Path) -> N
         1,
         True,
     )
-    assert [point["rows"] for point in found["curve"]] == [1, 3]
+    assert [point["num_tokens"] for point in found["step_times"]] == [1, 3]
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert found["speeds"] == {} and found["picture"] is None  # three ranks are not one text's speed
     assert not list(tmp_path.iterdir())
@@ -71,7 +71,7 @@ BAD = {
     "model=codellama_8b": "Could not find 'model/codellama_8b' Available options in 'model': codellama_13b",
     "model=codellama_7b shape.layers=99": "shape.layers is 99; it must be an integer in [1, 32]",
     "model=codellama_7b model.dtype=auto": "dtype is 'auto'",
-    "decoder=autoregressive": "decoder.name is 'autoregressive', which runs no steps of rows",
+    "decoder=autoregressive": "decoder.name is 'autoregressive', which runs no lookahead steps",
     "shape.width=2": "unknown config key 'shape.width'; known here: layers, divide",
 }
 

@@ -1,4 +1,4 @@
-"""What launch.profile measures is what it says: work counted, attention left out, the right rank's rows."""
+"""The profile measures what its report names: work counted, attention left out, the right rank's tokens."""
 
 from __future__ import annotations
 
@@ -40,25 +40,26 @@ def _decode(decoder: Decoder) -> GenerationOutput:
 
 def test_the_work_counted_is_the_work_done() -> None:
     """torch's own counter of floating-point operations is the oracle, GQA and an untied head included."""
-    rows, prefix = 5, 11
+    num_tokens = 5
+    prefix = 11
     for name in ("codellama_34b", "qwen2_5_coder_7b"):
         model = build_shape(shape_config(name, layers=2, divide=4), "float32", CPU)
         model.set_attn_implementation("eager")
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
             past = model(torch.arange(prefix)[None]).past_key_values
             before = counter.get_total_flops()
-            model(torch.arange(rows)[None], past_key_values=past)
+            model(torch.arange(num_tokens)[None], past_key_values=past)
         done = counter.get_total_flops() - before
-        assert Work.of(model).flop(rows, prefix) == pytest.approx(done, rel=1e-3)
+        assert Work.of(model).flop(num_tokens, prefix) == pytest.approx(done, rel=1e-3)
         keys = past.layers[0].keys
-        assert Work.of(model).kv_row_bytes == 2 * 2 * keys.nbytes // keys.shape[2]
+        assert Work.of(model).kv_token_bytes == 2 * 2 * keys.nbytes // keys.shape[2]
         bytes_of_all = sum(p.nbytes for p in model.parameters())
         assert Work.of(model).weight_bytes == bytes_of_all - model.get_input_embeddings().weight.nbytes
 
 
 def test_the_floor_is_the_dearer_of_bytes_and_products() -> None:
-    """Few rows wait for weights, many for arithmetic."""
-    work = Work(weight_bytes=1000, kv_row_bytes=10, row_flop=90, head_flop=10, key_flop=1)
+    """Few tokens wait for weights, many for arithmetic."""
+    work = Work(weight_bytes=1000, kv_token_bytes=10, token_flop=90, head_flop=10, key_flop=1)
     ceilings = Ceilings(bytes_per_s=100.0, flop_per_s=100.0)
     assert work.floor_s(1, 9, ceilings) == (1000 + 10 * 10) / 100
     assert work.floor_s(100, 0, ceilings) == 100 * (90 + 10 + 100) / 100
@@ -117,7 +118,7 @@ def test_an_old_attention_is_said_not_to_be_left_out() -> None:
 @pytest.mark.parametrize("kv_sync", ["recompute", "broadcast"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_one_rank_alone_does_what_it_did_among_all(rank: int, kv_sync: str) -> None:
-    """Another share of the rows, or another text, would be profiled as that rank's."""
+    """Another share of the tokens, or another text, would be profiled as that rank's."""
     model = tiny_model()
     config = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6, kv_sync=lp.KVSync(kv_sync))
 
@@ -126,25 +127,25 @@ def test_one_rank_alone_does_what_it_did_among_all(rank: int, kv_sync: str) -> N
 
     among = run_lockstep(3, lambda context: _decode(build(context)))[rank]
     again = replayed(build, _decode, rank, 3, record(build, _decode, 3))
-    for _ in range(2):  # the tape is rewound
+    for _ in range(2):  # it is rewound
         alone = again()
         assert alone.tokens == among.tokens == plain_greedy(model, IDS, 12)
         assert [s.num_tokens for s in alone.step_stats] == [s.num_tokens for s in among.step_stats]
 
 
-def test_a_replay_of_something_else_is_told() -> None:
-    """Other steps, heard as if they were the tape's, would be timed as that rank's."""
+def test_a_replay_of_another_decode_fails() -> None:
+    """Other steps, with the recorded messages, would be timed as that rank's."""
     build = _build(tiny_model())
-    tape = record(build, _decode, 3)
+    recorded = record(build, _decode, 3)
 
     def decode(decoder: lp.LookaheadDecoder) -> GenerationOutput:
         decoder.budget = lambda temperature: FixedBudget(replace(CONFIG, window_size=3))  # type: ignore[method-assign]
         return _decode(decoder)
 
     with pytest.raises(RuntimeError, match="rank 1 differs from rank 0, 2 at step 0"):
-        replayed(build, decode, 1, 3, tape)()
+        replayed(build, decode, 1, 3, recorded)()
     with pytest.raises(ValueError, match="the prompt of rank 1 differs"):
-        replayed(build, lambda decoder: decoder.generate(IDS[1:], 12), 1, 3, tape)()
+        replayed(build, lambda decoder: decoder.generate(IDS[1:], 12), 1, 3, recorded)()
 
 
 def test_a_replay_can_be_interrupted() -> None:
@@ -171,14 +172,14 @@ def test_a_pool_of_other_texts_has_no_tape() -> None:
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (3, 2)])
 def test_a_profile_adds_up(ranks: int, rank: int) -> None:
-    """Shares that do not sum to the step, or rows of another rank, would be believed."""
+    """Shares that do not sum to the step, or tokens of another rank, would be reported."""
     model = tiny_model(dtype=torch.float32)
-    plan = Plan(prefix=len(IDS) - 1, rows=(4, 1), tokens=6, rounds=2, ranks=ranks, rank=rank)
+    plan = Plan(prefix=len(IDS) - 1, sizes=(4, 1), max_new_tokens=6, rounds=2, ranks=ranks, rank=rank)
     found = profile(model, _build(model), _build(model), IDS, plan, ParallelContext())
-    assert [point.rows for point in found.curve] == [1, 4] and found.curve[0].ratio == 1
-    for point in found.curve:
-        assert point.seconds * point.bytes_per_s == pytest.approx(found.work.moved_bytes(point.rows, plan.prefix))
-        floor_s = found.work.floor_s(point.rows, plan.prefix, found.ceilings)
+    assert [point.num_tokens for point in found.step_times] == [1, 4] and found.step_times[0].ratio == 1
+    for point in found.step_times:
+        assert point.seconds * point.bytes_per_s == pytest.approx(found.work.moved_bytes(point.num_tokens, plan.prefix))
+        floor_s = found.work.floor_s(point.num_tokens, plan.prefix, found.ceilings)
         assert point.floor == pytest.approx(point.seconds / floor_s)
     step = found.step
     assert list(step.parts) == ["attention", "LM head", "other layers", "exchange", "host"]
@@ -187,7 +188,7 @@ def test_a_profile_adds_up(ranks: int, rank: int) -> None:
     assert (step.max_tokens < 6 * 3 + 6 * 3) == (ranks > 1)
     assert not step.real_exchange
     assert found.over_weights == pytest.approx(
-        found.curve[0].seconds / (found.work.weight_bytes / found.ceilings.bytes_per_s)
+        found.step_times[0].seconds / (found.work.weight_bytes / found.ceilings.bytes_per_s)
     )
 
 
@@ -196,12 +197,12 @@ def test_running_ranks_exchange_in_earnest() -> None:
     model = tiny_model(dtype=torch.float32)
 
     def body(context: ParallelContext) -> tuple[bool, int]:
-        plan = Plan(prefix=len(IDS) - 1, rows=(1,), tokens=4, rounds=1, ranks=2, rank=context.rank)
+        plan = Plan(prefix=len(IDS) - 1, sizes=(1,), max_new_tokens=4, rounds=1, ranks=2, rank=context.rank)
         step = profile(model, _build(model), _build(model), IDS, plan, context).step
         return step.real_exchange, step.max_tokens
 
-    (first, rows_0), (second, rows_1) = run_lockstep(2, body)
-    assert first and second and abs(rows_0 - rows_1) <= 3
+    (first, count_0), (second, count_1) = run_lockstep(2, body)
+    assert first and second and abs(count_0 - count_1) <= 3
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

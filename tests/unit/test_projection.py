@@ -54,7 +54,7 @@ def test_one_rank_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return step(self)
 
     monkeypatch.setattr(Generation, "step", watched)
-    assert projection.tape and {rank for _, rank in ran} == {0, 1, 2}
+    assert projection.recorded and {rank for _, rank in ran} == {0, 1, 2}
     steps = len(ran) // 3
     ran.clear()
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_one_rank_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("sampling", [None, lp.SamplingParams(temperature=0.9, seed=5)])
 def test_shares_are_those_of_ranks(ranks: int, sampling: lp.SamplingParams | None) -> None:
-    """The tokens, steps, rows and bytes of a real group of ranks, or its time is another group's."""
+    """The tokens, steps, step tokens and bytes of a real group of ranks, or its time is another group's."""
     model, given = tiny_model(), list[int]()
 
     def decode(decoder: lp.LookaheadDecoder) -> lp.GenerationOutput:
@@ -81,11 +81,11 @@ def test_shares_are_those_of_ranks(ranks: int, sampling: lp.SamplingParams | Non
     real, runs = run_lockstep(ranks, body), [projection.run(), projection.run()]
     for run in runs:
         assert [output.tokens for output in run] == [real[0].tokens] * ranks
-        assert [_rows(output) for output in run] == [_rows(output) for output in real]
+        assert [_step_tokens(output) for output in run] == [_step_tokens(output) for output in real]
     found = projection.summed(runs)
     assert (found.ranks, found.tokens, found.steps) == (ranks, len(real[0].tokens), real[0].steps)
-    largest = [max(rows) for rows in zip(*map(_rows, real), strict=True)]
-    assert found.rows == pytest.approx(sum(largest) / found.steps)
+    largest = [max(sizes) for sizes in zip(*map(_step_tokens, real), strict=True)]
+    assert found.num_tokens == pytest.approx(sum(largest) / found.steps)
     assert 0 < found.compute_s == found.forward_s + found.host_s and found.payload_bytes == given[-1]
     assert found.decode_s(LINK) == found.compute_s + found.steps * LINK.all_gather_s(ranks, found.payload_bytes)
 
@@ -101,7 +101,7 @@ class Weighed(LockstepContext):
         return super().all_gather(row)
 
 
-def _rows(output: lp.GenerationOutput) -> list[int]:
+def _step_tokens(output: lp.GenerationOutput) -> list[int]:
     return [step.num_tokens for step in output.step_stats]
 
 
@@ -123,7 +123,14 @@ def test_a_second_collective_is_refused() -> None:
 
 def _projected(ranks: int, compute_s: float) -> Projected:
     return Projected(
-        ranks=ranks, tokens=100, steps=50, compute_s=compute_s, forward_s=compute_s, host_s=0, rows=9, payload_bytes=0
+        ranks=ranks,
+        tokens=100,
+        steps=50,
+        compute_s=compute_s,
+        forward_s=compute_s,
+        host_s=0,
+        num_tokens=9,
+        payload_bytes=0,
     )
 
 
@@ -188,7 +195,7 @@ def test_user_errors(scale: Callable[..., Ran], overrides: list[str], said: str)
     assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err
 
 
-def test_rows_of_an_earlier_setting_are_not_mixed_in(
+def test_records_of_an_earlier_setting_are_not_mixed_in(
     monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
 ) -> None:
     """Two lines that look alike, and an efficiency over the wrong one."""
@@ -199,7 +206,7 @@ def test_rows_of_an_earlier_setting_are_not_mixed_in(
         row = {"index": 0, "method": "lookahead", "prompt_digest": "x", "settings": {"max_new_tokens": tokens}}
         (folder / f"{tokens}.jsonl").write_text(json.dumps(row) + "\n")
     ran = scale("ranks=[1]", f"out={tmp_path}")
-    assert ran.code == 2 and "has rows of other settings too" in ran.err and "give another out=" in ran.err
+    assert ran.code == 2 and "has records of other settings too" in ran.err and "give another out=" in ran.err
 
 
 def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,6 @@ def test_rouge() -> None:
 def test_assessed_text_says_where_it_parts() -> None:
     parted = Difference(method="x", position=2, token=1, plain_token=2, gap=0.1, near_tie=True)
     found = assess(tiny_model(), [1, 2], [3, 3, 3], "words", None, parted)
-    assert (found["parts_at"], found["near_tie"], found["rouge"]) == (2, True, None)
+    assert (found["differs_at"], found["near_tie"], found["rouge"]) == (2, True, None)
     assert found["distinct"] == {"1": 1 / 3, "2": 1 / 2, "3": 1.0, "4": None}
-    assert assess(tiny_model(), [1, 2], [3], "words", None, None)["parts_at"] is None
+    assert assess(tiny_model(), [1, 2], [3], "words", None, None)["differs_at"] is None

@@ -28,20 +28,20 @@ def test_replay_equals_the_decoder(cases: Callable[[int, int], range]) -> None:
         output = lp.LookaheadDecoder(model, lookup).generate(ids, 60, eos_token_id=() if eos is None else eos)
         source = PromptLookup(lookup, ids)
         run = replay(source, ids, output.tokens, lookup.num_tokens, max_new_tokens=60)
-        assert (run.tokens, run.steps, run.rows) == (len(output.tokens), output.steps, output.mean_tokens)
+        assert (run.tokens, run.steps, run.tokens_a_step) == (len(output.tokens), output.steps, output.mean_tokens)
 
 
 @pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").exists(), reason="the demo model's weights are not here")
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 def test_replay_equals_the_demo_run(temperature: float) -> None:
-    """The figures that replays are made for: S and rows of text that a model wrote, sampled text too."""
+    """The figures that replays are made for: S and step tokens of text that a model wrote, sampled text too."""
     loaded = load("demo")
     sampling = lp.SamplingParams(temperature=temperature, seed=0) if temperature else None
     for prompt in load_builtin(3):
         ids = loaded.tokenizer(prompt.text)["input_ids"]
         output = lp.LookaheadDecoder(loaded.model, lp.PromptLookupConfig()).generate(ids, 96, sampling)
         run = replay(PromptLookup(lp.PromptLookupConfig(), ids), ids, output.tokens, 10, max_new_tokens=96)
-        assert (run.compression, run.rows) == (output.compression, output.mean_tokens)
+        assert (run.compression, run.tokens_a_step) == (output.compression, output.mean_tokens)
 
 
 class _Forks:
@@ -68,7 +68,7 @@ def test_replay_walks_trees() -> None:
     source = _Forks()
     run = replay(source, [1, 2], [5, 6, 7, 8, 5, 6, 1], 10)
     assert source.seen == [(6, 4), (9, 3)]
-    assert (run.steps, run.slots) == (2, 1 + 5 + 1 + 3)  # in the last step nodes at depth 3 would be past the end
+    assert (run.steps, run.step_tokens) == (2, 1 + 5 + 1 + 3)  # in the last step nodes at depth 3 would be past the end
 
 
 def test_texts_round_trip(tmp_path: Path) -> None:
@@ -78,5 +78,5 @@ def test_texts_round_trip(tmp_path: Path) -> None:
     path.write_text("".join(text.line() for text in texts) + texts[0].line()[:20])
     assert load_texts(path) == texts
     path.write_text(texts[0].line() + '{"task": 3}\n')
-    with pytest.raises(ValueError, match=r"line 2 is no text .* write the file with scripts/texts.py"):
+    with pytest.raises(ValueError, match=r"line 2 is no text .* write the file with scripts/tables.py texts"):
         load_texts(path)

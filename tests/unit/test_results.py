@@ -1,38 +1,29 @@
-"""docs/results.md is what its rows say; the tables of a report, its plots and its file."""
+"""docs/results.md is made of its records; the tables of a report, its plots and its file."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from launch.bench.plots import heat_map
-from launch.bench.records import RecordFile, digest, load_rows
+from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import read_lines, write_report
 from launch.bench.scaling import errors, measured_lines
 from launch.bench.summary import HEADS, Total, cells, ordered, totals, varying
+from launch.bench.tables import results
 from tests.conftest import ROOT
 
 PNG = b"\x89PNG"
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_what_its_rows_say() -> None:
-    """A figure edited by hand, or rows measured again without the page."""
-    module = _script("results")
-    assert module.PAGE.read_text(encoding="utf-8") == module.page()
-    assert "2 x86-64 cores, torch 2.13.0" in module.page() and "**projected**" in module.page()
+def test_the_page_is_made_of_its_records() -> None:
+    """A figure edited by hand, or records measured again without the page."""
+    written = results.PAGE.read_text(encoding="utf-8")
+    assert results.page() == written, "run python scripts/tables.py results"
+    assert "2 x86-64 cores, torch 2.13.0" in written and "**projected**" in written
 
 
 @pytest.mark.parametrize("model", ["wide", "demo"])
@@ -42,11 +33,11 @@ def test_a_projection_of_two_ranks_is_near_what_was_measured(model: str) -> None
     assert found.keys() == {("lookahead", 2)} and all(abs(error) <= 0.2 for error in found.values())
 
 
-def _row(index: int, method: str, setting: dict[str, Any], steps: int, seconds: float) -> dict[str, Any]:
+def _record(index: int, method: str, setting: dict[str, Any], steps: int, seconds: float) -> dict[str, Any]:
     settings = {"model": "m", "parameters": 1_000_000, "ranks": 1, "decoder": {}, "methods": [], **setting}
     return {
         "index": index, "method": method, "prompt_digest": digest(index), "task": setting["task"], "settings": settings,
-        "tokens": 100, "steps": steps, "decode_s": seconds, "prefill_s": 0.1, "rows_a_step": float(setting["W"]),
+        "tokens": 100, "steps": steps, "decode_s": seconds, "prefill_s": 0.1, "tokens_a_step": float(setting["W"]),
         "accepted": {"0": steps}, "equal": True, "hardware": "a machine", "versions": {"torch": "1"},
     }  # fmt: skip
 
@@ -55,15 +46,15 @@ def _write(folder: Path, settings: list[dict[str, Any]]) -> None:
     for number, setting in enumerate(settings):
         file = RecordFile(folder / f"{number}.jsonl", ["lookahead", "autoregressive"])
         for index in range(2):
-            ours = _row(index, "lookahead", setting, 100 // setting["W"], 4.0 / setting["W"])
-            file.append([ours, _row(index, "autoregressive", setting, 100, 4.0)])
+            ours = _record(index, "lookahead", setting, 100 // setting["W"], 4.0 / setting["W"])
+            file.append([ours, _record(index, "autoregressive", setting, 100, 4.0)])
         file.close()
 
 
 def test_totals_of_a_sweep(tmp_path: Path) -> None:
     """Rows of different settings must not be added up, and 16 comes behind 4."""
     _write(tmp_path, [{"task": "a", "W": w, "N": 3, "G": w} for w in (16, 2, 4)])
-    found = ordered(totals(load_rows(tmp_path)))
+    found = ordered(totals(load_records(tmp_path)))
     assert varying(found) == ["W", "G"] and [t.setting["W"] for t in found] == [2, 2, 4, 4, 16, 16]
     ours = found[4]
     assert (ours.prompts, ours.tokens, ours.steps, ours.compression, ours.speedup) == (2, 200, 12, 200 / 12, 16.0)
@@ -74,7 +65,10 @@ def test_totals_of_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "plots"),
     [
-        ([{"task": "a", "W": w, "N": n, "G": 4} for w in (2, 4, 8) for n in (2, 3)], {"heat_map.png", "rows.png"}),
+        (
+            [{"task": "a", "W": w, "N": n, "G": 4} for w in (2, 4, 8) for n in (2, 3)],
+            {"heat_map.png", "step_tokens.png"},
+        ),
         ([{"task": task, "W": 2, "N": 2, "G": 2} for task in ("a", "b")], {"by_task.png"}),
     ],
 )
@@ -87,12 +81,12 @@ def test_a_report_is_one_file_with_everything(tmp_path: Path, settings: list[dic
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == len(plots) and "a machine" in page
     assert not re.search(r"(src|href)=[\"'](?!data:)|https?://|<script", page)
-    with pytest.raises(ValueError, match="holds no rows"):
+    with pytest.raises(ValueError, match="holds no records"):
         write_report(tmp_path / "nowhere")
 
 
 def test_a_report_of_projections_alone(tmp_path: Path) -> None:
-    """launch.scaling ranks=[] project=true has no rows."""
+    """launch.scaling ranks=[] project=true has no records."""
     source = ROOT / "docs" / "results" / "scaling-demo"
     for name in ("scaling.csv", "scaling.md"):
         (tmp_path / name).write_text((source / name).read_text(encoding="utf-8"), encoding="utf-8")
@@ -101,15 +95,15 @@ def test_a_report_of_projections_alone(tmp_path: Path) -> None:
     assert page.count("data:image/png;base64,") == 2 and "cores, torch" in page
 
 
-def _split(rows: float) -> dict[str, float]:
-    return {"rows": rows, "forward_ms": 2 * rows, "exchange_ms": 1.0, "host_ms": 0.5}
+def _split(num_tokens: float) -> dict[str, float]:
+    return {"num_tokens": num_tokens, "forward_ms": 2 * num_tokens, "exchange_ms": 1.0, "host_ms": 0.5}
 
 
 def test_measured_lines_are_means_over_steps() -> None:
     """A short prompt must not weigh as much as a long one, nor a method of one rank count as one of two."""
     setting = {"task": "a", "W": 2, "N": 2, "G": 4, "ranks": 2}
-    rows = [
-        _row(index, method, setting, steps, seconds) | {"split": splits}
+    records = [
+        _record(index, method, setting, steps, seconds) | {"split": splits}
         for index, steps in ((0, 10), (1, 30))
         for method, seconds, splits in (
             ("lookahead", 1.0, [_split(4 + 4 * index), _split(6)]),
@@ -117,29 +111,29 @@ def test_measured_lines_are_means_over_steps() -> None:
             ("autoregressive", 4.0, [_split(1)]),
         )
     ]
-    both, alone, plain = measured_lines(rows)
+    both, alone, plain = measured_lines(records)
     assert [(line.ranks, line.W, line.speedup) for line in (both, alone, plain)] == [
         (2, 2, 4.0), (1, 2, 2.0), (1, None, 1.0)
     ]  # fmt: skip
-    assert (both.rows, both.forward_ms) == ((10 * 6 + 30 * 8) / 40, (10 * 10 + 30 * 14) / 40)
-    assert (both.exchange_ms, both.host_ms, alone.rows) == (1.0, 0.5, 9)
+    assert (both.num_tokens, both.forward_ms) == ((10 * 6 + 30 * 8) / 40, (10 * 10 + 30 * 14) / 40)
+    assert (both.exchange_ms, both.host_ms, alone.num_tokens) == (1.0, 0.5, 9)
 
 
 def test_a_heat_map_shows_the_best_of_several_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The last one instead would be read as all that W and N can do."""
-    said = list[str]()
+    texts: list[str] = []
     save = "matplotlib.figure.Figure.savefig"
-    monkeypatch.setattr(save, lambda self, path: said.extend(text.get_text() for text in self.axes[0].texts))
-    rows = [
-        _row(0, "lookahead", {"task": "a", "W": 2, "N": 2, "G": g}, 50, s) for g, s in ((2, 2.0), (4, 1.0), (8, 4.0))
+    monkeypatch.setattr(save, lambda self, path: texts.extend(text.get_text() for text in self.axes[0].texts))
+    records = [
+        _record(0, "lookahead", {"task": "a", "W": 2, "N": 2, "G": g}, 50, s) for g, s in ((2, 2.0), (4, 1.0), (8, 4.0))
     ]
-    heat_map([Total(rows=[row], plain_tokens_per_s=25.0) for row in rows], "", tmp_path / "map.png")
-    assert said == ["4.00\nG=4"]
+    heat_map([Total(records=[record], plain_tokens_per_s=25.0) for record in records], "", tmp_path / "map.png")
+    assert texts == ["4.00\nG=4"]
 
 
 def test_scaling_lines_survive_their_csv() -> None:
     """A column read as text would be sorted, or plotted, as text."""
     for path in (ROOT / "docs" / "results").glob("*/scaling.csv"):
         for line in read_lines(path):
-            assert isinstance(line.ranks, int) and isinstance(line.tokens_per_s, float) and line.rows > 0
+            assert isinstance(line.ranks, int) and isinstance(line.tokens_per_s, float) and line.num_tokens > 0
             assert (line.link is None) == (line.kind == "measured") and line.cells()[0] == line.method

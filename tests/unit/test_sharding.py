@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from launch.bench.tables.shares import equal_counts, figure, step, table
 from lp.draft.layout import StepLayout
 from lp.parallel import sharding
 from lp.parallel.sharding import EXACT_PIECES, EXACT_TRIES, ShardPlan
-from scripts.shares import equal_counts, figure, step, table
 from tests.layouts import FIRST, chains, column_0, drawn_layout, layout_of, row_0
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "lookahead-parallelism.md"
@@ -207,7 +207,7 @@ def test_more_columns_than_recursion_allows() -> None:
 
 
 def test_the_page_shows_what_the_plan_does() -> None:
-    """Tables and the worked figure are printed by scripts/shares.py; pasted ones go stale."""
+    """Tables and the worked figure are printed by scripts/tables.py shares; pasted ones go stale."""
     page = DOC.read_text(encoding="utf-8")
     for block in (table(15, 5, 15), table(60, 5, 60), figure(5, 4, 2, 2)):
         assert block in page

@@ -13,8 +13,17 @@ from typing import Any
 import pytest
 
 import lp
-from launch.bench.tune import ADAPTIVE, BUDGETS, PLAIN, Tried, ranks_that_pay, search, speed_of_ranks, time_settings
-from launch.tune import _said, _speeds, tune
+from launch.bench.tune import (
+    ADAPTIVE,
+    BUDGETS,
+    PLAIN,
+    SettingResult,
+    ranks_that_pay,
+    search,
+    speed_of_ranks,
+    time_settings,
+)
+from launch.tune import _conclusions, _speeds, tune
 from lp.budget.step_times import StepTimes
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats
@@ -66,8 +75,8 @@ def test_a_prompt_without_room_does_not_end_the_search(
     assert ran.code == 0 and "1 of 2 prompts left out" in ran.err and (tmp_path / "tune.json").exists()
 
 
-def test_rows_are_those_of_the_step() -> None:
-    """A window of N = 3 has two rows a column; a plot of S against rows would flatter it."""
+def test_tokens_are_those_of_the_step() -> None:
+    """A window of N = 3 has two tokens a column; a plot of S by step tokens would flatter it."""
     config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=2)
     decoder = lp.LookaheadDecoder(tiny_model(), config)
     ids = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -76,19 +85,22 @@ def test_rows_are_those_of_the_step() -> None:
         return decoder.generate(ids, 30, eos_token_id=())
 
     (tried,) = time_settings({"one": config}, {"one": decoder}, run, [ids], 1, lambda value: value)
-    assert tried.rows == pytest.approx(run(decoder, ids).mean_tokens) and tried.rows > 8
+    assert tried.tokens_a_step == pytest.approx(run(decoder, ids).mean_tokens) and tried.tokens_a_step > 8
 
 
 def test_of_several_ranks_nothing_is_said_of_more() -> None:
     """Step times of two ranks, read as those of one rank, promise speeds that one rank never had."""
     config = lp.LookaheadConfig()
-    tried = [Tried(name=f"{n}", config=config, tokens=9, steps=3, rows=8.0, seconds=1.0) for n in range(len(BUDGETS))]
+    tried = [
+        SettingResult(name=f"{n}", config=config, tokens=9, steps=3, tokens_a_step=8.0, seconds=1.0)
+        for n in range(len(BUDGETS))
+    ]
     one, two = (_speeds(StepTimes.constant(0.01, 128), tried, ranks) for ranks in (1, 2))
     assert one is not None and two is None
     decoder: Any = _Fixed()
     decoder.explain = lambda: "t(T)"
-    assert "1 rank pays" in _said(decoder, tried, one)[-1] and not any(
-        "pay" in line for line in _said(decoder, tried, two)
+    assert "1 rank pays" in _conclusions(decoder, tried, one)[-1] and not any(
+        "pay" in line for line in _conclusions(decoder, tried, two)
     )
 
 
@@ -110,8 +122,8 @@ def test_ctrl_c_ends_a_warm_up(
 def test_ranks_choose_by_one_clock() -> None:
     """Ranks that go on from different settings wait for each other for ever."""
 
-    def searched(context: ParallelContext) -> list[Tried]:
-        def told(value: Any) -> Any:
+    def searched(context: ParallelContext) -> list[SettingResult]:
+        def from_rank_0(value: Any) -> Any:
             return json.loads(context.share_text(json.dumps(value)) or "")
 
         def run(decoder: Any, ids: list[int]) -> GenerationOutput:
@@ -119,17 +131,17 @@ def test_ranks_choose_by_one_clock() -> None:
             return GenerationOutput([1, 2], "length", [StepStats(5, 4, 1, took, 0.0, 0.0)], decode_s=took)
 
         anyone: Any = None  # decoders are what `run` makes of them
-        return search(lambda c: anyone, anyone, anyone, run, [[1], [2]], 1, told)
+        return search(lambda c: anyone, anyone, anyone, run, [[1], [2]], 1, from_rank_0)
 
     one, other = run_lockstep(2, searched)
     assert one == other and len(one) == len(BUDGETS) + 6 + 3
 
 
-def test_more_ranks_pay_while_rows_cost() -> None:
-    """Ranks divide rows: they bring nothing where rows are free, and no more than S allows where they are dear."""
-    by_rows = [(8.0, 2.5), (32.0, 4.0), (100.0, 5.0)]
-    assert ranks_that_pay(speed_of_ranks(StepTimes.constant(0.01, 128), by_rows)) == 1
-    dear = speed_of_ranks(StepTimes((1, 128), (0.01, 0.5), 0.01), by_rows)
+def test_more_ranks_pay_while_tokens_cost() -> None:
+    """Ranks divide a step: they bring nothing where tokens are free, and no more than S allows where they are dear."""
+    points = [(8.0, 2.5), (32.0, 4.0), (100.0, 5.0)]
+    assert ranks_that_pay(speed_of_ranks(StepTimes.constant(0.01, 128), points)) == 1
+    dear = speed_of_ranks(StepTimes((1, 128), (0.01, 0.5), 0.01), points)
     assert dear == sorted(dear) and ranks_that_pay(dear) > 4
     assert dear[0] == pytest.approx(
         max(s / (0.01 + 0.49 * (r - 1) / 127) for r, s in [(1, 1.0), (2, 1.5), (3, 1.79)]), rel=0.02

@@ -7,7 +7,18 @@ import copy
 import torch
 from transformers import PreTrainedModel
 
+from lp.engine.autoregressive import AutoregressiveDecoder
+from lp.engine.decoder import Decoder
 from lp.errors import UserError
+from lp.parallel.context import ParallelContext
+
+from .registry import BaselineOptions, register_baseline
+
+
+@register_baseline("accelerate_pp")
+def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+    """Plain decoding with the pipeline."""
+    return AutoregressiveDecoder(pipelined(model))
 
 
 def pipelined(model: PreTrainedModel) -> PreTrainedModel:
@@ -26,5 +37,5 @@ def pipelined(model: PreTrainedModel) -> PreTrainedModel:
         raise UserError("accelerate_pp needs the package accelerate; pip install accelerate") from None
     layers = list(getattr(model, "_no_split_modules", None) or [])
     memory = get_balanced_memory(model, no_split_module_classes=layers, dtype=model.dtype)
-    places = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=layers, dtype=model.dtype)
-    return dispatch_model(copy.deepcopy(model).cpu(), places)
+    device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=layers, dtype=model.dtype)
+    return dispatch_model(copy.deepcopy(model).cpu(), device_map)

@@ -9,8 +9,18 @@ import os
 
 from transformers import PreTrainedModel
 
+from lp.engine.autoregressive import AutoregressiveDecoder
+from lp.engine.decoder import Decoder
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
+
+from .registry import BaselineOptions, register_baseline
+
+
+@register_baseline("deepspeed_tp", all_ranks=True)
+def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+    """Plain decoding with the model split over all ranks."""
+    return AutoregressiveDecoder(deepspeed_shard(model, context), context)
 
 
 def deepspeed_shard(model: PreTrainedModel, context: ParallelContext) -> PreTrainedModel:
@@ -23,7 +33,7 @@ def deepspeed_shard(model: PreTrainedModel, context: ParallelContext) -> PreTrai
         raise UserError("deepspeed_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")
     if model.device.type == "cpu" and str(model.dtype) not in ("torch.float32", "torch.bfloat16"):
         raise UserError(f"model.dtype is {model.dtype}, which DeepSpeed refuses on a CPU; use float32 or bfloat16")
-    # Its shared-memory kernel reads this, unasked, and crashes without it.
+    # Its shared-memory kernel reads this variable and crashes without it.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(context.world_size)))
     with contextlib.redirect_stdout(io.StringIO()):  # it reports to stdout, which may carry our JSON
         try:

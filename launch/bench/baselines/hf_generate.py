@@ -26,9 +26,36 @@ from lp.engine.request import Request
 from lp.engine.stopping import FINISH_REASON
 from lp.errors import UserError
 from lp.models.loader import load
+from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
 
+from .registry import BaselineOptions, register_baseline
+
 CACHES = ("dynamic", "static")
+
+
+@register_baseline("hf_generate")
+def build_dynamic(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+    """With the cache that grows."""
+    return HFGenerateDecoder(model)
+
+
+@register_baseline("hf_static")
+def build_static(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+    """With a cache of fixed size, whose step transformers compiles on a GPU."""
+    return HFGenerateDecoder(model, cache="static")
+
+
+@register_baseline("hf_prompt_lookup")
+def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+    """With its own prompt lookup."""
+    return HFGenerateDecoder(model, prompt_lookup=options.num_tokens)
+
+
+@register_baseline("hf_assisted")
+def build_assisted(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+    """With a model that drafts."""
+    return HFGenerateDecoder(model, draft=load_draft(options.draft, model))
 
 
 def load_draft(name: str | None, model: PreTrainedModel) -> PreTrainedModel:
@@ -72,7 +99,9 @@ class HFGenerateDecoder(Decoder):
             raise UserError(f"cache is {cache!r}; it must be one of {list(CACHES)}")
         if cache == "static" and (prompt_lookup or draft is not None):
             raise UserError("cache is 'static', with which transformers takes no drafts; use cache='dynamic'")
-        self.cache, self.prompt_lookup, self.draft = cache, prompt_lookup, draft
+        self.cache = cache
+        self.prompt_lookup = prompt_lookup
+        self.draft = draft
 
     def _decode(self, request: Request) -> GenerationOutput:
         timer = StepTimer()
@@ -96,7 +125,7 @@ class HFGenerateDecoder(Decoder):
                 handle.remove()
         decode_s = sum(step.forward_s for step in steps.stats)
         return GenerationOutput(
-            steps.tokens[: steps.keep], FINISH_REASON[steps.reason], steps.stats, prefill_s, decode_s
+            steps.tokens[: steps.length], FINISH_REASON[steps.reason], steps.stats, prefill_s, decode_s
         )
 
     @property
@@ -115,17 +144,16 @@ class HFGenerateDecoder(Decoder):
         return cache
 
     def _config(self, request: Request) -> GenerationConfig:
-        """Everything is said: what a config leaves out, transformers takes from the model's own."""
-        nobody = self.model.get_input_embeddings().weight.shape[
-            0
-        ]  # an id that no token has: the criterion ends the text
+        """Complete: transformers takes from the model's own config what this one leaves out."""
+        # An id that no token has: the stopping criterion ends the text.
+        no_token = self.model.get_input_embeddings().weight.shape[0]
         drafts: dict[str, Any] = {"prompt_lookup_num_tokens": self.prompt_lookup} if self.prompt_lookup else {}
         return GenerationConfig(
             do_sample=False,
             num_beams=1,
             repetition_penalty=1.0,
             max_new_tokens=request.max_new_tokens,
-            eos_token_id=sorted(request.stopping.eos) or nobody,
+            eos_token_id=sorted(request.stopping.eos) or no_token,
             pad_token_id=0,
             **drafts,
         )
@@ -151,31 +179,34 @@ class _Sampled(LogitsProcessor):
 
 
 class _Steps(StoppingCriteria):
-    """Asked once a step: notes what it took and gave, and ends the text where ours would end."""
+    """Called once a step: records its tokens and time, and ends the text where our decoders would end it."""
 
     def __init__(self, request: Request, timer: StepTimer) -> None:
         self.request = request
         self.timer = timer
         self.tokens: list[int] = []
         self.stats: list[StepStats] = []
-        self.reason, self.keep, self.rows = Stop.NONE, 0, 1
+        self.reason = Stop.NONE
+        self.length = 0  # of the text, without tokens behind its end
+        self.num_tokens = 1  # of the current forward pass
 
     def before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Note the rows of the forward pass that follows; the first one, with drafts, would repeat what is cached."""
+        """Count the tokens of the forward pass; the first one, with drafts, would repeat the cached prefix."""
         if not self.stats and self.request.boundary is None:
             cached = len(self.request.prompt) - 1
             names = [name for name in ("input_ids", "position_ids") if kwargs.get(name) is not None]
             kwargs |= {name: kwargs[name][:, cached:] for name in names}
-        self.rows = kwargs["input_ids"].shape[1]
+        self.num_tokens = kwargs["input_ids"].shape[1]
         return args, kwargs
 
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
         new = input_ids[0, len(self.request.prompt) + len(self.tokens) :].tolist()
         self.tokens += new
-        self.reason, self.keep = self.request.stopping.check(self.tokens, len(new))
+        self.reason, self.length = self.request.stopping.check(self.tokens, len(new))
         if self.request.on_tokens:
-            self.request.on_tokens(new[: len(new) - len(self.tokens) + self.keep], len(self.stats))
+            self.request.on_tokens(new[: len(new) - len(self.tokens) + self.length], len(self.stats))
         if not self.reason and self.request.signals.requested:
             self.reason = Stop.INTERRUPTED
-        self.stats.append(StepStats(self.rows, self.rows - 1, len(new) - 1, self.timer.restart(), 0.0, 0.0))
+        seconds = self.timer.restart()
+        self.stats.append(StepStats(self.num_tokens, self.num_tokens - 1, len(new) - 1, seconds, 0.0, 0.0))
         return torch.tensor([bool(self.reason)], device=input_ids.device)  # type: ignore[return-value]

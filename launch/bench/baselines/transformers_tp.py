@@ -8,8 +8,18 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from lp.engine.autoregressive import AutoregressiveDecoder
+from lp.engine.decoder import Decoder
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
+
+from .registry import BaselineOptions, register_baseline
+
+
+@register_baseline("transformers_tp", all_ranks=True)
+def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+    """Plain decoding with the model split over all ranks."""
+    return AutoregressiveDecoder(transformers_shard(model, context), context)
 
 
 def transformers_shard(model: PreTrainedModel, context: ParallelContext) -> PreTrainedModel:

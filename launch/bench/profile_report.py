@@ -1,4 +1,4 @@
-"""What launch.profile found, as tables, a line of JSON and a picture."""
+"""A profile as tables, a line of JSON and a picture."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .bench.profile import Point, Profile
-from .bench.speed import Speed
+from .profile import Point, Profile
+from .speed import Speed
 
 PICTURE = "profile.png"
 
@@ -22,11 +22,11 @@ class Report:
     """A run.
 
     Args:
-        setting: how it was made.
-        found: what was measured.
+        setting: of the run.
+        found: the measurements.
         speeds: by method; empty where they were not compared.
-        picture: where it is.
-        note: about it.
+        picture: its path.
+        note: about the picture.
     """
 
     setting: dict[str, Any]
@@ -45,7 +45,7 @@ def as_json(report: Report) -> str:
 
 def print_tables(report: Report, console: Console) -> None:
     """t(T), the parts of a step, tokens a second, and the setting."""
-    console.print(_curve(report.found))
+    console.print(_step_times(report.found))
     console.print(_step(report))
     if report.speeds:
         console.print(_speeds(report.speeds))
@@ -59,12 +59,13 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _curve(found: Profile) -> Table:
-    ceilings, first = found.ceilings, found.curve[0].rows
+def _step_times(found: Profile) -> Table:
+    ceilings = found.ceilings
+    first = found.step_times[0].num_tokens
     table = _table("Forward pass", "T", "ms", f"t(T)/t({first})", "x floor", "GB/s", "of copy", "GFLOP/s", "of product")
-    for point in found.curve:
+    for point in found.step_times:
         table.add_row(
-            str(point.rows),
+            str(point.num_tokens),
             f"{1e3 * point.seconds:.3f}",
             f"{point.ratio:.2f}",
             f"{point.floor:.2f}",
@@ -77,8 +78,11 @@ def _curve(found: Profile) -> Table:
 
 
 def _step(report: Report) -> Table:
-    step, setting = report.found.step, report.setting
-    table = _table(f"A step of rank {setting['rank']} of {setting['R']}: {step.rows} rows", "part", "ms", "share")
+    step = report.found.step
+    setting = report.setting
+    table = _table(
+        f"A step of rank {setting['rank']} of {setting['R']}: {step.num_tokens} tokens", "part", "ms", "share"
+    )
     for name, took in step.parts.items():
         table.add_row(name, f"{1e3 * took:.3f}", f"{step.shares[name]:.1%}")
     table.add_row("all", f"{1e3 * step.seconds:.3f}", "")
@@ -93,25 +97,28 @@ def _speeds(speeds: dict[str, Speed]) -> Table:
 
 
 def caption(report: Report) -> str:
-    """The setting, and what the shares of the step are."""
-    s, found = report.setting, report.found
-    ceilings, step = found.ceilings, found.step
-    drawn, weights = ", random weights" * s["random"], found.work.weight_bytes / 1e9
+    """The setting, and how the shares of the step are defined."""
+    s = report.setting
+    found = report.found
+    ceilings = found.ceilings
+    least = found.step_times[0].num_tokens
+    weights = ", random weights" if s["random"] else ""
+    weights_gb = found.work.weight_bytes / 1e9
     lines = [
-        f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters{drawn}), {s['dtype']}, {s['device']}, threads: "
-        f"{s['threads']}, attention: {s['attention']}, capture: {s['capture']}, prefix {s['prefix']}, W={s['W']} "
-        f"N={s['N']} G={s['G']}, medians of {s['rounds']}",
+        f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters{weights}), {s['dtype']}, {s['device']}, "
+        f"threads: {s['threads']}, attention: {s['attention']}, capture: {s['capture']}, prefix {s['prefix']}, "
+        f"W={s['W']} N={s['N']} G={s['G']}, medians of {s['rounds']}",
         f"ceilings of this run: copy {ceilings.bytes_per_s / 1e9:.1f} GB/s, read and written; product "
         f"{ceilings.flop_per_s / 1e9:.0f} GFLOP/s",
-        f"t({found.curve[0].rows}) is {found.over_weights:.2f} x {weights:.3f} GB of weights over the copy's speed",
+        f"t({least}) is {found.over_weights:.2f} x {weights_gb:.3f} GB of weights over the copy's speed",
         "attention: a pass less the same without attention; LM head: timed alone; exchange, host: of the decode loop",
     ]
-    if s["R"] > 1 and not step.real_exchange:
-        lines.append("one rank ran and heard the others from a tape: the exchange is a single rank's")
+    if s["R"] > 1 and not found.step.real_exchange:
+        lines.append("one rank ran, with the recorded messages of the others: the exchange is a single rank's")
     if not s["compiled"]:
-        lines.append("numba is not there: the host's part is that of plain Python, some 20 times what it could be")
+        lines.append("numba is not installed: the host's part is that of plain Python, some 20 times the compiled one")
     if s["random"] and report.speeds:
-        lines.append("of random weights S says nothing: compare ms a step, and tokens/s at S = 1")
+        lines.append("S of random weights means nothing: compare ms a step, and tokens/s at S = 1")
     if report.note:
         lines.append(report.note)
     return "\n".join(lines)
@@ -125,17 +132,18 @@ def draw(report: Report, folder: Path) -> None:
         report.note = "no picture: matplotlib is not installed"
         return
     figure = Figure(figsize=(10, 4), layout="constrained")
-    curve, parts = figure.subplots(1, 2, width_ratios=(3, 2))
-    rows = [point.rows for point in report.found.curve]
-    curve.plot(rows, [1e3 * point.seconds for point in report.found.curve], marker="o", label="measured")
-    curve.plot(rows, [1e3 * _floor_s(point) for point in report.found.curve], "--", label="floor by the ceilings")
-    curve.set(xlabel="T, rows", ylabel="ms a forward pass", ylim=(0, None), title=f"{report.setting['model']}")
-    curve.set_xscale("log", base=2)
-    curve.set_xticks(rows, labels=map(str, rows))
-    curve.legend()
+    times, parts = figure.subplots(1, 2, width_ratios=(3, 2))
+    points = report.found.step_times
+    sizes = [point.num_tokens for point in points]
+    times.plot(sizes, [1e3 * point.seconds for point in points], marker="o", label="measured")
+    times.plot(sizes, [1e3 * _floor_s(point) for point in points], "--", label="floor by the ceilings")
+    times.set(xlabel="T, tokens", ylabel="ms a forward pass", ylim=(0, None), title=f"{report.setting['model']}")
+    times.set_xscale("log", base=2)
+    times.set_xticks(sizes, labels=map(str, sizes))
+    times.legend()
     step = report.found.step
     parts.barh(list(step.parts), [1e3 * took for took in step.parts.values()])
-    parts.set(xlabel="ms", title=f"a step of {step.rows} rows")
+    parts.set(xlabel="ms", title=f"a step of {step.num_tokens} tokens")
     parts.invert_yaxis()
     report.picture = folder / PICTURE
     figure.savefig(report.picture)

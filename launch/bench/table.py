@@ -13,53 +13,54 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .bench.records import Row, load_rows
-from .bench.summary import HEADS, Total, caption, cells, common, ordered, totals, varying
+from .records import Record, load_records
+from .summary import HEADS, Total, caption, cells, common, ordered, shown, totals, varying
 
 
-class Watch:
+class ProgressBar:
     """A bar on stderr with the time left and the running S of the first method; a terminal alone sees it.
 
     Args:
-        shown: whether this rank shows anything.
+        visible: whether this rank shows anything.
         prompts: still to do.
-        rows: of those that are done already.
+        records: of those that are done already.
     """
 
-    def __init__(self, shown: bool, prompts: int, rows: Sequence[Row]) -> None:
+    def __init__(self, visible: bool, prompts: int, records: Sequence[Record]) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         remaining = (TextColumn("ETA"), TimeRemainingColumn())
         console = Console(file=sys.stderr)
-        self._bar = Progress(*columns, *remaining, console=console, disable=not (shown and console.is_terminal))
-        self._tokens = self._steps = 0
-        self._count(rows)
-        done = len({row["index"] for row in rows})
-        self._task = self._bar.add_task(self._said(), total=done + prompts, completed=done)
+        self._bar = Progress(*columns, *remaining, console=console, disable=not (visible and console.is_terminal))
+        self._tokens = 0
+        self._steps = 0
+        self._count(records)
+        done = len({record["index"] for record in records})
+        self._task = self._bar.add_task(self._description(), total=done + prompts, completed=done)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProgressBar:
         self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.stop()
 
-    def advance(self, rows: Sequence[Row]) -> None:
+    def advance(self, records: Sequence[Record]) -> None:
         """One prompt is done."""
-        self._count(rows)
-        self._bar.update(self._task, advance=1, description=self._said())
+        self._count(records)
+        self._bar.update(self._task, advance=1, description=self._description())
 
-    def _count(self, rows: Sequence[Row]) -> None:
-        mine = [row for row in rows if row["method"] == rows[0]["method"]]
-        self._tokens += sum(row["tokens"] for row in mine)
-        self._steps += sum(row["steps"] for row in mine)
+    def _count(self, records: Sequence[Record]) -> None:
+        first = [record for record in records if record["method"] == records[0]["method"]]
+        self._tokens += sum(record["tokens"] for record in first)
+        self._steps += sum(record["steps"] for record in first)
 
-    def _said(self) -> str:
+    def _description(self) -> str:
         return f"S = {self._tokens / self._steps:.2f}" if self._steps else "S = ?"
 
 
 def print_totals(found: Sequence[Total], console: Console) -> None:
-    """A line for each setting and method, and what they have in common."""
-    names = [name for name in varying(found) if name not in ("decoder", "methods", "parameters", "chat")]
+    """A line for each setting and method, and the settings that they share."""
+    names = shown(found)
     table = Table(box=SIMPLE_HEAD)
     for head in (*names, *HEADS):
         table.add_column(head, justify="left" if head in ("method", "output") else "right", no_wrap=True)
@@ -71,18 +72,18 @@ def print_totals(found: Sequence[Total], console: Console) -> None:
 
 def summary(found: Sequence[Total]) -> dict[str, Any]:
     """The same for programs."""
-    machines = {"hardware": found[0].hardware, "versions": found[0].rows[0]["versions"]}
+    machines = {"hardware": found[0].hardware, "versions": found[0].records[0]["versions"]}
     names = varying(found)
     lines = [{**{name: total.setting.get(name) for name in names}, **total.figures()} for total in found]
     return {"settings": common(found), **machines, "methods": lines}
 
 
 def show_sweep(folder: Path) -> None:
-    """One table of all jobs, if any of them wrote rows, then plots and a report in the folder."""
-    from .bench.report import write_report  # matplotlib takes a while, and a run without a sweep needs none
+    """One table of all jobs, if any of them wrote records, then plots and a report in the folder."""
+    from .report import write_report  # matplotlib takes a while, and a run without a sweep needs none
 
     try:
-        found = ordered(totals(load_rows(folder)))
+        found = ordered(totals(load_records(folder)))
     except ValueError:  # every job failed
         return
     console = Console()

@@ -1,0 +1,70 @@
+"""The baselines by name, which each module of this package registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from transformers import PreTrainedModel
+
+from lp.engine.decoder import Decoder
+from lp.parallel.context import ParallelContext
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaselineOptions:
+    """Options of the benchmark that a baseline may use.
+
+    Args:
+        draft: model that drafts for `hf_assisted`: a folder, a hub name, or "demo".
+        num_tokens: tokens that `hf_prompt_lookup` copies a step.
+    """
+
+    draft: str | None = None
+    num_tokens: int = 10
+
+
+class Build(Protocol):
+    """Builds a baseline's decoder."""
+
+    def __call__(self, model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
+        """From the model, the ranks and the options."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """How a baseline is built, and on which ranks it runs.
+
+    Args:
+        build: from the model, the ranks and the options.
+        all_ranks: whether all ranks build and run it together; without, rank 0 alone.
+    """
+
+    build: Build
+    all_ranks: bool = False
+
+
+BASELINES: dict[str, Baseline] = {}
+BuildT = TypeVar("BuildT", bound=Build)
+
+
+def register_baseline(name: str, *, all_ranks: bool = False) -> Callable[[BuildT], BuildT]:
+    """Decorate the function that builds a baseline's decoder: from then on `methods=[NAME]` runs it.
+
+    Args:
+        name: in `methods` and in every table.
+        all_ranks: as in Baseline.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(build: BuildT) -> BuildT:
+        if name in BASELINES:
+            raise ValueError(f"a baseline called {name!r} is registered already; choose another name")
+        BASELINES[name] = Baseline(build=build, all_ranks=all_ranks)
+        return build
+
+    return register

@@ -1,0 +1,26 @@
+"""The tables of docs/models.md, which it writes: every tiny model, run as test_architectures.py and test_mapped.py do.
+
+    python scripts/tables.py models
+
+Needs a clone: the models are those of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None."""
+
+
+def run(args: argparse.Namespace) -> None:
+    from tests.architectures import PAGE, page  # of the clone alone
+    from tests.mapped import mapped_page
+
+    torch.set_num_threads(1)
+    for table in (page, mapped_page):
+        PAGE.write_text(table(), encoding="utf-8")
+    print(PAGE.read_text(encoding="utf-8"))

@@ -1,0 +1,125 @@
+"""scripts/tables.py: the list, the options, and the tables that are made in seconds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from launch.bench import tables
+from launch.bench.replay import load_texts
+from launch.bench.tables import docstring, main, table_names
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_a_table_is_one_module(name: str) -> None:
+    """A module without its parts would fail only when someone needs the table."""
+    module = import_module(f"launch.bench.tables.{name}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    assert callable(module.run) and docstring(name).splitlines()[0].endswith(".")
+    assert f"tables {name}" in docstring(name) or f"tables.py {name}" in docstring(name)
+
+
+def test_a_new_table_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list must need no edit."""
+    (tmp_path / "toy.py").write_text('"""A toy."""\n')
+    (tmp_path / "_helper.py").write_text("")
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    assert table_names() == ["toy"] and docstring("toy") == "A toy."
+
+
+def test_the_list_names_every_table(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    listed = capsys.readouterr().out
+    assert all(f"  {name} " in listed for name in table_names())
+
+
+def test_commands_in_the_docs_name_tables() -> None:
+    """A renamed table leaves commands behind that nobody can run."""
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "conf").rglob("*.yaml"), ROOT / "README.md"]
+    named = {name for page in pages for name in re.findall(r"scripts[/.]tables(?:\.py)? (\w+)", page.read_text())}
+    assert named and named <= {*table_names()}
+
+
+def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for args, message in (
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["methods", str(tmp_path / "none.jsonl")], "nothing was measured; give --tasks"),
+        (["link"], "one rank has no other to gather from"),
+        (["report", str(tmp_path)], "holds no records"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(args)
+        assert message in capsys.readouterr().err
+
+
+def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
+    """As the docs have it: without an installed package, options behind the name are the table's."""
+    command = [sys.executable, str(ROOT / "scripts" / "tables.py"), "shares", "5", "4", "2", "--ranks", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "| level 0 |" in done.stdout and "| draft 2 |" in done.stdout
+
+
+SHORT = ["--limit", "1", "--max-new-tokens", "6"]
+
+
+@pytest.mark.parametrize(
+    ("args", "heads"),
+    [
+        (["ablations", "warmup", *SHORT], "| variant | S | tokens a step | tokens | steps |"),
+        (["journal_cost", *SHORT], "of step time"),
+        (["long_run", "--tokens", "30"], "| tokens | steps | S | ms a step | of it host | resident MiB |"),
+        (["attention_speed", "--prefix", "16", "--num-tokens", "5", "--rounds", "1"], "| cached tokens | sdpa, ms |"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_tables_of_a_model(args: list[str], heads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each prints its table and ends with one JSON line."""
+    main(args)
+    printed = capsys.readouterr().out
+    assert heads in printed and json.loads(printed.splitlines()[-1])
+
+
+def test_tables_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts are written once, and the tables go on from their file of results."""
+    prompts, texts, results = (tmp_path / name for name in ("tiny.jsonl", "texts.jsonl", "results.jsonl"))
+    prompts.write_text(json.dumps({"task_id": "0", "prompt": "def f(a):\n    return"}) + "\n")
+    write = ["texts", str(texts), "--task", str(prompts), "--temperatures", "0", "--max-new-tokens", "6"]
+    main(write)
+    before = texts.read_bytes()
+    main(write)
+    assert texts.read_bytes() == before and len(load_texts(texts)) == 1
+
+    pool = ["pool", str(texts), str(results), "--num-tokens", "8", "--max-new-tokens", "6", "--temperatures", "0"]
+    for _ in range(2):
+        main([*pool, "--methods", "lookahead 8"])
+    assert len(results.read_text().splitlines()) == 1
+    assert "| method | tiny, T = 0 | host, us |" in capsys.readouterr().out
+
+    main(["accept_probs", str(texts), "--num-tokens", "8", "--max-new-tokens", "6"])
+    assert "| draft tokens | predicted | accepted |" in capsys.readouterr().out
+    main(["pool_session", str(texts), "--task", "tiny", "--past", "0", "--temperatures", "0", "--num-tokens", "8"])
+    assert "| past requests | 0 |" in capsys.readouterr().out
+
+
+def test_tables_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two methods and of two sizes, each resumed from its file."""
+    prompts = tmp_path / "tiny.jsonl"
+    prompts.write_text(json.dumps({"task_id": "0", "prompt": "def f(a):\n    return"}) + "\n")
+    args = ["methods", str(tmp_path / "methods.jsonl"), "--tasks", str(prompts), "--temperatures", "0"]
+    main([*args, "--only", "plain", "--max-new-tokens", "4"])
+    assert "| method | tiny |" in capsys.readouterr().out
+    args = ["scaling_law", str(tmp_path / "law.jsonl"), str(tmp_path / "law.png"), "--task", str(prompts)]
+    for _ in range(2):
+        main([*args, "--ngrams", "3", "--widths", "1", "2", "--guesses", "4", "--max-new-tokens", "4"])
+    assert len((tmp_path / "law.jsonl").read_text().splitlines()) == 3 and (tmp_path / "law.png").exists()
+    assert "ours G=4" in capsys.readouterr().out
