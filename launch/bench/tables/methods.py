@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import lp
+from lp.errors import UserError
 
 from ..prompts import load_jsonl
 from ..summary import markdown
@@ -178,6 +179,6 @@ def run(args: argparse.Namespace) -> None:
     if left and not args.report:
         measure_all(args, left)
     if not args.results.exists():
-        raise ValueError(f"{args.results} does not exist, and nothing was measured; give --tasks, without --report")
+        raise UserError(f"{args.results} does not exist, and nothing was measured; give --tasks, without --report")
     report(read_results(args.results))
     print(f"{len(left)} prompts were left before this run")
