@@ -29,7 +29,7 @@ from .bench.compare import Difference, Measured, differences
 from .bench.prompts import Prompt
 from .bench.quality import assess
 from .bench.records import Row, digest, slug
-from .builders import METHODS, PLAIN, choices
+from .builders import METHODS, PLAIN, decoder_names
 from .schema import BenchmarkConfig
 from .session import Session, checked, open_model, seeded
 from .sweep import folder_of_run
@@ -151,7 +151,7 @@ def open_bench(config: BenchmarkConfig, kept: KeptModel) -> Bench:
         ValueError: a user error, with its remedy.
     """
     methods = methods_of(config)
-    prompts, sampling, builders = checked(config, [_bare(name) for name in methods if _bare(name) in choices()])
+    prompts, sampling, builders = checked(config, [_bare(name) for name in methods if _bare(name) in decoder_names()])
     if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
         raise UserError(
             f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
@@ -211,7 +211,7 @@ def methods_of(config: BenchmarkConfig) -> list[str]:
         ValueError: one that does not exist, or twice the same.
     """
     methods = config.methods or list(dict.fromkeys([config.decoder.name, *METHODS[1:]]))
-    known = [*choices(), *BASELINES]
+    known = [*decoder_names(), *BASELINES]
     for name in methods:
         if _bare(name) not in known or (name.endswith(ALONE) and _bare(name) in BASELINES):
             names = ", ".join(known)

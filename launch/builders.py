@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lp
+from lp.attention.registry import choices as attention_choices
 from lp.draft.registry import DraftConfig, source_of
 from lp.engine.decoder import Decoder
 from lp.errors import UserError
@@ -18,7 +19,7 @@ Builder = Callable[[Any, lp.ParallelContext], Decoder]
 Builders = dict[str, Builder]
 
 
-def choices() -> tuple[str, ...]:
+def decoder_names() -> tuple[str, ...]:
     """Names of all decoders: plain decoding and every registered draft source."""
     return tuple(dict.fromkeys([*METHODS, *decoder_choices()]))
 
@@ -30,14 +31,14 @@ def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
         ValueError: a value out of range, or a decoder whose package is not installed.
     """
     for key, value, known in (
-        ("name", config.attention.name, list(lp.Attention)),
+        ("name", config.attention.name, attention_choices()),
         ("capture", config.attention.capture, list(lp.Capture)),
     ):
         if value not in known:
             raise UserError(f"attention.{key} is {value!r}; it must be one of {', '.join(known)}")
-    if config.decoder.name not in choices():
+    if config.decoder.name not in decoder_names():
         chosen = config.decoder.name
-        raise UserError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(choices())}>")
+        raise UserError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(decoder_names())}>")
     return {name: _builder(name, config) for name in names}
 
 

@@ -154,7 +154,7 @@ def _setting(
         "device": device_name(model.device),
         "threads": torch.get_num_threads(),
         "attention": str(decoder.runner.attention),
-        "capture": str(captured.how if captured else lp.Capture.OFF),
+        "capture": str(captured.mode if captured else lp.Capture.OFF),
         "compiled": COMPILED,
         "W": shape.window_size,
         "N": shape.ngram_size,

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from lp.attention.registry import choices
 from lp.checks import env_int
 from lp.config import DEFAULT_TIMEOUT_S, LookaheadConfig
 from lp.draft.registry import sources
@@ -330,5 +331,7 @@ def register() -> None:
     decoders = {name: choice.schema(name) for name, choice in decoder_choices().items()}
     for name, schema in {"autoregressive": AutoregressiveSchema, **decoders}.items():
         ConfigStore.instance().store(group="decoder", name=name, node=schema)
+    for name in choices():
+        ConfigStore.instance().store(group="attention", name=name, node=AttentionSchema(name=name))
     for name in SHAPES:
         ConfigStore.instance().store(group="model", name=name, node=ModelSchema(name=name, dtype="bfloat16"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lp.budget.step_times import StepTimes
-    from lp.config import Attention, Capture, KVSync, LookaheadConfig, PoolScope
+    from lp.config import Capture, KVSync, LookaheadConfig, PoolScope
     from lp.draft.paper import PaperConfig
     from lp.draft.prompt_lookup import PromptLookupConfig
     from lp.draft.registry import register_source
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"  # pyproject.toml takes it from here, so that a clone has it too
 
 __all__ = [
-    "Attention",
     "AutoregressiveDecoder",
     "Capture",
     "Decoder",
@@ -59,7 +58,7 @@ __all__ = [
 # The public names by the module that has them; a test compares it with the imports above.
 _NAMES = {
     "lp.budget.step_times": "StepTimes",
-    "lp.config": "Attention Capture KVSync LookaheadConfig PoolScope",
+    "lp.config": "Capture KVSync LookaheadConfig PoolScope",
     "lp.draft.paper": "PaperConfig",
     "lp.draft.prompt_lookup": "PromptLookupConfig",
     "lp.draft.registry": "register_source",

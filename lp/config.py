@@ -31,16 +31,6 @@ class PoolScope(StrEnum):
     SESSION = "session"
 
 
-class Attention(StrEnum):
-    """Attention backends; `auto` takes flash where a model loaded with sdpa can, else what it was loaded with."""
-
-    AUTO = "auto"
-    SDPA = "sdpa"
-    EAGER = "eager"
-    FLASH = "flash"
-    FLEX = "flex"
-
-
 class Capture(StrEnum):
     """Whether a step's shape is fixed and its kernels replayed: `auto` is a CUDA graph on a GPU and off elsewhere."""
 

@@ -274,7 +274,7 @@ def _compare(case: Case) -> str | None:
             decoder = lp.LookaheadDecoder(model, kind(**case.config), context, case.backend)
         if case.captured and decoder.runner.boundary is None:
             decoder.runner._fallback = True
-            decoder.runner._capture(lp.Capture.OFF, probe=True)
+            decoder.runner._capture_steps(lp.Capture.OFF, probe=True)
         return [generate(decoder) for _ in range(case.calls)]
 
     plain = _plain(case, sampling)

@@ -122,13 +122,13 @@ class Ballot:
 
 def ballot(pool: NGramPool, text: Sequence[int]) -> Ballot:
     """The votes for what follows the text."""
-    prediction, known = pool._prediction, min(len(text), MAX_CONTEXT)
+    predictor, known = pool._predictor, min(len(text), MAX_CONTEXT)
     for back in range(known):
-        prediction.context.tokens[back] = text[-1 - back]
-    choices, votes = predict(pool._tables, prediction, known, len(text), pool._switches)
-    pairs = np.asarray(prediction.votes)[: 2 * votes].reshape(-1, 2).tolist()
-    accept_probs = np.asarray(prediction.scores)[: choices + 1].tolist()
-    return Ballot(np.asarray(prediction.tokens)[:choices].tolist(), list(map(tuple, pairs)), accept_probs)
+        predictor.context.tokens[back] = text[-1 - back]
+    choices, votes = predict(pool._tables, predictor, known, len(text))
+    pairs = np.asarray(predictor.votes)[: 2 * votes].reshape(-1, 2).tolist()
+    accept_probs = np.asarray(predictor.scores)[: choices + 1].tolist()
+    return Ballot(np.asarray(predictor.tokens)[:choices].tolist(), list(map(tuple, pairs)), accept_probs)
 
 
 def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[DraftTree], list[Tables]]]:

@@ -5,7 +5,6 @@ The figures are those of each model's config.json.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lp.checks import check_int
@@ -120,22 +119,11 @@ def check_memory(needed: int, device: torch.device) -> None:
     Raises:
         ValueError: the bytes needed and those free.
     """
+    from lp.models.memory import format_bytes, free_bytes
+
     free = free_bytes(device)
     if free is not None and needed > free:
         raise UserError(
-            f"too little memory on {device}: {needed} bytes needed, {free} free; take a smaller model or prefix, "
+            f"too little memory on {device}: {format_bytes(needed)} needed, {format_bytes(free)} free; take a smaller model or prefix, "
             "or scale the shape down with shape.layers=... or shape.divide=..."
         )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes free on a device; None where the system does not say."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")  # Linux's
-    if device.type != "cpu" or not meminfo.exists():
-        return None
-    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lp.budget.explain import describe_budget, describe_steps
 from lp.budget.policy import AdaptiveBudget, Budget, FixedBudget
 from lp.budget.step_times import StepTimes
-from lp.config import Attention, Capture, LookaheadConfig
+from lp.config import Capture, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.registry import Call, DraftConfig, source_of
 from lp.draft.source import DraftSource
@@ -35,7 +35,7 @@ class LookaheadDecoder(Decoder):
         config: LookaheadConfig, or that of another registered draft source, such as PromptLookupConfig; None is
             LookaheadConfig(), whose steps take what pays on this machine.
         context: the ranks to share each step with; None is this process alone.
-        attention: "auto", "sdpa", "eager", "flash" or "flex"; of this decoder alone, the model stays as loaded.
+        attention: "auto", or a backend's name: "sdpa", "eager", "flash", "flex"; the model itself stays as loaded.
         capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
         step_times: for an adaptive config; None measures them once and stores them in the user's cache folder.
 
@@ -61,7 +61,7 @@ class LookaheadDecoder(Decoder):
         self.settings: DraftConfig = LookaheadConfig() if config is None else config
         self.factory = source_of(self.settings).factory(self.settings)
         self.config = self.settings.shape()
-        self.runner = ModelRunner(model, Attention(attention), Capture(capture))
+        self.runner = ModelRunner(model, attention, Capture(capture))
         self._last: list[StepStats] = []
         check_vocabulary(model.get_input_embeddings().weight.shape[0])
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
@@ -114,7 +114,7 @@ class LookaheadDecoder(Decoder):
         check_same(self.context, f"beginning {self.call}", self._asked(request))
         budget = self.budget(request.sampler.full_vocabulary_temperature)
         generation = Generation(self.config, self.context, self.runner, self.source(request), request, budget)
-        with self.runner.taking(generation.cache), self.context.stepping(generation.message_shape.size):
+        with self.runner.reserve(generation.cache), self.context.stepping(generation.message_shape.size):
             output = generation.run()
         self._last = output.step_stats
         self.factory.call_ended(self.context.is_main)

@@ -40,7 +40,7 @@ def too_large(
     remedies: list[str] = []
     if free is not None:
         message += f", where {format_bytes(free)} are free"
-        remedies = _remedies(int(USABLE * free) // error.row_bytes, config, prompt_tokens, new_tokens)
+        remedies = _remedies(int(USABLE * free) // error.slot_bytes, config, prompt_tokens, new_tokens)
     remedy = " or ".join(remedies) or "use a shorter prompt, or a device with more memory"
     return UserError(f"{message}; {remedy}")
 

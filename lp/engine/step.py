@@ -285,7 +285,7 @@ class Generation:
         """The rank that computed the end of the path computed all of it: it sends the KV to the others."""
         path = outcome.path[1:]
         source = next(rank for rank, nodes in enumerate(plan.nodes) if path[-1] in nodes)
-        flat = self.cache.rows([share.index_of.get(node, 0) for node in path])
+        flat = self.cache.pack([share.index_of.get(node, 0) for node in path])
         with self.timer.exchange:
             self.context.broadcast(flat, source)
         self.cache.commit([*range(share.catch_up), share.index_of[0]])

@@ -42,7 +42,7 @@ def exchange(context: Ranks, call: str, words: Sequence[int] = (), patient: bool
     Args:
         context: the ranks.
         call: what this rank is doing, as in "making a LookaheadDecoder"; of its UTF-8, 56 bytes are compared.
-        words: int64s, at most 56.
+        words: int64s, at most SIZE - HEAD.
         patient: wait for rank 0 however long it takes.
 
     Returns:
@@ -53,8 +53,7 @@ def exchange(context: Ranks, call: str, words: Sequence[int] = (), patient: bool
     """
     if context.world_size == 1:
         return torch.tensor([list(words)], dtype=torch.int64)
-    if len(words) > SIZE - HEAD:
-        raise ValueError(f"{call}: {len(words)} int64s to compare; a message has room for {SIZE - HEAD}")
+    assert len(words) <= SIZE - HEAD, f"{call} compares {len(words)} int64s; a message has room for {SIZE - HEAD}"
     name = np.frombuffer(call.encode()[: 8 * NAME].ljust(8 * NAME, b"\0"), dtype="<i8").tolist()
     message = torch.tensor([TAG, *name, *words] + [0] * (SIZE - HEAD - len(words)))
     size = context.step_sizes[-1] if context.step_sizes else 0

@@ -187,7 +187,7 @@ def test_bad_shapes_are_refused(name: str, value: Any) -> None:
         ([1, VOCABULARY], {}, f"token id {VOCABULARY}.*0..{VOCABULARY - 1}"),
         ([1, -1], {}, "token id -1"),
         (torch.ones(3), {}, "token id 1.0"),
-        ("abc", {}, "input_ids is 'abc', no sequence of token ids"),
+        ("abc", {}, "input_ids is 'abc'; give token ids"),
         (torch.ones(2, 3, dtype=torch.long), {}, "2 prompts"),
         (PROMPT, {"max_new_tokens": 0}, "max_new_tokens is 0"),
         (PROMPT, {"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),

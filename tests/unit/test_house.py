@@ -14,8 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [
-    {"lp.errors", "lp.checks"},
-    {"lp.config", "lp.digest", "lp.compiled"},
+    {"lp.errors", "lp.digest", "lp.compiled"},
+    {"lp.checks"},
+    {"lp.config"},
     {"lp.sampling"},
     {"lp.draft"},
     {"lp.parallel"},
@@ -26,6 +27,7 @@ LAYERS = [
     {"lp.integrations"},
     {"lp"},  # lp/__init__.py: the public names
     {"launch"},
+    {"lp.__main__"},
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 # What only these parts may import.

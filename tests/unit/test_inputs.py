@@ -14,7 +14,7 @@ import transformers as tf
 
 import lp
 from launch.bench.profile import Plan
-from lp.config import PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
+from lp import PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
 from lp.engine.journal import Journal
 from lp.sampling.sampler import plain_settings
 from tests.tiny_models import plain_greedy, tiny_model

@@ -185,7 +185,7 @@ def test_learning_follows_the_gradient() -> None:
         for truth in [*ballot(pool, text).tokens[:4], 999]:
             seen, weights = ballot(pool, text), np.array(tables.weights)
             np.asarray(tables.squares)[:] = squares
-            mixture.learn(tables, pool._prediction, len(seen.tokens), len(seen.votes), truth)
+            mixture.learn(tables, pool._predictor, len(seen.tokens), len(seen.votes), truth)
             moved = (np.asarray(tables.weights) - weights) * math.sqrt(squares) / LEARNING_RATE
             np.testing.assert_allclose(moved, _numerical_gradient(seen, weights, truth), atol=2e-6)
             shared += len({feature for _, feature in seen.votes}) < len(seen.votes)

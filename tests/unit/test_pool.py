@@ -163,7 +163,7 @@ def test_prompt_fills_empty_places_first() -> None:
     rng = random.Random(3)
     text = [rng.randrange(30_000) for _ in range(200)]
     pool = pool_of(text, pool_mib=16)
-    context = pool._prediction.context
+    context = pool._predictor.context
     for end in range(8, len(text)):
         for back in range(8):
             context.tokens[back] = text[end - 1 - back]

@@ -139,7 +139,7 @@ def test_a_pool_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.M
         Path(path).write_bytes(before[:1000])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lp.draft.pool.ngram_pool.save_file", half)
+    monkeypatch.setattr("lp.draft.pool.factory.save_file", half)
     with pytest.warns(UserWarning, match="was not written"):
         output = lp.LookaheadDecoder(tiny_model(), config).generate([1, 2, 3], 10)
     assert len(output.tokens) == 10 and file.read_bytes() == before

@@ -6,6 +6,7 @@ import os
 import warnings
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError
@@ -13,10 +14,12 @@ from safetensors.numpy import load_file, save_file
 
 from lp.config import LookaheadConfig, PoolScope
 from lp.digest import chain_digest
-from lp.draft.pool.ngram_pool import NGramPool
-from lp.draft.pool.tables import Tables, new_tables
 from lp.draft.registry import Call, register_factory
 from lp.errors import UserError
+
+if TYPE_CHECKING:  # and below where they are used: the apps' `--help` names this source, and numba takes a second
+    from lp.draft.pool.ngram_pool import NGramPool
+    from lp.draft.pool.tables import Tables
 
 MAX_SQUARES = 50.0  # of the shipped sums of squared gradients, so that the weights still move
 # A request's tables have room for the n-grams of its text and of its steps: so many bytes for a token of the text and a
@@ -43,6 +46,8 @@ class PoolFactory:
         Raises:
             ValueError: the session's file is no such pool, or its folder is missing.
         """
+        from lp.draft.pool.ngram_pool import NGramPool
+
         if self.config.pool_scope is PoolScope.REQUEST:
             tables = fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
             return NGramPool(self.config, call.prompt, call.noise, tables)
@@ -88,6 +93,8 @@ def fresh_tables(config: LookaheadConfig, vocabulary_size: int, mebibytes: int |
     shipped = _shipped_weights()
     squares = 1 + np.minimum(shipped["squares"], MAX_SQUARES)
     num_logits = min(config.num_logits, vocabulary_size)
+    from lp.draft.pool.tables import new_tables
+
     return new_tables(num_logits, mebibytes or config.pool_mib, shipped["weights"], squares)
 
 

@@ -30,11 +30,15 @@ class GrowingTree(NamedTuple):
     choice_probs: Any  # float64 (nodes * MAX_CHOICES,): behind the node; 0 for what is in the tree
 
 
-class Limits(NamedTuple):
-    """How large the tree may become."""
+class StepInput(NamedTuple):
+    """What the tree of one step is grown from."""
 
-    num_tokens: int  # that it may add to the step
-    depth: int
+    newest: Any  # int64 (at most MAX_CONTEXT,): the text's last tokens, the newest first
+    position: int  # of the newest
+    budget: int  # tokens that the tree may add to the step
+    max_depth: int  # of the tree
+    level_0: Any  # int64: the window's drafts, see WindowDrafts
+    column_0: Any  # int64
 
 
 def new_tree(nodes: int) -> GrowingTree:
@@ -46,7 +50,7 @@ def new_tree(nodes: int) -> GrowingTree:
 
 
 @jit
-def grow(tables, prediction, tree, text_end, switches, limits, window, price):
+def grow(tables, predictor, tree, step, price):
     """Grow the tree behind `c`.
 
     A node that repeats a draft of the window is free. The tree is cut where its probabilities less its price add up to
@@ -54,12 +58,9 @@ def grow(tables, prediction, tree, text_end, switches, limits, window, price):
 
     Args:
         tables: Tables.
-        prediction: Prediction.
+        predictor: Predictor.
         tree: GrowingTree, whose size bounds the tree as well.
-        text_end: TextEnd.
-        switches: Switches.
-        limits: Limits.
-        window: WindowDrafts, as arrays.
+        step: StepInput.
         price: TokenPrice.
 
     Returns:
@@ -69,13 +70,13 @@ def grow(tables, prediction, tree, text_end, switches, limits, window, price):
     worth = best_worth = -price.tokens_per_s * price.seconds[base]
     best_nodes = nodes = 1
     num_tokens = 0
-    tree.tokens[0] = text_end.tokens[0]
+    tree.tokens[0] = step.newest[0]
     tree.parents[0] = -1
     tree.depths[0] = 0
     tree.accept_probs[0] = 1.0
     tree.level_0[0] = 0
     tree.column_0[0] = 0
-    predict_choices(tables, prediction, tree, 0, text_end, switches, price)
+    predict_choices(tables, predictor, tree, 0, step, price)
     while nodes < len(tree.tokens):
         parent = likeliest_parent(tree, nodes)
         prob = tree.best_prob[parent]
@@ -83,11 +84,11 @@ def grow(tables, prediction, tree, text_end, switches, limits, window, price):
             break
         choice = tree.best_choice[parent]
         token = tree.choice_tokens[choice]
-        level_0 = repeats(window.level_0, tree.level_0[parent], token)
-        column_0 = repeats(window.column_0, tree.column_0[parent], token)
+        level_0 = repeats(step.level_0, tree.level_0[parent], token)
+        column_0 = repeats(step.column_0, tree.column_0[parent], token)
         if level_0 < 0 and column_0 < 0:
             bonus = price.exploration_bonus if num_tokens < price.exploration_tokens else 0.0
-            if num_tokens == limits.num_tokens:
+            if num_tokens == step.budget:
                 break
             if prob + bonus <= price.tokens_per_s * price.marginal_seconds[base + num_tokens]:
                 break
@@ -103,8 +104,8 @@ def grow(tables, prediction, tree, text_end, switches, limits, window, price):
         tree.best_prob[nodes] = 0.0
         tree.choice_probs[choice] = 0.0
         find_best_choice(tree, parent)
-        if tree.depths[nodes] < limits.depth:
-            predict_choices(tables, prediction, tree, nodes, text_end, switches, price)
+        if tree.depths[nodes] < step.max_depth:
+            predict_choices(tables, predictor, tree, nodes, step, price)
         worth += prob
         nodes += 1
         if worth > best_worth:
@@ -113,17 +114,17 @@ def grow(tables, prediction, tree, text_end, switches, limits, window, price):
 
 
 @jit
-def predict_choices(tables, prediction, tree, node, text_end, switches, price):
+def predict_choices(tables, predictor, tree, node, step, price):
     """Predict what follows a node."""
-    known = fill_context_of_node(prediction.context, tree.tokens, tree.parents, node, text_end.tokens, MAX_CONTEXT)
+    known = fill_context_of_node(predictor.context, tree.tokens, tree.parents, node, step.newest, MAX_CONTEXT)
     depth = tree.depths[node]
-    choices, _ = predict(tables, prediction, known, text_end.position + depth + 1, switches)
+    choices, _ = predict(tables, predictor, known, step.position + depth + 1)
     discount = price.depth_discount
     calibrated = price.calibration * (1 + discount * depth) / (1 + discount * (depth + 1))
     base = node * MAX_CHOICES
     for index in range(choices):
-        tree.choice_tokens[base + index] = prediction.tokens[index]
-        tree.choice_probs[base + index] = prediction.scores[index] * calibrated
+        tree.choice_tokens[base + index] = predictor.tokens[index]
+        tree.choice_probs[base + index] = predictor.scores[index] * calibrated
     tree.num_choices[node] = choices
     find_best_choice(tree, node)
 

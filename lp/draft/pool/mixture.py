@@ -41,7 +41,7 @@ from lp.draft.pool.tables import (
     new_context,
     text_position,
 )
-from lp.sampling.noise import BELOW_1
+from lp.sampling.noise import BELOW_1, sequence_key
 
 MAX_CHOICES = 32  # tokens voted for behind one context
 # The contexts that are looked up, by kind and order. A window n-gram has at least one token, so its order 0 is not
@@ -64,9 +64,12 @@ LEARNING_RATE = 0.3  # of Adagrad
 FAR = 10.0  # logits this far behind the best get no vote
 
 
-class Prediction(NamedTuple):
-    """Room for one prediction."""
+class Predictor(NamedTuple):
+    """What the predictions of one call depend on besides the tables, and room for one of them."""
 
+    sources: int  # bit 1 << kind for each kind of memory that votes
+    noise_key: Any  # uint64: of the sampler's noise
+    noisy: bool  # logits vote under that noise
     context: Context
     keys: Any  # uint64 (NUM_CONTEXTS,): of the contexts that may vote, 0 for one that may not
     entries: Any  # int64 (NUM_CONTEXTS + 1,): where they are, -1 for nowhere
@@ -76,18 +79,13 @@ class Prediction(NamedTuple):
     noisy_logits: Any  # float64 (K,)
 
 
-class Switches(NamedTuple):
-    """What predictions of one call depend on besides the tables."""
-
-    sources: int  # bit 1 << kind for each kind of memory that votes
-    noise_key: Any  # uint64: of the sampler's noise
-    noisy: bool  # logits vote under that noise
-
-
-def new_prediction(num_logits: int) -> Prediction:
-    """Room for predictions from K logits."""
+def new_predictor(num_logits: int, sources: int, noise: tuple[int, int] | None) -> Predictor:
+    """Predictions from K logits, from these kinds of memory, under the noise of a (seed, sequence) or none."""
     votes = 2 * (len(ORDERS) * M + 5 * M + num_logits + 1)
-    return Prediction(
+    return Predictor(
+        sources=sources,
+        noise_key=U64(sequence_key(*noise)) if noise else U64(0),
+        noisy=noise is not None,
         context=new_context(),
         keys=compiled_zeros(NUM_CONTEXTS, "u8"),
         entries=compiled_zeros(NUM_CONTEXTS + 1, "i8"),
@@ -112,13 +110,13 @@ def gumbel(key, token):
 
 
 @jit
-def look_up(tables, prediction, known, position, sources):
+def look_up(tables, predictor, known, position):
     """Find every context of the newest `known` tokens that may vote.
 
     Memory answers many questions as fast as one where none waits for another: first a key of every bucket is read,
     then the entries are found and a follower of each is read.
     """
-    context, keys, entries = prediction.context, prediction.keys, prediction.entries
+    context, keys, entries, sources = predictor.context, predictor.keys, predictor.entries, predictor.sources
     for index in range(NUM_CONTEXTS):
         keys[index] = 0
     for index in range(len(ORDERS)):
@@ -146,37 +144,37 @@ def look_up(tables, prediction, known, position, sources):
 
 
 @jit
-def vote(tables, prediction, choices, votes, token, feature):
+def vote(tables, predictor, choices, votes, token, feature):
     """Count a vote; returns how many tokens and votes there are."""
     index = choices
     for choice in range(choices):  # to the end: no branch for the processor to guess
-        index = choice if prediction.tokens[choice] == token else index
+        index = choice if predictor.tokens[choice] == token else index
     if index == MAX_CHOICES:
         return choices, votes
     if index == choices:
-        prediction.tokens[index] = token
-        prediction.scores[index] = 0.0
+        predictor.tokens[index] = token
+        predictor.scores[index] = 0.0
         choices += 1
-    prediction.scores[index] += tables.weights[feature]
-    prediction.votes[2 * votes] = index
-    prediction.votes[2 * votes + 1] = feature
+    predictor.scores[index] += tables.weights[feature]
+    predictor.votes[2 * votes] = index
+    predictor.votes[2 * votes + 1] = feature
     return choices, votes + 1
 
 
 @jit
-def vote_followers(tables, prediction, choices, votes, entry, feature):
+def vote_followers(tables, predictor, choices, votes, entry, feature):
     """Votes for a context's followers by rank alone."""
     if entry >= 0:
         for rank in range(M):
             follower = tables.followers[entry * M + rank]
             if follower == 0:
                 break
-            choices, votes = vote(tables, prediction, choices, votes, (follower >> 32) - 1, feature + rank)
+            choices, votes = vote(tables, predictor, choices, votes, (follower >> 32) - 1, feature + rank)
     return choices, votes
 
 
 @jit
-def vote_text(tables, prediction, choices, votes):
+def vote_text(tables, predictor, choices, votes):
     """Votes of the text's n-grams, by order, rank, count, and whether the context had one follower only.
 
     Returns:
@@ -184,7 +182,7 @@ def vote_text(tables, prediction, choices, votes):
     """
     matched = 0
     for index in range(len(ORDERS)):
-        entry = prediction.entries[TEXT_AT + index]
+        entry = predictor.entries[TEXT_AT + index]
         if entry < 0:
             break  # a longer context is no more known than a shorter one
         matched = index + 1
@@ -196,7 +194,7 @@ def vote_text(tables, prediction, choices, votes):
                 break
             count = min(follower & 0xFFFFFFFF, 3) - 1
             feature = TEXT_0 + ((index * M + rank) * 3 + count) * 2 + single
-            choices, votes = vote(tables, prediction, choices, votes, (follower >> 32) - 1, feature)
+            choices, votes = vote(tables, predictor, choices, votes, (follower >> 32) - 1, feature)
     return matched, choices, votes
 
 
@@ -209,24 +207,24 @@ def gap_bucket(gap):
 
 
 @jit
-def vote_logits(tables, prediction, position, key, noisy, choices, votes):
+def vote_logits(tables, predictor, position, key, choices, votes):
     """Votes of the logits last seen behind the longest known context, under the noise of this position.
 
     Returns:
         The order of that context, -1 if there is none, and how many tokens and votes there are.
     """
-    width = len(prediction.noisy_logits)
+    width = len(predictor.noisy_logits)
     for order in range(MAX_LOGITS_ORDER, -1, -1):
-        entry = prediction.entries[LOGITS_AT + order]
+        entry = predictor.entries[LOGITS_AT + order]
         if entry < 0:
             continue
         base = entry * width
         first, second, third = -math.inf, -math.inf, -math.inf
         for k in range(width):
             score = tables.logits_values[base + k] * 1.0
-            if noisy and score > first - 2 * FAR:  # noise above FAR is once in e^FAR times
+            if predictor.noisy and score > first - 2 * FAR:  # noise above FAR is once in e^FAR times
                 score += gumbel(key, tables.logits_tokens[base + k])
-            prediction.noisy_logits[k] = score
+            predictor.noisy_logits[k] = score
             if score > first:
                 first, second, third = score, first, second
             elif score > second:
@@ -236,42 +234,41 @@ def vote_logits(tables, prediction, position, key, noisy, choices, votes):
         same_position = 1 if tables.logits_positions[entry] == position else 0
         group = LOGITS_0 + (order * 2 + same_position) * 4 * GAPS
         for k in range(width):
-            score = prediction.noisy_logits[k]
+            score = predictor.noisy_logits[k]
             if first - score > FAR:
                 continue
             rank = 0 if score >= first else 1 if score >= second else 2 if score >= third else 3
             gap = first - second if rank == 0 else first - score
             feature = group + rank * GAPS + gap_bucket(gap)
-            choices, votes = vote(tables, prediction, choices, votes, tables.logits_tokens[base + k], feature)
+            choices, votes = vote(tables, predictor, choices, votes, tables.logits_tokens[base + k], feature)
         return order, choices, votes
     return -1, choices, votes
 
 
 @jit
-def predict(tables, prediction, known, position, switches):
+def predict(tables, predictor, known, position):
     """Votes and probabilities of the tokens for `position`, behind the newest `known` tokens of the context.
 
     Returns:
         How many tokens were voted for, and how many votes they had.
     """
-    sources, noise_key, noisy = switches
-    hash_context(prediction.context, known)
-    key = mix((noise_key + U64(position) * GOLDEN + GOLDEN) & MASK)
+    hash_context(predictor.context, known)
+    key = mix((predictor.noise_key + U64(position) * GOLDEN + GOLDEN) & MASK)
     in_text = text_position(tables, position)
-    look_up(tables, prediction, known, in_text, sources)
-    logits_order, choices, votes = vote_logits(tables, prediction, in_text, key, noisy, 0, 0)
-    matched, choices, votes = vote_text(tables, prediction, choices, votes)
+    look_up(tables, predictor, known, in_text)
+    logits_order, choices, votes = vote_logits(tables, predictor, in_text, key, 0, 0)
+    matched, choices, votes = vote_text(tables, predictor, choices, votes)
     for order in range(MAX_GUESS_ORDER + 1):
         if order:
-            entry, feature = prediction.entries[WINDOW_AT + order], WINDOW_0 + (order - 1) * M
-            choices, votes = vote_followers(tables, prediction, choices, votes, entry, feature)
-        entry, feature = prediction.entries[GUESS_AT + order], GUESS_0 + order * M
-        choices, votes = vote_followers(tables, prediction, choices, votes, entry, feature)
+            entry, feature = predictor.entries[WINDOW_AT + order], WINDOW_0 + (order - 1) * M
+            choices, votes = vote_followers(tables, predictor, choices, votes, entry, feature)
+        entry, feature = predictor.entries[GUESS_AT + order], GUESS_0 + order * M
+        choices, votes = vote_followers(tables, predictor, choices, votes, entry, feature)
     none = NONE_0 + matched * 5 + logits_order + 1
-    prediction.votes[2 * votes] = choices
-    prediction.votes[2 * votes + 1] = none
-    prediction.scores[choices] = tables.weights[none]
-    softmax(prediction.scores, choices + 1)
+    predictor.votes[2 * votes] = choices
+    predictor.votes[2 * votes + 1] = none
+    predictor.scores[choices] = tables.weights[none]
+    softmax(predictor.scores, choices + 1)
     return choices, votes + 1
 
 
@@ -289,22 +286,22 @@ def softmax(scores, count):
 
 
 @jit
-def learn(tables, prediction, choices, votes, token):
+def learn(tables, predictor, choices, votes, token):
     """Move the weights along the gradient of the log probability of the token that came."""
     correct = 0
-    while correct < choices and prediction.tokens[correct] != token:
+    while correct < choices and predictor.tokens[correct] != token:
         correct += 1
     for vote_index in range(votes):
-        index, feature = prediction.votes[2 * vote_index], prediction.votes[2 * vote_index + 1]
-        gradient = (1.0 if index == correct else 0.0) - prediction.scores[index]
+        index, feature = predictor.votes[2 * vote_index], predictor.votes[2 * vote_index + 1]
+        gradient = (1.0 if index == correct else 0.0) - predictor.scores[index]
         tables.squares[feature] += gradient * gradient
         tables.weights[feature] += LEARNING_RATE * gradient / math.sqrt(tables.squares[feature])
 
 
 @jit
-def learn_text(tables, prediction, text, start, switches):
+def learn_text(tables, predictor, text, start):
     """Learn the weights from the text's tokens from `start` on."""
     for end in range(start, len(text)):
-        known = fill_context(prediction.context, text, 0, end)
-        choices, votes = predict(tables, prediction, known, end, switches)
-        learn(tables, prediction, choices, votes, text[end])
+        known = fill_context(predictor.context, text, 0, end)
+        choices, votes = predict(tables, predictor, known, end)
+        learn(tables, predictor, choices, votes, text[end])

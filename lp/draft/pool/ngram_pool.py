@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from lp.compiled import U64, compiled_array, compiled_ints
+from lp.compiled import compiled_array, compiled_ints
 from lp.config import LookaheadConfig
-from lp.draft.pool.growth import Limits, grow, new_tree
-from lp.draft.pool.mixture import Switches, learn_text, new_prediction
+from lp.draft.pool.growth import StepInput, grow, new_tree
+from lp.draft.pool.mixture import learn_text, new_predictor
 from lp.draft.pool.tables import (
     GUESS,
     LOGITS,
@@ -18,7 +19,6 @@ from lp.draft.pool.tables import (
     WINDOW,
     Samples,
     Tables,
-    TextEnd,
     add_ngrams,
     add_samples,
     add_text,
@@ -26,7 +26,6 @@ from lp.draft.pool.tables import (
 from lp.draft.source import StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
-from lp.sampling.noise import sequence_key
 from lp.sampling.top_logits import TopLogits
 
 NO_DRAFTS = WindowDrafts()
@@ -49,13 +48,11 @@ class NGramPool:
         self.num_logits = len(tables.logits_tokens) // len(tables.logits_keys)
         kinds = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, LOGITS: self.num_logits > 0}
         sources = sum(1 << kind for kind, is_on in kinds.items() if is_on)
-        noisy = noise is not None and config.renoise
-        self._switches = Switches(sources, U64(sequence_key(*noise)) if noise and noisy else U64(0), noisy)
+        self._predictor = new_predictor(self.num_logits, sources, noise if config.renoise else None)
         self._tables = tables
         tables.clock[0] += 1  # so that what the prompt leaves is newer than an empty entry
         tables.clock[1] += 1
         nodes = 2 + config.draft_budget + config.window_size + config.ngram_size
-        self._prediction = new_prediction(self.num_logits)
         self._tree = new_tree(nodes)
         self._text = np.zeros(2 * len(prompt) + 1024, np.int64)
         self._length = 0
@@ -74,12 +71,16 @@ class NGramPool:
         self._catch_up(text)
         nodes = grow(
             self._tables,
-            self._prediction,
+            self._predictor,
             self._tree,
-            self._text_end(),
-            self._switches,
-            Limits(budget, self.config.depth),
-            WindowDrafts(compiled_ints(window.level_0), compiled_ints(window.column_0)),
+            StepInput(
+                newest=self._newest(),
+                position=self._length - 1,
+                budget=budget,
+                max_depth=self.config.depth,
+                level_0=compiled_ints(window.level_0),
+                column_0=compiled_ints(window.column_0),
+            ),
             price or TokenPrice.free(budget),
         )
         tree = self._tree
@@ -93,23 +94,22 @@ class NGramPool:
         """Remember the logits behind the prompt's tokens."""
         nodes = range(len(prompt) - 1)
         samples = StepSamples(prompt, nodes, range(-1, len(nodes) - 1), nodes, prompt[1:], top_logits, ())
-        text_end = TextEnd(compiled_ints(prompt[:1]), 0)
-        self._add_samples(text_end, samples, self._switches.sources & 1 << LOGITS)
+        self._add_samples(compiled_ints(prompt[:1]), samples, self._predictor.sources & 1 << LOGITS)
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Learn the weights from the step's tokens, then remember what it read and sampled."""
-        tables, sources = self._tables, self._switches.sources
+        tables, sources = self._tables, self._predictor.sources
         self._catch_up(text[: len(text) - num_new])
         start = self._length
-        text_end = self._text_end()
+        newest = self._newest()
         tables.clock[0] += 1
         self._extend(text[len(text) - num_new :])
         if self.config.learn:
-            learn_text(tables, self._prediction, self._known_text(), start, self._switches)
-        self._add_samples(text_end, samples, sources)
+            learn_text(tables, self._predictor, self._known_text(), start)
+        self._add_samples(newest, samples, sources)
         if sources >> WINDOW & 1 and samples.ngrams:
             tokens = compiled_ints([token for ngram in samples.ngrams for token in ngram])
-            add_ngrams(tables, self._prediction.context, tokens, len(samples.ngrams[0]))
+            add_ngrams(tables, self._predictor.context, tokens, len(samples.ngrams[0]))
         if self.config.output_ngrams:
             self._add_text(start)
 
@@ -122,9 +122,9 @@ class NGramPool:
                 self._add_text(start)
 
     def _add_text(self, start: int) -> None:
-        add_text(self._tables, self._prediction.context, self._known_text(), start)
+        add_text(self._tables, self._predictor.context, self._known_text(), start)
 
-    def _add_samples(self, text_end: TextEnd, samples: StepSamples, sources: int) -> None:
+    def _add_samples(self, newest: Any, samples: StepSamples, sources: int) -> None:
         arrays = Samples(
             tokens=compiled_ints(samples.tokens),
             parents=compiled_ints(samples.parents),
@@ -134,14 +134,14 @@ class NGramPool:
             top_tokens=compiled_array(samples.top_logits.tokens),
             top_logits=compiled_array(samples.top_logits.logits),
         )
-        add_samples(self._tables, self._prediction.context, text_end, arrays, sources)
+        add_samples(self._tables, self._predictor.context, newest, arrays, sources)
 
-    def _known_text(self) -> np.ndarray:
+    def _known_text(self) -> Any:
         return compiled_array(self._text[: self._length])
 
-    def _text_end(self) -> TextEnd:
-        newest = self._text[max(self._length - MAX_CONTEXT, 0) : self._length][::-1]
-        return TextEnd(compiled_array(newest.copy()), self._length - 1)
+    def _newest(self) -> Any:
+        """The text's last tokens, the newest first."""
+        return compiled_array(self._text[max(self._length - MAX_CONTEXT, 0) : self._length][::-1].copy())
 
     def _extend(self, tokens: Sequence[int]) -> None:
         end = self._length + len(tokens)

@@ -58,13 +58,6 @@ class Context(NamedTuple):
     hashes: Any  # uint64 (MAX_CONTEXT + 1,): of the newest 0, 1, 2, ... tokens
 
 
-class TextEnd(NamedTuple):
-    """The end of the text, behind which a step's tree stands."""
-
-    tokens: Any  # int64 (at most MAX_CONTEXT,): the newest first
-    position: int  # of the newest
-
-
 class Samples(NamedTuple):
     """What the nodes of a step sampled, as compiled functions take it; see StepSamples."""
 
@@ -231,10 +224,10 @@ def add_ngrams(tables, context, ngrams, length):
 
 
 @jit
-def fill_context_of_node(context, tokens, parents, node, text_end, longest):
+def fill_context_of_node(context, tokens, parents, node, newest, longest):
     """Fill the context with the tokens up to a node of a tree behind the text; returns how many.
 
-    Node 0 is the newest token of the text.
+    Node 0 is the newest token of the text, whose last tokens `newest` has, the newest first.
     """
     known = 0
     while node > 0 and known < longest:
@@ -242,21 +235,21 @@ def fill_context_of_node(context, tokens, parents, node, text_end, longest):
         node = parents[node]
         known += 1
     back = 0
-    while node == 0 and back < len(text_end) and known < longest:
-        context.tokens[known] = text_end[back]
+    while node == 0 and back < len(newest) and known < longest:
+        context.tokens[known] = newest[back]
         known += 1
         back += 1
     return known
 
 
 @jit
-def add_samples(tables, context, text_end, samples, sources):
+def add_samples(tables, context, newest, samples, sources):
     """Remember of every sampled node its token as a guess for its position, and its logits behind its last tokens."""
     width = len(tables.logits_tokens) // len(tables.logits_keys)
     for index in range(len(samples.nodes)):
         node = samples.nodes[index]
         position = text_position(tables, samples.positions[node] + 1)
-        known = fill_context_of_node(context, samples.tokens, samples.parents, node, text_end.tokens, MAX_LOGITS_ORDER)
+        known = fill_context_of_node(context, samples.tokens, samples.parents, node, newest, MAX_LOGITS_ORDER)
         hash_context(context, known)
         if sources >> GUESS & 1:
             for order in range(min(known, MAX_GUESS_ORDER) + 1):
