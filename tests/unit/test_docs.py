@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,9 +115,7 @@ def test_extending_with_a_draft_source(clean_registries: None) -> None:
     assert config.decoder.name == "repeat" and config.decoder.num_tokens == 6  # type: ignore[attr-defined]
 
 
-def test_extending_with_a_plugin(
-    clean_registries: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extending_with_a_plugin(clean_registries: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LP_PLUGINS imports the page's file."""
     (tmp_path / "repeat_source.py").write_text(blocks(EXTENDING, "python", "A draft source")[0])
     monkeypatch.syspath_prepend(tmp_path)
@@ -199,5 +198,15 @@ def test_pages_name_files_that_exist(page: Path) -> None:
 def test_no_page_refers_to_a_design_page() -> None:
     """DESIGN is not in the repository."""
     design = "DES" + "IGN"
-    files = [*PAGES, *(path for folder in ("lp", "launch", "scripts", "tests") for path in (ROOT / folder).rglob("*.py"))]
+    files = [
+        *PAGES,
+        *(path for folder in ("lp", "launch", "scripts", "tests") for path in (ROOT / folder).rglob("*.py")),
+    ]
     assert not [str(path.relative_to(ROOT)) for path in files if design in path.read_text(encoding="utf-8")]
+
+
+def test_config_page_is_up_to_date() -> None:
+    """A key that is new, gone or has another default must be so in the page too."""
+    command = [sys.executable, str(ROOT / "scripts" / "config_docs.py"), "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
