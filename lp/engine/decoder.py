@@ -73,7 +73,7 @@ class Decoder(ABC):
                 steps, rank 0's word counts; plain decoding, which shares none, asks each rank's own.
             on_tokens: called once a step with (new tokens, step) before the next one starts; among ranks that share
                 steps, where there are criteria, on rank 0 alone.
-            prefill_chunk: prompt rows a forward pass.
+            prefill_chunk: prompt tokens a forward pass.
             output_scores: return the processed logits of every token, warpers included, noise not; on one rank.
             output_logits: return the model's own; on one rank.
 

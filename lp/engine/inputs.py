@@ -41,10 +41,10 @@ def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
     given = _elements(input_ids)
     if given is None:
         raise UserError(f"input_ids is {input_ids!r}, no sequence of token ids; give them as (L,) or (1, L)")
-    if given and (row := _elements(given[0])) is not None:
+    if given and (first := _elements(given[0])) is not None:
         if len(given) > 1:
             raise UserError(f"input_ids holds {len(given)} prompts; generate takes one, call it for each")
-        given = row
+        given = first
     if not given:
         raise UserError("the prompt is empty; give at least one token, such as the model's BOS")
     vocabulary = model.get_input_embeddings().weight.shape[0]

@@ -5,7 +5,7 @@
     {"end": "length"}                             it ended, and why
 
 The name of a text is a digest of all that it depends on. Rank 0 writes, one line a write, which outlives the process
-but not the machine (there is no fsync); all ranks are told what it read.
+but not the machine (there is no fsync); all ranks get what it read.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Journal:
     def __init__(self, path: str | Path, context: ParallelContext) -> None:
         self.path, self.context = Path(path), context
         self._file: BinaryIO | None = None
-        said = context.share_text(self._opened() if context.is_main else None, "opening a journal")
-        assert said is not None
-        told = json.loads(said)
-        if "error" in told:  # on every rank, or the others would wait for rank 0
-            raise UserError(told["error"])
-        self.records = {name: Record(**record) for name, record in told.items()}
+        content = context.share_text(self._opened() if context.is_main else None, "opening a journal")
+        assert content is not None
+        records = json.loads(content)
+        if "error" in records:  # on every rank, or the others would wait for rank 0
+            raise UserError(records["error"])
+        self.records = {name: Record(**record) for name, record in records.items()}
         self._models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # an id may be that of a model before
 
     @property
@@ -125,14 +125,15 @@ class Journal:
             return GenerationOutput(list(done), record.end, [], resumed=len(done))
         self._write({"text": name, "seed": record.seed, "kept": len(done)})
 
-        def keep(tokens: list[int], step: int) -> None:
+        def write_tokens(tokens: list[int], step: int) -> None:
             self._write({"t": tokens})
             if on_tokens:
                 on_tokens(tokens, step)
 
-        told = keep if self.context.is_main else on_tokens
+        callback = write_tokens if self.context.is_main else on_tokens
+        remaining = max_new_tokens - len(done)
         try:
-            output = decoder.generate([*ids, *done], max_new_tokens - len(done), sampling, on_tokens=told, **options)
+            output = decoder.generate([*ids, *done], remaining, sampling, on_tokens=callback, **options)
         except Interrupted as error:
             self._ended(record, error.output, done)
             raise

@@ -183,7 +183,7 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
     """Left padding of every prompt (B,).
 
     Raises:
-        ValueError: the model is to be told something else than tokens, or to skip some.
+        ValueError: the model is to be given something else than tokens, or to skip some.
     """
     others = [name for name, value in model_kwargs.items() if value is not None and name not in KNOWN]
     if others:

@@ -19,7 +19,7 @@ class _Lockstep:
 
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size)
-        self.slots: list[tuple[str, torch.Tensor]] = [(ENDED, torch.zeros(0))] * world_size
+        self.given: list[tuple[str, torch.Tensor]] = [(ENDED, torch.zeros(0))] * world_size
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class LockstepContext(ParallelContext):
 
     shared: _Lockstep = field(default_factory=lambda: _Lockstep(1))
 
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        return torch.stack([each.cpu() for each in self._trade("in a step of generate", row)])
+    def all_gather(self, message: torch.Tensor) -> torch.Tensor:
+        return torch.stack([each.cpu() for each in self._trade("in a step of generate", message)])
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         return tensor.copy_(self._trade("in a broadcast", tensor)[source])
@@ -51,9 +51,9 @@ class LockstepContext(ParallelContext):
 
     def _traded(self, call: str, mine: torch.Tensor, timeout_s: float | None) -> list[tuple[str, torch.Tensor]]:
         shared = self.shared
-        shared.slots[self.rank] = call, mine
+        shared.given[self.rank] = call, mine
         shared.barrier.wait(timeout_s)
-        everyone = [(call, tensor.clone()) for call, tensor in shared.slots]
+        everyone = [(call, tensor.clone()) for call, tensor in shared.given]
         shared.barrier.wait(timeout_s)
         return everyone
 
