@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 import lp
 from lp.compiled import COMPILED
 from lp.engine.output import GenerationOutput
+from lp.errors import UserError
 
-from .app import run
 from .bench.ceilings import device_name
 from .bench.profile import Plan, profile
 from .bench.profile_report import Report, as_json, draw, print_tables
@@ -35,6 +35,7 @@ from .bench.prompts import load_builtin
 from .bench.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .bench.speed import speeds, transformers_greedy
 from .builders import PLAIN, decoder_builders
+from .cli import start
 from .schema import Output, ProfileConfig
 from .session import check_common, load_model, open_context, sampling_of, seeded
 from .stream import on_rank_0
@@ -50,7 +51,7 @@ def profile_model(config: ProfileConfig) -> None:
     """
     check_common(config)
     if config.decoder.name == PLAIN:
-        raise ValueError(
+        raise UserError(
             "decoder.name is 'autoregressive', which runs no lookahead steps; W=0 G=0 is plain decoding here"
         )
     builder = _builder(config)
@@ -83,9 +84,7 @@ def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
     rank = config.rank
     running = context.world_size
     if running > 1 and (ranks not in (None, running) or rank not in (None, context.rank)):
-        raise ValueError(
-            f"R is {ranks} and rank {rank}, but torchrun runs rank {context.rank} of {running}; leave them"
-        )
+        raise UserError(f"R is {ranks} and rank {rank}, but torchrun runs rank {context.rank} of {running}; leave them")
     if running > 1:
         ranks = running
         rank = context.rank
@@ -113,7 +112,7 @@ def _shape(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tu
 def _loaded(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tuple[PreTrainedModel, list[int]]:
     """A model's own weights, and the built-in prompts over and over."""
     if (config.shape.layers, config.shape.divide) != (None, 1):
-        raise ValueError(
+        raise UserError(
             f"shape.layers and shape.divide scale a shape, not {config.model.name}; model=codellama_7b is one"
         )
     loaded = load_model(config, context)
@@ -166,7 +165,7 @@ def _setting(
         "device": device_name(model.device),
         "threads": torch.get_num_threads(),
         "attention": str(decoder.runner.attention),
-        "capture": str(captured.how if captured else lp.Capture.OFF),
+        "capture": str(captured.mode if captured else lp.Capture.OFF),
         "compiled": COMPILED,
         "W": shape.window_size,
         "N": shape.ngram_size,
@@ -181,4 +180,4 @@ def _setting(
 
 
 if __name__ == "__main__":
-    run(profile_model, "profile")
+    start("profile", sys.argv[1:])

@@ -40,7 +40,7 @@ class Learner(lp.LookaheadDecoder):
 
     def source(self, request: Request) -> DraftSource:
         """A pool that goes on learning the shared weights."""
-        tables = new_tables(self.config.recycled, self.config.pool_mib, self.weights, self.squares)
+        tables = new_tables(self.config.num_logits, self.config.pool_mib, self.weights, self.squares)
         tables = tables._replace(weights=self.weights, squares=self.squares)
         return ngram_pool.NGramPool(self.config, request.prompt, request.sampler.noise_key, tables)
 

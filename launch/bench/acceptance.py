@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lp.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
@@ -44,9 +46,9 @@ class AcceptanceModel:
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}; it must be a probability in [0, 1]; fit it to what was measured")
+            raise UserError(f"alpha is {self.alpha}; it must be a probability in [0, 1]; fit it to what was measured")
         if not 1 <= self.f < float("inf"):
-            raise ValueError(f"f is {self.f}; it must be at least 1; 1 means that every step finds good n-grams")
+            raise UserError(f"f is {self.f}; it must be at least 1; 1 means that every step finds good n-grams")
 
     def expected_tokens(self, drafts: int, depth: int) -> float:
         """E[tokens] of a step that verifies good n-grams, the bonus token included (equation 4)."""
@@ -68,7 +70,7 @@ class AcceptanceModel:
         """
         runs = list(runs)
         if not runs:
-            raise ValueError("no runs were given, and a model of two numbers needs at least two of them; measure some")
+            raise UserError("no runs were given, and a model of two numbers needs at least two of them; measure some")
         alphas = np.linspace(0, 1, 101)
         inverses = np.linspace(0.01, 1, 100)  # of f, in (0, 1]
         for width in (0.01, 1e-3, 1e-4):

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lp.errors import UserError
+
 Record = dict[str, Any]
 
 
@@ -38,7 +40,7 @@ def load_records(path: str | Path) -> list[Record]:
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     records = [record for file in files if file.is_file() for record, _ in _lines(file, file.read_bytes())]
     if not records:
-        raise ValueError(f"{path} holds no records; give the folder that launch.benchmark wrote to")
+        raise UserError(f"{path} holds no records; give the folder that launch.benchmark wrote to")
     return records
 
 
@@ -52,7 +54,7 @@ def _lines(path: Path, data: bytes) -> list[tuple[Record, int]]:
             record = json.loads(line)
             record["index"], record["method"], record["prompt_digest"]  # what every record has
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number} is no record of a benchmark ({error}); move the file away"
             ) from None
         found.append((record, end))
@@ -77,12 +79,12 @@ class RecordFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")
         except OSError as error:
-            raise ValueError(f"{path} cannot be written ({error.strerror}); give another out=") from error
+            raise UserError(f"{path} cannot be written ({error.strerror}); give another out=") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise ValueError(f"{path} is being written by another run; wait for it, or give another out=") from None
+            raise UserError(f"{path} is being written by another run; wait for it, or give another out=") from None
         self._file.seek(0)
         self.records = self._whole(_lines(path, self._file.read()))
 
@@ -95,7 +97,7 @@ class RecordFile:
             if [record["method"] for record in block] != self._methods or len(
                 {record["index"] for record in block}
             ) > 1:
-                raise ValueError(f"{self.path} holds records of other methods; move it away, or give another out=")
+                raise UserError(f"{self.path} holds records of other methods; move it away, or give another out=")
         self._file.truncate(lines[finished - 1][1] if finished else 0)
         return [record for record, _ in lines[:finished]]
 

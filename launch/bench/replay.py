@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
+from lp.errors import UserError
 from lp.sampling.top_logits import TopLogits
 
 
@@ -54,7 +55,7 @@ def load_texts(path: str | Path) -> list[Text]:
         try:
             texts.append(Text(**json.loads(line)))
         except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number} is no text ({error}); write the file with scripts/tables.py texts"
             ) from None
     return texts

@@ -1,6 +1,1 @@
-"""Attention backends for tree-shaped steps."""
-
-from lp.attention.masks import StepMasks
-from lp.attention.registry import NAMES, choices, set_attention
-
-__all__ = ["NAMES", "StepMasks", "choices", "set_attention"]
+"""Attention backends for tree-shaped steps: one file each, listed in `lp.attention.registry`."""

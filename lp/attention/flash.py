@@ -1,16 +1,26 @@
-"""Attention of a tree-shaped step: all cached keys without a mask, the step's own rows with theirs, merged by the
-log-sum-exp of both (the split of FlashAttention, arXiv 2205.14135, section 3.1).
+"""Attention of a tree-shaped step in two parts: all cached keys without a mask, the step's own keys with the step's
+mask, merged by the log-sum-exp of both (the split of FlashAttention, arXiv 2205.14135, section 3.1).
 
-T: rows of the step, L: cached rows, C: capacity of the cache, H: query heads, G: KV heads, D: head dimension.
+H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys, L + T or C,
+U: keys of the step that a block of queries may see. A log-sum-exp is `lse`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-SHORT = 512  # cached rows up to which one masked call is faster on a CPU than two and their merge
-BLOCK = 128  # rows of a prompt that a CPU takes at once
+from lp.attention.base import AttentionBackend, Mask, StepView, additive_mask, score_obstacle
+from lp.attention.registry import register
+
+SHORT = 512  # cached tokens up to which one masked call is faster on a CPU than two and their merge
+BLOCK = 128  # tokens of a prompt that a CPU computes at once
+HALVES = (torch.float16, torch.bfloat16)
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -20,49 +30,53 @@ def step_attention(
     v_1GND: torch.Tensor,
     mask_11TT: torch.Tensor,
     scale: float | None = None,
-    places: torch.Tensor | None = None,
+    slot_mapping_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What every row of a step attends to: all cached rows, and of the step's own those its mask shows.
+    """Every token of a step attends to all cached tokens, and to those of the step that its mask shows.
 
     Args:
         q_1HTD: queries.
-        k_1GND, v_1GND: cached rows with the step's behind them, N = L + T; whole buffers, N = C, if `places` is given.
-        mask_11TT: additive, among the step's rows.
+        k_1GND, v_1GND: those of the cached tokens, then the step's, N = L + T; the whole cache, N = C, if
+            `slot_mapping_T` is given.
+        mask_11TT: additive, among the step's tokens.
         scale: of the scores; None is 1 / sqrt(D).
-        places: (T,) int64, where the step's rows lie in the buffers, the first right behind the cached ones: L is data.
+        slot_mapping_T: int64, the cache slots of the step's tokens, the first right behind the cached ones: L is data.
 
     Returns:
         (1, H, T, D).
     """
     if q_1HTD.is_cuda:
-        return _on_cuda(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, places)
-    total = k_1GND.shape[2]
-    if places is not None:
-        full = _spread(mask_11TT, places, total)
-        return _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=full, scale=scale)[0]
-    rows = q_1HTD.shape[2]
-    if rows <= BLOCK:
+        return _on_cuda(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T)
+    num_tokens = q_1HTD.shape[2]
+    num_keys = k_1GND.shape[2]
+    if slot_mapping_T is not None:
+        mask_11TC = _mask_over_cache(mask_11TT, slot_mapping_T, num_keys)
+        return _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=mask_11TC, scale=scale)[0]
+    if num_tokens <= BLOCK:
         return _on_cpu(q_1HTD, k_1GND, v_1GND, mask_11TT, scale)
-    blocks = []  # a prompt's rows see half of each other, and none sees one behind it
-    for end in range(BLOCK, rows + BLOCK, BLOCK):
-        own, seen = slice(end - BLOCK, end), total - rows + end
-        mask = mask_11TT[:, :, own, :end]
-        blocks.append(_on_cpu(q_1HTD[:, :, own], k_1GND[:, :, :seen], v_1GND[:, :, :seen], mask, scale))
+    blocks = []  # a prompt's tokens see half of each other, and none sees one behind it
+    for end in range(BLOCK, num_tokens + BLOCK, BLOCK):
+        block = slice(end - BLOCK, end)
+        visible_keys = num_keys - num_tokens + end
+        mask_11TU = mask_11TT[:, :, block, :end]
+        blocks.append(
+            _on_cpu(q_1HTD[:, :, block], k_1GND[:, :, :visible_keys], v_1GND[:, :, :visible_keys], mask_11TU, scale)
+        )
     return torch.cat(blocks, 2)
 
 
 def _on_cpu(
     q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GND: torch.Tensor, mask_11TU: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """The rows of a block, which see the cached rows and, of the step's, the U up to their last."""
+    """A block of queries, which see the cached tokens and, of the step's, the U up to their last."""
     length = k_1GND.shape[2] - mask_11TU.shape[3]
     if length < SHORT:
-        full = F.pad(mask_11TU, (length, 0))
-        return _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=full, scale=scale)[0]
+        mask_11TN = F.pad(mask_11TU, (length, 0))
+        return _cpu_flash(q_1HTD, k_1GND, v_1GND, 0.0, False, attn_mask=mask_11TN, scale=scale)[0]
     own = _cpu_flash(q_1HTD, k_1GND[:, :, length:], v_1GND[:, :, length:], 0.0, False, attn_mask=mask_11TU, scale=scale)
-    # Without a mask the queries of a KV head are as good as rows of one head: fewer, larger products.
-    folded = q_1HTD.reshape(1, k_1GND.shape[1], -1, q_1HTD.shape[3])
-    out, lse = _cpu_flash(folded, k_1GND[:, :, :length], v_1GND[:, :, :length], 0.0, False, scale=scale)
+    # Without a mask the queries of a KV head may as well be tokens of one head: fewer, larger products.
+    folded_q = q_1HTD.reshape(1, k_1GND.shape[1], -1, q_1HTD.shape[3])  # (1, G, H / G * T, D)
+    out, lse = _cpu_flash(folded_q, k_1GND[:, :, :length], v_1GND[:, :, :length], 0.0, False, scale=scale)
     return merge(out.reshape(own[0].shape), lse.reshape(own[1].shape), *own)
 
 
@@ -75,53 +89,127 @@ def merge(
     return torch.lerp(other_1HTD.to(wide), out_1HTD.to(wide), share).to(out_1HTD.dtype)
 
 
-def masked(
+def masked_attention(
     q_1HTD: torch.Tensor, k_1GTD: torch.Tensor, v_1GTD: torch.Tensor, mask_11TT: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with a mask and its log-sum-exp, in plain products: for the few rows of a step."""
-    _, heads, rows, dim = q_1HTD.shape
-    q = q_1HTD.reshape(1, k_1GTD.shape[1], -1, rows, dim)  # (1, G, H / G, T, D)
+    """Attention with a mask and its log-sum-exp, in plain products: for the few keys of a step."""
+    _, heads, num_tokens, dim = q_1HTD.shape
+    q = q_1HTD.reshape(1, k_1GTD.shape[1], -1, num_tokens, dim)  # (1, G, H / G, T, D)
     wide = torch.promote_types(q.dtype, torch.float32)  # scores of halves may overflow, and rounded ones are coarse
     scores = (q.to(wide) * (scale or dim**-0.5)) @ k_1GTD[:, :, None].to(wide).mT + mask_11TT[:, :, None]
     lse = scores.logsumexp(-1, keepdim=True)
     out = (scores - lse).exp().to(v_1GTD.dtype) @ v_1GTD[:, :, None]
-    return out.reshape(1, heads, rows, -1), lse.reshape(1, heads, rows)
+    return out.reshape(1, heads, num_tokens, -1), lse.reshape(1, heads, num_tokens)
 
 
-def _spread(mask_11TT: torch.Tensor, places: torch.Tensor, capacity: int) -> torch.Tensor:
-    """The mask over whole buffers, (1, 1, T, C): nothing hides the rows before `places`, everything those behind."""
-    row, rows = torch.arange(capacity, device=places.device) - places[0], len(places)
-    own = mask_11TT[..., row.clamp(0, rows - 1)].masked_fill(row >= rows, torch.finfo(mask_11TT.dtype).min)
-    return own.masked_fill(row < 0, 0.0)
+def _mask_over_cache(mask_11TT: torch.Tensor, slot_mapping_T: torch.Tensor, capacity: int) -> torch.Tensor:
+    """The mask over all cache slots, (1, 1, T, C): shows all before the step's, and none behind them."""
+    num_tokens = len(slot_mapping_T)
+    index_C = torch.arange(capacity, device=slot_mapping_T.device) - slot_mapping_T[0]  # of the step's tokens
+    mask_11TC = mask_11TT[..., index_C.clamp(0, num_tokens - 1)]
+    mask_11TC = mask_11TC.masked_fill(index_C >= num_tokens, torch.finfo(mask_11TT.dtype).min)
+    return mask_11TC.masked_fill(index_C < 0, 0.0)
 
 
 def _on_cuda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GND: torch.Tensor,
+    mask_11TT: torch.Tensor,
     scale: float | None,
-    places: torch.Tensor | None,
+    slot_mapping_T: torch.Tensor | None,
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import AuxRequest, varlen_attn  # of CUDA builds
 
-    rows, total = q.shape[2], k.shape[2]
-    if places is None:
-        length, used = total - rows, None
-        own_k, own_v, k, v = k[:, :, length:], v[:, :, length:], k[:, :, :length], v[:, :, :length]
+    num_tokens = q_1HTD.shape[2]
+    if slot_mapping_T is None:
+        length = k_1GND.shape[2] - num_tokens
+        used_length = None
+        own_k = k_1GND[:, :, length:]
+        own_v = v_1GND[:, :, length:]
+        k_1GND = k_1GND[:, :, :length]
+        v_1GND = v_1GND[:, :, :length]
     else:
-        length, used = total, places[:1].int()
-        own_k, own_v = k.index_select(2, places), v.index_select(2, places)
-    own, own_lse = masked(q, own_k, own_v, mask, scale)
+        length = k_1GND.shape[2]
+        used_length = slot_mapping_T[:1].int()
+        own_k = k_1GND.index_select(2, slot_mapping_T)
+        own_v = v_1GND.index_select(2, slot_mapping_T)
+    own, own_lse = masked_attention(q_1HTD, own_k, own_v, mask_11TT, scale)
     if not length:
         return own
-    ends = torch.arange(2, dtype=torch.int32, device=q.device)  # one sequence: from 0 to its length
-    q_THD, k_LGD, v_LGD = (states[0].transpose(0, 1) for states in (q, k, v))
-    aux, gqa = AuxRequest(lse=True), q.shape[1] != k.shape[1]
-    out_THD, lse = varlen_attn(
-        q_THD, k_LGD, v_LGD, ends * rows, ends * length, rows, length,
-        return_aux=aux, scale=scale, enable_gqa=gqa, seqused_k=used,
+    bounds = torch.arange(2, dtype=torch.int32, device=q_1HTD.device)  # one sequence: from 0 to its length
+    q_THD, k_LGD, v_LGD = (states[0].transpose(0, 1) for states in (q_1HTD, k_1GND, v_1GND))
+    grouped = q_1HTD.shape[1] != k_1GND.shape[1]
+    out_THD, lse_HT = varlen_attn(
+        q_THD, k_LGD, v_LGD, bounds * num_tokens, bounds * length, num_tokens, length,
+        return_aux=AuxRequest(lse=True), scale=scale, enable_gqa=grouped, seqused_k=used_length,
     )  # fmt: skip
-    assert lse.shape == q.shape[1:3], "(H, T) in torch 2.13, whatever its page says"
-    merged = merge(out_THD.transpose(0, 1)[None], lse[None], own, own_lse)
-    return merged if used is None else torch.where(used > 0, merged, own)
+    assert lse_HT.shape == q_1HTD.shape[1:3], "(H, T) in torch 2.13, though its documentation has another order"
+    merged = merge(out_THD.transpose(0, 1)[None], lse_HT[None], own, own_lse)
+    return merged if used_length is None else torch.where(used_length > 0, merged, own)
+
+
+def flash_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    slot_mapping: torch.Tensor | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention function for transformers: ours where the mask is a step's own, (1, 1, T, T), else sdpa.
+
+    Args:
+        query: (1, H, T, D).
+        key, value: (1, G, N, D), cached tokens included.
+        slot_mapping: as in `step_attention`.
+
+    Returns:
+        (1, T, H, D), and no weights, as transformers expects it.
+    """
+    num_tokens = query.shape[2]
+    # The masks that transformers makes are bool; that of a sliding window covers all keys.
+    is_own = (
+        attention_mask is not None
+        and attention_mask.is_floating_point()
+        and attention_mask.shape[-1] == num_tokens
+        and not (query.is_cuda and num_tokens == key.shape[2])
+    )
+    if attention_mask is None or not is_own:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    out = step_attention(query, key, value, attention_mask, scaling, slot_mapping)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@register
+class Flash(AttentionBackend):
+    """The two parts and their merge; `auto` takes it for models that were loaded with sdpa."""
+
+    name = "flash"
+    implementation = "lp_tree"  # transformers takes a name with "flash" in it for the flash-attn package
+    alternative = "sdpa"
+    replaces = ("sdpa",)
+    omits_trivial_masks = True
+
+    def unfit(self, model: PreTrainedModel) -> str | None:
+        device = model.device.type
+        if device == "cuda" and model.dtype not in HALVES:
+            reason = f"takes float16 and bfloat16 on a GPU, and this model is {model.dtype}"
+            return f"attention=flash {reason}; choose attention=sdpa"
+        if device not in ("cpu", "cuda"):
+            return f"attention=flash runs on CPUs and CUDA devices, not on {device!r}; choose attention=sdpa"
+        return score_obstacle(model, self.name)
+
+    def install(self) -> None:
+        AttentionInterface.register(self.implementation, flash_attention_forward)
+        AttentionMaskInterface.register(self.implementation, sdpa_mask)
+
+    def mask(self, view: StepView) -> Mask:
+        if view.window is not None:  # hides cached tokens too: as sdpa
+            return super().mask(view)
+        return additive_mask(view.visible_TT, view.dtype)
+
+    def forward_arguments(self, slot_mapping_T: torch.Tensor) -> dict[str, Any]:
+        return {"slot_mapping": slot_mapping_T}

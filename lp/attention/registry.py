@@ -1,70 +1,104 @@
-"""Which attention backend a model runs its steps with."""
+"""The attention backends by name, and which one a model runs its steps with."""
 
 from __future__ import annotations
 
-import torch
-from transformers import PreTrainedModel
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar
 
-from lp.attention.hf import FLASH, register
-from lp.config import Attention
+from lp.errors import UserError
 
-NAMES = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: FLASH, Attention.FLEX: "flex_attention"}
-_THEIRS = (Attention.SDPA, Attention.EAGER)  # that transformers can load a model with
-HALVES = (torch.float16, torch.bfloat16)
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from lp.attention.base import AttentionBackend
+
+AUTO = "auto"
+BUILT_IN = ("sdpa", "eager", "flash", "flex")  # modules of this package; imported when needed, as they import torch
+Backend = TypeVar("Backend", bound="AttentionBackend")
+_BACKENDS: dict[str, AttentionBackend] = {}
 
 
-def choices(model: PreTrainedModel, attention: Attention) -> list[Attention]:
-    """The backends to try in turn: an explicit one alone; for `auto`, flash if it was loaded with sdpa, then that.
+def register(backend: type[Backend]) -> type[Backend]:
+    """Make a backend a choice by its name; a class decorator.
 
     Raises:
-        ValueError: the model's own implementation takes no tree mask.
+        ValueError: another backend has the name.
     """
-    if attention is not Attention.AUTO:
-        return [attention]
-    current = model.config._attn_implementation
-    loaded = next((name for name, theirs in NAMES.items() if theirs == current), None)
+    name = backend.name
+    if name == AUTO or name in _BACKENDS:
+        raise UserError(f"an attention backend is named {name!r} already; give it another name")
+    _BACKENDS[name] = backend()
+    return backend
+
+
+def unregister(name: str) -> None:
+    """Forget a backend, such as one of a test."""
+    del _BACKENDS[name]
+
+
+def choices() -> list[str]:
+    """What `attention` may be: "auto" and the names of all backends."""
+    return [AUTO, *dict.fromkeys([*BUILT_IN, *_BACKENDS])]
+
+
+def backends() -> dict[str, AttentionBackend]:
+    """All of them by name."""
+    for name in BUILT_IN:
+        import_module(f"lp.attention.{name}")
+    return _BACKENDS
+
+
+def backend_named(name: str) -> AttentionBackend:
+    """The backend of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in backends():
+        raise UserError(f"attention is {name!r}; it must be one of {', '.join(choices())}")
+    return _BACKENDS[name]
+
+
+def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBackend]:
+    """The backends to try in turn: a named one alone; for "auto", what may replace the one it was loaded with, then it.
+
+    Raises:
+        ValueError: no such backend, or the model's own implementation takes no tree mask.
+    """
+    if attention != AUTO:
+        return [backend_named(attention)]
+    implementation = model.config._attn_implementation
+    loaded = next((backend for backend in backends().values() if backend.implementation == implementation), None)
     if loaded is None:
-        raise ValueError(
-            f"the model's attention is {current!r}, which takes no tree mask; "
+        raise UserError(
+            f"the model's attention is {implementation!r}, which takes no tree mask; "
             "load it with attn_implementation='sdpa' or 'eager', or choose attention=sdpa"
         )
     settable = getattr(model, "_can_set_attn_implementation", lambda: True)()  # or transformers says at length why not
-    if loaded is Attention.SDPA and settable and not _unfit_for_flash(model):
-        return [Attention.FLASH, loaded]
-    return [loaded]
+    if not settable:
+        return [loaded]
+    better = [
+        backend for backend in backends().values() if loaded.name in backend.replaces and not backend.unfit(model)
+    ]
+    better.sort(key=lambda backend: backend.priority, reverse=True)
+    return [*better, loaded]
 
 
-def set_attention(model: PreTrainedModel, attention: Attention) -> None:
-    """Set the backend on the model.
+def set_attention(model: PreTrainedModel, backend: AttentionBackend) -> None:
+    """Make a model run with a backend.
 
     Raises:
-        ValueError: it has none of that name, or one that gives other results; names a remedy.
+        ValueError: the model cannot, or would give other results; names a remedy.
     """
-    name, before = type(model).__name__, model.config._attn_implementation
-    if attention in (Attention.SDPA, Attention.FLASH) and getattr(
-        model.config.get_text_config(), "attn_logit_softcapping", None
-    ):
-        raise ValueError(f"{name} caps its attention scores, which {attention} leaves out; choose attention=eager")
-    if attention is Attention.FLASH and (why := _unfit_for_flash(model)):
-        raise ValueError(f"attention=flash {why}; choose attention=sdpa")
-    if attention is Attention.FLEX and model.device.type == "cpu":
-        raise ValueError("attention=flex is for GPUs, and on a CPU slower than the others; choose attention=flash")
-    if attention in (Attention.SDPA, Attention.FLASH) and not getattr(model, "_supports_sdpa", True):
-        raise ValueError(f"{name} has no sdpa attention in transformers; choose attention={before}")
-    if before == NAMES[attention]:
+    if reason := backend.unfit(model):
+        raise UserError(reason)
+    before = model.config._attn_implementation
+    if before == backend.implementation:
         return
-    register()
-    model.set_attn_implementation(NAMES[attention])
-    if model.config._attn_implementation != NAMES[attention]:  # transformers only warns
-        other = f"load it with attn_implementation={NAMES[attention]!r}, or " if attention in _THEIRS else ""
-        raise ValueError(
-            f"{name} cannot change its attention once loaded with {before!r}; {other}choose attention={before}"
-        )
-
-
-def _unfit_for_flash(model: PreTrainedModel) -> str | None:
-    if model.device.type == "cuda" and model.dtype not in HALVES:
-        return f"takes float16 and bfloat16 on a GPU, and this model is {model.dtype}"
-    if model.device.type not in ("cpu", "cuda"):
-        return f"runs on CPUs and CUDA devices, not on {model.device.type!r}"
-    return None
+    backend.install()
+    model.set_attn_implementation(backend.implementation)
+    if model.config._attn_implementation != backend.implementation:  # transformers only warns
+        remedy = f"choose attention={before}"
+        if backend.loadable:
+            remedy = f"load it with attn_implementation={backend.implementation!r}, or {remedy}"
+        raise UserError(f"{type(model).__name__} cannot change its attention once loaded with {before!r}; {remedy}")

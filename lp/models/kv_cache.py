@@ -1,6 +1,7 @@
-"""A KV cache that is allocated once: a step writes its rows behind the prefix, accepted rows are committed in place.
+"""A KV cache that is allocated once: a step writes its KV behind the prefix, accepted tokens are committed in place.
 
-L: cached rows, T: rows of a step, C: capacity, H: KV heads, D: head dimension. Row i of the prefix is position i.
+L: cached tokens, T: step tokens, C: capacity in cache slots, G: KV heads, D: head dimension. Slot i of the prefix holds
+the KV of position i; token i of a step is written to slot L + i, or to the slot that a slot mapping names.
 """
 
 from __future__ import annotations
@@ -20,32 +21,33 @@ class CacheTooLarge(RuntimeError):
 
     Args:
         extent: of the cache.
-        layer_bytes: of one row in the layer that had no room.
+        layer_bytes: of one slot in the layer that had no room.
 
     Attributes:
-        row_bytes: of one row in all layers, as if all were like that one.
-        nbytes: needed for all rows.
+        slot_bytes: of one slot in all layers, as if all were like that one.
+        nbytes: needed for all slots.
     """
 
     def __init__(self, extent: _Extent, layer_bytes: int) -> None:
-        self.row_bytes = layer_bytes * extent.layers
-        self.nbytes = self.row_bytes * extent.capacity
+        self.slot_bytes = layer_bytes * extent.layers
+        self.nbytes = self.slot_bytes * extent.capacity
         super().__init__(f"a KV cache of {extent.capacity} slots needs {format_bytes(self.nbytes)}")
 
 
 @dataclass(slots=True)
 class _Extent:
-    """What a cache and its layers both know. Layers that knew the cache would keep it until Python looks for cycles."""
+    """What a cache and its layers share. Layers that referred to the cache would outlive it until Python looks for
+    cycles."""
 
     layers: int
     capacity: int
     zeroed: bool
     length: int = 0
-    places: torch.Tensor | None = None
+    slot_mapping_T: torch.Tensor | None = None
 
 
 class _PreallocatedLayer(CacheLayerMixin):
-    """One layer's rows; hands out views of the first L + T of them."""
+    """The KV of one layer; hands out views of its first L + T slots."""
 
     is_sliding = False
 
@@ -54,16 +56,19 @@ class _PreallocatedLayer(CacheLayerMixin):
         self.extent = extent
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        make = torch.Tensor.new_zeros if self.extent.zeroed else torch.Tensor.new_empty
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         try:
-            self.keys, self.values = (
-                make(states, (*states.shape[:2], self.extent.capacity, states.shape[3]))  # (1, H, C, D)
-                for states in (key_states, value_states)
-            )
+            self.keys = self._buffer_for(key_states)
+            self.values = self._buffer_for(value_states)
         except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
             raise CacheTooLarge(self.extent, key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes) from error
         self.is_initialized = True
+
+    def _buffer_for(self, states_1GTD: torch.Tensor) -> torch.Tensor:
+        """An allocation for C slots of such states: (1, G, C, D)."""
+        allocate = torch.Tensor.new_zeros if self.extent.zeroed else torch.Tensor.new_empty
+        return allocate(states_1GTD, (*states_1GTD.shape[:2], self.extent.capacity, states_1GTD.shape[3]))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -71,14 +76,15 @@ class _PreallocatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        if self.extent.places is not None:
-            self.keys.index_copy_(2, self.extent.places, key_states)
-            self.values.index_copy_(2, self.extent.places, value_states)
+        if self.extent.slot_mapping_T is not None:
+            self.keys.index_copy_(2, self.extent.slot_mapping_T, key_states)
+            self.values.index_copy_(2, self.extent.slot_mapping_T, value_states)
             return self.keys, self.values
-        start, rows = self.extent.length, key_states.shape[2]
-        self.keys[:, :, start : start + rows] = key_states
-        self.values[:, :, start : start + rows] = value_states
-        return self.keys[:, :, : start + rows], self.values[:, :, : start + rows]
+        start = self.extent.length
+        end = start + key_states.shape[2]
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.extent.length + query_length, 0
@@ -93,7 +99,7 @@ class _PreallocatedLayer(CacheLayerMixin):
         return self.extent.capacity
 
     def reset(self) -> None:
-        """The rows stay; `StaticKVCache.clear` forgets their number."""
+        """The buffers stay; `StaticKVCache.clear` forgets what they hold."""
 
 
 class StaticKVCache(Cache):
@@ -101,16 +107,17 @@ class StaticKVCache(Cache):
 
     Args:
         num_layers: decoder layers of the model.
-        capacity: C, rows; prefix and step together must fit.
-        zeroed: rows never written are zeros, for readers of whole buffers: a mask does not hide a NaN.
+        capacity: C, cache slots; prefix and step together must fit.
+        zeroed: slots never written hold zeros, for readers of whole buffers: a mask does not hide a NaN.
 
     Attributes:
         capacity: C.
-        length: L, committed rows.
+        length: L, committed tokens.
     """
 
     def __init__(self, num_layers: int, capacity: int, zeroed: bool = False) -> None:
-        self.capacity, self._extent = capacity, _Extent(num_layers, capacity, zeroed)
+        self.capacity = capacity
+        self._extent = _Extent(num_layers, capacity, zeroed)
         super().__init__(layers=[_PreallocatedLayer(self._extent) for _ in range(num_layers)])
 
     @property
@@ -119,62 +126,66 @@ class StaticKVCache(Cache):
         return self._extent.length
 
     @length.setter
-    def length(self, rows: int) -> None:
-        self._extent.length = rows
+    def length(self, num_tokens: int) -> None:
+        self._extent.length = num_tokens
 
     def clear(self) -> None:
-        """Forget all rows; where whole buffers are read, a NaN that an earlier text left must not stay."""
+        """Forget all tokens; where whole buffers are read, a NaN that an earlier text left must not stay."""
         self.length = 0
         if self._extent.zeroed:
             for buffer in self._buffers():
                 buffer.zero_()
 
     @contextmanager
-    def writing_to(self, places: torch.Tensor) -> Iterator[None]:
-        """Write a captured step's rows at these places of the buffers, (T,) int64, and hand out the whole of them."""
-        self._extent.places = places
+    def writing_to(self, slot_mapping_T: torch.Tensor) -> Iterator[None]:
+        """Write a captured step's KV to these cache slots, int64, and hand out the whole buffers."""
+        self._extent.slot_mapping_T = slot_mapping_T
         try:
             yield
         finally:
-            self._extent.places = None
+            self._extent.slot_mapping_T = None
 
-    def commit(self, rows: Sequence[int]) -> None:
-        """Make these rows of the last step part of the prefix, in this order, and forget the others.
+    def commit(self, token_indices: Sequence[int]) -> None:
+        """Make these tokens of the last step part of the prefix, in this order, and forget the others.
 
         Args:
-            rows: indices into the step's rows, ascending.
+            token_indices: into the step's tokens.
         """
-        start, kept = self.length, len(rows)
-        moved = next((i for i, row in enumerate(rows) if row != i), kept)  # rows before it lie where they belong
-        if moved < kept:
-            places = self._places(rows[moved:])
+        start = self.length
+        end = start + len(token_indices)
+        unmoved = 0  # the first tokens lie in their slots already
+        while unmoved < len(token_indices) and token_indices[unmoved] == unmoved:
+            unmoved += 1
+        if unmoved < len(token_indices):
+            slots = self._slots(token_indices[unmoved:])
             for buffer in self._buffers():
-                buffer[:, :, start + moved : start + kept] = buffer[:, :, places[buffer.device]]
-        self.length = start + kept
+                buffer[:, :, start + unmoved : end] = buffer[:, :, slots[buffer.device]]
+        self.length = end
 
-    def rows(self, rows: Sequence[int]) -> torch.Tensor:
-        """Keys and values of these rows of the last step, flat, to send to other ranks."""
-        places, device = self._places(rows), self._buffers()[0].device
-        return torch.cat([buffer[:, :, places[buffer.device]].flatten().to(device) for buffer in self._buffers()])
+    def pack(self, token_indices: Sequence[int]) -> torch.Tensor:
+        """Keys and values of these tokens of the last step in one flat tensor, to send to other ranks."""
+        slots = self._slots(token_indices)
+        device = self._buffers()[0].device
+        return torch.cat([buffer[:, :, slots[buffer.device]].flatten().to(device) for buffer in self._buffers()])
 
-    def append(self, flat: torch.Tensor, count: int) -> None:
-        """Write `count` rows that another rank sent behind the prefix and commit them."""
+    def append(self, packed: torch.Tensor, num_tokens: int) -> None:
+        """Write the KV of tokens that another rank packed behind the prefix and commit them."""
         offset = 0
         for buffer in self._buffers():
-            rows = buffer[:, :, self.length : self.length + count]
-            rows.copy_(flat[offset : offset + rows.numel()].view(rows.shape))
-            offset += rows.numel()
-        self.length += count
+            states = buffer[:, :, self.length : self.length + num_tokens]
+            states.copy_(packed[offset : offset + states.numel()].view(states.shape))
+            offset += states.numel()
+        self.length += num_tokens
 
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers())
 
-    def _places(self, rows: Sequence[int]) -> dict[torch.device, torch.Tensor]:
-        """Where these rows of the last step lie, once for every device that holds layers."""
+    def _slots(self, token_indices: Sequence[int]) -> dict[torch.device, torch.Tensor]:
+        """The cache slots of these tokens of the last step, once for every device that holds layers."""
         devices = {buffer.device for buffer in self._buffers()}
-        return {device: torch.tensor(rows, device=device) + self.length for device in devices}
+        return {device: torch.tensor(token_indices, device=device) + self.length for device in devices}
 
     def _buffers(self) -> list[torch.Tensor]:
-        """Of every layer that has some: layers may share those of another."""
+        """Keys and values of every layer that has its own: layers may share those of another."""
         return [buffer for layer in self.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]

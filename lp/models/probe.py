@@ -1,88 +1,128 @@
-"""Does this very model honour a tree mask? Asked of the model itself, once, on a few rows.
+"""The probe: checks on a model itself, with a few tokens, that it honours a tree mask.
 
-P: rows of the prefix. Two branches of DEPTH tokens hang behind the last token `c` of a text; one tree-shaped step must
-give the logits that plain causal forwards of each branch give, and so must a step after a commit.
+Two branches of DEPTH tokens follow the last token `c` of a text. One tree-shaped step must give the logits that plain
+causal forward passes of each branch give, and so must a step after a commit.
+
+B: branches, V: vocabulary size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
+from lp.attention.base import AttentionBackend
 from lp.draft.layout import ancestors
+from lp.errors import UserError
+from lp.models.captured_steps import CapturedSteps
+from lp.models.kv_cache import StaticKVCache
 from lp.sampling.sampler import NOT_FINITE_REMEDY
 
-if TYPE_CHECKING:
-    from lp.models.runner import ModelRunner
-
-PREFIX, DEPTH = 10, 3  # tokens
-SHORT_WINDOW = 6  # tokens; below PREFIX, so that every row of the step has lost sight of the text's start
-# Nodes: `c`, then the branches in turn, so that a mask by order alone lets each one see the other.
+PREFIX = 10  # tokens before `c`
+DEPTH = 3  # tokens of a branch
+SHORT_WINDOW = 6  # tokens; below PREFIX, so that no token of the step sees the start of the text
+# Nodes: `c`, then the branches in turn, so that under a mask by order alone the branches see each other.
 PARENTS = [-1, 0, 0, 1, 2, 3, 4]
 BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
-# Mean over rows of the relative error of their logits. Measured on models of 6 and 32 layers: 1e-6 in float32, 0.003 in
+# Limits of the mean relative error of the logits. Measured on models of 6 and 32 layers: 1e-6 in float32, 0.003 in
 # float16, 0.02 in bfloat16; a branch that sees another has 0.04 to 0.07 with weights as initialised and 0.2 to 0.5 with
 # sharper ones.
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.02}
 FULL_PRECISION = 2e-3  # TF32 matmuls included
-_MARK = "_lp_honours_tree_mask"  # on the model: the attention backends it passed with
+_MARK = "_lp_honours_tree_mask"  # attribute of the model: the attention backends that it passed with
 _LOCK = Lock()  # ranks that are threads share a model
 
 
-def check_tree_mask(runner: ModelRunner) -> None:
-    """Compare a tree-shaped step with plain forwards; a model that passed is not asked again.
+class StepRunner(Protocol):
+    """What the probe needs of a model runner; see `lp.models.runner.ModelRunner` for the attributes and methods."""
 
-    Where the model has a sliding window, the runner's view of it has a short one meanwhile: the same code is run at 24
-    rows, whatever the window.
+    original: PreTrainedModel
+    model: PreTrainedModel
+    config: PretrainedConfig
+    device: torch.device
+    backend: AttentionBackend
+    captured: CapturedSteps | None
+    exact: bool
+
+    def new_cache(self, capacity: int) -> StaticKVCache: ...
+
+    def prefill(self, tokens: Sequence[int], cache: StaticKVCache, chunk: int) -> None: ...
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        visible: np.ndarray,
+        cache: StaticKVCache,
+        logits_indices: Sequence[int],
+    ) -> torch.Tensor: ...
+
+
+def check_tree_mask(runner: StepRunner) -> None:
+    """Compare a tree-shaped step with plain forward passes; once for a model and backend.
+
+    Where the model has a sliding window, the runner's view of it has a short one meanwhile: the same code runs with 24
+    tokens, whatever the window.
 
     Raises:
         ValueError: the model cannot run such a step, or runs it with other results; names the architecture.
     """
     with _LOCK:
         passed = vars(runner.original).setdefault(_MARK, set())
-        asked = str(runner.attention) + " captured" * (runner.captured is not None)
-        if asked in passed:
+        backend = f"{runner.backend.name} captured" if runner.captured else runner.backend.name
+        if backend in passed:
             return
         with torch.inference_mode(), _short_window(runner):
-            error = _error(runner)
+            error = _mean_error(runner)
         dtype = runner.model.dtype if runner.exact else torch.bfloat16  # activations rounded to 8 bits are as coarse
         if error <= TOLERANCE.get(dtype, FULL_PRECISION):
-            passed.add(asked)
+            passed.add(backend)
             return
-    raise ValueError(
+    raise UserError(
         f"{_name(runner)} does not honour a tree mask: logits of a tree-shaped step are off by "
         f"{error:.2g} of their spread; {_remedy(runner)}"
     )
 
 
-def _error(runner: ModelRunner) -> float:
+def _mean_error(runner: StepRunner) -> float:
+    """Of the tree's logits and of the step after the commit, against plain forward passes."""
     vocabulary = runner.model.get_input_embeddings().weight.shape[0]
     # From the middle of the vocabulary: special tokens lie at its ends.
     ids = [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
-    prefix, nodes = ids[:PREFIX], ids[PREFIX:]
-    plain = torch.tensor([prefix + [nodes[node] for node in branch] for branch in BRANCHES], device=runner.device)
+    prefix = ids[:PREFIX]
+    nodes = ids[PREFIX:]
+    texts = torch.tensor([prefix + [nodes[node] for node in branch] for branch in BRANCHES], device=runner.device)
+    tree_logits = None
     try:
-        truth = runner.model(plain, use_cache=False, logits_to_keep=DEPTH + 1).logits  # (2, DEPTH + 1, V)
-        said = _step(runner, prefix, nodes) if truth.isfinite().all() else None
+        plain_logits = runner.model(texts, use_cache=False, logits_to_keep=DEPTH + 1).logits  # (B, DEPTH + 1, V)
+        if plain_logits.isfinite().all():
+            tree_logits = _tree_logits(runner, prefix, nodes)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
         reason = str(failure).strip().split("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"{_name(runner)} cannot run a tree-shaped step ({type(failure).__name__}: {reason}); {_remedy(runner)}"
         ) from failure
-    if said is None:
-        raise ValueError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
-    errors = [_relative(said[node], truth[b, d]) for b, branch in enumerate(BRANCHES) for d, node in enumerate(branch)]
-    return float(torch.stack([*errors, _relative(said[-1], truth[1, -1])]).mean())
+    if tree_logits is None:
+        raise UserError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
+    errors = [
+        _relative_error(tree_logits[node], plain_logits[index, depth])
+        for index, branch in enumerate(BRANCHES)
+        for depth, node in enumerate(branch)
+    ]
+    errors.append(_relative_error(tree_logits[-1], plain_logits[1, -1]))
+    return float(torch.stack(errors).mean())
 
 
-def _step(runner: ModelRunner, prefix: list[int], nodes: list[int]) -> torch.Tensor:
+def _tree_logits(runner: StepRunner, prefix: list[int], nodes: list[int]) -> torch.Tensor:
     """Logits of the tree's nodes, then of the last one again in a step of its own: (nodes + 1, V)."""
     cache = runner.new_cache(PREFIX + len(nodes))
     runner.prefill(prefix, cache, PREFIX)
@@ -90,18 +130,19 @@ def _step(runner: ModelRunner, prefix: list[int], nodes: list[int]) -> torch.Ten
     positions = [PREFIX + int(row.sum()) - 1 for row in visible]
     tree = runner.forward(nodes, positions, visible, cache, range(len(nodes)))
     cache.commit(BRANCHES[1][:-1])
-    again = runner.forward(nodes[-1:], positions[-1:], visible[:1, :1], cache, [0])
-    return torch.cat([tree, again])
+    after_commit = runner.forward(nodes[-1:], positions[-1:], visible[:1, :1], cache, [0])
+    return torch.cat([tree, after_commit])
 
 
-def _relative(said: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Root mean square of the difference by that of the truth's spread; a model may say the same of every token."""
-    spread = truth.double().std()
-    return (said.double() - truth.double()).square().mean().sqrt() / torch.where(spread > 0, spread, 1.0)
+def _relative_error(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Root mean square of the difference by the reference's spread, which is 0 where all tokens are equally likely."""
+    spread = reference.double().std()
+    difference = (logits.double() - reference.double()).square().mean().sqrt()
+    return difference / torch.where(spread > 0, spread, 1.0)
 
 
 @contextmanager
-def _short_window(runner: ModelRunner) -> Iterator[None]:
+def _short_window(runner: StepRunner) -> Iterator[None]:
     window = getattr(runner.config, "sliding_window", None)
     if window is None or window <= SHORT_WINDOW:
         yield
@@ -117,11 +158,11 @@ def _short_window(runner: ModelRunner) -> Iterator[None]:
             holder.sliding_window = window
 
 
-def _name(runner: ModelRunner) -> str:
-    return f"{type(runner.model).__name__} with {runner.attention} attention"
+def _name(runner: StepRunner) -> str:
+    return f"{type(runner.model).__name__} with {runner.backend.name} attention"
 
 
-def _remedy(runner: ModelRunner) -> str:
-    others = {"flash": "try attention=sdpa, or ", "eager": ""}
-    other = others.get(runner.attention, "try attention=eager, or ")
-    return f"{other}decode it with AutoregressiveDecoder"
+def _remedy(runner: StepRunner) -> str:
+    remedy = "decode it with AutoregressiveDecoder"
+    alternative = runner.backend.alternative
+    return f"try attention={alternative}, or {remedy}" if alternative else remedy

@@ -1,6 +1,6 @@
-"""ModelRunner: one forward pass over the rows of a step.
+"""ModelRunner: one forward pass over the tokens of a step.
 
-T: rows of the step, L: cached rows, V: vocabulary.
+T: step tokens, L: cached tokens, V: vocabulary size.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lp.attention import StepMasks, choices, set_attention
-from lp.config import Attention, Capture
+from lp.attention.base import AttentionBackend
+from lp.attention.masks import StepMasks
+from lp.attention.registry import AUTO, backends_to_try, set_attention
+from lp.config import Capture
+from lp.errors import UserError
 from lp.models.captured_steps import CapturedSteps, CaptureFailed, capture_mode
 from lp.models.kv_cache import StaticKVCache
 from lp.models.probe import check_tree_mask
@@ -31,16 +34,16 @@ class ModelRunner:
 
     Args:
         model: any HF causal LM that honours a 4-D mask; it stays as it is, for others may be using it.
-        attention: backend.
+        attention: "auto", or the name of a backend.
         capture: whether steps have a few fixed shapes and their kernels are replayed.
-        probe: ask the model itself whether it honours the mask, the first time it is used.
+        probe: check with the model itself that it honours the mask, the first time it is used.
 
     Attributes:
         original: the model as it was given.
         model: the runner's own view of it, with the same weights and the attention that was chosen.
-        attention: the backend that `auto` or the caller chose.
+        backend: of attention, the one that `auto` or the caller chose.
         captured: runs captured steps; None where they are not.
-        exact: False for a quantised model whose kernels let rows of a step change each other; a warning says so.
+        exact: False for a quantised model whose kernels let tokens of a step change each other; a warning says so.
 
     Raises:
         ValueError: an architecture or attention that takes no tree mask.
@@ -49,12 +52,13 @@ class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        attention: Attention = Attention.AUTO,
+        attention: str = AUTO,
         capture: Capture = Capture.AUTO,
         probe: bool = True,
     ) -> None:
         check_supported(model.config)
-        self._view, self.original = ModelView(model), model
+        self._view = ModelView(model)
+        self.original = model
         self.model = self._view.model
         self.device = model.get_input_embeddings().weight.device
         self.config = self.model.config.get_text_config()
@@ -64,96 +68,101 @@ class ModelRunner:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)
         self.boundary = rope_boundary(self.config)
         self.captured: CapturedSteps | None = None
-        self._settle(attention, probe)
+        self._choose_backend(backends_to_try(self.model, attention), probe)
         self._fallback = capture is Capture.AUTO
-        if how := capture_mode(capture, model, self.boundary is not None, self.attention):
-            self._capture(how, probe)
+        if mode := capture_mode(capture, model, self.boundary is not None, self.backend):
+            self._capture_steps(mode, probe)
 
-    def _settle(self, attention: Attention, probe: bool) -> None:
+    @property
+    def attention(self) -> str:
+        """The name of the attention backend."""
+        return self.backend.name
+
+    def _choose_backend(self, backends: Sequence[AttentionBackend], probe: bool) -> None:
         """Take the first backend that the model honours a tree mask with."""
-        tried = choices(self.model, attention)
-        for choice in tried:
+        for backend in backends:
             try:
-                set_attention(self.model, choice)
-                self.attention = choice
-                self.masks = StepMasks(self.config, self.model.dtype, self.device, choice)
+                set_attention(self.model, backend)
+                self.backend = backend
+                self.masks = StepMasks(self.config, self.model.dtype, self.device, backend)
                 if probe:
                     check_tree_mask(self)
                 break
             except ValueError:
-                if choice is tried[-1]:
+                if backend is backends[-1]:
                     raise
         logger.info("attention is %s", self.attention)
 
-    def _capture(self, how: Capture, probe: bool) -> None:
-        """Capture steps, if the model takes rows at places that are data: not every one tells its attention of them."""
+    def _capture_steps(self, mode: Capture, probe: bool) -> None:
+        """Capture steps, if the model writes to given cache slots: not every one hands them to its attention."""
         try:
             self.captured = CapturedSteps(self.model, self.masks, Capture.OFF)
             if probe:
                 check_tree_mask(self)
-            self.captured = CapturedSteps(self.model, self.masks, how)
+            self.captured = CapturedSteps(self.model, self.masks, mode)
         except ValueError as error:
             if not self._fallback:
-                raise ValueError(f"captured steps: {error}; or choose capture=off") from error
+                raise UserError(f"captured steps: {error}; or choose capture=off") from error
             logger.warning("steps are not captured: %s", error)
             self.captured = None
 
     def follow(self) -> None:
-        """Take up what has been changed on the model since: once a text, before its cache is made."""
+        """Take up what has been changed on the model since: once a text, before its cache is allocated."""
         if self._view.follow():
             self.model = self._view.model
-            set_attention(self.model, self.attention)
+            set_attention(self.model, self.backend)
             if self.captured:
-                self.captured = CapturedSteps(self.model, self.masks, self.captured.how)
+                self.captured = CapturedSteps(self.model, self.masks, self.captured.mode)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
-        """An empty cache of at least `capacity` rows; with captured steps always the same one, unless it is taken."""
-        if self.captured and not self.captured.taken:
-            return self.captured.take_cache(capacity)
+        """An empty cache of at least `capacity` slots; with captured steps always the same, unless it is reserved."""
+        if self.captured and not self.captured.reserved:
+            return self.captured.empty_cache(capacity)
         return StaticKVCache(self.config.num_hidden_layers, capacity)
 
     @contextmanager
-    def taking(self, cache: StaticKVCache) -> Iterator[None]:
-        """Nobody else gets this cache meanwhile."""
+    def reserve(self, cache: StaticKVCache) -> Iterator[None]:
+        """No other generation gets this cache within the block."""
         captured = self.captured if self.captured and cache is self.captured.cache else None
         if captured is None:
             yield
             return
-        captured.taken = True
+        captured.reserved = True
         try:
             yield
         except BaseException:
             captured.release()  # a cache that did not fit, or a step that was cut
             raise
         finally:
-            captured.taken = False
+            captured.reserved = False
 
     def prefill(
         self,
         tokens: Sequence[int],
         cache: StaticKVCache,
         chunk: int,
-        read: Callable[[torch.Tensor], object] | None = None,
+        on_logits: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
-        """Cache the KV of the tokens before `c`, `chunk` rows a pass, so that no mask is larger than chunk x prompt.
+        """Cache the KV of the tokens before `c`, `chunk` of them a pass, so that no mask exceeds chunk x prompt.
 
-        Where frequencies depend on the largest position, every chunk has a row at `c`'s, as if there were one chunk.
+        Where frequencies depend on the largest position, every chunk has a token at `c`'s, as if there were one chunk.
 
         Args:
-            read: is given the logits (rows, V) of every pass, if anyone wants them.
+            on_logits: is given the logits (tokens, V) of every pass; None: the LM head computes as few as it can.
         """
-        boundary, end = self.boundary, len(tokens)
+        boundary = self.boundary
+        end = len(tokens)
         if boundary and boundary.grows and not cache.length:
-            self._chain([0], [0], cache)  # forget how far an earlier text grew
+            self._forward_chain([0], [0], cache)  # forget how far an earlier text grew
         anchor = [end] if boundary and end >= boundary.length else []
         for start in range(0, end, chunk):
-            part = tokens[start : start + chunk]
-            places = [*range(start, start + len(part)), *anchor]
-            reads = range(len(part) if read else 1)  # a model gives at least one
-            logits = self._chain([*part, *tokens[: len(anchor)]], places, cache, reads)
-            if read:
-                read(logits)
-            cache.commit(range(len(part)))
+            chunk_tokens = tokens[start : start + chunk]
+            positions = [*range(start, start + len(chunk_tokens)), *anchor]
+            logits_indices = range(len(chunk_tokens) if on_logits else 1)  # a model gives at least one
+            logits = self._forward_chain([*chunk_tokens, *tokens[: len(anchor)]], positions, cache, logits_indices)
+            if on_logits:
+                on_logits(logits)
+            cache.commit(range(len(chunk_tokens)))
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
         """Before the first step past the rotary boundary: cache all the text but `c`, as plain decoding would.
@@ -165,15 +174,19 @@ class ModelRunner:
             cache.length = 0
             self.prefill(text[:-1], cache, chunk)
         elif missing := text[cache.length : -1]:
-            self._chain(missing, range(cache.length, len(text) - 1), cache)
+            self._forward_chain(missing, range(cache.length, len(text) - 1), cache)
             cache.commit(range(len(missing)))
 
-    def _chain(
-        self, tokens: Sequence[int], positions: Sequence[int], cache: StaticKVCache, reads: Sequence[int] = (0,)
+    def _forward_chain(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        cache: StaticKVCache,
+        logits_indices: Sequence[int] = (0,),
     ) -> torch.Tensor:
-        """Rows in a row, for their KV and the logits of those that are read."""
+        """A causal forward pass: each token sees all before it."""
         visible = np.tri(len(tokens), dtype=bool)
-        return self.forward(tokens, positions, visible, cache, reads, capture=False)
+        return self.forward(tokens, positions, visible, cache, logits_indices, capture=False)
 
     def forward(
         self,
@@ -181,24 +194,25 @@ class ModelRunner:
         positions: Sequence[int],
         visible: np.ndarray,
         cache: StaticKVCache,
-        reads: Sequence[int],
+        logits_indices: Sequence[int],
         capture: bool = True,
     ) -> torch.Tensor:
-        """Logits of the rows that are read; the rows' KV is written behind the prefix, uncommitted.
+        """Logits of some tokens of a step; the KV of all is written behind the prefix, uncommitted.
 
         Args:
             tokens, positions: (T,).
-            visible: (T, T) bool, which rows of the step each one sees besides the whole prefix.
+            visible: (T, T) bool, which tokens of the step each one sees besides the whole prefix.
             cache: holds the prefix.
-            reads: rows to read; only these go through the LM head.
+            logits_indices: tokens whose logits are computed; only these go through the LM head.
             capture: it is a step, of which there will be many.
 
         Returns:
-            (len(reads), V), valid until the next step.
+            (len(logits_indices), V), valid until the next step.
         """
-        if capture and self.captured and cache is self.captured.cache and self.captured.fits(len(tokens)):
+        num_tokens = len(tokens)
+        if capture and self.captured and cache is self.captured.cache and self.captured.fits(num_tokens):
             try:
-                return self.captured.run(tokens, positions, visible, reads)
+                return self.captured.run(tokens, positions, visible, logits_indices)
             except CaptureFailed as error:
                 if not self._fallback:
                     raise
@@ -206,13 +220,17 @@ class ModelRunner:
                 self.captured = None
         ids_1T, positions_1T = torch.tensor([tokens, positions], device=self.device).split(1)
         mask = self.masks.build(visible, positions_1T[0], cache.length)
-        last = len(reads) > 0 and [*reads] == [*range(len(tokens) - len(reads), len(tokens))]  # need no gathering
+        num_logits = len(logits_indices)
+        last = range(num_tokens - num_logits, num_tokens)
+        logits_to_keep: int | torch.Tensor = num_logits  # a number: the last ones, which need no gathering
+        if not num_logits or [*logits_indices] != [*last]:
+            logits_to_keep = torch.tensor(logits_indices, dtype=torch.long, device=self.device)
         output = self.model(
             input_ids=ids_1T,
             position_ids=positions_1T,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=len(reads) if last else torch.tensor(reads, dtype=torch.long, device=self.device),
+            logits_to_keep=logits_to_keep,
         )
         return output.logits[0]

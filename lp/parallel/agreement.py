@@ -14,18 +14,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from lp.errors import CallsDiffer, UserError
+
 TAG = -0x6C702D63616C6C  # no digest, which the rows of steps begin with, is negative
 NAME = 7  # int64s of the name
 HEAD = 1 + NAME
 SIZE = 64  # int64s of a message
-
-
-class RanksParted(RuntimeError):
-    """The ranks can't go on together. Every rank has such an error, and none takes another step."""
-
-
-class CallsDiffer(RanksParted):
-    """Ranks are in different calls."""
 
 
 class Ranks(Protocol):
@@ -48,7 +42,7 @@ def exchange(context: Ranks, call: str, words: Sequence[int] = (), patient: bool
     Args:
         context: the ranks.
         call: what this rank is doing, as in "making a LookaheadDecoder"; of its UTF-8, 56 bytes are compared.
-        words: int64s, at most 56.
+        words: int64s, at most SIZE - HEAD.
         patient: wait for rank 0 however long it takes.
 
     Returns:
@@ -59,8 +53,7 @@ def exchange(context: Ranks, call: str, words: Sequence[int] = (), patient: bool
     """
     if context.world_size == 1:
         return torch.tensor([list(words)], dtype=torch.int64)
-    if len(words) > SIZE - HEAD:
-        raise ValueError(f"{call}: {len(words)} int64s to compare; a message has room for {SIZE - HEAD}")
+    assert len(words) <= SIZE - HEAD, f"{call} compares {len(words)} int64s; a message has room for {SIZE - HEAD}"
     name = np.frombuffer(call.encode()[: 8 * NAME].ljust(8 * NAME, b"\0"), dtype="<i8").tolist()
     message = torch.tensor([TAG, *name, *words] + [0] * (SIZE - HEAD - len(words)))
     size = context.step_sizes[-1] if context.step_sizes else 0
@@ -120,10 +113,10 @@ def check_same(context: Ranks, call: str, items: Mapping[str, int]) -> None:
         other = (gathered[:, column] != gathered[0, column]).nonzero().flatten().tolist()
         if other:
             ranks = ", ".join(map(str, other))
-            raise ValueError(f"the {item} of rank {ranks} differs from rank 0's; give every rank the same {item}")
+            raise UserError(f"the {item} of rank {ranks} differs from rank 0's; give every rank the same {item}")
 
 
-def drawn_seed(context: Ranks, call: str, wanted: bool = True) -> int:
+def shared_seed(context: Ranks, call: str, wanted: bool = True) -> int:
     """A seed that rank 0 draws from torch's generator for all.
 
     Args:

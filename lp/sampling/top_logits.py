@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 # Which half of an int64 an int32 view shows first depends on the machine's byte order.
 _TOKEN, _LOGIT = (1, 0) if sys.byteorder == "little" else (0, 1)
@@ -44,6 +46,8 @@ def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
     Returns:
         int64 (n, min(k, V)).
     """
+    import torch  # here: draft sources, which the apps list for `--help`, need numpy alone
+
     top = scores.float().topk(min(k, scores.shape[-1]))
     values = top.values.nan_to_num(-math.inf, math.inf, -math.inf)
     return top.indices << 32 | values.view(torch.int32).long() & 0xFFFFFFFF

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from lp.config import Attention, Capture
+from lp.config import Capture
 from lp.draft.layout import StepLayout
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN
@@ -91,7 +91,7 @@ def text(length: int) -> list[int]:
 
 
 @torch.inference_mode()
-def attended(model: PreTrainedModel, attention: Attention, flip: bool = False) -> dict[tuple[int, str], torch.Tensor]:
+def attended(model: PreTrainedModel, attention: str, flip: bool = False) -> dict[tuple[int, str], torch.Tensor]:
     """What the first attention gives for every prefix and layout, by way of a runner: (T, H x D) each.
 
     Args:
@@ -117,7 +117,7 @@ def attended(model: PreTrainedModel, attention: Attention, flip: bool = False) -
 @lru_cache(maxsize=4)
 def truth(kind: str, head_dim: int, dtype: torch.dtype, flip: bool = False) -> dict[tuple[int, str], torch.Tensor]:
     """The same in float64 with the same rounded weights, attention written out."""
-    return attended(copy.deepcopy(model_of(kind, head_dim, dtype)).double(), Attention.EAGER, flip)
+    return attended(copy.deepcopy(model_of(kind, head_dim, dtype)).double(), "eager", flip)
 
 
 def worst(said: dict[tuple[int, str], torch.Tensor], true: dict[tuple[int, str], torch.Tensor]) -> float:

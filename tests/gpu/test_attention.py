@@ -8,20 +8,19 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lp.config import Attention
 from tests.gpu.parity import DTYPES, HEAD_DIMS, HEADS, TOLERANCE, attended, model_of, truth, worst
 
 pytestmark = pytest.mark.gpu
-BACKENDS = (Attention.SDPA, Attention.EAGER, Attention.FLASH)
+BACKENDS = ("sdpa", "eager", "flash")
 CASES = [
     *itertools.product(BACKENDS, DTYPES, HEAD_DIMS, HEADS),
-    *itertools.product([Attention.FLEX], [torch.bfloat16], HEAD_DIMS, ["GQA"]),  # compiles for every shape
+    *itertools.product(["flex"], [torch.bfloat16], HEAD_DIMS, ["GQA"]),  # compiles for every shape
 ]
 
 
 @pytest.mark.parametrize(("attention", "dtype", "head_dim", "kind"), CASES, ids=str)
 def test_a_backend_is_as_near_float64_as_its_dtype(
-    attention: Attention, dtype: torch.dtype, head_dim: int, kind: str, record_property: Callable[[str, object], None]
+    attention: str, dtype: torch.dtype, head_dim: int, kind: str, record_property: Callable[[str, object], None]
 ) -> None:
     """A kernel of another head dimension, or one that reads keys past the prefix, is seen by nothing else."""
     record_property("part", f"attention {attention}")

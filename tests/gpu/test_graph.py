@@ -16,20 +16,20 @@ from transformers import PreTrainedModel
 
 import lp
 from launch.bench.compare import differences
-from lp.config import Attention, Capture
+from lp.config import Capture
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN
 from tests.gpu.parity import DTYPES, PREFIXES, TOLERANCE, VOCABULARY, layouts, model_of, text
 
 pytestmark = pytest.mark.gpu
 GRAPH = Capture.OFF if GPU_DRY_RUN else Capture.GRAPH
-BACKENDS = (Attention.SDPA, Attention.EAGER, Attention.FLASH)
+BACKENDS = ("sdpa", "eager", "flash")
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=6)
 
 
 @torch.inference_mode()
 def _logits(
-    model: PreTrainedModel, attention: Attention, capture: Capture, prefixes: tuple[int, ...], names: list[str]
+    model: PreTrainedModel, attention: str, capture: Capture, prefixes: tuple[int, ...], names: list[str]
 ) -> list[torch.Tensor]:
     """Of these layouts behind these prefixes, in an order of their own: what follows a step is of another size."""
     runner = ModelRunner(model, attention, capture, probe=False)
@@ -54,7 +54,7 @@ def _error(said: list[torch.Tensor], true: list[torch.Tensor]) -> float:
 
 
 def _check(
-    attention: Attention,
+    attention: str,
     dtype: torch.dtype,
     capture: Capture,
     prefixes: tuple[int, ...],
@@ -64,7 +64,7 @@ def _check(
     model = model_of("GQA", 64, dtype, layers=2)
     record_property("part", f"step, capture={capture}, {attention}")
     record_property("dtype", str(dtype).removeprefix("torch."))
-    true = _logits(copy.deepcopy(model).double(), Attention.EAGER, Capture.OFF, prefixes, names)
+    true = _logits(copy.deepcopy(model).double(), "eager", Capture.OFF, prefixes, names)
     try:
         said = _logits(model, attention, capture, prefixes, names)
     except ValueError as refusal:
@@ -79,25 +79,25 @@ def _check(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_a_captured_step_is_as_near_float64_as_one_that_is_not(
-    attention: Attention, dtype: torch.dtype, record_property: Callable[[str, object], None]
+    attention: str, dtype: torch.dtype, record_property: Callable[[str, object], None]
 ) -> None:
     """A graph replays what it was captured with: a length, a mask or a token of another step would be in its logits."""
     _check(attention, dtype, GRAPH, PREFIXES, list(layouts()), record_property)
 
 
 @pytest.mark.skipif(GPU_DRY_RUN, reason="compiling takes longer than a dry run may")
-@pytest.mark.parametrize("attention", [Attention.SDPA, Attention.FLASH])
-def test_a_compiled_step_is_as_near(attention: Attention, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "flash"])
+def test_a_compiled_step_is_as_near(attention: str, record_property: Callable[[str, object], None]) -> None:
     """Of one size, since every size is compiled; the length is data and must not be compiled in."""
     _check(attention, torch.bfloat16, Capture.COMPILE, PREFIXES[2:], ["window alone"], record_property)
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_captured_text_is_that_of_plain_decoding(
-    attention: Attention, record_property: Callable[[str, object], None]
+    attention: str, record_property: Callable[[str, object], None]
 ) -> None:
     """Token for token, over several texts of one decoder: what a graph kept of one must not reach the next."""
-    dtype = torch.float32 if GPU_DRY_RUN or attention is not Attention.FLASH else torch.bfloat16
+    dtype = torch.float32 if GPU_DRY_RUN or attention != "flash" else torch.bfloat16
     model = model_of("GQA", 64, dtype, layers=2)
     record_property("part", f"text, capture={GRAPH}, {attention}")
     record_property("dtype", str(dtype).removeprefix("torch."))

@@ -11,11 +11,10 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lp
-from lp.attention import StepMasks
-from lp.attention.flash import BLOCK, SHORT, masked, merge, step_attention
-from lp.attention.hf import flash_attention_forward
-from lp.attention.masks import block_mask
-from lp.config import Attention
+from lp.attention.flash import BLOCK, SHORT, flash_attention_forward, masked_attention, merge, step_attention
+from lp.attention.flex import block_mask
+from lp.attention.masks import StepMasks
+from lp.attention.registry import backend_named
 from lp.models.runner import ModelRunner
 from tests.layouts import drawn_layout
 from tests.tiny_models import drawn_text, tiny_config, tiny_model
@@ -29,7 +28,7 @@ PREFIXES = [0, 1, 17, 512, 8192]
 TOLERANCE = {torch.float64: 4.0, torch.float32: 4.0, torch.bfloat16: 0.5, torch.float16: 0.5}
 
 
-def _oracle(
+def _reference(
     q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GND: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Softmax of the scores of what is seen, in float64, a head at a time: (1, H, T, D)."""
@@ -50,9 +49,9 @@ def _drawn(
     """Queries, keys and values as a model lays them out, the last two as views of larger buffers, and what is seen."""
     torch.manual_seed(rng.randrange(2**31))
     visible = torch.from_numpy(drawn_layout(rng).visible())
-    rows = len(visible)
-    q = torch.randn(1, rows, heads[0], dim).transpose(1, 2)
-    k, v = (torch.randn(1, heads[1], prefix + rows + 9, dim)[:, :, : prefix + rows] for _ in range(2))
+    num_tokens = len(visible)
+    q = torch.randn(1, num_tokens, heads[0], dim).transpose(1, 2)
+    k, v = (torch.randn(1, heads[1], prefix + num_tokens + 9, dim)[:, :, : prefix + num_tokens] for _ in range(2))
     return q.to(dtype), k.to(dtype), v.to(dtype), visible
 
 
@@ -60,9 +59,9 @@ def _own_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[None, None]
 
 
-def _check(said: torch.Tensor, truth: torch.Tensor, values: torch.Tensor) -> None:
-    assert said.shape == truth.shape and said.dtype == values.dtype
-    error = float((said.double() - truth).abs().max() / values.double().abs().max())
+def _check(output: torch.Tensor, expected: torch.Tensor, values: torch.Tensor) -> None:
+    assert output.shape == expected.shape and output.dtype == values.dtype
+    error = float((output.double() - expected).abs().max() / values.double().abs().max())
     assert error <= TOLERANCE[values.dtype] * torch.finfo(values.dtype).eps
 
 
@@ -75,90 +74,93 @@ def test_flash(prefix: int, dtype: torch.dtype) -> None:
         for dim in DIMS:
             q, k, v, visible = _drawn(rng, heads, dim, prefix, dtype)
             scale = rng.choice([dim**-0.5, 1 / dim])
-            said = step_attention(q, k, v, _own_mask(visible, dtype), scale)
-            _check(said, _oracle(q, k, v, visible, scale), v)
+            output = step_attention(q, k, v, _own_mask(visible, dtype), scale)
+            _check(output, _reference(q, k, v, visible, scale), v)
 
 
 def test_flash_of_a_prompt() -> None:
-    """Blocks of rows must see all rows before them, their own up to each, and no fewer at the ragged end."""
+    """Blocks of tokens must see all tokens before them, their own up to each, and no fewer at the ragged end."""
     rng = random.Random(0)
     for prefix in (0, 17, SHORT + 3):
-        for rows in (BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
-            torch.manual_seed(rows)
-            q, (k, v) = torch.randn(1, 4, rows, 64), torch.randn(2, 1, 2, prefix + rows, 64)
-            visible = torch.from_numpy(np.tri(rows, dtype=bool))
-            visible[rng.randrange(1, rows), 0] = False
-            said = step_attention(q, k, v, _own_mask(visible, q.dtype))
-            _check(said, _oracle(q, k, v, visible, 64**-0.5), v)
+        for num_tokens in (BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5):
+            torch.manual_seed(num_tokens)
+            q, (k, v) = torch.randn(1, 4, num_tokens, 64), torch.randn(2, 1, 2, prefix + num_tokens, 64)
+            visible = torch.from_numpy(np.tri(num_tokens, dtype=bool))
+            visible[rng.randrange(1, num_tokens), 0] = False
+            output = step_attention(q, k, v, _own_mask(visible, q.dtype))
+            _check(output, _reference(q, k, v, visible, 64**-0.5), v)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_flash_in_whole_buffers(prefix: int) -> None:
-    """Where the length is data, rows behind the step must stay unseen whatever they hold."""
+def test_flash_over_all_cache_slots(prefix: int) -> None:
+    """Where the length is data, slots behind the step must stay unseen whatever they hold."""
     rng = random.Random(prefix)
     for heads in HEADS:
         for dim in DIMS:
             q, k, v, visible = _drawn(rng, heads, dim, prefix, torch.float32)
             beyond = [torch.cat([states, torch.full_like(states[:, :, :7], 1e4)], 2) for states in (k, v)]
-            places = prefix + torch.arange(len(visible))
-            said = step_attention(q, *beyond, _own_mask(visible, q.dtype), dim**-0.5, places)
-            _check(said, _oracle(q, k, v, visible, dim**-0.5), v)
+            slot_mapping = prefix + torch.arange(len(visible))
+            output = step_attention(q, *beyond, _own_mask(visible, q.dtype), dim**-0.5, slot_mapping)
+            _check(output, _reference(q, k, v, visible, dim**-0.5), v)
 
 
-def test_plain_half_and_merge() -> None:
-    """What a GPU uses for the step's own rows, and the merge, on any split of the keys."""
+def test_masked_attention_and_merge() -> None:
+    """What a GPU uses for the step's own keys, and the merge, on any split of the keys."""
     rng = random.Random(0)
     for heads in HEADS:
         for dim in DIMS:
             q, k, v, visible = _drawn(rng, heads, dim, 0, torch.float32)
-            truth = _oracle(q, k, v, visible, 0.1)
+            expected = _reference(q, k, v, visible, 0.1)
             whole = _own_mask(visible, q.dtype)
-            _check(masked(q, k, v, whole, 0.1)[0], truth, v)
-            split = rng.randint(1, max(len(visible) - 1, 1))  # some rows see nothing of the right part
+            _check(masked_attention(q, k, v, whole, 0.1)[0], expected, v)
+            split = rng.randint(1, max(len(visible) - 1, 1))  # some tokens see nothing of the right part
             halves = [
-                masked(q, k[:, :, part], v[:, :, part], whole[..., part], 0.1)
+                masked_attention(q, k[:, :, part], v[:, :, part], whole[..., part], 0.1)
                 for part in (slice(split), slice(split, None) if split < len(visible) else slice(split))
             ]
-            _check(merge(*halves[0], *halves[1]), truth, v)
-            _check(merge(*halves[1], *halves[0]), truth, v)
+            _check(merge(*halves[0], *halves[1]), expected, v)
+            _check(merge(*halves[1], *halves[0]), expected, v)
 
 
-@pytest.mark.parametrize("backend", [Attention.SDPA, Attention.EAGER, Attention.FLASH, Attention.FLEX])
-def test_masks_show_what_the_step_sees(backend: Attention) -> None:
-    """One row off, a mask would hide the text's last token or show a rejected one."""
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "flash", "flex"])
+def test_masks_show_what_the_step_sees(backend: str) -> None:
+    """One token off, a mask would hide the text's last token or show a rejected one."""
     config = tiny_config("llama")
-    masks = StepMasks(config, torch.float32, torch.device("cpu"), backend)
+    masks = StepMasks(config, torch.float32, torch.device("cpu"), backend_named(backend))
     for seed in range(30):
         rng = random.Random(seed)
         visible = torch.from_numpy(drawn_layout(rng).visible())
-        rows, length = len(visible), rng.choice([0, 1, 17])
+        num_tokens, length = len(visible), rng.choice([0, 1, 17])
         positions = length + visible.sum(1) - 1
-        for places, total in ((None, length + rows), (length + torch.arange(rows), length + rows + 5)):
-            mask = masks.build(visible, positions, length if places is None else total, places)
-            if backend is Attention.FLASH:
+        for slot_mapping, total in (
+            (None, length + num_tokens),
+            (length + torch.arange(num_tokens), length + num_tokens + 5),
+        ):
+            mask = masks.build(visible, positions, length if slot_mapping is None else total, slot_mapping)
+            if backend == "flash":
                 assert isinstance(mask, torch.Tensor) and torch.equal(mask[0, 0] == 0, visible)
                 continue
-            truth = torch.zeros(rows, total, dtype=torch.bool)
-            truth[:, :length] = True
-            truth[:, length : length + rows] = visible
-            if backend is Attention.FLEX:
-                at = torch.arange(total)
-                shown = mask.mask_mod(0, 0, torch.arange(rows)[:, None], at[None])  # type: ignore[union-attr]
+            expected = torch.zeros(num_tokens, total, dtype=torch.bool)
+            expected[:, :length] = True
+            expected[:, length : length + num_tokens] = visible
+            if backend == "flex":
+                keys = torch.arange(total)
+                shown = mask.mask_mod(0, 0, torch.arange(num_tokens)[:, None], keys[None])  # type: ignore[union-attr]
             else:
                 shown = mask[0, 0] == 0  # type: ignore[index]
-            assert torch.equal(shown, truth)
+            assert torch.equal(shown, expected)
 
 
 def test_flex_is_plain_attention_under_its_mask() -> None:
-    """FlexAttention runs here as it is written; on a GPU compiled, which tests/gpu holds against the same truth."""
+    """FlexAttention runs here as it is written; on a GPU compiled, which tests/gpu holds against the same expected."""
     from torch.nn.attention.flex_attention import flex_attention
 
     rng = random.Random(1)
     for prefix in (0, 17, 512):
         q, k, v, visible = _drawn(rng, (4, 2), 64, prefix, torch.float32)
         seen = torch.cat([torch.ones(len(visible), prefix, dtype=torch.bool), visible], 1)
-        said = flex_attention(q, k, v, block_mask=block_mask(seen), enable_gqa=True, scale=0.1)
-        _check(said, _oracle(q, k, v, visible, 0.1), v)
+        output = flex_attention(q, k, v, block_mask=block_mask(seen), enable_gqa=True, scale=0.1)
+        _check(output, _reference(q, k, v, visible, 0.1), v)
 
 
 def test_full_masks_go_to_sdpa() -> None:
@@ -167,8 +169,8 @@ def test_full_masks_go_to_sdpa() -> None:
     module.num_key_value_groups, module.is_causal = 2, True  # type: ignore[assignment]
     q, k, v = torch.randn(1, 4, 3, 64), torch.randn(1, 2, 8, 64), torch.randn(1, 2, 8, 64)
     for mask in (None, torch.rand(1, 1, 3, 8) > 0.3):
-        said = flash_attention_forward(module, q, k, v, mask, scaling=0.2, dropout=0.0)[0]
-        assert torch.equal(said, sdpa_attention_forward(module, q, k, v, mask, scaling=0.2, dropout=0.0)[0])
+        output = flash_attention_forward(module, q, k, v, mask, scaling=0.2, dropout=0.0)[0]
+        assert torch.equal(output, sdpa_attention_forward(module, q, k, v, mask, scaling=0.2, dropout=0.0)[0])
 
 
 @pytest.mark.parametrize("arch", ["llama", "gpt_neox", "mistral_sliding", "gemma3"])
@@ -178,9 +180,9 @@ def test_backends_give_the_same_logits(arch: str) -> None:
     visible = np.array(drawn_layout(random.Random(4)).visible())
     positions = [len(text) + int(row.sum()) - 1 for row in visible]
     logits = []
-    for backend in (Attention.SDPA, Attention.FLASH, Attention.EAGER):
+    for backend in ("sdpa", "flash", "eager"):
         runner = ModelRunner(tiny_model(arch, max_position_embeddings=1024), backend)
-        assert runner.attention is backend
+        assert runner.attention == backend
         with torch.inference_mode():
             cache = runner.new_cache(len(text) + len(visible))
             runner.prefill(text, cache, 200)
@@ -191,22 +193,24 @@ def test_backends_give_the_same_logits(arch: str) -> None:
 
 def test_auto_takes_flash_where_it_can() -> None:
     """Loaded with eager, a model stays so: its user may have reasons; what flash would get wrong runs with sdpa."""
-    assert ModelRunner(tiny_model("llama")).attention is Attention.FLASH
-    assert ModelRunner(tiny_model("llama", attention="eager")).attention is Attention.EAGER
+    assert ModelRunner(tiny_model("llama")).attention == "flash"
+    assert ModelRunner(tiny_model("llama", attention="eager")).attention == "eager"
     for arch in ("falcon", "gemma4", "deepseek_v3"):
-        assert ModelRunner(tiny_model(arch)).attention is Attention.SDPA
+        assert ModelRunner(tiny_model(arch)).attention == "sdpa"
     twice = tiny_model("llama")
-    assert [ModelRunner(twice).attention, ModelRunner(twice).attention] == [Attention.FLASH] * 2
+    assert [ModelRunner(twice).attention, ModelRunner(twice).attention] == ["flash"] * 2
     with pytest.raises(ValueError, match="on a CPU"):
         lp.LookaheadDecoder(tiny_model("llama"), attention="flex")
     with pytest.raises(ValueError, match="choose attention=sdpa"):
         lp.LookaheadDecoder(tiny_model("falcon"), attention="flash")
 
 
-def test_the_plain_half_takes_large_scores() -> None:
+def test_masked_attention_takes_large_scores() -> None:
     """Keys of some models are so large that products of halves overflow before they are scaled."""
     for dtype in (torch.float16, torch.bfloat16):
         q = torch.full((1, 2, 3, 128), 24.0, dtype=dtype)
         v = torch.randn(1, 2, 3, 128).to(dtype)
         visible = torch.ones(3, 3).tril().bool()
-        _check(masked(q, q, v, _own_mask(visible, dtype), None)[0], _oracle(q, q, v, visible, 128**-0.5), v)
+        _check(
+            masked_attention(q, q, v, _own_mask(visible, dtype), None)[0], _reference(q, q, v, visible, 128**-0.5), v
+        )

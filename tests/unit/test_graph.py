@@ -15,18 +15,18 @@ import torch
 from transformers import PreTrainedModel
 
 import lp
-from lp.config import Attention, Capture
+from lp.config import Capture
 from lp.models.captured_steps import BUCKETS, CapturedSteps, CaptureFailed
 from lp.models.runner import ModelRunner
 from tests.layouts import drawn_layout
 from tests.tiny_models import drawn_text, tiny_model
 
 ARCHS = ["llama", "gpt_neox", "mistral_sliding", "gemma3", "gpt2"]
-BACKENDS = [Attention.SDPA, Attention.EAGER, Attention.FLASH]
+BACKENDS = ["sdpa", "eager", "flash"]
 
 
-def _placed(model: PreTrainedModel, attention: Attention) -> ModelRunner:
-    """Captured steps without a compiler or a GPU: static buffers, padding and places, and the model's own kernels."""
+def _uncompiled(model: PreTrainedModel, attention: str) -> ModelRunner:
+    """Captured steps without a compiler or a GPU: static buffers, padding and cache slots, and the model's own kernels."""
     runner = ModelRunner(model, attention)
     runner.captured = CapturedSteps(runner.model, runner.masks, Capture.OFF)
     return runner
@@ -42,31 +42,31 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_logits_are_those_of_an_open_shape(arch: str, backend: Attention) -> None:
-    """A padding row that is seen, a stale row of a rejected candidate, or a place off by one."""
+def test_logits_are_those_of_an_open_shape(arch: str, backend: str) -> None:
+    """Padding that is seen, the stale KV of a rejected draft token, or a cache slot off by one."""
     model = tiny_model(arch)
-    plain, placed = ModelRunner(model, backend), _placed(model, backend)
+    plain, static = ModelRunner(model, backend), _uncompiled(model, backend)
     for seed in range(4):
         rng = random.Random(seed)
         text = drawn_text(rng, rng.randint(1, 60))
         with torch.inference_mode():
-            caches = [runner.new_cache(len(text) + 200) for runner in (plain, placed)]
-            for runner, cache in zip((plain, placed), caches, strict=True):
+            caches = [runner.new_cache(len(text) + 200) for runner in (plain, static)]
+            for runner, cache in zip((plain, static), caches, strict=True):
                 runner.prefill(text, cache, 16)
             for _ in range(3):
                 visible = np.array(drawn_layout(rng).visible())
                 tokens = drawn_text(rng, len(visible))
                 positions = [caches[0].length + int(row.sum()) - 1 for row in visible]
-                reads = sorted(rng.sample(range(len(tokens)), rng.randint(1, len(tokens))))
-                kept = [row for row in range(len(tokens)) if visible[len(tokens) - 1, row]]
-                said = []
-                for runner, cache in zip((plain, placed), caches, strict=True):
-                    said.append(runner.forward(tokens, positions, visible, cache, reads).clone())
-                    cache.commit(kept)
-                assert said[0].shape == said[1].shape
-                tolerance = 1e-5 if backend is Attention.EAGER else 1e-12  # eager takes its softmax in float32
-                assert float((said[0] - said[1]).abs().max()) < tolerance
-    assert placed.captured and set(placed.captured._steps) <= set(BUCKETS)
+                logits_indices = sorted(rng.sample(range(len(tokens)), rng.randint(1, len(tokens))))
+                accepted = [node for node in range(len(tokens)) if visible[len(tokens) - 1, node]]
+                logits = []
+                for runner, cache in zip((plain, static), caches, strict=True):
+                    logits.append(runner.forward(tokens, positions, visible, cache, logits_indices).clone())
+                    cache.commit(accepted)
+                assert logits[0].shape == logits[1].shape
+                tolerance = 1e-5 if backend == "eager" else 1e-12  # eager takes its softmax in float32
+                assert float((logits[0] - logits[1]).abs().max()) < tolerance
+    assert static.captured and set(static.captured._steps) <= set(BUCKETS)
 
 
 def test_texts_one_after_the_other() -> None:
@@ -103,7 +103,7 @@ def test_compiled_steps_give_the_same_tokens(compiler: None) -> None:
 def test_what_cannot_be_captured_is_refused() -> None:
     """A graph of frequencies that change with the length would go on with those it was recorded with.
 
-    StableLM does not tell its attention where the step's rows lie; in whole buffers it would take others for them.
+    StableLM does not hand the slot mapping to its attention, which would take other keys for the step's.
     """
     with pytest.raises(ValueError, match=r"captured steps: StableLm.* choose capture=off"):
         lp.LookaheadDecoder(tiny_model("stablelm"), capture="compile", attention="flash")
@@ -135,7 +135,7 @@ def test_a_step_that_no_graph_takes(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     decoder.runner._fallback = True
     assert decoder.generate(ids, 20).tokens == plain and decoder.runner.captured
     steps = decoder.runner.captured._steps
-    steps |= {rows: replace(step, run=refuse) for rows, step in steps.items()}  # type: ignore[arg-type]
+    steps |= {bucket: replace(step, run=refuse) for bucket, step in steps.items()}  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"^operation not permitted"):
         decoder.generate(ids, 20)
 
@@ -159,7 +159,7 @@ def test_a_text_within_a_text() -> None:
     plain = lp.AutoregressiveDecoder(model)
     assert decoder.generate(ids, 40, on_tokens=on_tokens).tokens == plain.generate(ids, 40).tokens
     assert inner == [plain.generate(ids[:9], 12).tokens]
-    assert decoder.runner.captured and not decoder.runner.captured.taken
+    assert decoder.runner.captured and not decoder.runner.captured.reserved
 
 
 def test_a_nan_stays_in_its_text() -> None:
@@ -168,13 +168,13 @@ def test_a_nan_stays_in_its_text() -> None:
     decoder, ids = _captured(model), drawn_text(random.Random(2), 30)
     plain = lp.AutoregressiveDecoder(model).generate(ids, 20)
     weight = model.get_input_embeddings().weight
-    kept = weight.detach().clone()
+    before = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(torch.nan)
     with pytest.raises(ValueError, match="NaN"):
         decoder.generate(ids, 20)
     with torch.no_grad():
-        weight.copy_(kept)
+        weight.copy_(before)
     assert decoder.generate(ids, 20).tokens == plain.tokens
 
 
@@ -192,18 +192,18 @@ def test_caches_end_with_their_texts() -> None:
     """If layers and cache referred to each other, a GPU's buffers would pile up until Python looks for cycles."""
     model = tiny_model("llama")
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
-    made: list[weakref.ref[object]] = []
-    take = decoder.runner.new_cache
+    caches: list[weakref.ref[object]] = []
+    new = decoder.runner.new_cache
 
     def new_cache(capacity: int) -> object:
-        cache = take(capacity)
-        made.append(weakref.ref(cache))
+        cache = new(capacity)
+        caches.append(weakref.ref(cache))
         return cache
 
     decoder.runner.new_cache = new_cache  # type: ignore[method-assign, assignment]
     gc.disable()
     try:
         decoder.generate([1, 2, 3], 10)
-        assert len(made) == 1 and made[0]() is None
+        assert len(caches) == 1 and caches[0]() is None
     finally:
         gc.enable()

@@ -86,7 +86,7 @@ def test_a_bad_setting_is_one_line(launch_profile: Callable[..., Ran], overrides
 
 def test_a_model_larger_than_memory(launch_profile: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, caches and what is copied, before a byte of them is made."""
-    monkeypatch.setattr("launch.bench.shapes.free_bytes", lambda device: 10**9)
+    monkeypatch.setattr("lp.models.memory.free_bytes", lambda device: 10**9)
     ran = launch_profile("model=llama2_70b")
     assert ran.code == 2 and "GiB needed, 953.7 MiB free" in ran.err
 

@@ -10,8 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import lp
-from lp.attention import StepMasks
-from lp.config import Attention
+from lp.attention.masks import StepMasks
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from tests.tiny_models import SLIDING_WINDOW, tiny_model
@@ -73,7 +72,7 @@ def test_a_boolean_mask_under_eager_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(StepMasks, "build", boolean)
     with pytest.raises(ValueError, match="LlamaForCausalLM with eager attention does not honour"):
-        ModelRunner(tiny_model(), Attention.EAGER)
+        ModelRunner(tiny_model(), "eager")
 
 
 @pytest.mark.parametrize("fault", ["commit", "positions", "rope"])
@@ -126,11 +125,11 @@ def test_the_probe_is_small_and_asks_once() -> None:
     """Every `generate(custom_generate=...)` makes a decoder: a probe a call would cost as much as several tokens."""
     model = tiny_model("gemma3")
     rows = _counted(model)
-    lp.LookaheadDecoder(model, lp.LookaheadConfig())
+    lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=False))
     assert rows == [14, 10, 7, 1]  # two plain branches at once, prefix, tree, the step after the commit
-    lp.PromptLookupDecoder(model)
+    lp.LookaheadDecoder(model, lp.PromptLookupConfig())
     assert len(rows) == 4
-    lp.LookaheadDecoder(model, lp.LookaheadConfig(), attention="eager")
+    lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=False), attention="eager")
     assert len(rows) == 8
     ModelRunner(tiny_model("llama"), probe=False)
 
@@ -141,7 +140,7 @@ def test_the_probe_leaves_the_model_as_it_was() -> None:
         model = tiny_model(arch)
         held = [getattr(module, "sliding_window", None) for module in model.modules()]
         state, running = torch.get_rng_state(), model.config._attn_implementation
-        ModelRunner(model, Attention.EAGER)
+        ModelRunner(model, "eager")
         assert model.config._attn_implementation == running
         assert model.config.sliding_window == SLIDING_WINDOW
         assert [getattr(module, "sliding_window", None) for module in model.modules()] == held

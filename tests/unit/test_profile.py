@@ -162,7 +162,7 @@ def test_a_replay_can_be_interrupted() -> None:
 
 def test_a_pool_of_other_texts_has_no_tape() -> None:
     """The second decode would guess with what the first one left; step times of one rank price the tokens of others."""
-    session = lp.LookaheadConfig(pool_scope=lp.PoolScope.SESSION)
+    session = lp.LookaheadConfig(adaptive=False, pool_scope=lp.PoolScope.SESSION)
     adaptive = lp.LookaheadConfig(adaptive=True)
     model = tiny_model()
     for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "make it false")):
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match=r"prefix is 500, .* positions; the model's context is 512"):
         profile(model, _build(model), _build(model), IDS, Plan(prefix=500), ParallelContext())
-    monkeypatch.setattr("launch.bench.shapes.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("lp.models.memory.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"too little memory on cpu: [0-9.]+ [KMG]iB needed, 1.0 KiB free"):
         profile(model, _build(model), _build(model), IDS, Plan(prefix=16), ParallelContext())
 

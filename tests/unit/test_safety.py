@@ -131,7 +131,7 @@ def test_task_ids_name_no_file(
 def test_a_pool_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it writes, or out of room: what past runs learned is still there."""
     file = tmp_path / "pool.safetensors"
-    config = lp.LookaheadConfig(pool_scope=lp.PoolScope.SESSION, pool_file=str(file), pool_mib=1)
+    config = lp.LookaheadConfig(adaptive=False, pool_scope=lp.PoolScope.SESSION, pool_file=str(file), pool_mib=1)
     lp.LookaheadDecoder(tiny_model(), config).generate([1, 2, 3], 10)
     before = file.read_bytes()
 
@@ -139,7 +139,7 @@ def test_a_pool_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.M
         Path(path).write_bytes(before[:1000])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lp.draft.pool.ngram_pool.save_file", half)
+    monkeypatch.setattr("lp.draft.pool.factory.save_file", half)
     with pytest.warns(UserWarning, match="was not written"):
         output = lp.LookaheadDecoder(tiny_model(), config).generate([1, 2, 3], 10)
     assert len(output.tokens) == 10 and file.read_bytes() == before

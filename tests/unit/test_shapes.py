@@ -67,7 +67,7 @@ def test_an_impossible_shape_is_refused(bad: str) -> None:
 
 def test_too_little_memory_is_said_before_any_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would kill the process, or the GPU's allocator fail half-way."""
-    monkeypatch.setattr("launch.bench.shapes.free_bytes", lambda device: 10**9)
+    monkeypatch.setattr("lp.models.memory.free_bytes", lambda device: 10**9)
     with pytest.raises(ValueError, match=r"too little memory on cpu: 12\.6 GiB needed, 953\.7 MiB free"):
         build_shape(shape_config("codellama_7b"), "bfloat16", CPU)
     check_memory(10**9, CPU)

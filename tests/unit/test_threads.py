@@ -64,7 +64,7 @@ def test_a_text_while_a_decoder_is_made(arch: str) -> None:
     for attention in _attentions(arch):
         vars(model).pop(probe._MARK)  # so that it is asked again
         with _meanwhile(model, others) as passes:
-            ModelRunner(model, lp.Attention(attention))
+            ModelRunner(model, attention)
         assert len(passes) == 4, "those of the probe"
     others()
 

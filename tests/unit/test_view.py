@@ -99,7 +99,7 @@ def test_what_is_changed_later_is_seen(arch: str, captured: bool) -> None:
     model = tiny_model(arch)
     decoder = lp.LookaheadDecoder(model, CONFIG)
     if captured:
-        decoder.runner._capture(lp.Capture.OFF, probe=False)
+        decoder.runner._capture_steps(lp.Capture.OFF, probe=False)
     before, texts = decoder.runner.attention, [plain_greedy(model, IDS, NEW)]
     for change in CHANGES:
         change(model)

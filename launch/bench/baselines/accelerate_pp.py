@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from lp.engine.autoregressive import AutoregressiveDecoder
 from lp.engine.decoder import Decoder
+from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
 from .registry import BaselineOptions, register_baseline
@@ -28,12 +29,12 @@ def pipelined(model: PreTrainedModel) -> PreTrainedModel:
     """
     gpus = torch.cuda.device_count()
     if gpus < 2:
-        raise ValueError(f"accelerate_pp spreads layers over GPUs and needs two; torch sees {gpus}: leave it out here")
+        raise UserError(f"accelerate_pp spreads layers over GPUs and needs two; torch sees {gpus}: leave it out here")
     try:
         from accelerate import dispatch_model, infer_auto_device_map
         from accelerate.utils import get_balanced_memory
     except ImportError:
-        raise ValueError("accelerate_pp needs the package accelerate; pip install 'lp-runtime[accelerate]'") from None
+        raise UserError("accelerate_pp needs the package accelerate; pip install accelerate") from None
     layers = list(getattr(model, "_no_split_modules", None) or [])
     memory = get_balanced_memory(model, no_split_module_classes=layers, dtype=model.dtype)
     device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=layers, dtype=model.dtype)

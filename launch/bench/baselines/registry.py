@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 from transformers import PreTrainedModel
 
 from lp.engine.decoder import Decoder
+from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
 
@@ -58,12 +59,12 @@ def register_baseline(name: str, *, all_ranks: bool = False) -> Callable[[BuildT
         all_ranks: as in Baseline.
 
     Raises:
-        ValueError: the name is taken.
+        UserError: the name is taken.
     """
 
     def register(build: BuildT) -> BuildT:
         if name in BASELINES:
-            raise ValueError(f"a baseline called {name!r} is registered already; choose another name")
+            raise UserError(f"a baseline called {name!r} is registered already; choose another name")
         BASELINES[name] = Baseline(build=build, all_ranks=all_ranks)
         return build
 

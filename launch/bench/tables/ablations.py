@@ -72,8 +72,8 @@ def warmup() -> list[Variant]:
         Variant("no warm-up, no prompt n-grams", _lookahead(prompt_ngrams=False)),
         Variant("no warm-up, no text n-grams at all", _lookahead(**no_text)),
         Variant("lookahead (prompt and output n-grams)", _lookahead()),
-        Variant("lookahead, drafts N-1 deep as in the paper", _lookahead(candidate_depth=None)),
-        Variant("prompt lookup, 10 tokens", lambda loaded: lp.PromptLookupDecoder(loaded.model)),
+        Variant("lookahead, drafts N-1 deep as in the paper", _lookahead(draft_depth=None)),
+        Variant("prompt lookup, 10 tokens", lambda loaded: lp.LookaheadDecoder(loaded.model, lp.PromptLookupConfig())),
     ]
 
 
@@ -89,8 +89,8 @@ def sampling() -> list[Variant]:
         policies: dict[str, dict[str, object]] = {
             "greedy window": {"window_noise": False},
             "all guesses greedy": {"window_noise": False, "renoise": False},
-            "no top-k logits": {"recycled": 0},
-            "no top-k logits, greedy window": {"recycled": 0, "window_noise": False},
+            "no top-k logits": {"num_logits": 0},
+            "no top-k logits, greedy window": {"num_logits": 0, "window_noise": False},
         }
         for name, policy in policies.items():
             variants.append(Variant(f"coupled, T={temperature}, top-p 1.0, {name}", _lookahead(**policy), params))

@@ -42,7 +42,7 @@ class RecordingSource:
         self.source = source
         self.outcomes = outcomes
         self.num_logits = source.num_logits
-        self.tree = DraftTree(0)
+        self.tree = DraftTree()
 
     def propose(self, *args: Any) -> DraftTree:
         self.tree = self.source.propose(*args)
@@ -51,9 +51,9 @@ class RecordingSource:
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         self.source.begin(prompt, top_logits)
 
-    def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         tree = self.tree
-        new = text[len(text) - moved :]
+        new = text[len(text) - num_new :]
         depths = {-1: 0}  # of the accepted nodes
         for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             depth = depths.get(parent)
@@ -62,7 +62,7 @@ class RecordingSource:
                 self.outcomes.append((tree.accept_probs[node] / above, token == new[depth]))
                 if token == new[depth]:
                     depths[node] = depth + 1
-        self.source.observe(text, moved, seen)
+        self.source.observe(text, num_new, samples)
 
 
 class RecordingDecoder(lp.LookaheadDecoder):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lp.attention.hf import flash_attention_forward
+from lp.attention.flash import flash_attention_forward
 from lp.draft.layout import ancestors
 
 from ..summary import markdown

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 import torch
 
+from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
 from ..projection import Link
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     context = ParallelContext.from_env()
     if context.world_size == 1:
-        raise ValueError("one rank has no other to gather from; NPROC=2 bash torchrun.sh scripts.tables link")
+        raise UserError("one rank has no other to gather from; NPROC=2 bash torchrun.sh scripts.tables link")
     link = Link.measured(context, f"{context.world_size} ranks, {context.backend}, torch {torch.__version__}")
     if context.is_main:
         print(json.dumps(asdict(link)))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import lp
+from lp.errors import UserError
 
 from ..prompts import load_jsonl
 from ..summary import markdown
@@ -66,16 +67,16 @@ def methods(model: Any, fixed: list[str], only: list[str]) -> dict[str, Run]:
         "generate": by_transformers(model),
         "generate, lookup 3": by_transformers(model, prompt_lookup_num_tokens=3),
         "generate, lookup 10": by_transformers(model, prompt_lookup_num_tokens=10),
-        "prompt lookup": by_decoder(lp.PromptLookupDecoder(model)),
-        "token recycling": by_decoder(lp.RecyclingDecoder(model)),
+        "prompt lookup": by_decoder(lp.LookaheadDecoder(model, lp.PromptLookupConfig())),
+        "token recycling": by_decoder(lp.LookaheadDecoder(model, lp.RecyclingConfig())),
     }
     try:
-        runs["suffix"] = by_decoder(lp.SuffixDecoder(model))
-    except ValueError as error:  # its package is not installed
+        runs["suffix"] = by_decoder(lp.LookaheadDecoder(model, lp.SuffixConfig()))
+    except UserError as error:  # its package is not installed
         print(error)
     for setting in fixed:
         w, n, g, depth = map(int, setting.split(","))
-        config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=depth)
+        config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, draft_depth=depth)
         runs[f"W={w} N={n} G={g} depth={depth}"] = by_decoder(lp.LookaheadDecoder(model, config))
     return {name: run for name, run in runs.items() if name == DEFAULT or name in (only or runs)}
 
@@ -178,6 +179,6 @@ def run(args: argparse.Namespace) -> None:
     if left and not args.report:
         measure_all(args, left)
     if not args.results.exists():
-        raise ValueError(f"{args.results} does not exist, and nothing was measured; give --tasks, without --report")
+        raise UserError(f"{args.results} does not exist, and nothing was measured; give --tasks, without --report")
     report(read_results(args.results))
     print(f"{len(left)} prompts were left before this run")

@@ -1,4 +1,4 @@
-"""The matrix of docs/models.md, which it writes: every tiny model, run as tests/unit/test_architectures.py does.
+"""The tables of docs/models.md, which it writes: every tiny model and every mapped type, run as the tests do.
 
     python scripts/tables.py models
 
@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from tests.architectures import PAGE, page  # of the clone alone
+    from tests.mapped import mapped_page
 
     torch.set_num_threads(1)
-    PAGE.write_text(page(), encoding="utf-8")
+    for make_page in (page, mapped_page):  # each replaces its own part
+        PAGE.write_text(make_page(), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))

@@ -50,11 +50,11 @@ def lookahead_window(num_tokens: int, window: int, ngram: int) -> Build:
 
 
 def paper(**switches: Any) -> Build:
-    return lambda model: lp.PaperDecoder(model, lp.PaperConfig(**(PAPER | switches)))
+    return lambda model: lp.LookaheadDecoder(model, lp.PaperConfig(**(PAPER | switches)))
 
 
 def recycling(num_tokens: int) -> Build:
-    return lambda model: lp.RecyclingDecoder(model, lp.RecyclingConfig(nodes=num_tokens - 1))
+    return lambda model: lp.LookaheadDecoder(model, lp.RecyclingConfig(nodes=num_tokens - 1))
 
 
 def equal_budget(num_tokens: int) -> dict[str, Build]:
@@ -78,9 +78,9 @@ def ablation(num_tokens: int) -> dict[str, Build]:
     builds = {f"all, {num_tokens} tokens": lookahead(num_tokens)}
     builds |= {f"without {name}": lookahead(num_tokens, **{name: False}) for name in switches}
     builds["without text n-grams"] = lookahead(num_tokens, prompt_ngrams=False, output_ngrams=False)
-    builds["without top-k logits"] = lookahead(num_tokens, recycled=0)
-    builds |= {f"K = {k}": lookahead(num_tokens, recycled=k) for k in (4, 32)}
-    builds |= {f"depth {depth}": lookahead(num_tokens, candidate_depth=depth) for depth in (4, 12)}
+    builds["without top-k logits"] = lookahead(num_tokens, num_logits=0)
+    builds |= {f"K = {k}": lookahead(num_tokens, num_logits=k) for k in (4, 32)}
+    builds |= {f"depth {depth}": lookahead(num_tokens, draft_depth=depth) for depth in (4, 12)}
     windows = ((0, 2), (16, 2), (8, 3), (7, 5))
     builds |= {f"W = {w}, N = {n}": lookahead_window(num_tokens, w, n) for w, n in windows}
     return builds | {"lookahead_paper": paper(), "lookahead_paper, no text": paper(prompt_ngrams=False)}

@@ -1,0 +1,114 @@
+"""What an attention backend is, and what a step shows it.
+
+T: step tokens, L: cached tokens (the token in cache slot i has position i), C: cache slots, N: keys of an attention
+call, L + T, or C where the cache slots are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedModel
+
+Mask = torch.Tensor | BlockMask
+
+
+@dataclass(frozen=True)
+class StepView:
+    """Which keys the tokens of a step see, in layers of one kind.
+
+    Attributes:
+        visible_TT: bool, which tokens of the step each one sees.
+        positions_T: int64.
+        length: L, all of which every token of the step sees, but for a sliding window; C, if `slot_mapping_T` is given.
+        slot_mapping_T: int64, the cache slot of each token of the step: a token sees the slots before the first one, and
+            none behind the last. None: the step's keys follow the cached ones.
+        window: of sliding-window layers, tokens, the query's own included; None: full attention.
+        dtype: of the model.
+    """
+
+    visible_TT: torch.Tensor
+    positions_T: torch.Tensor
+    length: int
+    slot_mapping_T: torch.Tensor | None
+    window: int | None
+    dtype: torch.dtype
+
+    def visible_TN(self) -> torch.Tensor:
+        """Bool, which keys each token sees."""
+        device = self.visible_TT.device
+        num_tokens = len(self.visible_TT)
+        if self.slot_mapping_T is None:
+            key_positions_N = torch.cat([torch.arange(self.length, device=device), self.positions_T])
+            cached_TL = self.visible_TT.new_ones(num_tokens, self.length)
+            visible_TN = torch.cat([cached_TL, self.visible_TT], 1)
+        else:
+            first_slot = self.slot_mapping_T[0]
+            index_C = torch.arange(self.length, device=device) - first_slot  # of the step's tokens; cached: negative
+            token_C = index_C.clamp(0, num_tokens - 1)
+            visible_TN = (index_C < 0) | (index_C < num_tokens) & self.visible_TT[:, token_C]
+            key_positions_N = torch.where(index_C < 0, index_C + first_slot, self.positions_T[token_C])
+        if self.window is not None:
+            visible_TN = visible_TN & (self.positions_T[:, None] - key_positions_N[None] < self.window)
+        return visible_TN
+
+
+def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A 4-D mask to be added to the scores, (1, 1, T, N), from a bool one, (T, N)."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]
+
+
+class AttentionBackend:
+    """A way to compute the attention of a tree-shaped step: a function that transformers knows by a name, and its masks.
+
+    A backend is a subclass in a file of its own; `lp.attention.registry.register` makes its name a choice of
+    `attention=<name>`, in programs and in the apps.
+
+    Attributes:
+        name: what users choose it by.
+        implementation: transformers' name of the attention function.
+        alternative: the backend to propose where this one cannot be used.
+        replaces: backends instead of which `auto` takes this one, where the model was loaded with them and it is fit.
+        priority: among several that replace the same one, `auto` tries the largest first.
+        loadable: whether transformers loads a model with `implementation`, for those that cannot change it later.
+        omits_trivial_masks: whether it takes None for the mask of a single token that sees everything.
+        capture_obstacle: why its steps cannot be captured; None: they can.
+    """
+
+    name: str
+    implementation: str
+    alternative: str | None = "eager"
+    replaces: tuple[str, ...] = ()
+    priority: int = 0
+    loadable: bool = False
+    omits_trivial_masks: bool = False
+    capture_obstacle: str | None = None
+
+    def unfit(self, model: PreTrainedModel) -> str | None:
+        """Why a model cannot run with it, and the remedy; None: nothing known speaks against it."""
+        return None
+
+    def install(self) -> None:
+        """Make `implementation` known to transformers, if it is not transformers' own. Doing it again is harmless."""
+
+    def mask(self, view: StepView) -> Mask:
+        """The mask of a step: by default additive, over all keys."""
+        return additive_mask(view.visible_TN(), view.dtype)
+
+    def forward_arguments(self, slot_mapping_T: torch.Tensor) -> dict[str, Any]:
+        """Keyword arguments for the model, which its layers hand to the attention function of a captured step."""
+        return {}
+
+
+def score_obstacle(model: PreTrainedModel, name: str) -> str | None:
+    """Why a model cannot run with torch's fused attention functions, in the words of `AttentionBackend.unfit`."""
+    architecture = type(model).__name__
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        return f"{architecture} caps its attention scores, which {name} leaves out; choose attention=eager"
+    if not getattr(model, "_supports_sdpa", True):
+        return f"{architecture} has no sdpa attention in transformers; choose attention=eager"
+    return None

@@ -1,0 +1,16 @@
+"""transformers' own attention in plain matrix products, which every architecture has."""
+
+from __future__ import annotations
+
+from lp.attention.base import AttentionBackend
+from lp.attention.registry import register
+
+
+@register
+class Eager(AttentionBackend):
+    """Plain products; also for capped scores and attention sinks. A bool mask would be added to the scores."""
+
+    name = "eager"
+    implementation = "eager"
+    alternative = None
+    loadable = True

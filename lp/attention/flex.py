@@ -1,0 +1,35 @@
+"""FlexAttention under a block mask of the step: for GPUs."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import PreTrainedModel
+
+from lp.attention.base import AttentionBackend, StepView
+from lp.attention.registry import register
+
+
+def block_mask(visible_TN: torch.Tensor) -> BlockMask:
+    """The mask for FlexAttention, which skips the blocks of keys that no token sees."""
+    num_tokens, num_keys = visible_TN.shape
+    return create_block_mask(
+        lambda batch, head, token, key: visible_TN[token, key], None, None, num_tokens, num_keys, visible_TN.device
+    )
+
+
+@register
+class Flex(AttentionBackend):
+    """transformers' FlexAttention."""
+
+    name = "flex"
+    implementation = "flex_attention"
+    capture_obstacle = "attention=flex makes a mask of another kind each step"
+
+    def unfit(self, model: PreTrainedModel) -> str | None:
+        if model.device.type == "cpu":
+            return "attention=flex is for GPUs, and on a CPU slower than the others; choose attention=flash"
+        return None
+
+    def mask(self, view: StepView) -> BlockMask:
+        return block_mask(view.visible_TN())
