@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lp.draft.source import DraftSource, StepSamples
+from lp.draft.source import DraftSource, StepSamples, WindowDrafts
 from lp.draft.tree import DraftTree
 from lp.errors import UserError
 from lp.sampling.top_logits import TopLogits
@@ -109,7 +109,7 @@ def replay(
     steps = 0
     step_tokens = 0
     while len(text) < len(whole):
-        tree = source.propose(text, budget, (), (), None)
+        tree = source.propose(text, budget, WindowDrafts(), None)
         moved = _accepted(tree, whole[len(text) :]) + 1
         steps += 1
         step_tokens += 1 + sum(depth < last - len(text) for depth in _depths(tree))

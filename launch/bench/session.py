@@ -24,7 +24,7 @@ from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
-from ..builders import METHODS, PLAIN
+from ..builders import METHODS, PLAIN, decoder_names
 from ..schema import BenchmarkConfig
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
