@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lp.draft.source import DraftSource, StepSamples, WindowDrafts
+from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
 from lp.errors import UserError
 from lp.sampling.top_logits import TopLogits
 
