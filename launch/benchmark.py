@@ -45,7 +45,7 @@ def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> floa
         SystemExit: 130 after Ctrl-C, when every prompt that was finished is on the disk and in the table.
         ValueError: a user error.
     """
-    bench = open_bench(config, models or _model_cache())
+    bench = open_bench(config, models or _shared_model())
     file = on_main(bench.context, partial(RecordFile, bench.path, list(bench.runs)))
     interrupted = False
     try:
@@ -63,7 +63,7 @@ def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> floa
 
 
 @functools.cache
-def _model_cache() -> ModelCache:
+def _shared_model() -> ModelCache:
     """The model that the jobs of a sweep in this process share."""
     return ModelCache()
 

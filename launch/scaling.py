@@ -94,13 +94,8 @@ def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
     task = HydraConfig.get().overrides.task
     shared = [override for override in task if re.split("[.=]", override.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
-    own = [
-        f"methods=[{','.join(_methods(config, ranks))}]",
-        f"out={folder}",
-        f"limit={limit}",
-        f"output={config.output}",
-    ]
-    relaunch(ranks, "benchmark", [*shared, *own])
+    own = [f"methods=[{','.join(_methods(config, ranks))}]", f"out={folder}", f"limit={limit}"]
+    relaunch(ranks, "benchmark", [*shared, *own, f"output={config.output}"])
 
 
 def _methods(config: ScalingConfig, ranks: int) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import lp
 from lp.draft.layout import largest_layout
-from lp.parallel.message import SPARE_READS
+from lp.parallel.message import SPARE_NODES
 from lp.parallel.sharding import ShardPlan
 from tests.conftest import Processes
 from tests.distributed.workers.cases import Case
@@ -79,7 +79,7 @@ def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
     assert len(payloads) == 1, "the size of the gathered tensor depends on the step"
     max_owned = max(step["max_owned"] for step in result["steps"])
     full = largest_layout(config)
-    room, k = ShardPlan.build(full, ranks).max_owned + SPARE_READS, min(config.num_logits, VOCABULARY)
+    room, k = ShardPlan.build(full, ranks).max_owned + SPARE_NODES, min(config.num_logits, VOCABULARY)
     assert payloads.pop() <= 8 * (max_owned + config.window_size + 16 + room * k)
 
 

@@ -22,7 +22,7 @@ def test_mapped_types_are_exact_or_refused(cases: Callable[[int, int], range]) -
         kind = SHUFFLED[index]
         result, why = verdict(kind)
         assert result != WRONG, f"{kind}: {why}"
-        assert page.get(kind, result) == result, f"{kind}: {why}; run scripts/tables.py models and look at what changed"
+        assert page.get(kind, result) == result, f"{kind}: {why}; run scripts/tables.py models and look at it"
 
 
 def test_the_page_has_every_mapped_type() -> None:

@@ -59,7 +59,7 @@ def register_baseline(name: str, *, all_ranks: bool = False) -> Callable[[BuildT
         all_ranks: as in Baseline.
 
     Raises:
-        ValueError: the name is taken.
+        UserError: the name is taken.
     """
 
     def register(build: BuildT) -> BuildT:

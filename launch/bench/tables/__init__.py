@@ -4,7 +4,7 @@ Every module of this folder is a table, and its file name is the table's name. I
 
 - a docstring, whose first line describes it in the list of tables and whose whole is its `--help`;
 - `add_arguments(parser)`, its options;
-- `run(args)`, which measures and prints; a ValueError is an error of the user.
+- `run(args)`, which measures and prints; a UserError ends it with one line.
 
 A new table is one new file. Names that begin with an underscore are helpers.
 """
@@ -16,6 +16,8 @@ import ast
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+
+from lp.errors import UserError
 
 FOLDER = Path(__file__).parent
 
@@ -51,5 +53,5 @@ def main(args: Sequence[str] | None = None) -> None:
     table.add_arguments(own)
     try:
         table.run(own.parse_args(chosen.options))
-    except ValueError as error:
+    except UserError as error:
         own.error(str(error))

@@ -72,7 +72,7 @@ def methods(model: Any, fixed: list[str], only: list[str]) -> dict[str, Run]:
     }
     try:
         runs["suffix"] = by_decoder(lp.LookaheadDecoder(model, lp.SuffixConfig()))
-    except ValueError as error:  # its package is not installed
+    except UserError as error:  # its package is not installed
         print(error)
     for setting in fixed:
         w, n, g, depth = map(int, setting.split(","))

@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, which it writes: every tiny model, run as test_architectures.py and test_mapped.py do.
+"""The tables of docs/models.md, which it writes: every tiny model and every mapped type, run as the tests do.
 
     python scripts/tables.py models
 
@@ -21,6 +21,6 @@ def run(args: argparse.Namespace) -> None:
     from tests.mapped import mapped_page
 
     torch.set_num_threads(1)
-    for table in (page, mapped_page):
-        PAGE.write_text(table(), encoding="utf-8")
+    for make_page in (page, mapped_page):  # each replaces its own part
+        PAGE.write_text(make_page(), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))

@@ -40,12 +40,12 @@ def settings(ngrams: list[int], widths: list[int], guesses: list[int]) -> list[t
 def measure(model: Any, setting: tuple[int, int], prompts: list[list[int]], args: argparse.Namespace) -> Result:
     """S and step tokens of one setting over all prompts."""
     n, size = setting
-    decoder: lp.Decoder
+    config: lp.LookaheadConfig | lp.PaperConfig
     if n == OURS:
         config = lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=size)
-        decoder = lp.LookaheadDecoder(model, config)
     else:
-        decoder = lp.LookaheadDecoder(model, lp.PaperConfig(window_size=size, ngram_size=n, guess_set_size=size))
+        config = lp.PaperConfig(window_size=size, ngram_size=n, guess_set_size=size)
+    decoder = lp.LookaheadDecoder(model, config)
     sampling = sampling_at(args.temperature)
     outputs = [decoder.generate(ids, args.max_new_tokens, sampling, sequence=i) for i, ids in enumerate(prompts)]
     steps = sum(output.steps for output in outputs)
