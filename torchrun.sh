@@ -3,6 +3,7 @@
 #
 #   bash torchrun.sh                              # launch.generate as conf/ has it: the demo model, built-in prompts
 #   bash torchrun.sh launch.generate W=7 N=5 G=7  # an app and its overrides
+#   bash torchrun.sh launch.generate "def f(a):"  # a prompt as it is; - for standard input
 #   bash torchrun.sh launch.chat                  # rank 0 reads the keyboard; Ctrl-C stops an answer, not the ranks
 #   NPROC=2 bash torchrun.sh                      # two ranks; default: one a GPU, or one on the CPU
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host0:29500 bash torchrun.sh ...   # on each node, with its own NODE_RANK
@@ -22,7 +23,23 @@ case "${1:-}" in
     shift
     ;;
 esac
-[ -f "$root/${app//.//}.py" ] || die "there is no app $app; the apps are the modules of launch/, as in launch.generate"
+case "$app" in
+  launch.generate | launch.chat | launch.benchmark | launch.scaling | launch.profile | launch.tune)
+    module=(launch.cli "${app#launch.}")
+    ;;
+  launch.*) module=() ;; # no app of ours
+  *) module=("$app") ;; # a program of yours: any other module of this folder
+esac
+if [ ${#module[@]} = 0 ] || { [ "${module[0]}" != launch.cli ] && [ ! -f "$root/${app//.//}.py" ]; }; then
+  die "there is no app '$app'; the apps are
+  launch.generate    continue prompts, show the text, and compare with plain decoding (the default)
+  launch.chat        talk to a model at a terminal
+  launch.benchmark   measure methods on the prompts of a task
+  launch.scaling     measure or project methods over numbers of ranks
+  launch.profile     show where the time of a step goes
+  launch.tune        find the fastest W, N, G on this machine
+To continue a text: bash torchrun.sh launch.generate TEXT"
+fi
 
 setup
 
@@ -49,7 +66,7 @@ if [ "$nproc" = 1 ] && [ "$nnodes" = 1 ] && [ "$restarts" = 0 ]; then
   # One process needs no torchrun, which would add seconds and turn every exit code into 1. The variables of an outer
   # launcher would make it wait for ranks that never come.
   unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
-  exec "$python" -m "$app" "$@"
+  exec "$python" -m "${module[@]}" "$@"
 fi
 
 # A chat goes on after Ctrl-C.
@@ -61,7 +78,7 @@ if [ "$nnodes" != 1 ]; then
   # static: node 0 holds rank 0, whose output is the run's; c10d would number the nodes as they come.
   where=(--nnodes "$nnodes" --node-rank "$NODE_RANK" --rdzv-backend static --rdzv-endpoint "$RDZV_ENDPOINT")
 fi
-rank=("$python" -u -m "$app" "$@")
+rank=("$python" -u -m "${module[@]}" "$@")
 # Ranks end with torchrun also when it is killed without a chance to end them (Linux).
 ! command -v setpriv >/dev/null || rank=(setpriv --pdeathsig KILL "${rank[@]}")
-exec "$python" "$root/scripts/torchrun.py" "${where[@]}" --nproc-per-node "$nproc" --max-restarts "$restarts" --no-python "${rank[@]}"
+exec "$python" -m launch.torchrun "${where[@]}" --nproc-per-node "$nproc" --max-restarts "$restarts" --no-python "${rank[@]}"

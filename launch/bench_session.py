@@ -20,6 +20,7 @@ import lp
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.engine.signals import Terminated
+from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
@@ -28,7 +29,7 @@ from .bench.compare import Difference, Measured, differences
 from .bench.prompts import Prompt
 from .bench.quality import assess
 from .bench.records import Row, digest, slug
-from .builders import CHOICES, METHODS, PLAIN
+from .builders import METHODS, PLAIN, choices
 from .schema import BenchmarkConfig
 from .session import Session, checked, open_model, seeded
 from .sweep import folder_of_run
@@ -115,7 +116,7 @@ def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
     if failure:
         raise failure
     if said is not None:
-        raise Terminated if said[0] == "1" else ValueError(said[1:])
+        raise Terminated if said[0] == "1" else UserError(said[1:])
     return made
 
 
@@ -150,9 +151,9 @@ def open_bench(config: BenchmarkConfig, kept: KeptModel) -> Bench:
         ValueError: a user error, with its remedy.
     """
     methods = methods_of(config)
-    prompts, sampling, builders = checked(config, [_bare(name) for name in methods if _bare(name) in CHOICES])
+    prompts, sampling, builders = checked(config, [_bare(name) for name in methods if _bare(name) in choices()])
     if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
-        raise ValueError(
+        raise UserError(
             f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
             "take repeats=1, or pool.scope=request"
         )
@@ -210,15 +211,13 @@ def methods_of(config: BenchmarkConfig) -> list[str]:
         ValueError: one that does not exist, or twice the same.
     """
     methods = config.methods or list(dict.fromkeys([config.decoder.name, *METHODS[1:]]))
-    known = [*CHOICES, *BASELINES]
+    known = [*choices(), *BASELINES]
     for name in methods:
         if _bare(name) not in known or (name.endswith(ALONE) and _bare(name) in BASELINES):
             names = ", ".join(known)
-            raise ValueError(
-                f"methods has {name!r}; it must be one of {names}; {ALONE} behind ours runs it on one rank"
-            )
+            raise UserError(f"methods has {name!r}; it must be one of {names}; {ALONE} behind ours runs it on one rank")
     if len(set(methods)) < len(methods):
-        raise ValueError(f"methods is {methods}, with one of them twice; name each once")
+        raise UserError(f"methods is {methods}, with one of them twice; name each once")
     return methods
 
 

@@ -6,35 +6,37 @@ ranks run on rank 0 alone while the others wait. `--cfg job` shows the keys.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from lp.engine.output import GenerationOutput
+from lp.errors import UserError
 
-from .app import INTERRUPTED, run
+from .app import INTERRUPTED
 from .bench.compare import Measured, alternate
 from .bench.prompts import Prompt
 from .bench.records import RecordFile, Row, digest
 from .bench.summary import totals
 from .bench_session import Bench, KeptModel, on_main, open_bench
 from .bench_table import Watch, print_totals, summary
+from .cli import start
 from .schema import BenchmarkConfig, Output
 from .session import WARM_UP_TOKENS
 from .stream import on_rank_0
 
 
-def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:
+def benchmark(config: BenchmarkConfig, kept: KeptModel | None = None) -> float | None:
     """The app.
 
     Args:
         config: of this job.
-        kept: the model, from job to job.
+        kept: the model, from job to job; None is this process's.
 
     Returns:
         Tokens/s of the first method, which a sweeper may maximise.
@@ -43,7 +45,7 @@ def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:
         SystemExit: 130 after Ctrl-C, when every prompt that was finished is on the disk and in the table.
         ValueError: a user error.
     """
-    bench = open_bench(config, kept)
+    bench = open_bench(config, kept or _kept_model())
     file = on_main(bench.context, partial(RecordFile, bench.path, list(bench.runs)))
     interrupted = False
     try:
@@ -60,10 +62,18 @@ def benchmark(config: BenchmarkConfig, kept: KeptModel) -> float | None:
     return best
 
 
+@functools.cache
+def _kept_model() -> KeptModel:
+    """The model that the jobs of a sweep in this process share."""
+    return KeptModel()
+
+
 def _measure_all(bench: Bench, file: RecordFile | None) -> None:
-    todo = _todo(bench, bench.told(file.done if file else None))
+    todo = _todo(bench, bench.of_rank_0(file.done if file else None))
     if todo:
         _warm_up(bench, todo[0][1])
+    if file and file.rows:
+        print(f"{len(file.rows)} records kept in {bench.path}; {len(todo)} prompts to measure", file=sys.stderr)
     with Watch(bench.context.is_main, len(todo), file.rows if file else []) as watch:
         for index, prompt in todo:
             measured, shares = _measure(bench, prompt)
@@ -90,7 +100,7 @@ def _todo(bench: Bench, done: dict[str, str]) -> list[tuple[int, Prompt]]:
     """The prompts without rows, of those that fit."""
     for index, prompt in enumerate(bench.prompts):
         if done.get(str(index), digest(prompt.text)) != digest(prompt.text):
-            raise ValueError(f"{bench.path} has rows of another prompt {index}; give another out=, or the same task")
+            raise UserError(f"{bench.path} has rows of another prompt {index}; give another out=, or the same task")
     return [(index, prompt) for index, prompt in bench.fitting() if str(index) not in done]
 
 
@@ -110,15 +120,17 @@ def _measure(bench: Bench, prompt: Prompt) -> tuple[dict[str, Measured], dict[st
 
 
 def _show(bench: Bench, file: RecordFile) -> float:
-    """The table, and the same as one JSON object on the last line of stdout."""
+    """The table and where the records are, or with output=json the same as one JSON object."""
     found = totals(file.rows)
     with on_rank_0(bench.context, sys.stdout) as out:
-        if bench.config.output is Output.table:
+        if bench.config.output is Output.json:
+            print(json.dumps({**summary(found), "rows": str(file.path)}, ensure_ascii=False), file=out, flush=True)
+        else:
             console = Console(file=out)
             print_totals(found, console if console.is_terminal else Console(file=out, width=120))
-        print(json.dumps({**summary(found), "rows": str(Path(file.path))}, ensure_ascii=False), file=out, flush=True)
+            print(f"records: {file.path}", file=out, flush=True)
     return found[0].tokens_per_s
 
 
 if __name__ == "__main__":
-    run(partial(benchmark, kept=KeptModel()), "benchmark")
+    start("benchmark", sys.argv[1:])

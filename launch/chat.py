@@ -18,10 +18,12 @@ import lp
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.engine.signals import DeferredSignals
+from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
 
-from .app import explain, is_users, run
+from .app import explain
 from .builders import decoder_builders
+from .cli import start
 from .history import History
 from .keyboard import Keyboard
 from .report import describe_sampling
@@ -37,7 +39,7 @@ HELP = '''\
 /stats                            tokens, steps and speed of all answers
 /help                             this list
 /exit, Ctrl-D                     leave
-Ctrl-C stops an answer and keeps what is there of it. """ begins and ends a text of several lines.
+Ctrl-C stops an answer; its text so far remains. """ begins and ends a text of several lines.
 '''
 # How an answer ended, where that is worth a word.
 ENDINGS = {
@@ -76,10 +78,10 @@ class Chat:
 
     Args:
         config: as the user gave it.
-        context: this rank's place.
+        context: this rank among the others.
         loaded: model and tokenizer.
         decoder: answers.
-        history: what was said.
+        history: the turns so far.
         settings: as they are now.
         keyboard: gives lines, on rank 0.
         pen: writes.
@@ -95,7 +97,8 @@ class Chat:
     pen: Pen
 
     def __post_init__(self) -> None:
-        self.totals, self.ended = Totals(), False
+        self.totals = Totals()
+        self.ended = False
 
     def run(self) -> None:
         """Greet, then read, do and answer until the end."""
@@ -125,9 +128,7 @@ class Chat:
                 self._command(*line.split())
             elif line.strip() or self.history.goes_on:
                 self._answer(line)
-        except ValueError as error:
-            if not is_users(error):
-                raise
+        except UserError as error:
             if self.context.is_main:
                 print(f"error: {explain(error)}", file=sys.stderr, flush=True)
 
@@ -146,13 +147,13 @@ class Chat:
         elif name in ("/exit", "/quit"):
             self.ended = True
         else:
-            raise ValueError(f"unknown command {name}; /help lists the commands")
+            raise UserError(f"unknown command {name}; /help lists the commands")
 
     def _of_context(self, tokens: int) -> str:
         return f"{tokens} tokens" if self.history.context is None else f"{tokens} of {self.history.context} tokens"
 
-    def _answer(self, said: str) -> None:
-        ids, dropped = self.history.fit(said, self.settings.max_new_tokens)
+    def _answer(self, line: str) -> None:
+        ids, dropped = self.history.fit(line, self.settings.max_new_tokens)
         if dropped:
             turns = "the oldest turn was" if dropped == 1 else f"the {dropped} oldest turns were"
             self._say(f"{turns} dropped: the model's context is {self.history.context} tokens")
@@ -168,24 +169,26 @@ class Chat:
         )
         try:
             text, output, interruption = show(lambda on_tokens: generate(on_tokens=on_tokens), tokenizer, ids, self.pen)
-        except ValueError as error:
-            self._agree(said, None, error)
+        except UserError as error:
+            self._agree(line, None, error)
             raise
-        self._agree(said, text if output.tokens else None)
+        self._agree(line, text if output.tokens else None)
         self.totals.add(output)
         ending = ENDINGS.get(output.finish_reason)
-        self._say(str(Totals().add(output)) + f" ({ending})" * (ending is not None))
+        figures = str(Totals().add(output))
+        self._say(f"{figures} ({ending})" if ending else figures)
         if interruption and interruption.signal == signal.SIGTERM:
             signal.raise_signal(signal.SIGTERM)  # which `run` holds
 
-    def _agree(self, said: str, answer: str | None, error: ValueError | None = None) -> None:
-        """Rank 0's word counts: Ctrl-C stops plain decoding, which has no exchange, on each rank by itself, and a rank
+    def _agree(self, line: str, answer: str | None, error: UserError | None = None) -> None:
+        """Take rank 0's answer: Ctrl-C stops plain decoding, which has no exchange, on each rank by itself, and a rank
         that failed alone, of which the others know nothing, goes on beside them.
         """
-        told = json.loads(self.context.share_text(json.dumps({"answer": answer, "failed": error is not None})) or "")
-        if told["answer"] is not None:
-            self.history.turns.append((said, told["answer"]))
-        if error and not told["failed"]:
+        ending = json.dumps({"answer": answer, "failed": error is not None})
+        of_rank_0 = json.loads(self.context.share_text(ending) or "")
+        if of_rank_0["answer"] is not None:
+            self.history.turns.append((line, of_rank_0["answer"]))
+        if error and not of_rank_0["failed"]:
             print(f"[rank {self.context.rank}] error: {explain(error)}", file=sys.stderr, flush=True)
 
     def _ends(self) -> list[int] | None:
@@ -232,4 +235,4 @@ def chat(config: ChatConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(chat, "chat")
+    start("chat", sys.argv[1:])

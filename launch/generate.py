@@ -18,10 +18,10 @@ import lp
 from lp.engine.output import GenerationOutput
 from lp.engine.signals import sigterm_raises
 
-from .app import run
 from .bench.compare import alternate, differences
 from .bench.prompts import Prompt
 from .builders import PLAIN
+from .cli import start
 from .report import Report, Result, as_json, describe, print_table
 from .schema import Config, Output
 from .session import WARM_UP_TOKENS, Session, open_session
@@ -138,4 +138,4 @@ def _show(report: Report, config: Config, file: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    run(generate)
+    start("generate", sys.argv[1:])

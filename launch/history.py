@@ -1,4 +1,4 @@
-"""What was said: turns as the tokens that a model continues, in its chat template or as one plain text."""
+"""The turns of a chat as the tokens that a model continues, in its chat template or as one plain text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from lp.errors import UserError
 
 
 @dataclass
@@ -19,7 +21,7 @@ class History:
         tokenizer: of the model.
         context: tokens the model can take; None for no limit.
         system: what comes before all turns, and stays.
-        turns: (what the user said, what the model answered), oldest first.
+        turns: (the user's line, the model's answer), oldest first.
 
     Raises:
         ValueError: the chat template takes no system prompt.
@@ -43,29 +45,29 @@ class History:
         """Whether there is a text to continue without another word."""
         return not self.chats and bool(self.turns or self.system)
 
-    def ids(self, said: str, skip: int = 0) -> list[int]:
-        """The conversation's tokens, up to where the model answers `said`, without the oldest `skip` turns.
+    def ids(self, line: str, skip: int = 0) -> list[int]:
+        """The conversation's tokens, up to the answer to `line`, without the oldest `skip` turns.
 
         Raises:
             ValueError: what the chat template has against it.
         """
         if not self.chats:
-            return list(self.tokenizer(self._text(said, skip), verbose=False)["input_ids"])
+            return list(self.tokenizer(self._text(line, skip), verbose=False)["input_ids"])
         try:
             text = self.tokenizer.apply_chat_template(
-                self._messages(said, skip), add_generation_prompt=True, tokenize=False
+                self._messages(line, skip), add_generation_prompt=True, tokenize=False
             )
         except TemplateError as error:
-            remedy = "; leave system out" * (self.system is not None)
-            raise ValueError(f"the model's chat template refuses this conversation: {error}{remedy}") from error
+            remedy = "; leave system out" if self.system is not None else ""
+            raise UserError(f"the model's chat template refuses this conversation: {error}{remedy}") from error
         # The template has written BOS already.
         return list(self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
 
-    def fit(self, said: str, room: int) -> tuple[list[int], int]:
+    def fit(self, line: str, room: int) -> tuple[list[int], int]:
         """The same, without the oldest turns if they leave no room for an answer.
 
         Args:
-            said: by the user.
+            line: the user's.
             room: tokens the answer may take; more than half the context is not worth a turn.
 
         Returns:
@@ -74,27 +76,29 @@ class History:
         Raises:
             ValueError: not even the last line fits.
         """
-        ids, dropped = self.ids(said), 0
+        ids = self.ids(line)
+        dropped = 0
         if self.context is None:
             return ids, dropped
         most = self.context - min(room, self.context // 2)
         while len(ids) > most and dropped < len(self.turns):
             dropped += 1
-            ids = self.ids(said, dropped)
+            ids = self.ids(line, dropped)
         if len(ids) >= self.context:
-            raise ValueError(f"your text comes to {len(ids)} tokens, the model's context is {self.context}; shorten it")
+            raise UserError(f"your text comes to {len(ids)} tokens, the model's context is {self.context}; shorten it")
         del self.turns[:dropped]
         return ids, dropped
 
-    def _messages(self, said: str, skip: int) -> list[dict[str, str]]:
+    def _messages(self, line: str, skip: int) -> list[dict[str, str]]:
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
         for question, answer in self.turns[skip:]:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return [*messages, {"role": "user", "content": said}]
+        return [*messages, {"role": "user", "content": line}]
 
-    def _text(self, said: str, skip: int) -> str:
+    def _text(self, line: str, skip: int) -> str:
         text = self.system or ""
-        for line, continued in [*self.turns[skip:], (said, "")]:
-            begins = bool(line and text) and not text.endswith("\n")
-            text += "\n" * begins + line + continued
+        for question, answer in [*self.turns[skip:], (line, "")]:
+            if question and text and not text.endswith("\n"):
+                text += "\n"
+            text += question + answer
         return text

@@ -7,7 +7,11 @@ import io
 import sys
 from pathlib import Path
 
-PROMPT, MORE, FENCE = "> ", ". ", '"""'
+from lp.errors import UserError
+
+PROMPT = "> "
+MORE = ". "
+FENCE = '"""'
 HISTORY_LINES = 1000
 
 
@@ -15,7 +19,7 @@ class Keyboard:
     """Reads stdin line by line; `\"\"\"` begins and ends a text of several lines.
 
     Args:
-        history_file: lines of former chats, for the arrow keys of a terminal; None keeps none.
+        history_file: lines of former chats, for the arrow keys of a terminal; None: none.
 
     Raises:
         ValueError: stdin is closed, or a history file cannot be read or written.
@@ -23,15 +27,16 @@ class Keyboard:
 
     def __init__(self, history_file: str | None = None) -> None:
         if sys.stdin is None:
-            raise ValueError("stdin is closed; give the chat a terminal, or a pipe with a line for every turn")
-        self._terminal, self._history = sys.stdin.isatty(), None
+            raise UserError("stdin is closed; give the chat a terminal, or a pipe with a line for every turn")
+        self._terminal = sys.stdin.isatty()
+        self._history: Path | None = None
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # one bad byte must not end a chat
         if self._terminal:
             self._history = _edit_lines(history_file)
 
     def close(self) -> None:
-        """Save the lines that were typed, if asked to."""
+        """Save the lines that were typed, if there is a file for them."""
         if self._history is not None:
             import readline
 
@@ -92,6 +97,6 @@ def _edit_lines(history_file: str | None) -> Path | None:
         path.touch()
         readline.read_history_file(path)
     except OSError as error:
-        raise ValueError(f"history_file {path}: {error.strerror}; give a file that can be written") from None
+        raise UserError(f"history_file {path}: {error.strerror}; give a file that can be written") from None
     readline.set_history_length(HISTORY_LINES)
     return path

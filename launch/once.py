@@ -1,6 +1,6 @@
-"""What several ranks have to say of a failure is printed by one of them.
+"""An error that several ranks have is printed by one of them.
 
-They agree through the store that torchrun keeps for its ranks, from before the first starts until the last has ended.
+They agree through the store that torchrun has for its ranks, from before the first starts until the last has ended.
 So it matters neither how much later one rank fails than another, nor how soon torchrun ends the others.
 """
 
@@ -12,15 +12,17 @@ import os
 import sys
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-LATE_S = 3.0  # for so long the others leave it to rank 0, whose line names no rank
+RANK_0_FIRST_S = 3.0  # so long the others leave it to rank 0, whose line names no rank
 PATIENCE_S = 30.0  # for the store, or a rank that has begun to print: on a busy machine both may be slow
 
 
 def rank() -> int:
-    """This process's, as the launcher has it; 0 without one."""
+    """This process's, as the launcher set it; 0 without one."""
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdecimal() else 0  # refused later, by name
 
@@ -35,17 +37,27 @@ def print_once(text: str) -> None:
         text: the same on all ranks that have the error. Ranks but the first are named before it, as a model may be
             missing on one node alone.
     """
-    mine = rank()
-    store, key = _store(), f"lp/once/{hashlib.blake2b(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+    this = rank()
+    store = _torchrun_store()
+    if store is None:
+        if this > 0:
+            time.sleep(RANK_0_FIRST_S)
+        _print(text, this)
+        return
+    key = f"lp/once/{hashlib.blake2b(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
     with contextlib.suppress(RuntimeError):  # the store is gone, and torchrun with it
-        key += f"/{store.add(f'{key}/rank {mine}', 1)}"
-        if mine > 0 and _printed(store, key, LATE_S):
+        key += f"/{store.add(f'{key}/rank {this}', 1)}"
+        if this > 0 and _printed(store, key, RANK_0_FIRST_S):
             return
         if store.add(key, 1) > 1 and _printed(store, key, PATIENCE_S):
             return
-    print(f"[rank {mine}] " * (mine > 0) + text, file=sys.stderr, flush=True)
+    _print(text, this)
     with contextlib.suppress(RuntimeError):
         store.set(f"{key}/printed", "")
+
+
+def _print(text: str, this: int) -> None:
+    print(f"[rank {this}] {text}" if this > 0 else text, file=sys.stderr, flush=True)
 
 
 def _printed(store: dist.Store, key: str, within_s: float) -> bool:
@@ -57,10 +69,13 @@ def _printed(store: dist.Store, key: str, within_s: float) -> bool:
     return True
 
 
-def _store() -> dist.Store:
-    """torchrun's; this rank's own where there is none, or none that can be reached."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        with contextlib.suppress(RuntimeError, ValueError, KeyError):
-            where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            return dist.TCPStore(*where, timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False)
-    return dist.HashStore()
+def _torchrun_store() -> dist.Store | None:
+    """None where there is none, or none that can be reached."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    import torch.distributed as dist  # takes seconds: an error of a single process needs none of it
+
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(*address, timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False)
+    return None

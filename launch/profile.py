@@ -26,14 +26,15 @@ from transformers import PreTrainedModel
 import lp
 from lp.compiled import COMPILED
 from lp.engine.output import GenerationOutput
+from lp.errors import UserError
 
-from .app import run
 from .bench.ceilings import device_name
 from .bench.profile import Plan, profile
 from .bench.prompts import load_builtin
 from .bench.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .bench.speed import speeds, transformers_greedy
 from .builders import PLAIN, decoder_builders
+from .cli import start
 from .profile_report import Report, as_json, draw, print_tables
 from .schema import Output, ProfileConfig
 from .session import check_common, load_model, open_context, sampling_of, seeded
@@ -50,9 +51,7 @@ def profile_model(config: ProfileConfig) -> None:
     """
     check_common(config)
     if config.decoder.name == PLAIN:
-        raise ValueError(
-            "decoder.name is 'autoregressive', which runs no steps of rows; W=0 G=0 is plain decoding here"
-        )
+        raise UserError("decoder.name is 'autoregressive', which runs no steps of rows; W=0 G=0 is plain decoding here")
     builder, plain_builder = _builder(config), _builder(_uncaptured(config))
     context = open_context(config)
     plan = _plan(config, context)
@@ -79,9 +78,7 @@ def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
     """What to measure; under torchrun R and rank are the launch's."""
     ranks, rank, running = config.R, config.rank, context.world_size
     if running > 1 and (ranks not in (None, running) or rank not in (None, context.rank)):
-        raise ValueError(
-            f"R is {ranks} and rank {rank}, but torchrun runs rank {context.rank} of {running}; leave them"
-        )
+        raise UserError(f"R is {ranks} and rank {rank}, but torchrun runs rank {context.rank} of {running}; leave them")
     if running > 1:
         ranks, rank = running, context.rank
     return Plan(
@@ -108,7 +105,7 @@ def _shape(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tu
 def _loaded(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tuple[PreTrainedModel, list[int]]:
     """A model's own weights, and the built-in prompts over and over."""
     if (config.shape.layers, config.shape.divide) != (None, 1):
-        raise ValueError(
+        raise UserError(
             f"shape.layers and shape.divide scale a shape, not {config.model.name}; model=codellama_7b is one"
         )
     loaded = load_model(config, context)
@@ -172,4 +169,4 @@ def _setting(
 
 
 if __name__ == "__main__":
-    run(profile_model, "profile")
+    start("profile", sys.argv[1:])

@@ -29,7 +29,7 @@ class Result:
         prompt: what was continued.
         prompt_tokens: its length.
         text: the continuation, as far as it got.
-        shown: the run that made it.
+        shown: the run that gave it.
         measured: by method; empty if Ctrl-C came before the last one had ended.
         differences: where methods left plain decoding.
     """
@@ -44,7 +44,7 @@ class Result:
 
 @dataclass
 class Report:
-    """A run: how it was made and what came of each prompt."""
+    """A run: its setting and what came of each prompt."""
 
     setting: dict[str, Any]
     method: str
@@ -78,24 +78,24 @@ class Report:
         """Whether texts are equal in distribution only: nothing follows from tokens that differ."""
         return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
-    def rows(self) -> list[Row]:
-        """One for each method, over the measured prompts, and one for a run that Ctrl-C cut short."""
+    def totals(self) -> list[MethodTotals]:
+        """Those of each method over the measured prompts, and those of a run that Ctrl-C cut short."""
         names = dict.fromkeys(name for result in self.finished for name in result.measured)
-        rows = [self._row(name) for name in names]
+        found = [self._totals_of(name) for name in names]
         unfinished = [(result.shown, result.shown.decode_s) for result in self.results if not result.measured]
         if unfinished:
-            rows.append(replace(_total(self.method, unfinished), interrupted=True))
-        return rows
+            found.append(replace(_total(self.method, unfinished), interrupted=True))
+        return found
 
-    def _row(self, name: str) -> Row:
+    def _totals_of(self, name: str) -> MethodTotals:
         runs = [result.measured[name] for result in self.finished]
-        row = _total(name, [(run.output, run.decode_s) for run in runs])
-        row.differing = sum(difference.method == name for _, difference in self.differences)
-        return row
+        totals = _total(name, [(run.output, run.decode_s) for run in runs])
+        totals.differing = sum(difference.method == name for _, difference in self.differences)
+        return totals
 
 
 @dataclass
-class Row:
+class MethodTotals:
     """A method's totals over prompts."""
 
     method: str
@@ -117,10 +117,10 @@ class Row:
         return self.tokens / self.decode_s if self.decode_s else 0.0
 
 
-def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]]) -> Row:
+def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]]) -> MethodTotals:
     outputs, times_s = zip(*runs, strict=True)
     tokens, steps = sum(len(o.tokens) - o.resumed for o in outputs), sum(o.steps for o in outputs)
-    return Row(method=method, prompts=len(outputs), tokens=tokens, steps=steps, decode_s=sum(times_s))
+    return MethodTotals(method=method, prompts=len(outputs), tokens=tokens, steps=steps, decode_s=sum(times_s))
 
 
 def describe(session: Session[Any]) -> dict[str, Any]:
@@ -160,44 +160,53 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def as_table(report: Report) -> Table:
-    """The totals, one row a method."""
+    """The totals, a line a method."""
     count = len(report.results)
+    prompts = "1 prompt" if count == 1 else f"{count} prompts"
     table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.title = f"{count} prompt{'s' * (count != 1)}, {'sampled' if report.sampling else 'greedy'}, decoding only"
+    table.title = f"{prompts}, {'sampled' if report.sampling else 'greedy'}, decoding only"
     for name in ("method", "tokens", "steps", "S", "tokens/s", "vs plain", "output"):
         table.add_column(name, justify="left" if name in ("method", "output") else "right", no_wrap=True)
-    rows = report.rows()
-    plain = next((row.tokens_per_s for row in rows if row.method == PLAIN), 0.0)
-    for row in rows:
-        speed = f"{row.tokens_per_s / plain:.2f}x" if plain else "-"
-        figures = (str(row.tokens), str(row.steps), f"{row.compression:.2f}", f"{row.tokens_per_s:.1f}", speed)
-        table.add_row(row.method, *figures, _verdict(report, row))
+    found = report.totals()
+    plain = next((totals.tokens_per_s for totals in found if totals.method == PLAIN), 0.0)
+    for totals in found:
+        speed = f"{totals.tokens_per_s / plain:.2f}x" if plain else "-"
+        counts = (str(totals.tokens), str(totals.steps))
+        rates = (f"{totals.compression:.2f}", f"{totals.tokens_per_s:.1f}", speed)
+        table.add_row(totals.method, *counts, *rates, _verdict(report, totals))
     return table
 
 
-def _verdict(report: Report, row: Row) -> str:
-    if row.interrupted:
+def _verdict(report: Report, totals: MethodTotals) -> str:
+    if totals.interrupted:
         return "interrupted"
     if not report.compared:
         return "not compared"
-    if row.method == PLAIN:
+    if totals.method == PLAIN:
         return "the reference"
     if report.in_distribution:
         return "equal in distribution only"
-    return f"differs on {row.differing} of {row.prompts}" if row.differing else "equal"
+    return f"differs on {totals.differing} of {totals.prompts}" if totals.differing else "equal"
 
 
 def caption(report: Report) -> str:
     """The setting in one line."""
     s = report.setting
-    shape = f"W={s['W']} N={s['N']} G={s['G']}, " if "W" in s else ""
     model = f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters), {s['dtype']}, {s['device']}"
-    rounded = "activations are quantised, so tokens may differ, " * (not s["exact"])
-    chosen = f"{describe_sampling(report.sampling)}, " * (report.sampling is not None)
-    stops = f"stop strings: {s['stop_strings']}, " * bool(s["stop_strings"])
-    attention = f", attention: {s['attention']}{', captured' * s['captured']}" * bool(s["attention"])
-    where = f"{model}, threads: {s['threads']}, ranks: {s['ranks']}{attention}"
-    return f"{where}, {shape}{chosen}{stops}{rounded}median of {s['repeats']}"
+    parts = [model, f"threads: {s['threads']}", f"ranks: {s['ranks']}"]
+    if s["attention"]:
+        parts.append(f"attention: {s['attention']}")
+    if s["captured"]:
+        parts.append("captured")
+    if "W" in s:
+        parts.append(f"W={s['W']} N={s['N']} G={s['G']}")
+    if report.sampling is not None:
+        parts.append(describe_sampling(report.sampling))
+    if s["stop_strings"]:
+        parts.append(f"stop strings: {s['stop_strings']}")
+    if not s["exact"]:
+        parts.append("activations are quantised, so tokens may differ")
+    return ", ".join([*parts, f"median of {s['repeats']}"])
 
 
 def print_table(report: Report, console: Console) -> None:
@@ -224,7 +233,7 @@ def _print_line(text: str, console: Console) -> None:
 
 def as_json(report: Report) -> str:
     """The same as one JSON object on one line."""
-    methods = {row.method: _method(row, report) for row in report.rows() if not row.interrupted}
+    methods = {totals.method: _method(totals, report) for totals in report.totals() if not totals.interrupted}
     prompts = [_prompt(result) for result in report.results]
     head = {
         **report.setting,
@@ -236,10 +245,10 @@ def as_json(report: Report) -> str:
     return json.dumps({**head, "methods": methods, "prompts": prompts}, ensure_ascii=False)
 
 
-def _method(row: Row, report: Report) -> dict[str, Any]:
-    figures = {"prompts": row.prompts, "tokens": row.tokens, "steps": row.steps, "S": row.compression}
-    equal = None if report.equal is None else not row.differing
-    return {**figures, "decode_s": row.decode_s, "tokens_per_s": row.tokens_per_s, "equal": equal}
+def _method(totals: MethodTotals, report: Report) -> dict[str, Any]:
+    figures = {"prompts": totals.prompts, "tokens": totals.tokens, "steps": totals.steps, "S": totals.compression}
+    equal = None if report.equal is None else not totals.differing
+    return {**figures, "decode_s": totals.decode_s, "tokens_per_s": totals.tokens_per_s, "equal": equal}
 
 
 def _prompt(result: Result) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import csv
 import json
 import os
 import re
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,8 @@ from rich.console import Console
 
 import lp
 from lp.checks import check_int
+from lp.errors import UserError
 
-from .app import run
 from .bench.baselines import BASELINES
 from .bench.plots import scaling_plots
 from .bench.projection import Link, Projection, Run, check_projectable
@@ -31,6 +32,7 @@ from .bench.records import Row, digest, load_rows
 from .bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
 from .bench.summary import markdown
 from .bench_session import Bench, KeptModel, methods_of, open_bench
+from .cli import start
 from .schema import Output, ScalingConfig, frozen
 from .sweep import folder_of_run, relaunch
 
@@ -69,20 +71,20 @@ def check(config: ScalingConfig) -> None:
         ValueError: the key, the limit and the remedy.
     """
     if "WORLD_SIZE" in os.environ:
-        raise ValueError("launch.scaling launches the ranks itself; start it with python -m launch.scaling")
+        raise UserError("launch.scaling launches the ranks itself; start it with python -m launch.scaling")
     if not config.ranks and not config.project:
-        raise ValueError("ranks is empty and project is false, which leaves nothing to do; give one of them")
+        raise UserError("ranks is empty and project is false, which leaves nothing to do; give one of them")
     for key in ("ranks", "projected_ranks"):
         for ranks in getattr(config, key):
             check_int(key, ranks, 1, 1024, "give numbers of ranks, as in ranks=[1,2,4]")
     if config.project and not config.projected_ranks:
-        raise ValueError("projected_ranks is empty with project=true; give numbers of ranks, as in [1,2,4]")
+        raise UserError("projected_ranks is empty with project=true; give numbers of ranks, as in [1,2,4]")
     if config.project and not config.links:
-        raise ValueError("links is empty with project=true; keep one of those in conf/scaling.yaml, or give your own")
+        raise UserError("links is empty with project=true; keep one of those in conf/scaling.yaml, or give your own")
     methods = methods_of(config)
     for ranks in config.ranks:
         if not _methods(config, ranks):
-            raise ValueError(f"ranks has {ranks}, on which none of methods={methods} runs; give one more")
+            raise UserError(f"ranks has {ranks}, on which none of methods={methods} runs; give one more")
     if config.project and config.decoder.name == "lookahead":  # now, not when everything else has been measured
         check_projectable(frozen(lp.LookaheadConfig, config.decoder))
 
@@ -91,8 +93,8 @@ def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
     """Measure one world size in processes of its own; rows that are there already are not measured again."""
     given = [key for key in HydraConfig.get().overrides.task if re.split("[.=]", key.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
-    asked = [f"methods=[{','.join(_methods(config, ranks))}]", f"out={folder}", f"limit={limit}", "output=json"]
-    relaunch(ranks, "benchmark", [*given, *asked])
+    asked = [f"methods=[{','.join(_methods(config, ranks))}]", f"out={folder}", f"limit={limit}"]
+    relaunch(ranks, "benchmark", [*given, *asked, f"output={config.output}"])
 
 
 def _methods(config: ScalingConfig, ranks: int) -> list[str]:
@@ -103,7 +105,7 @@ def _methods(config: ScalingConfig, ranks: int) -> list[str]:
 def _rows_of_one_setting(folder: Path) -> list[Row]:
     rows = load_rows(folder)
     if len({digest(row["settings"]) for row in rows}) > 1:
-        raise ValueError(
+        raise UserError(
             f"{folder} has rows of other settings too, which the table cannot tell apart; give another out=, or move "
             "the other files away"
         )
@@ -152,7 +154,7 @@ def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
 
 
 def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:
-    """A CSV, a Markdown table and plots in the folder; the table on stdout, and one JSON object behind it."""
+    """A CSV, a Markdown table and plots in the folder; on stdout the table and the folder, or one JSON object."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "scaling.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*lines[0].figures()])
@@ -166,6 +168,8 @@ def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:
     scaling_plots(lines, caption, folder)
     if table:
         Console(width=200).print(text, markup=False, highlight=False)
+        print(f"written to {folder}")
+        return
     projected = sum(line.kind == PROJECTED for line in lines)
     counts = {MEASURED: len(lines) - projected, PROJECTED: projected}
     off = {f"{method}@{ranks}": error for (method, ranks), error in wrong.items()}
@@ -181,4 +185,4 @@ def _caption(row: dict[str, object]) -> str:
 
 
 if __name__ == "__main__":
-    run(scaling, "scaling")
+    start("scaling", sys.argv[1:])

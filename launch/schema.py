@@ -1,11 +1,13 @@
 """Types of the configs in conf/, so that Hydra refuses unknown keys and wrong types.
 
 Hydra merges YAML into a schema, which a frozen dataclass does not allow: the schemas of the decoders are unfrozen
-mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_init__` checks the values.
+mirrors of lp's own configs, and `frozen` builds the real one, whose `__post_init__` checks the values. The config group
+`decoder` has no files: it is made of the registered draft sources.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from enum import Enum, StrEnum
@@ -14,15 +16,21 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from lp.attention import choices
-from lp.config import LookaheadConfig, PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
-from lp.parallel.context import DEFAULT_TIMEOUT_S
-from lp.parallel.rendezvous import env_int
+from lp.attention.registry import attention_choices
+from lp.checks import env_int
+from lp.config import DEFAULT_TIMEOUT_S, LookaheadConfig
+from lp.draft.registry import sources
+from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
+from .arguments import closest
 from .bench.shapes import SHAPES
 
 T = TypeVar("T")
+# Fields that a draft source's config takes from top-level keys, where it has them.
+SHAPE_KEYS = {"window_size": "W", "ngram_size": "N", "guess_set_size": "G"}
+POOL_KEYS = {"pool_scope": "pool.scope", "pool_mib": "pool.mib", "pool_file": "pool.file"}
+LOOKAHEAD_PRESETS = {"lookahead_auto": {"adaptive": True}, "lookahead": {"adaptive": False}}  # of one config
 
 
 class Output(StrEnum):
@@ -45,7 +53,7 @@ class ModelSchema:
 
 @dataclass
 class AttentionSchema:
-    """How the rows of a step are run."""
+    """How the tokens of a step are computed."""
 
     name: str = MISSING
     capture: str = "auto"
@@ -53,7 +61,7 @@ class AttentionSchema:
 
 @dataclass
 class GreedySchema:
-    """The likeliest token has nothing to set."""
+    """Greedy decoding has nothing to set."""
 
     HINT: ClassVar[str] = "sampling=sample has temperature, top_p and others"
 
@@ -74,6 +82,7 @@ class TaskSchema:
     """Where prompts come from: a JSONL file, without a path a data set on the hub, without either the package.
 
     `prompt`, `reference` and `id` name fields of the data set, or are templates of them, as in "Sum up: {article}".
+    `ids` names the prompts to take, in their order; null takes all.
     """
 
     name: str = MISSING
@@ -84,6 +93,7 @@ class TaskSchema:
     prompt: str = "prompt"
     reference: str | None = None
     id: str | None = None
+    ids: list[str] | None = None
     chat: bool = False
 
 
@@ -96,7 +106,7 @@ class AutoregressiveSchema:
 
 @dataclass
 class PoolSchema:
-    """How long the pool remembers, and how much."""
+    """How long the n-gram pool lasts, and how large it grows."""
 
     scope: str = "request"
     mib: int = 16
@@ -105,7 +115,7 @@ class PoolSchema:
 
 @dataclass
 class Common:
-    """What every app is given. The comments are in conf/base.yaml."""
+    """The keys of every app. The comments are in conf/base.yaml."""
 
     model: ModelSchema = field(default_factory=ModelSchema)
     decoder: Any = None
@@ -125,7 +135,7 @@ class Common:
 
 @dataclass
 class Tasked(Common):
-    """What apps are given that continue the prompts of a task."""
+    """The keys of apps that continue the prompts of a task."""
 
     task: TaskSchema = field(default_factory=TaskSchema)
     prompt: str | None = None
@@ -137,7 +147,7 @@ class Tasked(Common):
 
 @dataclass
 class Config(Tasked):
-    """What launch.generate is given. The comments are in conf/config.yaml."""
+    """The keys of launch.generate. The comments are in conf/generate.yaml."""
 
     show_prompt: bool = True
     stream: bool = True
@@ -148,7 +158,7 @@ class Config(Tasked):
 
 @dataclass
 class BenchmarkConfig(Tasked):
-    """What launch.benchmark is given. The comments are in conf/benchmark.yaml."""
+    """The keys of launch.benchmark. The comments are in conf/benchmark.yaml."""
 
     methods: list[str] | None = None
     draft: str | None = None
@@ -168,7 +178,7 @@ class LinkSchema:
 
 @dataclass
 class ScalingConfig(BenchmarkConfig):
-    """What launch.scaling is given. The comments are in conf/scaling.yaml."""
+    """The keys of launch.scaling. The comments are in conf/scaling.yaml."""
 
     ranks: list[int] = field(default_factory=list)
     project: bool = False
@@ -179,12 +189,12 @@ class ScalingConfig(BenchmarkConfig):
 
 @dataclass
 class TuneConfig(Tasked):
-    """What launch.tune is given. The comments are in conf/tune.yaml."""
+    """The keys of launch.tune. The comments are in conf/tune.yaml."""
 
 
 @dataclass
 class ChatConfig(Common):
-    """What launch.chat is given. The comments are in conf/chat.yaml."""
+    """The keys of launch.chat. The comments are in conf/chat.yaml."""
 
     system: str | None = None
     history_file: str | None = None
@@ -200,7 +210,7 @@ class ScaleSchema:
 
 @dataclass
 class ProfileConfig(Common):
-    """What launch.profile is given. The comments are in conf/profile.yaml."""
+    """The keys of launch.profile. The comments are in conf/profile.yaml."""
 
     shape: ScaleSchema = field(default_factory=ScaleSchema)
     prefix: int = 1024
@@ -213,19 +223,56 @@ class ProfileConfig(Common):
     output: Output = Output.table
 
 
-def mirror(config: type, name: str) -> type:
+def mirror(config: type, name: str, values: Mapping[str, Any] | None = None) -> type:
     """An unfrozen dataclass with the fields of `config` and a `name`, which tells the decoders apart.
 
-    An enum becomes a str: OmegaConf takes enums by member name, users know them by value.
+    An enum becomes a str: OmegaConf takes enums by member name, users know them by value. A field whose default is None
+    may be null, whatever its type: the config fills it in.
+
+    Args:
+        values: defaults other than the config's own; strings may be interpolations.
     """
     hints = get_type_hints(config)
     members: list[tuple[str, Any, Any]] = [("name", str, field(default=name))]
     for item in fields(config):
         assert item.default is not NO_DEFAULT, f"{config.__name__}.{item.name} needs a default to be mirrored"
-        is_enum = isinstance(hints[item.name], type) and issubclass(hints[item.name], Enum)
-        default = str(item.default) if is_enum else item.default
-        members.append((item.name, str if is_enum else hints[item.name], field(default=default)))
+        hint = hints[item.name]
+        default = (values or {}).get(item.name, item.default)
+        if isinstance(hint, type) and issubclass(hint, Enum):
+            hint, default = str, str(default)
+        members.append((item.name, hint | None if item.default is None else hint, field(default=default)))
     return make_dataclass(f"{config.__name__}Schema", members)
+
+
+@dataclass(frozen=True)
+class DecoderChoice:
+    """One choice of the config group `decoder`.
+
+    Attributes:
+        config: the class of its config.
+        values: fields that this choice sets otherwise than the config's defaults.
+    """
+
+    config: Any
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        """Whether the config has a field of this name."""
+        return name in {item.name for item in fields(self.config)}
+
+    def schema(self, name: str) -> type:
+        """What Hydra merges into: W, N, G and the pool's settings are those at the top level."""
+        keys = {field_name: key for field_name, key in (SHAPE_KEYS | POOL_KEYS).items() if self.has(field_name)}
+        return mirror(self.config, name, {**self.values, **{item: f"${{{key}}}" for item, key in keys.items()}})
+
+
+def decoder_choices() -> dict[str, DecoderChoice]:
+    """The config group `decoder`, plain decoding aside: every draft source by its name, lookahead by its presets."""
+    choices: dict[str, DecoderChoice] = {}
+    for entry in sources():
+        presets = LOOKAHEAD_PRESETS if entry.config is LookaheadConfig else {entry.name: {}}
+        choices |= {name: DecoderChoice(entry.config, values) for name, values in presets.items()}
+    return choices
 
 
 def frozen(config: type[T], schema: Any) -> T:
@@ -255,35 +302,36 @@ def settings(cfg: DictConfig) -> Any:
 
 
 def unknown_key(key: str, schema: Any) -> str:
-    """Says that the last part of `key` is no field of `schema`, and which ones are."""
-    known, hint = ", ".join(item.name for item in fields(schema)), getattr(schema, "HINT", "")
-    return f"unknown config key {key!r}; known here: {known}" + f"; {hint}" * bool(hint)
+    """A line that refuses `key`, whose last part is no field of `schema`, and names the fields."""
+    known = [item.name for item in fields(schema)]
+    parent, _, name = key.rpartition(".")
+    prefix = f"{parent}." if parent else ""
+    hint = getattr(schema, "HINT", "")
+    suggestion = closest(name, known, prefix) or ";"
+    message = f"unknown config key {key!r}{suggestion} known here: {', '.join(known)}"
+    return f"{message}; {hint}" if hint else message
 
 
 def _refuse_extras(node: Any, prefix: str) -> None:
     for key, value in vars(node).items():
         if key not in {item.name for item in fields(node)}:
-            raise ValueError(unknown_key(prefix + key, node))
+            raise UserError(unknown_key(prefix + key, node))
         if is_dataclass(value):
             _refuse_extras(value, f"{prefix}{key}.")
 
 
 def register() -> None:
-    """Put the schemas where the defaults lists of conf/ find them: group `schema`."""
+    """Put the schemas where the defaults lists of conf/ find them, group `schema`; and what conf/ has no files for."""
     schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig, "tune": TuneConfig}
     schemas |= {"benchmark": BenchmarkConfig, "scaling": ScalingConfig}
     schemas |= {"model": ModelSchema, "attention": AttentionSchema, "parallel": ParallelSchema, "task": TaskSchema}
-    schemas |= {"autoregressive": AutoregressiveSchema, "greedy": GreedySchema}
-    schemas["lookahead"] = mirror(LookaheadConfig, "lookahead")
-    schemas["lookahead_auto"] = mirror(LookaheadConfig, "lookahead_auto")
-    schemas["prompt_lookup"] = mirror(PromptLookupConfig, "prompt_lookup")
-    schemas["lookahead_paper"] = mirror(PaperConfig, "lookahead_paper")
-    schemas["token_recycling"] = mirror(RecyclingConfig, "token_recycling")
-    schemas["suffix"] = mirror(SuffixConfig, "suffix")
-    schemas["sample"] = mirror(SamplingParams, "sample")
+    schemas |= {"greedy": GreedySchema, "sample": mirror(SamplingParams, "sample")}
     for name, schema in schemas.items():
         ConfigStore.instance().store(group="schema", name=name, node=schema)
-    for name in choices():
+    decoders = {name: choice.schema(name) for name, choice in decoder_choices().items()}
+    for name, schema in {"autoregressive": AutoregressiveSchema, **decoders}.items():
+        ConfigStore.instance().store(group="decoder", name=name, node=schema)
+    for name in attention_choices():
         ConfigStore.instance().store(group="attention", name=name, node=AttentionSchema(name=name))
     for name in SHAPES:
         ConfigStore.instance().store(group="model", name=name, node=ModelSchema(name=name, dtype="bfloat16"))

@@ -14,15 +14,16 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 import lp
-from lp.checks import check_int
+from lp.checks import check_int, env_int
 from lp.engine.decoder import Decoder
 from lp.engine.journal import Journal
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
+from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit, load
-from lp.parallel.agreement import drawn_seed
-from lp.parallel.rendezvous import env_int
+from lp.parallel.agreement import shared_seed
 
+from .arguments import closest
 from .bench.hub import load_hub
 from .bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
 from .bench.shapes import SHAPES
@@ -39,12 +40,12 @@ class Session(Generic[C]):
 
     Args:
         config: as the user gave it.
-        context: this rank's place.
+        context: this rank among the others.
         loaded: model and tokenizer.
         decoders: by method; the first is the one that the user chose.
         sampling: of every run, its seed known; None is greedy.
         prompts: what to continue.
-        journal: keeps the texts that are shown.
+        journal: the file of the texts that are shown.
     """
 
     config: C
@@ -56,15 +57,16 @@ class Session(Generic[C]):
     journal: Journal | None = None
 
     def fitting(self) -> list[tuple[int, Prompt]]:
-        """The prompts that the model's context has room for, with their numbers; that others are left out is said.
+        """The prompts that the model's context has room for, with their numbers; a line on stderr counts the others.
 
         Raises:
             ValueError: it has room for none.
         """
-        room, count = context_limit(self.loaded.model), len(self.prompts)
+        room = context_limit(self.loaded.model)
+        count = len(self.prompts)
         fit = [(i, prompt) for i, prompt in enumerate(self.prompts) if room is None or len(self.encode(prompt)) < room]
         if not fit:
-            raise ValueError(f"none of {count} prompts is shorter than the model's context of {room}; give others")
+            raise UserError(f"none of {count} prompts is shorter than the model's context of {room}; give others")
         if self.context.is_main and len(fit) < count:
             left = f"{count - len(fit)} of {count} prompts left out"
             print(f"{left}: as long as the model's context of {room}", file=sys.stderr)
@@ -72,10 +74,12 @@ class Session(Generic[C]):
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, in the model's chat template where the task asks a question and the model has one."""
-        tokenizer, text, chats = self.loaded.tokenizer, prompt.text, False
-        if self.config.task.chat and tokenizer.chat_template:
-            said, chats = [{"role": "user", "content": text}], True
-            text = str(tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False))
+        tokenizer = self.loaded.tokenizer
+        chats = self.config.task.chat and bool(tokenizer.chat_template)
+        text = prompt.text
+        if chats:
+            messages = [{"role": "user", "content": text}]
+            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         # A prompt too long has our error, not a warning; a template has written BOS already.
         return list(tokenizer(text, add_special_tokens=not chats, verbose=False)["input_ids"])
 
@@ -89,8 +93,8 @@ class Session(Generic[C]):
             return self.run(decoder, ids, tokens, on_tokens)
         return self.journal.generate(decoder, ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
 
-    def told(self, value: Any) -> Any:
-        """Rank 0's, on every rank, as JSON has it."""
+    def of_rank_0(self, value: Any) -> Any:
+        """Rank 0's value on every rank, as JSON has it."""
         return json.loads(self.context.share_text(json.dumps(value)) or "null")
 
     def _stops(self) -> dict[str, Any]:
@@ -141,7 +145,7 @@ def journal_path(config: Config, sampling: lp.SamplingParams | None) -> Path | N
     repeatable = sampling is None or sampling.verifier is not lp.Verifier.REJECTION
     if config.journal:
         if not repeatable:
-            raise ValueError("journal is given with verifier 'rejection'; use sampling.verifier=coupled")
+            raise UserError("journal is given with verifier 'rejection'; use sampling.verifier=coupled")
         return Path(config.journal)
     folder = os.environ.get("LP_RUN_DIR")
     if not folder or not env_int("TORCHELASTIC_MAX_RESTARTS", 0):
@@ -155,7 +159,7 @@ def journal_path(config: Config, sampling: lp.SamplingParams | None) -> Path | N
 
 
 def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
-    """Find this rank's place and load the model there.
+    """Join the other ranks and load the model on this one's device.
 
     Raises:
         ValueError: a user error, with its remedy.
@@ -165,7 +169,7 @@ def open_model(config: Common) -> tuple[lp.ParallelContext, Loaded]:
 
 
 def open_context(config: Common) -> lp.ParallelContext:
-    """Find this rank's place, and seed torch.
+    """Join the other ranks, and seed torch.
 
     Raises:
         ValueError: a device or backend that there is not.
@@ -184,7 +188,7 @@ def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
     """
     model = config.model
     if model.name in SHAPES:
-        raise ValueError(f"{model.name} is a shape without weights, for launch.profile; model=hf takes a model")
+        raise UserError(f"{model.name} is a shape without weights, for launch.profile; model=hf takes a model")
     if not (context.is_main and sys.stderr.isatty()):
         disable_progress_bar()  # of the weights
     return load(model.name, model.dtype, context.device, model.attn_implementation, model.trust_remote_code)
@@ -202,12 +206,12 @@ def seeded(
     """
     if sampling is None or sampling.seed is not None:
         return sampling
-    drawn = drawn_seed(context, "drawing the seed of a run")
+    drawn = shared_seed(context, "drawing the seed of a run")
     return replace(sampling, seed=drawn if before is None else before)
 
 
 def sampling_of(config: Common) -> lp.SamplingParams | None:
-    """How tokens are chosen; None is greedy.
+    """How tokens are sampled; None is greedy.
 
     Raises:
         ValueError: a value out of range.
@@ -216,7 +220,7 @@ def sampling_of(config: Common) -> lp.SamplingParams | None:
     if name == "sample":
         return frozen(lp.SamplingParams, config.sampling)
     if name != "greedy":
-        raise ValueError(f"sampling.name is {name!r}; choose with sampling=<one of greedy, sample>")
+        raise UserError(f"sampling.name is {name!r}; choose with sampling=<one of greedy, sample>")
     return None
 
 
@@ -231,7 +235,7 @@ def check(config: Tasked) -> None:
     if config.limit is not None:
         check_int("limit", config.limit, 1, float("inf"), "take at least one prompt, or limit=null for all")
     if config.prompt is not None and config.prompt_file is not None:
-        raise ValueError("prompt and prompt_file are both given; give one of them")
+        raise UserError("prompt and prompt_file are both given; give one of them")
 
 
 def check_common(config: Common) -> None:
@@ -244,7 +248,7 @@ def check_common(config: Common) -> None:
     if config.seed is not None:
         check_int("seed", config.seed, 0, 2**63 - 1, "or seed=null to draw one")
     if "" in config.stop_strings:
-        raise ValueError("stop_strings has an empty string, which every text ends with; leave it out")
+        raise UserError("stop_strings has an empty string, which every text ends with; leave it out")
 
 
 def read_prompts(config: Tasked) -> list[Prompt]:
@@ -261,18 +265,29 @@ def read_prompts(config: Tasked) -> list[Prompt]:
     task = config.task
     if task.path is not None and not Path(task.path).is_file():
         remedy = "set LP_DATA to its folder, or give task.path=..."
-        hub = f", or task.path=null to take {task.hub} from the hub" * (task.hub is not None)
-        raise ValueError(f"task {task.name} has no file {task.path}; {remedy}{hub}")
+        hub = f", or task.path=null to take {task.hub} from the hub" if task.hub is not None else ""
+        raise UserError(f"task {task.name} has no file {task.path}; {remedy}{hub}")
+    limit = config.limit if task.ids is None else None
     if task.path is not None:
-        return load_jsonl(task.path, config.limit)
-    if task.hub is not None:
-        return load_hub(task.hub, task.subset, task.split, task.prompt, task.reference, task.id, config.limit)
-    return load_builtin(config.limit)
+        prompts = load_jsonl(task.path, limit)
+    elif task.hub is not None:
+        prompts = load_hub(task.hub, task.subset, task.split, task.prompt, task.reference, task.id, limit)
+    else:
+        prompts = load_builtin(limit)
+    return prompts if task.ids is None else _by_id(prompts, task.ids)[: config.limit]
+
+
+def _by_id(prompts: list[Prompt], ids: list[str]) -> list[Prompt]:
+    by_id = {prompt.task_id: prompt for prompt in prompts}
+    for task_id in ids:
+        if task_id not in by_id:
+            raise UserError(f"task.ids has {task_id!r}, which the task does not{closest(task_id, by_id)}")
+    return [by_id[task_id] for task_id in ids]
 
 
 def _not_empty(prompt: Prompt, remedy: str) -> Prompt:
     if not prompt.text:
-        raise ValueError(f"the prompt is empty; {remedy}")
+        raise UserError(f"the prompt is empty; {remedy}")
     check_whole(prompt.text, "the prompt has half a character")
     return prompt
 
@@ -288,4 +303,4 @@ def known_device(device: str) -> str:
     try:
         return str(torch.device(device))
     except RuntimeError:
-        raise ValueError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:<number>") from None
+        raise UserError(f"model.device is {device!r}; it must be auto, cpu, cuda or cuda:<number>") from None

@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lp
 from lp.checks import check_int
+from lp.errors import UserError
 
 from .schema import ChatConfig, frozen, mirror
 from .session import sampling_of
@@ -20,7 +21,7 @@ class Settings:
 
     Args:
         sampling: used unless greedy.
-        greedy: whether every token is the likeliest one.
+        greedy: whether every token is the most likely one.
         max_new_tokens: most tokens of an answer.
     """
 
@@ -54,7 +55,7 @@ class Settings:
         for word in words:
             key, equals, text = word.partition("=")
             if not equals:
-                raise ValueError(f"cannot read {word!r}; write /set key=value, as in /set temperature=0.8")
+                raise UserError(f"cannot read {word!r}; write /set key=value, as in /set temperature=0.8")
             new = new._with(key, text)
         return new
 
@@ -65,12 +66,12 @@ class Settings:
             return replace(self, max_new_tokens=int(tokens))
         if key not in self._sampling_keys():
             known = ", ".join([*self._sampling_keys(), "max_new_tokens"])
-            raise ValueError(f"unknown setting {key!r}; known: {known}")
+            raise UserError(f"unknown setting {key!r}; known: {known}")
         values = OmegaConf.structured(mirror(lp.SamplingParams, "sample")(**asdict(self.sampling)))
         try:
             values[key] = None if text == "null" else text
         except OmegaConfBaseException as error:
-            raise ValueError(f"{key}: {str(error).splitlines()[0]}; /set shows the settings") from None
+            raise UserError(f"{key}: {str(error).splitlines()[0]}; /set shows the settings") from None
         if key == "temperature" and values[key] == 0:
             return replace(self, greedy=True)
         return replace(self, sampling=frozen(lp.SamplingParams, OmegaConf.to_object(values)), greedy=False)

@@ -51,7 +51,7 @@ class Detokenizer:
         return self._decode()[len(self._shown) :]
 
     def _forget(self) -> None:
-        """Keep only what came since the text was last whole, so that a step costs the same however long the text."""
+        """Drop what came before the text was last whole, so that a step costs the same however long the text."""
         self._tokens = self._tokens[self._whole :]
         self._whole = len(self._tokens)
         self._shown = self._decode()
@@ -63,7 +63,7 @@ class Detokenizer:
 
 
 def shows_colours(file: TextIO) -> bool:
-    """Whether the file is a terminal whose user has not asked for bare text."""
+    """Whether the file is a terminal, unless NO_COLOR or TERM=dumb is set."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -79,7 +79,7 @@ class Pen:
         self._file, self.colour = file, colour
 
     def step(self, text: str, tokens: int) -> None:
-        """Text of one step that added so many tokens."""
+        """Write the text of one step that added so many tokens."""
         self._write(text, STEP_COLOURS.get(min(tokens, max(STEP_COLOURS)), ""))
 
     def aside(self, text: str) -> None:
@@ -94,9 +94,8 @@ class Pen:
     def legend(self) -> None:
         """Say what the colours mean."""
         if self.colour:
-            most = max(STEP_COLOURS)
-            shown = [f"{code}{count}{' or more' * (count == most)}{RESET}" for count, code in STEP_COLOURS.items()]
-            self._put(f"{DIM}tokens that came in one step:{RESET} 1 {' '.join(shown)}\n")
+            *fewer, most = [f"{code}{count}{RESET}" for count, code in STEP_COLOURS.items()]
+            self._put(f"{DIM}tokens that came in one step:{RESET} 1 {' '.join(fewer)} {most} or more\n")
 
     def _write(self, text: str, code: str) -> None:
         if self.colour:
@@ -113,7 +112,7 @@ class Shown(NamedTuple):
 
     Attributes:
         text: all of it.
-        output: the run that made it.
+        output: the run that gave it.
         interruption: what cut it short, None if nothing did; for the caller to raise.
     """
 

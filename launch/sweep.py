@@ -1,8 +1,9 @@
-"""Jobs of a sweep: each may launch ranks of its own, one that fails leaves the others running, and the end says so."""
+"""Jobs of a sweep: each may launch ranks of its own; one that fails is listed at the end, and the others run."""
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -13,25 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lp.checks import check_int
+from lp.errors import UserError
 
-from .once import print_once
+from .once import print_once, rank
 
-ROOT = Path(__file__).resolve().parent.parent
-USER_ERROR, INTERRUPTED, READER_LEFT = 2, 130, 141
+USER_ERROR = 2
+INTERRUPTED = 130
+READER_LEFT = 141
 OBJECTIVE = "LP_OBJECTIVE"  # names the file in which a launch leaves what its task returned
 OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FAILED = "failed"  # the folder of a sweep with a file for every failed job
-NOTHING = 0.0  # what a sweeper is told of a failed job
+FAILED_OBJECTIVE = 0.0  # what a sweeper gets for a failed job
 
 
-def tell(value: float | None) -> float | None:
-    """Leave what a task returned to the process that launched this one, if there is one."""
-    if value is not None and (path := os.environ.get(OBJECTIVE)) and os.environ.get("RANK", "0") == "0":
+def leave_objective(value: float | None) -> float | None:
+    """Write what a task returned to the file of the process that launched this one, if there is one."""
+    if value is not None and (path := os.environ.get(OBJECTIVE)) and rank() == 0:
         Path(path).write_text(repr(value))
     return value
 
@@ -46,25 +50,32 @@ def relaunch(nproc: int, app: str | None = None, instead: Sequence[str] | None =
 
     Raises:
         SystemExit: the exit code of the ranks, if it is not 0.
-        ValueError: `parallel.nproc` is out of range, or ranks would launch ranks.
+        UserError: `parallel.nproc` is out of range, or ranks would launch ranks.
     """
     check_int("parallel.nproc", nproc, 1, float("inf"), "or null, to run in this process")
     if "WORLD_SIZE" in os.environ:
-        raise ValueError(f"parallel.nproc is {nproc} in a launch of {os.environ['WORLD_SIZE']} ranks; leave one out")
+        raise UserError(f"parallel.nproc is {nproc} in a launch of {os.environ['WORLD_SIZE']} ranks; leave one out")
     hydra = HydraConfig.get()
-    app = app or {"config": "generate"}.get(str(hydra.job.config_name), hydra.job.config_name)
-    asked = hydra.overrides.task if instead is None else instead
-    overrides = [*asked, "parallel.nproc=null", "hydra.mode=RUN"]
-    ranks = [sys.executable, str(ROOT / "scripts" / "torchrun.py"), "--standalone", "--nproc-per-node", str(nproc)]
+    overrides = hydra.overrides.task if instead is None else instead
+    torchrun = [sys.executable, "-m", f"{__package__}.torchrun", "--standalone", "--nproc-per-node", str(nproc)]
+    command = [*torchrun, "-m", f"{__package__}.cli", app or str(hydra.job.config_name)]
+    command += [*overrides, "parallel.nproc=null", "hydra.mode=RUN"]
     with tempfile.TemporaryDirectory(prefix="lp-") as folder:
         objective = Path(folder) / "objective"
         env = {key: value for key, value in os.environ.items() if key not in (*OF_A_LAUNCH, "HYDRA_FULL_ERROR")}
-        env |= {OBJECTIVE: str(objective), "LP_RUN_DIR": str(folder_of_run())}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-        code = subprocess.run([*ranks, "-m", f"launch.{app}", *overrides], env=env, check=False).returncode
+        env |= {OBJECTIVE: str(objective), "LP_RUN_DIR": str(folder_of_run()), **_import_path()}
+        code = subprocess.run(command, env=env, check=False).returncode
         if code:
             raise SystemExit(code if code > 0 else 128 - code)
         return float(objective.read_text()) if objective.exists() else None
+
+
+def _import_path() -> dict[str, str]:
+    """PYTHONPATH with the clone in front, whose apps need not be installed; installed apps need nothing."""
+    if __package__ != "launch":
+        return {}
+    root = str(Path(__file__).resolve().parent.parent)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
 def folder_of_run() -> Path:
@@ -93,25 +104,48 @@ def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
         note = folder_of_run() / FAILED / f"{hydra.job.num}-{code}.txt"
         note.parent.mkdir(exist_ok=True)
         note.write_text(hydra.job.override_dirname)
-        return NOTHING
+        return FAILED_OBJECTIVE
 
     return survived
 
 
+def count_jobs(config: DictConfig) -> int | None:
+    """How many jobs a sweep has, by Hydra's own sweeper or Optuna's; None where that cannot be known."""
+    sweeper = config.hydra.sweeper
+    if "n_trials" in sweeper:
+        return int(sweeper.n_trials)
+    params = [f"{key}={values}" for key, values in (sweeper.get("params") or {}).items()]
+    overrides = OverridesParser.create().parse_overrides([*params, *config.hydra.overrides.task])
+    last_of_key = {override.get_key_element(): override for override in overrides}
+    swept = [override for override in last_of_key.values() if override.is_sweep_override()]
+    if not all(override.is_choice_sweep() or override.is_range_sweep() for override in swept):
+        return None  # a glob, which only the sweeper can expand
+    return math.prod(sum(1 for _ in override.sweep_iterator()) for override in swept)
+
+
 class SweepEnd(Callback):
-    """Says at the end of a sweep which jobs failed, and ends the process with their exit code.
+    """Announces the jobs of a sweep, lists at its end those that failed, and ends the process with their exit code.
 
     Args:
-        report: whether the jobs wrote rows of a benchmark, to be shown together.
+        report: whether the jobs wrote records of a benchmark, to be shown together.
     """
 
     def __init__(self, report: bool = False) -> None:
         self.report = report
+        self.jobs: int | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Before the first job: what failed when the same folder was swept before is being done again."""
+        """Before the first job: those that failed when the same folder was swept before are run again."""
+        self.jobs = count_jobs(config)
         for note in (Path(config.hydra.sweep.dir) / FAILED).glob("*.txt"):
             note.unlink()
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Before every job."""
+        hydra = HydraConfig.get()
+        if hydra.mode == RunMode.MULTIRUN and rank() == 0:
+            count = f" of {self.jobs}" if self.jobs else ""
+            print(f"job {hydra.job.num + 1}{count}: {hydra.job.override_dirname}", file=sys.stderr, flush=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """After the last job.
@@ -120,16 +154,19 @@ class SweepEnd(Callback):
             SystemExit: jobs failed; 2 if all of them by user errors, else 1.
         """
         folder = Path(config.hydra.sweep.dir)
-        if self.report and os.environ.get("RANK", "0") == "0":
-            from .bench_table import show_sweep  # an app without rows needs none of it
+        if self.report and rank() == 0:
+            from .bench_table import show_sweep  # an app without records needs none of it
 
             show_sweep(Path(config.out or folder))
         failed = sorted((folder / FAILED).glob("*.txt"), key=lambda note: int(note.stem.split("-")[0]))
+        if not failed:
+            return
         lines = []
+        codes = set()
         for note in failed:
             number, code = note.stem.split("-")
-            lines.append(f"job {number} failed with exit code {code}: {note.read_text()}")
-        if failed:
-            lines.append(f"{len(failed)} failed; their reasons are above, the other jobs are not affected")
-            print_once("\n".join(lines))
-            raise SystemExit(USER_ERROR if {note.stem.split("-")[1] for note in failed} == {"2"} else 1)
+            codes.add(int(code))
+            lines.append(f"job {int(number) + 1} failed with exit code {code}: {note.read_text()}")
+        lines.append(f"{len(failed)} failed; their reasons are above, the other jobs are not affected")
+        print_once("\n".join(lines))
+        raise SystemExit(USER_ERROR if codes == {USER_ERROR} else 1)

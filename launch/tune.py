@@ -7,6 +7,7 @@ Writes tune.json, tune.png and experiment/tuned.yaml into the run folder; `launc
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,10 @@ from rich.table import Table
 import lp
 from lp.budget.step_times import StepTimes
 
-from .app import run
 from .bench.compare import alternate
 from .bench.tune import BUDGETS, Tried, ranks_that_pay, search, speed_of_ranks
 from .builders import PLAIN
+from .cli import start
 from .report import describe_sampling
 from .schema import Output, TuneConfig
 from .session import WARM_UP_TOKENS, Session, checked, open_model, seeded
@@ -48,7 +49,7 @@ def tune(config: TuneConfig) -> None:
 
     adaptive, run = build(None), partial(session.run, tokens=config.max_new_tokens)
     assert adaptive.step_times is not None
-    tried = search(build, plain, adaptive, run, ids, config.repeats, session.told)
+    tried = search(build, plain, adaptive, run, ids, config.repeats, session.of_rank_0)
     found: dict[str, Any] = {
         "step_times": asdict(adaptive.step_times),
         "settings": [t.as_dict() for t in tried],
@@ -133,7 +134,7 @@ def _write(folder: Path, found: dict[str, Any], step_times: StepTimes, tried: li
         "# @package _global_\n# The best fixed setting that launch.tune found.\n"
         "defaults:\n  - override /decoder: lookahead\n\n"
         f"W: {best.window_size}\nN: {best.ngram_size}\nG: {best.guess_set_size}\n"
-        f"decoder:\n  candidate_depth: {best.candidate_depth}\n  recycled: {best.recycled}\n",
+        f"decoder:\n  draft_depth: {best.draft_depth}\n  num_logits: {best.num_logits}\n",
         encoding="utf-8",
     )
     _plot(folder / "tune.png", step_times, tried)
@@ -159,4 +160,4 @@ def _plot(path: Path, step_times: StepTimes, tried: list[Tried]) -> None:
 
 
 if __name__ == "__main__":
-    run(tune, "tune")
+    start("tune", sys.argv[1:])

@@ -1,24 +1,35 @@
-"""lp: lookahead decoding and lookahead parallelism for any Hugging Face causal LM (arXiv 2402.02057)."""
+"""lp: lookahead decoding and lookahead parallelism for any Hugging Face causal LM (arXiv 2402.02057).
 
-from lp.budget.step_times import StepTimes
-from lp.config import (
-    Capture,
-    KVSync,
-    LookaheadConfig,
-    PaperConfig,
-    PoolScope,
-    PromptLookupConfig,
-    RecyclingConfig,
-    SuffixConfig,
-)
-from lp.engine.autoregressive import AutoregressiveDecoder
-from lp.engine.decoder import Decoder
-from lp.engine.lookahead import LookaheadDecoder, PaperDecoder, PromptLookupDecoder, RecyclingDecoder, SuffixDecoder
-from lp.engine.output import GenerationOutput, StepStats
-from lp.engine.signals import Interrupted
-from lp.integrations.custom_generate import generate
-from lp.parallel.context import ParallelContext
-from lp.sampling.params import SamplingParams, Verifier
+The public names are imported when they are first used: torch and transformers take seconds, and the apps' `--help`
+needs neither.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lp.attention.registry import register_attention
+    from lp.budget.step_times import StepTimes
+    from lp.config import Capture, KVSync, LookaheadConfig, PoolScope
+    from lp.draft.paper import PaperConfig
+    from lp.draft.prompt_lookup import PromptLookupConfig
+    from lp.draft.registry import register_source
+    from lp.draft.suffix import SuffixConfig
+    from lp.draft.token_recycling import RecyclingConfig
+    from lp.engine.autoregressive import AutoregressiveDecoder
+    from lp.engine.decoder import Decoder
+    from lp.engine.lookahead import LookaheadDecoder
+    from lp.engine.output import GenerationOutput, StepStats
+    from lp.engine.signals import Interrupted
+    from lp.errors import UserError
+    from lp.integrations.custom_generate import generate
+    from lp.models.loader import load
+    from lp.parallel.context import ParallelContext
+    from lp.sampling.params import SamplingParams, Verifier
+
+__version__ = "0.1.0.dev0"  # pyproject.toml takes it from here, so that a clone has it too
 
 __all__ = [
     "AutoregressiveDecoder",
@@ -30,18 +41,53 @@ __all__ = [
     "LookaheadConfig",
     "LookaheadDecoder",
     "PaperConfig",
-    "PaperDecoder",
     "ParallelContext",
     "PoolScope",
     "PromptLookupConfig",
-    "PromptLookupDecoder",
     "RecyclingConfig",
-    "RecyclingDecoder",
     "SamplingParams",
     "StepStats",
     "StepTimes",
     "SuffixConfig",
-    "SuffixDecoder",
+    "UserError",
     "Verifier",
     "generate",
+    "load",
+    "register_attention",
+    "register_source",
 ]
+
+# The public names by the module that has them; a test compares it with the imports above.
+_NAMES = {
+    "lp.attention.registry": "register_attention",
+    "lp.budget.step_times": "StepTimes",
+    "lp.config": "Capture KVSync LookaheadConfig PoolScope",
+    "lp.draft.paper": "PaperConfig",
+    "lp.draft.prompt_lookup": "PromptLookupConfig",
+    "lp.draft.registry": "register_source",
+    "lp.draft.suffix": "SuffixConfig",
+    "lp.draft.token_recycling": "RecyclingConfig",
+    "lp.engine.autoregressive": "AutoregressiveDecoder",
+    "lp.engine.decoder": "Decoder",
+    "lp.engine.lookahead": "LookaheadDecoder",
+    "lp.engine.output": "GenerationOutput StepStats",
+    "lp.engine.signals": "Interrupted",
+    "lp.errors": "UserError",
+    "lp.integrations.custom_generate": "generate",
+    "lp.models.loader": "load",
+    "lp.parallel.context": "ParallelContext",
+    "lp.sampling.params": "SamplingParams Verifier",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value  # the next use finds it without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Iterable
 from enum import StrEnum
 from numbers import Real
 from typing import Any
+
+from lp.errors import UserError
 
 
 def as_int(value: Any) -> int | None:
@@ -49,8 +52,19 @@ def check_int(name: str, value: object, low: int, high: float, remedy: str) -> i
     number = as_int(value)
     if number is None or not low <= number <= high:
         limit = f"an integer >= {low}" if high == math.inf else f"an integer in [{low}, {int(high)}]"
-        raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")
+        raise UserError(f"{name} is {value!r}; it must be {limit}; {remedy}")
     return number
+
+
+def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> int:
+    """An integer that a launcher has put into the environment.
+
+    Raises:
+        UserError: names the variable, its value and the remedy.
+    """
+    text = os.environ.get(name, str(default))
+    value = int(text) if text.strip().isdecimal() else text
+    return check_int(name, value, low, high, "launch with torchrun, or unset WORLD_SIZE for one process")
 
 
 def check_count(config: object, name: str, low: int, high: float, remedy: str, letter: str = "") -> None:
@@ -74,7 +88,7 @@ def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:
     """
     value = getattr(config, name)
     if value not in list(choices):
-        raise ValueError(f"{name} is {value!r}; it must be one of {[str(choice) for choice in choices]}")
+        raise UserError(f"{name} is {value!r}; it must be one of {[str(choice) for choice in choices]}")
     set_field(config, name, choices(value))
 
 
@@ -86,7 +100,7 @@ def check_real(name: str, value: object, low: float, high: float, remedy: str) -
     """
     number = as_float(value)
     if number is None or not low <= number <= high:
-        raise ValueError(f"{name} is {value!r}; it must be a number in [{low}, {high}]; {remedy}")
+        raise UserError(f"{name} is {value!r}; it must be a number in [{low}, {high}]; {remedy}")
     return number
 
 

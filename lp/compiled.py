@@ -1,12 +1,15 @@
 """Compiled functions: numba compiles them where it is installed; elsewhere the same code runs as Python, slower.
 
-And what they need of math, of + - * / on doubles alone: every processor gives the same bits.
+Also the mathematics that they need, of + - * / on doubles alone: every processor gives the same bits.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +24,53 @@ except ImportError:
 
 
 def _compiled(function: Any) -> Any:
-    """Compiled at the first call and kept on disk, in a folder for these very sources.
+    """The function, compiled at its first call and cached on disk, in a folder for these very sources.
 
-    numba alone would look at the function's own file, and go on with what it once made of the files that it calls.
+    numba alone would look at the function's own file, and go on using what it had compiled of functions that it calls.
     """
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_folder())
     # Nothing here allocates. With numba's runtime every call would count references to all arrays: half the time.
-    options = {"nogil": True, "_nrt": False}
-    try:
-        return numba.njit(cache=True, nogil=True, _nrt=False, forceinline=True)(function)
-    except RuntimeError:  # no folder that may be written to
+    options = {"nogil": True, "_nrt": False, "forceinline": True}
+    folder = _cache_folder()
+    if folder is None:
         return numba.njit(**options)(function)
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(folder)
+    try:
+        return numba.njit(cache=True, **options)(function)
     finally:
         numba.config.CACHE_DIR = before
 
 
-def _folder() -> Path:
-    here = Path(__file__).parent
-    sources = [path.read_bytes() for path in sorted(here.rglob("*.py"))]
-    digest = hashlib.blake2b(b"".join(source for source in sources if b"jit" in source), digest_size=8).hexdigest()
-    return Path(numba.config.CACHE_DIR or here / "__pycache__") / f"compiled-{digest}"
+@functools.cache
+def _cache_folder() -> Path | None:
+    """Where compiled code of these sources lies; None where nothing can be written."""
+    name = f"compiled-{_sources_digest()}"
+    for parent in _cache_parents():
+        folder = parent / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:  # an installed package may be read-only
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    return None
+
+
+def _cache_parents() -> Iterator[Path]:
+    """numba's own setting, else this package, else the user's cache folder."""
+    if numba.config.CACHE_DIR:
+        yield Path(numba.config.CACHE_DIR)
+        return
+    yield Path(__file__).parent / "__pycache__"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if user.is_absolute():  # else there is no home, and "~" would be a folder right here
+        yield user / "lp"
+
+
+def _sources_digest() -> str:
+    """Of all files of this package that have or use `jit`."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    return hashlib.blake2b(b"".join(source for source in sources if b"jit" in source), digest_size=8).hexdigest()
 
 
 jit: Any
@@ -52,24 +82,26 @@ else:
     jit, U64, I64 = (lambda function: function), int, int
 
 
-def given(array: np.ndarray) -> Any:
+def compiled_array(array: np.ndarray) -> Any:
     """An array as compiled functions take it; Python indexes a memoryview far faster."""
     return array if COMPILED else memoryview(np.ascontiguousarray(array))  # type: ignore[arg-type]
 
 
-def zeros(size: int, dtype: str) -> Any:
+def compiled_zeros(size: int, dtype: str) -> Any:
     """An array of zeros as compiled functions take it."""
-    return given(np.zeros(size, dtype))
+    return compiled_array(np.zeros(size, dtype))
 
 
-def ints(values: Any) -> Any:
+def compiled_ints(values: Any) -> Any:
     """Whole numbers as compiled functions take them."""
-    return given(np.array(values, np.int64))
+    return compiled_array(np.array(values, np.int64))
 
 
-ROOT_HALF, LN_2, LOG2_E = math.sqrt(0.5), math.log(2), 1 / math.log(2)
+ROOT_HALF = math.sqrt(0.5)
+LN_2 = math.log(2)
+LOG2_E = 1 / math.log(2)
 C_3, C_4, C_5, C_6, C_7, C_8 = (1 / math.factorial(power) for power in range(3, 9))
-HALVINGS = given(2.0 ** -np.arange(1020.0))
+HALVINGS = compiled_array(2.0 ** -np.arange(1020.0))
 
 
 @jit

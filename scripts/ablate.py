@@ -65,8 +65,8 @@ def warmup() -> list[Variant]:
         ("no warm-up, no prompt n-grams", _lookahead(prompt_ngrams=False), None),
         ("no warm-up, no text n-grams at all", _lookahead(**no_text), None),
         ("lookahead (prompt and output n-grams)", _lookahead(), None),
-        ("lookahead, candidates N-1 deep as in the paper", _lookahead(candidate_depth=None), None),
-        ("prompt lookup, 10 tokens", lambda loaded: lp.PromptLookupDecoder(loaded.model), None),
+        ("lookahead, candidates N-1 deep as in the paper", _lookahead(draft_depth=None), None),
+        ("prompt lookup, 10 tokens", lambda loaded: lp.LookaheadDecoder(loaded.model, lp.PromptLookupConfig()), None),
     ]
 
 
@@ -81,7 +81,7 @@ def sampling() -> list[Variant]:
         params, name = lp.SamplingParams(temperature=temperature, seed=0), f"coupled, T={temperature}, top-p 1.0"
         made.append((f"{name}, greedy window", _lookahead(window_noise=False), params))
         made.append((f"{name}, all guesses greedy", _lookahead(window_noise=False, renoise=False), params))
-        bare = _lookahead(recycled=0), _lookahead(recycled=0, window_noise=False)
+        bare = _lookahead(num_logits=0), _lookahead(num_logits=0, window_noise=False)
         made.append((f"{name}, no recycled logits", bare[0], params))
         made.append((f"{name}, no recycled logits, greedy window", bare[1], params))
     return made

@@ -62,16 +62,16 @@ def methods(model: Any, fixed: list[str], only: list[str]) -> dict[str, Run]:
         "generate": by_transformers(model),
         "generate, lookup 3": by_transformers(model, prompt_lookup_num_tokens=3),
         "generate, lookup 10": by_transformers(model, prompt_lookup_num_tokens=10),
-        "prompt lookup": by_decoder(lp.PromptLookupDecoder(model)),
-        "token recycling": by_decoder(lp.RecyclingDecoder(model)),
+        "prompt lookup": by_decoder(lp.LookaheadDecoder(model, lp.PromptLookupConfig())),
+        "token recycling": by_decoder(lp.LookaheadDecoder(model, lp.RecyclingConfig())),
     }
     try:
-        made["suffix"] = by_decoder(lp.SuffixDecoder(model))
+        made["suffix"] = by_decoder(lp.LookaheadDecoder(model, lp.SuffixConfig()))
     except ValueError as error:
         print(error)
     for setting in fixed:
         w, n, g, depth = map(int, setting.split(","))
-        config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=depth)
+        config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, draft_depth=depth)
         made[f"W={w} N={n} G={g} depth={depth}"] = by_decoder(lp.LookaheadDecoder(model, config))
     return {name: run for name, run in made.items() if name == DEFAULT or name in (only or made)}
 

@@ -1,4 +1,4 @@
-"""Write the matrix of docs/models.md: run every tiny model, as tests/unit/test_architectures.py does.
+"""Write the tables of docs/models.md: run every tiny model, as tests/unit/test_architectures.py and test_mapped.py do.
 
 python scripts/models_table.py
 """
@@ -13,12 +13,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.architectures import PAGE, page
+from tests.mapped import mapped_page
 
 
 def main() -> None:
-    """Run the matrix and replace it on the page."""
+    """Run the matrix, then every mapped type, and replace both on the page."""
     torch.set_num_threads(1)
-    PAGE.write_text(page(), encoding="utf-8")
+    for made in (page, mapped_page):
+        PAGE.write_text(made(), encoding="utf-8")
     print(PAGE.read_text(encoding="utf-8"))
 
 

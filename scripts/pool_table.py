@@ -40,11 +40,11 @@ def ours(rows: int, window: int | None = None, ngram: int = 2, **switches: Any) 
 
 
 def paper(**switches: Any) -> Make:
-    return lambda model: lp.PaperDecoder(model, lp.PaperConfig(**(PAPER | switches)))
+    return lambda model: lp.LookaheadDecoder(model, lp.PaperConfig(**(PAPER | switches)))
 
 
 def recycling(rows: int) -> Make:
-    return lambda model: lp.RecyclingDecoder(model, lp.RecyclingConfig(nodes=rows - 1))
+    return lambda model: lp.LookaheadDecoder(model, lp.RecyclingConfig(nodes=rows - 1))
 
 
 def equal_rows(rows: int) -> dict[str, Make]:
@@ -64,9 +64,9 @@ def ablation(rows: int) -> dict[str, Make]:
     made = {f"all, {rows} rows": ours(rows)}
     made |= {f"without {name}": ours(rows, **{name: False}) for name in off}
     made["without text n-grams"] = ours(rows, prompt_ngrams=False, output_ngrams=False)
-    made["without recycled logits"] = ours(rows, recycled=0)
-    made |= {f"K = {k}": ours(rows, recycled=k) for k in (4, 32)}
-    made |= {f"depth {depth}": ours(rows, candidate_depth=depth) for depth in (4, 12)}
+    made["without recycled logits"] = ours(rows, num_logits=0)
+    made |= {f"K = {k}": ours(rows, num_logits=k) for k in (4, 32)}
+    made |= {f"depth {depth}": ours(rows, draft_depth=depth) for depth in (4, 12)}
     made |= {f"W = {w}, N = {n}": ours(rows, w, n) for w, n in ((0, 2), (16, 2), (8, 3), (7, 5))}
     return made | {"lookahead_paper": paper(), "lookahead_paper, no text": paper(prompt_ngrams=False)}
 

@@ -40,7 +40,7 @@ class Recorder:
 
     def __init__(self, source: DraftSource, noted: list[tuple[float, bool]]) -> None:
         self.source, self.noted, self.num_logits = source, noted, source.num_logits
-        self.tree = DraftTree(0)
+        self.tree = DraftTree()
 
     def propose(self, *asked: Any) -> DraftTree:
         self.tree = self.source.propose(*asked)
@@ -49,8 +49,8 @@ class Recorder:
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         self.source.begin(prompt, top_logits)
 
-    def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
-        tree, truth = self.tree, text[len(text) - moved :]
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        tree, truth = self.tree, text[len(text) - num_new :]
         depths = {-1: 0}  # of the nodes that are true
         for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
             depth = depths.get(parent)
@@ -59,7 +59,7 @@ class Recorder:
                 self.noted.append((tree.accept_probs[node] / above, token == truth[depth]))
                 if token == truth[depth]:
                     depths[node] = depth + 1
-        self.source.observe(text, moved, seen)
+        self.source.observe(text, num_new, samples)
 
 
 class Recording(lp.LookaheadDecoder):

@@ -39,7 +39,7 @@ def run(model: Any, setting: tuple[int, int], prompts: list[list[int]], new: int
         decoder = lp.LookaheadDecoder(model, ours)
     else:
         paper = lp.PaperConfig(window_size=size, ngram_size=n, guess_set_size=size)
-        decoder = lp.PaperDecoder(model, paper)
+        decoder = lp.LookaheadDecoder(model, paper)
     sampling = lp.SamplingParams(temperature=temperature, seed=0) if temperature else None
     outputs = [decoder.generate(ids, new, sampling, sequence=i) for i, ids in enumerate(prompts)]
     steps = sum(output.steps for output in outputs)

@@ -21,7 +21,7 @@ find_python() {
   die "no Python >= 3.11 with venv among: ${candidates[*]}; install one, or name it with PYTHON=/path/to/python"
 }
 
-install() { # BASE EXTRA STAMP WANTED
+install() { # BASE EXTRA STAMP VERSION
   local quiet=()
   [ "$(cat "$3" 2>/dev/null)" != "$4" ] || return 0 # another launch did it while this one waited
   echo "set-up: installing into .venv (minutes the first time)" >&2
@@ -30,11 +30,14 @@ install() { # BASE EXTRA STAMP WANTED
   # The odd expansion: an empty array is unbound to bash 3.
   "$python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
     -c "$root/constraints.txt" -e "$root${2:+[$2]}" >&2 </dev/null || return
+  # The clone's folder on the path: pip's own finder comes after a folder called lp in the current one, such as a clone.
+  "$python" -c 'import pathlib, sys, sysconfig
+pathlib.Path(sysconfig.get_path("purelib"), "lp-clone.pth").write_text(sys.argv[1] + "\n")' "$root" || return
   echo "$4" >"$3"
 }
 
 setup() {
-  local extra=${1:-} base stamp wanted
+  local extra=${1:-} base stamp version
   if [ "${LP_SETUP:-}" = skip ]; then
     python=${PYTHON:-python3}
     return
@@ -47,12 +50,12 @@ setup() {
   fi
   # A stamp says what was installed from, and where to, so that a second call costs nothing.
   stamp=$root/.venv/lp-setup${extra:+-$extra}
-  wanted="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
-  [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || return 0
+  version="$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum) $root"
+  [ "$(cat "$stamp" 2>/dev/null)" != "$version" ] || return 0
   base=$(find_python) || exit
   # One set-up at a time: the nodes of a launch may share the clone. The lock is this file, so that none is left over.
   {
     ! command -v flock >/dev/null || flock 9
-    install "$base" "$extra" "$stamp" "$wanted" 9>&- || die "set-up failed; the reason is above"
+    install "$base" "$extra" "$stamp" "$version" 9>&- || die "set-up failed; the reason is above"
   } 9>>"$root/scripts/setup.sh"
 }

@@ -19,7 +19,7 @@ RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 def step(w: int, n: int, g: int) -> StepLayout:
     """A step of W columns and G chains."""
-    return largest_layout(lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=None))
+    return largest_layout(lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, draft_depth=None))
 
 
 def equal_counts(layout: StepLayout, ranks: int) -> list[int]:

@@ -39,7 +39,7 @@ class Learner(lp.LookaheadDecoder):
 
     def source(self, request: Request) -> DraftSource:
         """A pool with the weights as they are, which it moves."""
-        tables = new_tables(self.config.recycled, self.config.pool_mib, self.weights, self.squares)
+        tables = new_tables(self.config.num_logits, self.config.pool_mib, self.weights, self.squares)
         tables = tables._replace(weights=self.weights, squares=self.squares)
         return ngram_pool.NGramPool(self.config, request.prompt, request.sampler.noise_key, tables)
 

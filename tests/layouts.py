@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from lp.draft.layout import StepLayout
 from lp.draft.source import StepSamples
-from lp.draft.tree import DraftTree
+from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.draft.window import LookaheadWindow
 from lp.sampling.top_logits import TopLogits
 
@@ -19,10 +19,15 @@ def layout_of(w: int, n: int, paths: Iterable[Sequence[int]], limit: int = 10**6
     """A window whose entry [k][j] is 100 k + j, and these candidate paths behind `c`."""
     window = LookaheadWindow(w, n, [5])
     window.levels = [[100 * k + j for j in range(w)] for k in range(n - 1)]
-    tree = DraftTree(10**6)
+    builder = DraftTreeBuilder(10**6)
     for path in paths:
-        tree.add_path(path)
-    return StepLayout(window, tree, 5, position, limit)
+        builder.add_path(path)
+    return StepLayout(window, builder.build(), 5, position, limit)
+
+
+def path_tree(accept_probs: Sequence[float]) -> DraftTree:
+    """One path of token 1 with these probabilities."""
+    return DraftTree([1] * len(accept_probs), list(range(-1, len(accept_probs) - 1)), accept_probs)
 
 
 def row_0(j: int) -> list[int]:

@@ -16,20 +16,22 @@ from lp.compiled import COMPILED
 from lp.config import LookaheadConfig
 from lp.digest import chain_digest
 from lp.draft.layout import ancestors
-from lp.draft.pool.mixture import FEATURES, GUESS_0, NONE_0, RECYCLED_0, TEXT_0, WINDOW_0, predict
-from lp.draft.pool.ngram_pool import NGramPool, tables_digest
-from lp.draft.pool.tables import DEEPEST, ORDERS, Tables, new_tables
+from lp.draft.pool.factory import tables_digest
+from lp.draft.pool.mixture import FEATURES, GUESS_0, LOGITS_0, NONE_0, TEXT_0, WINDOW_0, predict
+from lp.draft.pool.ngram_pool import NGramPool
+from lp.draft.pool.tables import MAX_CONTEXT, ORDERS, Tables, new_tables
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
 
-TEXT_ONLY: dict[str, Any] = {"window_ngrams": False, "position_guesses": False, "recycled": 0}
+TEXT_ONLY: dict[str, Any] = {"window_ngrams": False, "position_guesses": False, "num_logits": 0}
 
 
 def empty_tables(config: LookaheadConfig, weights: np.ndarray | None = None) -> Tables:
     """Empty, with these weights, or none that favours anything: the shipped ones change whenever they are learned."""
     zeros = np.zeros(FEATURES)
-    return new_tables(config.recycled, config.pool_mib, zeros if weights is None else weights, zeros + 1)
+    return new_tables(config.num_logits, config.pool_mib, zeros if weights is None else weights, zeros + 1)
 
 
 def pool_of(
@@ -76,7 +78,7 @@ def drawn_switches(rng: random.Random) -> dict[str, Any]:
     sources = ("prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
     on: dict[str, Any] = {name: rng.random() < 0.7 for name in (*sources, "renoise", "learn")}
     on["adaptive"] = rng.random() < 0.4
-    return on | {"recycled": rng.choice([0, 4, 16, 16, 32]), "pool_mib": rng.choice([1, 16])}
+    return on | {"num_logits": rng.choice([0, 4, 16, 16, 32]), "pool_mib": rng.choice([1, 16])}
 
 
 def drawn_step_times(rng: random.Random) -> StepTimes:
@@ -105,7 +107,7 @@ class Ballot:
 
     def sources(self) -> set[str]:
         """Names of those who voted."""
-        starts = {"text": TEXT_0, "window": WINDOW_0, "guess": GUESS_0, "recycled": RECYCLED_0}
+        starts = {"text": TEXT_0, "window": WINDOW_0, "guess": GUESS_0, "logits": LOGITS_0}
         voters = [feature for _, feature in self.votes if feature < NONE_0]
         return {max(starts, key=lambda name: starts[name] * (starts[name] <= voter)) for voter in voters}
 
@@ -120,13 +122,13 @@ class Ballot:
 
 def ballot(pool: NGramPool, text: Sequence[int]) -> Ballot:
     """The votes for what follows the text."""
-    scratch, known = pool._scratch, min(len(text), DEEPEST)
-    for place in range(known):
-        scratch.history[place] = text[-1 - place]
-    voted, votes = predict(pool._tables, scratch, known, len(text), *pool._noise, pool._sources)
-    pairs = np.asarray(scratch.votes)[: 2 * votes].reshape(-1, 2).tolist()
-    accept_probs = np.asarray(scratch.scores)[: voted + 1].tolist()
-    return Ballot(np.asarray(scratch.tokens)[:voted].tolist(), list(map(tuple, pairs)), accept_probs)
+    prediction, known = pool._prediction, min(len(text), MAX_CONTEXT)
+    for back in range(known):
+        prediction.context.tokens[back] = text[-1 - back]
+    choices, votes = predict(pool._tables, prediction, known, len(text), pool._switches)
+    pairs = np.asarray(prediction.votes)[: 2 * votes].reshape(-1, 2).tolist()
+    accept_probs = np.asarray(prediction.scores)[: choices + 1].tolist()
+    return Ballot(np.asarray(prediction.tokens)[:choices].tolist(), list(map(tuple, pairs)), accept_probs)
 
 
 def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[DraftTree], list[Tables]]]:
@@ -137,7 +139,7 @@ def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[Draf
     for _ in range(steps):
         row, column = ([text[-1], *(rng.choice(text) for _ in range(4))] for _ in range(2))
         budget = rng.randint(0, 30)
-        yield [pool.propose(text, budget, row, column) for pool in alike], [p._tables for p in alike]
+        yield [pool.propose(text, budget, WindowDrafts(row, column)) for pool in alike], [p._tables for p in alike]
         new, seen = drawn_step(rng, text, 99, 16)
         text += new
         for pool in alike:

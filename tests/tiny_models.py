@@ -12,9 +12,12 @@ import torch
 import transformers as tf
 from transformers import PreTrainedModel
 
+import lp
+
 VOCABULARY = 61
 CONTEXT = 512
 SLIDING_WINDOW = 16
+CLOSE = 1e-3  # of logits that may have been rounded to float32
 BOUNDARY = 48  # of the rotary scalings that look at the largest position
 
 _BASE: dict[str, Any] = {
@@ -172,9 +175,21 @@ def tiny_model(
             them. Without it each of a thousand rows counts for a thousandth, and so does a fault in one of them.
         overrides: config fields.
     """
+    model = sharpened(tiny_config(arch, **overrides), seed, dtype, sharpness, attention)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if recency and name.endswith(("q_proj.bias", "k_proj.bias")):
+                parameter.fill_(recency)
+    return model
+
+
+def sharpened(
+    config: Any, seed: int, dtype: torch.dtype, sharpness: float = 3.0, attention: str | None = None
+) -> PreTrainedModel:
+    """A random causal LM of this config, as `tiny_model` gives it."""
     torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(
-        tiny_config(arch, **overrides),
+        config,
         experts_implementation="eager",  # the default has no float64
         attn_implementation=attention,
     )
@@ -182,9 +197,6 @@ def tiny_model(
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(sharpness)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_proj.bias", "k_proj.bias")):
-                parameter.fill_(recency)
     model.generation_config = tf.GenerationConfig(do_sample=False)
     return model.to(dtype).eval()
 
@@ -195,6 +207,14 @@ def plain_greedy(model: PreTrainedModel, ids: list[int], max_new_tokens: int, **
     kwargs = {"pad_token_id": 0, "do_sample": False} | kwargs
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **kwargs)
     return out[0, len(ids) :].tolist()
+
+
+def logits_differ(output: lp.GenerationOutput, oracle: lp.GenerationOutput) -> bool:
+    """Whether two texts' logits differ by more than CLOSE of their spread; never where none were kept."""
+    if output.logits is None or oracle.logits is None:
+        return False
+    difference = (output.logits - oracle.logits).nan_to_num(0.0).abs().max()  # of infinite ones 0
+    return bool(difference > CLOSE * oracle.logits.std().clamp(min=1e-9))
 
 
 def drawn_text(rng: random.Random, length: int, vocabulary: int = VOCABULARY) -> list[int]:

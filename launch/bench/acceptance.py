@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lp.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
@@ -44,9 +46,9 @@ class AcceptanceModel:
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}; it must be a chance in [0, 1]; fit it to what was seen")
+            raise UserError(f"alpha is {self.alpha}; it must be a chance in [0, 1]; fit it to what was seen")
         if not 1 <= self.f < float("inf"):
-            raise ValueError(f"f is {self.f}; it must be at least 1; 1 means that every step finds candidates")
+            raise UserError(f"f is {self.f}; it must be at least 1; 1 means that every step finds candidates")
 
     def expected_tokens(self, candidates: int, depth: int) -> float:
         """E[tokens] of a step that verifies good candidates, the bonus token included (equation 4)."""
@@ -68,7 +70,7 @@ class AcceptanceModel:
         """
         seen = list(seen)
         if not seen:
-            raise ValueError("no runs were given, and a model of two numbers needs at least two of them; measure some")
+            raise UserError("no runs were given, and a model of two numbers needs at least two of them; measure some")
         alphas, inverses = np.linspace(0, 1, 101), np.linspace(0.01, 1, 100)  # of f: its inverse is in (0, 1]
         for width in (0.01, 1e-3, 1e-4):
             errors = _errors(seen, alphas, inverses)

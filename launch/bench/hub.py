@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
+from lp.errors import UserError
+
 from .prompts import Prompt
 
 
@@ -32,14 +34,14 @@ def load_hub(
     try:
         from datasets import load_dataset
     except ImportError:
-        remedy = "pip install 'lp-runtime[datasets]', or give task.path=<JSONL file>, or set LP_DATA to its folder"
-        raise ValueError(f"the data set {name!r} needs the package datasets; {remedy}") from None
+        remedy = "pip install datasets, or give task.path=<JSONL file>, or set LP_DATA to its folder"
+        raise UserError(f"the data set {name!r} needs the package datasets; {remedy}") from None
     try:
         records = load_dataset(name, subset, split=split)
     except Exception as error:  # nothing of ours runs in there, and each release raises something else
         reason = str(error).strip().split("\n")[0]
         remedy = "or give task.path=<JSONL file>"
-        raise ValueError(f"cannot load the data set {name!r}: {reason}; {remedy}") from error
+        raise UserError(f"cannot load the data set {name!r}: {reason}; {remedy}") from error
     made = []
     for number, record in enumerate(islice(records, limit)):
         known = _filled(reference, record) if reference else None
@@ -53,6 +55,4 @@ def _filled(template: str, record: Mapping[str, Any]) -> str:
     try:
         return template.format_map(record) if "{" in template else str(record[template])
     except (KeyError, IndexError) as error:
-        raise ValueError(
-            f"the data set has no {error} that {template!r} asks for; its fields are {[*record]}"
-        ) from None
+        raise UserError(f"the data set has no {error} that {template!r} asks for; its fields are {[*record]}") from None

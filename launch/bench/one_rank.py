@@ -13,6 +13,7 @@ import torch
 from lp.config import LookaheadConfig, PoolScope
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
+from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
 from lp.parallel.message import HEADER
@@ -98,9 +99,9 @@ def check_alike(config: LookaheadConfig) -> None:
         ValueError: its pool remembers other texts, or its steps follow step times, which are those of other ranks.
     """
     if config.adaptive:
-        raise ValueError("decoder.adaptive is true, whose steps follow this machine's step times; make it false")
+        raise UserError("decoder.adaptive is true, whose steps follow this machine's step times; make it false")
     if config.pool_scope is PoolScope.SESSION:
-        raise ValueError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
+        raise UserError("pool_scope is 'session', so that no run is like the one before; take pool.scope=request")
 
 
 def record(build: Build, decode: Decode, ranks: int) -> Tape:

@@ -20,6 +20,7 @@ from lp.draft.layout import StepLayout, largest_layout
 from lp.engine.decoder import Decoder
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
+from lp.errors import UserError
 from lp.models.loader import context_limit
 from lp.parallel.context import ParallelContext
 from lp.parallel.sharding import RankShare, ShardPlan
@@ -60,7 +61,7 @@ class Plan:
     def __post_init__(self) -> None:
         check_count(self, "prefix", 1, float("inf"), "try 1024")
         if not self.rows:
-            raise ValueError("rows is empty; name at least one T, as in rows=[1,64]")
+            raise UserError("rows is empty; name at least one T, as in rows=[1,64]")
         set_field(self, "rows", tuple(check_int("rows", rows, 1, 4096, "try rows=[1,8,64]") for rows in self.rows))
         set_field(self, "tokens", check_int("max_new_tokens", self.tokens, 2, float("inf"), "try 32"))
         check_count(self, "rounds", 1, float("inf"), "measure at least once")
@@ -81,7 +82,7 @@ class Plan:
         rows, limit = max(step, *self.rows), context_limit(model)
         needed = self.prefix + self.tokens + rows
         if limit is not None and needed > limit:
-            raise ValueError(
+            raise UserError(
                 f"prefix is {self.prefix}, with the text and the rows behind it {needed} positions; the model's "
                 f"context is {limit}: take a shorter prefix or fewer rows"
             )

@@ -18,6 +18,7 @@ import torch
 from lp.config import Capture, KVSync, LookaheadConfig
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
+from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
 from .one_rank import Decode, Tape, check_alike, record, replayed
@@ -141,7 +142,7 @@ def check_projectable(config: LookaheadConfig) -> None:
         ValueError: kv_sync=broadcast, whose second collective has no model here, or a pool that remembers other texts.
     """
     if config.kv_sync is KVSync.BROADCAST:
-        raise ValueError("kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute")
+        raise UserError("kv_sync is 'broadcast', whose second collective is not modelled; project kv_sync=recompute")
     check_alike(config)
 
 

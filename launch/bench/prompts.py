@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from lp.errors import UserError
+
 BUILTIN = Path(__file__).parent / "builtin"  # one unfinished piece of Python a file; shown in the order of the names
 
 
@@ -52,7 +54,7 @@ def load_jsonl(path: str | Path, limit: int | None = None) -> list[Prompt]:
     records = ((number, line) for number, line in lines if line.strip())
     prompts = [_parse(line, f"{path}, line {number}") for number, line in islice(records, limit)]
     if not prompts:
-        raise ValueError(f"{path} holds no prompt; it needs at least one line with the key 'prompt'")
+        raise UserError(f"{path} holds no prompt; it needs at least one line with the key 'prompt'")
     return prompts
 
 
@@ -63,13 +65,13 @@ def read_text(path: str | Path, name: str = "prompt file") -> str:
         ValueError: it does not exist, may not be read, or is not UTF-8; `name` is what the message calls it.
     """
     if not Path(path).is_file():
-        raise ValueError(f"{name} {path} does not exist or is not a file; give the path of a text file")
+        raise UserError(f"{name} {path} does not exist or is not a file; give the path of a text file")
     try:
         return Path(path).read_bytes().decode("utf-8")
     except OSError as error:
-        raise ValueError(f"{name} {path} cannot be read: {error.strerror}; give a file that you may read") from None
+        raise UserError(f"{name} {path} cannot be read: {error.strerror}; give a file that you may read") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+        raise UserError(f"{name} {path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
 def check_whole(text: str, what: str) -> None:
@@ -79,7 +81,7 @@ def check_whole(text: str, what: str) -> None:
         ValueError: `what` it is, and the remedy.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError(f"{what}; write it as UTF-8")
+        raise UserError(f"{what}; write it as UTF-8")
 
 
 def _parse(line: str, where: str) -> Prompt:
@@ -87,12 +89,12 @@ def _parse(line: str, where: str) -> Prompt:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # a number may be too long, brackets too deep
         reason = getattr(error, "msg", "too deep or too long")
-        raise ValueError(f"{where} is not JSON ({reason}); write one object a line") from None
+        raise UserError(f"{where} is not JSON ({reason}); write one object a line") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{where} is not a JSON object but {type(record).__name__}; write one object a line")
+        raise UserError(f"{where} is not a JSON object but {type(record).__name__}; write one object a line")
     text = record.get("prompt")
     if not isinstance(text, str) or not text:
-        raise ValueError(f"{where} has no text under 'prompt'; give it a string that is not empty")
+        raise UserError(f"{where} has no text under 'prompt'; give it a string that is not empty")
     check_whole(text, f"{where} has half a character under 'prompt'")
     task_id = str(record.get("task_id", where))
     return Prompt(task_id=task_id, text=text, reference=record.get("reference"), source=record.get("source"))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lp.errors import UserError
+
 from .compare import Difference
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -47,7 +49,7 @@ def rouge(text: str, reference: str) -> dict[str, float]:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise ValueError("ROUGE needs the package rouge-score; pip install 'lp-runtime[rouge]'") from None
+        raise UserError("ROUGE needs the package rouge-score; pip install rouge-score") from None
     scores = RougeScorer(list(ROUGE), use_stemmer=True).score(reference, text)
     return {name: scores[name].fmeasure for name in ROUGE}
 

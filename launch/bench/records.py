@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lp.errors import UserError
+
 Row = dict[str, Any]
 
 
@@ -38,7 +40,7 @@ def load_rows(path: str | Path) -> list[Row]:
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     rows = [row for file in files if file.is_file() for row, _ in _lines(file, file.read_bytes())]
     if not rows:
-        raise ValueError(f"{path} holds no rows; give the folder that launch.benchmark wrote to")
+        raise UserError(f"{path} holds no rows; give the folder that launch.benchmark wrote to")
     return rows
 
 
@@ -51,7 +53,7 @@ def _lines(path: Path, data: bytes) -> list[tuple[Row, int]]:
             row = json.loads(line)
             row["index"], row["method"], row["prompt_digest"]  # what every row has
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is no row of a benchmark ({error}); move the file away") from None
+            raise UserError(f"{path}, line {number} is no row of a benchmark ({error}); move the file away") from None
         found.append((row, end))
     return found
 
@@ -73,12 +75,12 @@ class RecordFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")
         except OSError as error:
-            raise ValueError(f"{path} cannot be written ({error.strerror}); give another out=") from error
+            raise UserError(f"{path} cannot be written ({error.strerror}); give another out=") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._file.close()
-            raise ValueError(f"{path} is being written by another run; wait for it, or give another out=") from None
+            raise UserError(f"{path} is being written by another run; wait for it, or give another out=") from None
         self._file.seek(0)
         self.rows = self._whole(_lines(path, self._file.read()))
 
@@ -88,7 +90,7 @@ class RecordFile:
         for first in range(0, keep, step):
             block = [row for row, _ in lines[first : first + step]]
             if [row["method"] for row in block] != self._methods or len({row["index"] for row in block}) > 1:
-                raise ValueError(f"{self.path} holds rows of other methods; move it away, or give another out=")
+                raise UserError(f"{self.path} holds rows of other methods; move it away, or give another out=")
         self._file.truncate(lines[keep - 1][1] if keep else 0)
         return [row for row, _ in lines[:keep]]
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
+from lp.errors import UserError
 from lp.sampling.top_logits import TopLogits
 
 
@@ -54,7 +56,7 @@ def load_texts(path: str | Path) -> list[Text]:
         try:
             texts.append(Text(**json.loads(line)))
         except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number} is no text ({error}); write the file with scripts/texts.py"
             ) from None
     return texts
@@ -106,7 +108,7 @@ def replay(
     last = len(prompt) + (max_new_tokens or len(tokens))
     whole = [*prompt, *tokens]
     while len(text) < end:
-        tree = source.propose(text, budget, (), (), None)
+        tree = source.propose(text, budget, WindowDrafts(), None)
         moved = _accepted(tree, whole[len(text) :]) + 1
         steps, slots = steps + 1, slots + 1 + sum(depth < last - len(text) for depth in _depths(tree))
         text = whole[: len(text) + moved]

@@ -5,14 +5,15 @@ The figures are those of each model's config.json.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lp.checks import check_int
-from lp.models.loader import DTYPES
-from lp.models.memory import format_bytes, free_bytes
+from lp.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 # Fields that `divide` divides; the head dimension stays, so that the kernels of attention are the same.
 _WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -53,7 +54,7 @@ def shape_config(name: str, layers: int | None = None, divide: int = 1) -> Any:
         ValueError: an unknown name, or a scale the shape cannot take.
     """
     if name not in SHAPES:
-        raise ValueError(f"model.name is {name!r}; the shapes are {', '.join(SHAPES)}")
+        raise UserError(f"model.name is {name!r}; the shapes are {', '.join(SHAPES)}")
     fields = dict(SHAPES[name])
     heads = fields["num_attention_heads"]
     if layers is not None:
@@ -61,8 +62,10 @@ def shape_config(name: str, layers: int | None = None, divide: int = 1) -> Any:
         fields["num_hidden_layers"] = check_int("shape.layers", layers, 1, most, "or null for all of them")
     divide = check_int("shape.divide", divide, 1, heads, "try 8, or 1 for the whole width")
     if heads % divide:
-        raise ValueError(f"shape.divide is {divide}; it must divide the {heads} heads of {name}; try a power of two")
+        raise UserError(f"shape.divide is {divide}; it must divide the {heads} heads of {name}; try a power of two")
     fields |= {width: max(fields[width] // divide, 1) for width in _WIDTHS}
+    from transformers import AutoConfig  # here and below: it takes seconds, which the list of shapes must not
+
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
@@ -72,8 +75,13 @@ def sketch(config: Any, dtype: str) -> PreTrainedModel:
     Raises:
         ValueError: an unknown dtype.
     """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lp.models.loader import DTYPES
+
     if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {list(DTYPES)}: a shape has no checkpoint to ask")
+        raise UserError(f"dtype is {dtype!r}; it must be one of {list(DTYPES)}: a shape has no checkpoint to ask")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
 
@@ -89,6 +97,11 @@ def build_shape(config: Any, dtype: str, device: torch.device) -> PreTrainedMode
     Raises:
         ValueError: an unknown dtype, or weights that the device's free memory can't hold.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from lp.models.loader import DTYPES
+
     check_memory(weight_bytes(sketch(config, dtype)), device)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
@@ -105,11 +118,24 @@ def check_memory(needed: int, device: torch.device) -> None:
     """Refuse what the device has no room for.
 
     Raises:
-        ValueError: the memory needed and that free.
+        ValueError: the bytes needed and those free.
     """
     free = free_bytes(device)
     if free is not None and needed > free:
-        raise ValueError(
-            f"too little memory on {device}: {format_bytes(needed)} needed, {format_bytes(free)} free; take a smaller "
-            "model or prefix, or scale the shape down with shape.layers=... or shape.divide=..."
+        raise UserError(
+            f"too little memory on {device}: {needed} bytes needed, {free} free; take a smaller model or prefix, "
+            "or scale the shape down with shape.layers=... or shape.divide=..."
         )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes free on a device; None where the system does not say."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")  # Linux's
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024

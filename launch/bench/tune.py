@@ -97,7 +97,7 @@ def search(
     g = best.guess_set_size
     around = [replace(best, window_size=w) for w in (2, 8, 16)]
     around += [replace(best, window_size=4, ngram_size=3, guess_set_size=max(g // 2, 1))]
-    around += [replace(best, candidate_depth=12), replace(best, recycled=8)]
+    around += [replace(best, draft_depth=12), replace(best, num_logits=8)]
     second = {_name(c): c for c in (best, *around)}
     tried += time_settings(second, {name: build(c) for name, c in second.items()}, run, prompts, rounds, told)[1:]
     best = _fastest(tried)
@@ -108,7 +108,7 @@ def search(
 
 
 def _name(c: LookaheadConfig) -> str:
-    return f"W={c.window_size} N={c.ngram_size} G={c.guess_set_size} depth={c.depth} K={c.recycled}"
+    return f"W={c.window_size} N={c.ngram_size} G={c.guess_set_size} depth={c.depth} K={c.num_logits}"
 
 
 def _window_rows(config: LookaheadConfig | None, columns: int) -> int:

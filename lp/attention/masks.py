@@ -7,6 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lp.attention.base import AttentionBackend, Mask, StepView
+from lp.errors import UserError
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -23,7 +24,7 @@ def layer_kinds(config: PretrainedConfig) -> set[str]:
     named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # the latter: GPT-Neo
     kinds = set(named or [SLIDING if sliding else FULL])
     if kinds - KINDS:
-        raise ValueError(
+        raise UserError(
             f"model type {config.model_type!r} has layers of kind {sorted(kinds - KINDS)}, which take no tree mask; "
             f"supported are {sorted(KINDS)}"
         )

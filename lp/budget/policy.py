@@ -16,7 +16,7 @@ from lp.budget.calibration import EXPLORATION_TOKENS, Calibration, DepthDiscount
 from lp.budget.running_ratio import MEMORY_STEPS, PRIOR_STEPS, RunningRatio
 from lp.budget.step_times import StepTimes
 from lp.budget.window_policy import WindowPolicy
-from lp.compiled import given
+from lp.compiled import compiled_array
 from lp.config import LookaheadConfig
 from lp.draft.source import TokenPrice
 from lp.draft.tree import DraftTree
@@ -114,8 +114,8 @@ class AdaptiveBudget:
         self._config = config
         self._step_times = step_times
         self._ranks = ranks
-        self._seconds = given(step_times.seconds_by_tokens)
-        self._marginal_seconds = given(step_times.marginal_seconds)
+        self._seconds = compiled_array(step_times.seconds_by_tokens)
+        self._marginal_seconds = compiled_array(step_times.marginal_seconds)
         self._rate = RunningRatio(PRIOR_STEPS, PRIOR_STEPS * step_times.plain_s, MEMORY_STEPS)
         self._accepted = RunningRatio(PRIOR_STEPS, PRIOR_STEPS, MEMORY_STEPS)  # draft tokens a step
         self._calibration = Calibration()

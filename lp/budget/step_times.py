@@ -7,6 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from lp.errors import UserError
+
 # A step is padded to a larger size only if that takes less than this share of its time; less is noise of the
 # measurement, and padding is real work.
 PADDING_GAIN = 0.9
@@ -43,12 +45,12 @@ class StepTimes:
         ascending = all(a < b for a, b in zip(self.num_tokens, self.num_tokens[1:], strict=False))
         paired = len(self.num_tokens) == len(self.seconds)
         if not (from_1 and ascending and paired and self.max_tokens <= MAX_TABLE_TOKENS):
-            raise ValueError(
+            raise UserError(
                 f"step times have num_tokens {self.num_tokens} and seconds {self.seconds}; num_tokens must be integers "
                 f"that ascend from 1 to at most {MAX_TABLE_TOKENS}, with one time each; measure the steps again"
             )
         if not all(0 < value < float("inf") for value in (*self.seconds, self.plain_s)):
-            raise ValueError(
+            raise UserError(
                 f"step times have seconds {self.seconds} and plain_s {self.plain_s}; all must be positive and finite; "
                 "measure the steps again"
             )

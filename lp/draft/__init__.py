@@ -1,1 +1,9 @@
-"""The method itself, free of transformers and torch.distributed."""
+"""What a step proposes and how it is verified, free of transformers and torch.distributed.
+
+Importing this package registers the built-in draft sources; see `lp.draft.registry`.
+"""
+
+from lp.draft import paper, prompt_lookup, suffix, token_recycling
+from lp.draft.pool import factory
+
+__all__ = ["factory", "paper", "prompt_lookup", "suffix", "token_recycling"]

@@ -1,54 +1,90 @@
-"""Peers of the pool behind the same protocol: what others published, as they published it."""
+"""The paper's own lookahead decoding, for comparison: a pool keyed by one token, draft paths side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
-from lp.config import PaperConfig
+from lp.checks import set_field
+from lp.config import KVSync, LookaheadConfig
+from lp.draft.registry import register_source
 from lp.draft.source import StepSamples
-from lp.draft.tree import DraftTree
+from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.sampling.top_logits import TopLogits
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaperConfig:
+    """The paper's own lookahead: n-grams keyed by one token, N - 1 deep, side by side.
+
+    Args:
+        window_size, ngram_size, guess_set_size: W, N, G.
+        prompt_ngrams: the n-grams of the prompt and of the accepted text enter the pool ("prompt as reference").
+        warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    window_size: int = 15
+    ngram_size: int = 5
+    guess_set_size: int = 15
+    prompt_ngrams: bool = True
+    warmup_steps: int = 0
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        shape = self.shape()
+        for item in fields(self):
+            set_field(self, item.name, getattr(shape, item.name))
+
+    def shape(self) -> LookaheadConfig:
+        """The step it takes."""
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        return LookaheadConfig(**own, output_ngrams=self.prompt_ngrams, draft_depth=None, num_logits=0)
+
+
+@register_source("lookahead_paper", PaperConfig)
 class PaperPool:
     """The paper's pool (section 3.2): the newest n-grams behind one token, as many paths side by side.
 
     Args:
-        config: N, and G n-grams kept of a token and tried a step.
-        prompt: its n-grams are known from the start, if wanted.
+        config: N, and G n-grams stored for a token and tried a step.
+        prompt: its n-grams are known from the start, if `prompt_ngrams`.
     """
 
     num_logits = 0
 
     def __init__(self, config: PaperConfig, prompt: Sequence[int]) -> None:
         self.config = config
-        self._behind: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> tails (N-1), newest last
+        self._tails: dict[int, dict[tuple[int, ...], None]] = {}  # first token -> tails (N-1), newest last
         self._learn_text(prompt, len(prompt))
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
-        """The newest n-grams behind text[-1]; no two share a row."""
-        tree = DraftTree(budget, merge=False)
-        for tail in reversed(self._behind.get(text[-1], {})):
-            tree.add_path(tail)
-        return tree
+        """The newest n-grams behind text[-1]; no two share a node."""
+        builder = DraftTreeBuilder(budget, merge=False)
+        for tail in reversed(self._tails.get(text[-1], {})):
+            builder.add_path(tail)
+        return builder.build()
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """Nothing: it reads no logits."""
 
-    def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
-        """The window's n-grams, then the text's."""
-        for ngram in seen.ngrams:
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        """Store the window's n-grams, then the text's."""
+        for ngram in samples.ngrams:
             self._add(ngram)
-        self._learn_text(text, moved)
+        self._learn_text(text, num_new)
 
-    def _learn_text(self, text: Sequence[int], moved: int) -> None:
+    def _learn_text(self, text: Sequence[int], num_new: int) -> None:
         n = self.config.ngram_size
         if self.config.prompt_ngrams:
-            for end in range(max(len(text) - moved + 1, n), len(text) + 1):
+            for end in range(max(len(text) - num_new + 1, n), len(text) + 1):
                 self._add(text[end - n : end])
 
     def _add(self, ngram: Sequence[int]) -> None:
-        tails = self._behind.setdefault(ngram[0], {})
+        tails = self._tails.setdefault(ngram[0], {})
         tail = tuple(ngram[1:])
         tails.pop(tail, None)
         tails[tail] = None

@@ -3,45 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from lp.checks import check_choice, check_count
+from lp.config import KVSync, LookaheadConfig, windowless
+from lp.draft.registry import register_source
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
 from lp.sampling.top_logits import TopLogits
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptLookupConfig:
+    """Prompt lookup as transformers has it: copy what followed the last tokens before.
+
+    Args:
+        max_matching_ngram: longest run of last tokens to look for; shorter ones are tried after it.
+        num_tokens: tokens copied, which are the draft tokens of a step.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    max_matching_ngram: int = 2
+    num_tokens: int = 10
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        check_count(self, "max_matching_ngram", 1, 64, "try 2")
+        check_count(self, "num_tokens", 1, 1024, "try 10")
+        check_choice(self, "kv_sync", KVSync)
+
+    def shape(self) -> LookaheadConfig:
+        """The step it takes."""
+        return windowless(self.num_tokens, self.kv_sync)
+
+
+@register_source("prompt_lookup", PromptLookupConfig)
 class PromptLookup:
     """Copy what followed the earliest occurrence of the last tokens, as transformers' prompt lookup does.
 
     Args:
-        max_matching_ngram: longest run of last tokens to look for.
+        config: how long a run of last tokens to look for.
         prompt: the text to index at first.
     """
 
-    def __init__(self, max_matching_ngram: int, prompt: Sequence[int]) -> None:
-        self.max_matching_ngram = max_matching_ngram
+    num_logits = 0
+
+    def __init__(self, config: PromptLookupConfig, prompt: Sequence[int]) -> None:
+        self.config = config
         self._first: dict[tuple[int, ...], int] = {}  # n-gram -> where its earliest continuation starts
         self._index(prompt, len(prompt))
 
-    num_logits = 0
-
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
         """One path: at most `budget` tokens behind the longest run found."""
-        tree = DraftTree(budget)
-        for n in range(min(self.max_matching_ngram, len(text)), 0, -1):
+        for n in range(min(self.config.max_matching_ngram, len(text)), 0, -1):
             start = self._first.get(tuple(text[-n:]))
             if start is not None:
-                tree.add_path(text[start : start + budget])
-                break
-        return tree
+                copied = list(text[start : start + budget])
+                return DraftTree(copied, list(range(-1, len(copied) - 1)))
+        return DraftTree()
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """Nothing: it reads no logits."""
 
-    def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
-        """Index the runs that the new tokens gave a continuation."""
-        self._index(text, moved)
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        """Index the runs that the new tokens continue."""
+        self._index(text, num_new)
 
-    def _index(self, text: Sequence[int], moved: int) -> None:
-        for end in range(max(len(text) - moved, 1), len(text)):
-            for n in range(1, min(self.max_matching_ngram, end) + 1):
+    def _index(self, text: Sequence[int], num_new: int) -> None:
+        for end in range(max(len(text) - num_new, 1), len(text)):
+            for n in range(1, min(self.config.max_matching_ngram, end) + 1):
                 self._first.setdefault(tuple(text[end - n : end]), end)

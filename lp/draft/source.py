@@ -1,28 +1,33 @@
-"""Candidates: a tree of tokens behind the last generated one, and the protocol of what proposes it."""
+"""What a draft source is: it proposes a draft tree for every step, and learns from what the step sampled.
+
+`lp.draft.registry` tells how to add one.
+n: sampled nodes of a step; K: `num_logits`, the top-k logits of each; L: tokens of the prompt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lp.compiled import given
+from lp.compiled import compiled_array
 from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
 
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """What a step read, the same on every rank.
+    """What the nodes of a step sampled, the same on every rank.
 
     Attributes:
-        tokens, positions, parents: of all slots, as in StepLayout.
-        nodes: those that were read, n.
-        sampled: (n,) the token each chose.
+        tokens, positions, parents: of all nodes, as in StepLayout.
+        nodes: those that were sampled, n.
+        sampled: the token of each, (n,).
         top_logits: of each, (n, K).
-        ngrams: one of N tokens off every column of the window.
+        ngrams: the window's new n-grams, of N tokens, one a column.
     """
 
     tokens: Sequence[int]
@@ -34,18 +39,18 @@ class StepSamples:
     ngrams: Sequence[tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrice:
-    """What the rows of a step cost in tokens.
+class TokenPrice(NamedTuple):
+    """What the tokens of a step cost, for sources that know how likely each of theirs is to be accepted.
 
     Attributes:
-        tokens_per_s: tokens that a second is worth; 0: rows cost nothing.
-        base_tokens: rows that the step has anyway.
-        seconds: by rows of the whole step.
-        marginal_seconds: by rows, the least that one more costs, as in StepTimes.
-        exploration_bonus, exploration_tokens: tokens that a row is worth though it be turned down, for what it says; of so many rows.
-        calibration: what to believe of a token's chance, given the one before it.
-        depth_discount: a path of d tokens is believed to hold with 1 / (1 + depth_discount x d), besides.
+        tokens_per_s: what a second is worth; 0: step tokens cost nothing.
+        base_tokens: step tokens that there are without a draft.
+        seconds: float64, the time of a step by its tokens, at least up to base_tokens + budget.
+        marginal_seconds: float64, by step tokens, the least that one more costs, as in StepTimes.
+        exploration_bonus: what a draft token is worth even if it is rejected, for the logits that it leaves.
+        exploration_tokens: as many draft tokens of a step have that bonus.
+        calibration: factor on the probability that a token is accepted, given that its parent is.
+        depth_discount: factor 1 / (1 + depth_discount x d) on the probability that a path of d tokens is accepted.
     """
 
     tokens_per_s: float
@@ -58,33 +63,35 @@ class TokenPrice:
     depth_discount: float = 0.0
 
     @classmethod
-    def free(cls, rows: int) -> TokenPrice:
-        """Rows are free, up to so many."""
-        return cls(0.0, 0, given(np.zeros(rows + 1)), given(np.zeros(rows + 1)))
+    def free(cls, num_tokens: int) -> TokenPrice:
+        """Of so many step tokens that cost nothing."""
+        nothing = compiled_array(np.zeros(num_tokens + 1))
+        return cls(tokens_per_s=0.0, base_tokens=0, seconds=nothing, marginal_seconds=nothing)
 
 
 class DraftSource(Protocol):
-    """What guesses the text to come. One is made for every `generate` call."""
+    """Proposes draft tokens for one text; every `generate` call has its own.
 
-    num_logits: int  # K, likeliest tokens wanted of every row that is read
+    All ranks call it alike, with equal arguments, and lay out what it proposes: it must be deterministic.
+    """
 
-    def propose(
-        self, text: Sequence[int], budget: int, row: Sequence[int], column: Sequence[int], price: TokenPrice | None, /
-    ) -> DraftTree:
-        """A tree behind text[-1] of at most `budget` nodes, not counting those that repeat the window's.
+    num_logits: int  # K, top-k logits that it wants of every sampled node; 0 for none
+
+    def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
+        """A draft tree behind text[-1].
 
         Args:
             text: prompt and generated tokens.
-            budget: candidate rows.
-            row, column: row 0 and column 0 of the window, text[-1] first; candidates that repeat them cost no row.
-            price: what rows cost, for sources that know what they bring; None: as good as nothing.
+            budget: most nodes, not counting those that repeat the window's drafts.
+            window: what the window proposes at no cost.
+            price: of step tokens, for sources that state probabilities; None: they cost nothing.
         """
         ...
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """What the rows before the prompt's last said: (L - 1, K), as in StepSamples; only if they were read."""
+        """The logits of the prompt's tokens but the last, (L - 1, K). Called only where they are computed."""
         ...
 
-    def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
-        """Learn from a step, whose `moved` tokens end the text."""
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        """Learn from a step, whose `num_new` tokens end the text."""
         ...

@@ -3,12 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lp.config import SuffixConfig
+from lp.checks import check_choice, check_count, check_real, set_field
+from lp.config import KVSync, LookaheadConfig, windowless
+from lp.draft.registry import register_source
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
+from lp.errors import UserError
 from lp.sampling.top_logits import TopLogits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SuffixConfig:
+    """Suffix decoding as arctic-inference has it: continue as the text did behind its last tokens, by frequency.
+
+    Args:
+        max_tree_depth: tokens of the longest path in the suffix tree: a match and what follows it.
+        max_tokens: most draft tokens of a step.
+        max_spec_factor, max_spec_offset: a match of m tokens may propose max_spec_factor x m + max_spec_offset.
+        min_token_prob: a token rarer than this behind the match, by its path's frequency, is not proposed.
+        tree: propose a tree, best first; False proposes the likeliest path.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    max_tree_depth: int = 64
+    max_tokens: int = 32
+    max_spec_factor: float = 1.0
+    max_spec_offset: float = 0.0
+    min_token_prob: float = 0.1
+    tree: bool = False
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        check_count(self, "max_tree_depth", 2, 4096, "try 64")
+        check_count(self, "max_tokens", 1, 1024, "try 32")
+        set_field(self, "max_spec_factor", check_real("max_spec_factor", self.max_spec_factor, 0, 1024, "try 1.0"))
+        set_field(self, "max_spec_offset", check_real("max_spec_offset", self.max_spec_offset, -1024, 1024, "try 0.0"))
+        set_field(self, "min_token_prob", check_real("min_token_prob", self.min_token_prob, 0, 1, "try 0.1"))
+        if not isinstance(self.tree, bool):
+            raise UserError(f"tree is {self.tree!r}; it must be true or false; false proposes a path")
+        check_choice(self, "kv_sync", KVSync)
+
+    def shape(self) -> LookaheadConfig:
+        """The step it takes."""
+        return windowless(self.max_tokens, self.kv_sync)
 
 
 def native_tree() -> Any:
@@ -20,17 +63,18 @@ def native_tree() -> Any:
     try:
         from arctic_inference.suffix_decoding._C import SuffixTree as native
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"suffix decoding needs the suffix tree of arctic-inference ({error}); pip install arctic-inference, or "
             "build the tree alone with scripts/build_suffix_tree.sh"
         ) from None
     return native
 
 
+@register_source("suffix", SuffixConfig, requires=native_tree)
 class SuffixTree:
     """What followed the longest matches of the last tokens, by frequency.
 
-    The tree is that of one text: what SuffixDecodingCache keeps of a request, without its tree of past responses.
+    The tree is that of one text: what SuffixDecodingCache has of a request, without its tree of past responses.
 
     Args:
         config: how far to match and to propose.
@@ -40,16 +84,16 @@ class SuffixTree:
         ValueError: arctic-inference is not installed.
     """
 
+    num_logits = 0
+
     def __init__(self, config: SuffixConfig, prompt: Sequence[int]) -> None:
         self.config = config
         self._native = native_tree()(config.max_tree_depth)
         self._native.extend(0, list(prompt))
 
-    num_logits = 0
-
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
         """The continuation whose estimated probabilities add up to most, over all lengths of the match."""
-        config, tree = self.config, DraftTree(budget)
+        config = self.config
         draft = self._native.speculate(
             list(text[-config.max_tree_depth :]),
             min(config.max_tokens, budget),
@@ -58,13 +102,11 @@ class SuffixTree:
             config.min_token_prob,
             config.tree,
         )
-        for token, parent in zip(draft.token_ids, draft.parents, strict=True):
-            tree.add_child(parent, token)  # nodes keep their places: parents come first, and no token twice behind one
-        return tree
+        return DraftTree(draft.token_ids, draft.parents)  # parents come first, and no token twice behind one
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """Nothing: it reads no logits."""
 
-    def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Index the new tokens."""
-        self._native.extend(0, list(text[len(text) - moved :]))
+        self._native.extend(0, list(text[len(text) - num_new :]))

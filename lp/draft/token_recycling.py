@@ -4,12 +4,42 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from lp.config import RecyclingConfig
+from lp.checks import check_choice, check_count
+from lp.config import KVSync, LookaheadConfig, windowless
+from lp.draft.registry import register_source
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
 from lp.sampling.top_logits import TopLogits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecyclingConfig:
+    """Token recycling (arXiv 2408.08696): a static tree over the successors that every token was last seen with.
+
+    Args:
+        successors: stored for every token.
+        nodes: of the tree, which are the draft tokens of a step.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    successors: int = 8
+    nodes: int = 80
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        check_count(self, "successors", 1, 256, "try 8")
+        check_count(self, "nodes", 1, 1024, "try 80")
+        check_choice(self, "kv_sync", KVSync)
+
+    def shape(self) -> LookaheadConfig:
+        """The step it takes."""
+        return windowless(self.nodes, self.kv_sync)
 
 
 @lru_cache(maxsize=16)
@@ -25,34 +55,44 @@ def _static_tree(nodes: int, successors: int) -> list[tuple[int, int]]:
     return tree
 
 
+@register_source("token_recycling", RecyclingConfig)
 class TokenRecycling:
-    """Token recycling: the likeliest successors that the logits of any row last showed behind a token.
+    """Token recycling: the likeliest successors that the logits of any node last showed behind a token.
 
     Args:
-        config: successors kept, nodes of the static tree.
+        config: successors of a token, nodes of the static tree.
+        prompt: unused; its logits come by `begin`.
     """
 
-    def __init__(self, config: RecyclingConfig) -> None:
-        self.config, self.num_logits = config, config.successors
+    def __init__(self, config: RecyclingConfig, prompt: Sequence[int] = ()) -> None:
+        self.config = config
+        self.num_logits = config.successors
         self._successors: dict[int, list[int]] = {}  # likeliest first
 
     def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
         """The static tree, filled as far as successors are known."""
-        places: list[int | None] = []
-        tree = DraftTree(budget)
-        for parent, rank in _static_tree(min(self.config.nodes, budget), self.config.successors):
-            node = places[parent] if parent >= 0 else -1
-            known = [] if node is None else self._successors.get(text[-1] if node < 0 else tree.tokens[node], [])
-            places.append(tree.add_child(node, known[rank]) if node is not None and rank < len(known) else None)
-        return tree
+        tokens: list[int] = []
+        parents: list[int] = []
+        nodes: list[int | None] = []  # of every static node, its node here
+        for static_parent, rank in _static_tree(min(self.config.nodes, budget), self.config.successors):
+            parent = nodes[static_parent] if static_parent >= 0 else -1
+            nodes.append(None)  # where its token, or its parent's, is not known
+            if parent is None:
+                continue
+            known = self._successors.get(tokens[parent] if parent >= 0 else text[-1], [])
+            if rank < len(known):
+                nodes[-1] = len(tokens)
+                tokens.append(known[rank])
+                parents.append(parent)
+        return DraftTree(tokens, parents)
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """The prompt's rows leave their tokens' successors."""
-        self._learn(prompt[:-1], top_logits)
+        """Store the successors of the prompt's tokens."""
+        self._store(prompt[:-1], top_logits)
 
-    def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
-        """Every row read replaces its token's successors."""
-        self._learn([seen.tokens[slot] for slot in seen.nodes], seen.top_logits)
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        """Every sampled node replaces its token's successors."""
+        self._store([samples.tokens[node] for node in samples.nodes], samples.top_logits)
 
-    def _learn(self, tokens: Sequence[int], top_logits: TopLogits) -> None:
+    def _store(self, tokens: Sequence[int], top_logits: TopLogits) -> None:
         self._successors.update(zip(tokens, top_logits.tokens.tolist(), strict=True))

@@ -1,34 +1,52 @@
-"""The draft tree: token paths behind the last generated token that share their common prefixes."""
+"""The draft tree: tokens proposed for verification behind the newest token of the text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 
+@dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Candidate paths that share their common prefixes, within a budget of nodes.
+    """Draft tokens behind the newest token of the text, the root, which is not one of them; never changed once made.
 
-    Args:
-        budget: most nodes the tree may hold.
-        merge: paths share slots with each other and with the window; False lays each out on its own.
+    Nodes are in topological order: a parent comes before its children.
+
+    Attributes:
+        tokens: of every node.
+        parents: of every node, its parent's index; -1 is the root.
+        accept_probs: of every node, the probability that it is accepted with all its ancestors; empty where the source
+            states none.
+        merge: a node that repeats a sibling or a draft of the window shares its node in the step. False is the paper's
+            layout: paths lie side by side, and no two nodes are shared.
     """
 
-    def __init__(self, budget: int, merge: bool = True) -> None:
-        self.budget, self.merge = budget, merge
-        self.tokens: list[int] = []
-        self.parents: list[int] = []  # -1 is the root: the last generated token
-        self.accept_probs: list[float] = []  # of being accepted, where the source states them
-        self._child: dict[tuple[int, int], int] = {}
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    accept_probs: Sequence[float] = ()
+    merge: bool = True
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def full(self) -> bool:
-        return len(self.tokens) >= self.budget
+
+@dataclass(slots=True)
+class DraftTreeBuilder:
+    """Makes a draft tree of paths, within a budget of nodes.
+
+    Args:
+        budget: most nodes the tree may have.
+        merge: as in DraftTree.
+    """
+
+    budget: int
+    merge: bool = True
+    tokens: list[int] = field(default_factory=list, init=False)
+    parents: list[int] = field(default_factory=list, init=False)
+    _children: dict[tuple[int, int], int] = field(default_factory=dict, init=False)  # (parent, token) -> node
 
     def add_path(self, path: Iterable[int]) -> None:
-        """Insert a path from the root; what it shares is there already, what exceeds the budget is cut."""
+        """Insert a path from the root: the prefix that the tree has is shared, what exceeds the budget is left out."""
         node = -1
         for token in path:
             child = self.add_child(node, token)
@@ -37,10 +55,18 @@ class DraftTree:
             node = child
 
     def add_child(self, node: int, token: int) -> int | None:
-        """The child of a node (-1 is the root) that carries the token, made if the budget allows; else None."""
-        child = self._child.get((node, token)) if self.merge else None
-        if child is None and not self.full:
-            child = self._child[node, token] = len(self.tokens)
-            self.tokens.append(token)
-            self.parents.append(node)
+        """The child of a node (-1 is the root) with this token, added if there is none; None beyond the budget."""
+        child = self._children.get((node, token)) if self.merge else None
+        if child is not None:
+            return child
+        if len(self.tokens) >= self.budget:
+            return None
+        child = len(self.tokens)
+        self._children[node, token] = child
+        self.tokens.append(token)
+        self.parents.append(node)
         return child
+
+    def build(self) -> DraftTree:
+        """The tree."""
+        return DraftTree(self.tokens, self.parents, merge=self.merge)

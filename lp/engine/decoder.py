@@ -11,15 +11,16 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from lp.checks import check_int, flat_list
-from lp.engine.inputs import Eos, Prompt, eos_ids, prompt_ids
+from lp.engine.inputs import Eos, Prompt, check_model, eos_ids, prompt_ids
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens, Request
 from lp.engine.signals import DeferredSignals, Interrupted
 from lp.engine.stopping import Stopping
+from lp.errors import UserError
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.rope import rope_boundary
 from lp.models.support import check_adapter
-from lp.parallel.agreement import drawn_seed
+from lp.parallel.agreement import shared_seed
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams
 from lp.sampling.sampler import build_sampler
@@ -35,6 +36,7 @@ class Decoder(ABC):
     """
 
     def __init__(self, model: PreTrainedModel, context: ParallelContext | None = None) -> None:
+        check_model(model)
         check_adapter(model)
         self.model, self.context = model, context or ParallelContext(device=model.device)
 
@@ -90,7 +92,7 @@ class Decoder(ABC):
         padding = [check_int("padding", token, 0, math.inf, "give token ids") for token in flat_list(padding)]
         recorded = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
         if recorded and self.context.world_size > 1:
-            raise ValueError(
+            raise UserError(
                 f"output_{recorded[0]} is on among {self.context.world_size} ranks, of which each has only the logits "
                 "of its own nodes; leave it out, or generate on one rank"
             )
@@ -159,7 +161,7 @@ class Decoder(ABC):
     def _seeded(self, sampling: SamplingParams | None) -> SamplingParams | None:
         """With a seed of None, rank 0 draws one for all; ranks that need none take part too."""
         wanted = sampling is not None and sampling.seed is None
-        seed = drawn_seed(self.context, f"drawing the seed of {self.call}", wanted)
+        seed = shared_seed(self.context, f"drawing the seed of {self.call}", wanted)
         return replace(sampling, seed=seed) if sampling is not None and wanted else sampling
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,24 @@ import torch
 from transformers import PreTrainedModel
 
 from lp.checks import as_int, flat_list
+from lp.errors import UserError
 from lp.models.loader import context_limit
 
 Prompt = Sequence[int] | np.ndarray | torch.Tensor
 Eos = int | Iterable[int] | np.ndarray | torch.Tensor
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no model, such as the name of one.
+
+    Raises:
+        UserError: names what was given and what gives a model.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(
+            f"model is {model!r}; it must be a loaded model: AutoModelForCausalLM.from_pretrained(...), or "
+            "lp.load(...).model, which takes a folder, a hub name or 'demo'"
+        )
 
 
 def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
@@ -22,25 +36,27 @@ def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
     Raises:
         ValueError: not one prompt of integers, empty, too long for the model's context, or not of its vocabulary.
     """
+    if isinstance(input_ids, str | bytes | Mapping):
+        raise UserError(f'input_ids is {input_ids!r}; give token ids, as in tokenizer(text)["input_ids"]')
     given = _elements(input_ids)
     if given is None:
-        raise ValueError(f"input_ids is {input_ids!r}, no sequence of token ids; give them as (L,) or (1, L)")
+        raise UserError(f"input_ids is {input_ids!r}, no sequence of token ids; give them as (L,) or (1, L)")
     if given and (row := _elements(given[0])) is not None:
         if len(given) > 1:
-            raise ValueError(f"input_ids holds {len(given)} prompts; generate takes one, call it for each")
+            raise UserError(f"input_ids holds {len(given)} prompts; generate takes one, call it for each")
         given = row
     if not given:
-        raise ValueError("the prompt is empty; give at least one token, such as the model's BOS")
+        raise UserError("the prompt is empty; give at least one token, such as the model's BOS")
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = list[int]()
     for value in given:
         token = as_int(value)
         if token is None or not 0 <= token < vocabulary:
-            raise ValueError(f"the prompt has token id {value!r}; this model's vocabulary is 0..{vocabulary - 1}")
+            raise UserError(f"the prompt has token id {value!r}; this model's vocabulary is 0..{vocabulary - 1}")
         ids.append(token)
     context = context_limit(model)
     if context is not None and len(ids) >= context:
-        raise ValueError(
+        raise UserError(
             f"the prompt has {len(ids)} tokens, the model's context {context}; leave room for one new token"
         )
     return ids
@@ -57,7 +73,7 @@ def eos_ids(model: PreTrainedModel, eos_token_id: Eos | None) -> frozenset[int]:
     for value in [] if given is None else flat_list(given):
         token = as_int(value)
         if token is None:
-            raise ValueError(f"eos_token_id has {value!r}; give one token id or several, or () for none")
+            raise UserError(f"eos_token_id has {value!r}; give one token id or several, or () for none")
         ids.add(token)
     return frozenset(ids)
 

@@ -28,9 +28,10 @@ from lp.engine.inputs import Prompt, prompt_ids
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
 from lp.engine.signals import Interrupted
+from lp.errors import UserError
 from lp.models.digests import model_digests
 from lp.models.rope import rope_boundary
-from lp.parallel.agreement import drawn_seed
+from lp.parallel.agreement import shared_seed
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import plain_settings
@@ -66,7 +67,7 @@ class Journal:
         assert said is not None
         told = json.loads(said)
         if "error" in told:  # on every rank, or the others would wait for rank 0
-            raise ValueError(told["error"])
+            raise UserError(told["error"])
         self.records = {name: Record(**record) for name, record in told.items()}
         self._models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # an id may be that of a model before
 
@@ -102,7 +103,7 @@ class Journal:
             ValueError: rejection sampling, whose text no restart can repeat.
         """
         if sampling is not None and sampling.verifier is Verifier.REJECTION:
-            raise ValueError("a journal can't go on with verifier 'rejection', which draws anew; use 'coupled'")
+            raise UserError("a journal can't go on with verifier 'rejection', which draws anew; use 'coupled'")
         ids = prompt_ids(decoder.model, ids)
         max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
         for key in OBJECTS:
@@ -111,7 +112,7 @@ class Journal:
         record = self.records.setdefault(name, Record())
         if sampling is not None and sampling.seed is None:
             if record.seed is None:
-                record.seed = drawn_seed(self.context, "drawing the seed of a journal's text")
+                record.seed = shared_seed(self.context, "drawing the seed of a journal's text")
             sampling = replace(sampling, seed=record.seed)
         record.seed = sampling.seed if sampling else None
         # The last token comes again, and with it what may have ended the text.
@@ -163,7 +164,7 @@ class Journal:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - for as long as the run lasts
             *lines, cut = self.path.read_bytes().split(b"\n") if self.path.is_file() else [b""]
             if not any(start.startswith(cut[: len(start)]) for start in STARTS):
-                raise ValueError("ends with what no journal has")
+                raise UserError("ends with what no journal has")
             records = _read(lines)
             if cut:  # of a line that was written last; not before the others are known to be a journal's
                 self._file.truncate(self._file.tell() - len(cut))

@@ -8,6 +8,7 @@ import torch
 
 from lp.config import LookaheadConfig
 from lp.draft.layout import largest_layout
+from lp.errors import UserError
 from lp.models.kv_cache import CacheTooLarge
 from lp.models.memory import format_bytes, free_bytes
 
@@ -41,7 +42,7 @@ def too_large(
         message += f", where {format_bytes(free)} are free"
         remedies = _remedies(int(USABLE * free) // error.slot_bytes, config, prompt_tokens, new_tokens)
     remedy = " or ".join(remedies) or "use a shorter prompt, or a device with more memory"
-    return ValueError(f"{message}; {remedy}")
+    return UserError(f"{message}; {remedy}")
 
 
 def _remedies(cache_slots: int, config: LookaheadConfig, prompt_tokens: int, new_tokens: int) -> list[str]:

@@ -23,10 +23,10 @@ from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.stopping import FINISH_REASON
+from lp.errors import RanksParted
 from lp.models.kv_cache import CacheTooLarge
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
-from lp.parallel.agreement import RanksParted
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Stop, gather, gather_plain, pack, unpack
 from lp.parallel.sharding import RankShare, ShardPlan
@@ -162,7 +162,7 @@ class Generation:
         self.request.sampler.record([0], [0])
         self.cache.length += 1
         self.text.append(token)
-        self.budget.record_step([token], 1, DraftTree(0))
+        self.budget.record_step([token], 1, DraftTree())
         return self._deliver([token], 1)
 
     @property
@@ -171,7 +171,7 @@ class Generation:
 
     def _propose(self) -> DraftTree:
         budget = 0 if self._warming_up or self.budget.idle else self.budget.draft_tokens
-        return self.source.propose(self.text, budget, *self.window.free_drafts(), self.budget.price)
+        return self.source.propose(self.text, budget, self.window.drafts(), self.budget.price)
 
     def _cross_rope_boundary(self) -> None:
         """Where the model's rotary frequencies change at `c`, compute the cache as plain decoding does there."""
@@ -196,7 +196,11 @@ class Generation:
             padded = share.padded(self.budget.padded_size(len(share.tokens)))
             logits = self.runner.forward(padded.tokens, padded.positions, padded.visible, self.cache, padded.sample_at)
             positions = [layout.positions[node] for node in nodes]
-            branches = [layout.branch(node, sampler.prefix_free) for node in nodes]
+            branches: list[list[int] | None]
+            if sampler.prefix_free:
+                branches = [[] if layout.reachable(node) else None for node in nodes]
+            else:
+                branches = [layout.branch_tokens(node) for node in nodes]
             drafts = [layout.drafts(node) for node in nodes] if sampler.uses_drafts else []
             scores = sampler.scores(logits, branches, self.text)
             return sampler.sample(scores, positions, branches, drafts), pack_top_logits(scores, self.num_logits)

@@ -11,8 +11,10 @@ from lp.budget.measure import SIZES, measure_step_times
 from lp.budget.policy import FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.budget.step_times_cache import load_or_measure, machine_key
+from lp.checks import env_int
 from lp.config import LookaheadConfig, PoolScope
-from lp.draft.pool.ngram_pool import NGramPool, fresh_tables
+from lp.draft.pool.factory import fresh_tables
+from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.tree import DraftTree
 from lp.engine.decoder import Decoder
 from lp.engine.memory import largest_step_tokens
@@ -24,7 +26,6 @@ from lp.models.loader import context_limit, vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
-from lp.parallel.rendezvous import env_int
 
 # Tokens of the text in which steps are timed: half of them are its prompt, unless the model's context is shorter.
 TEXT_TOKENS = 512
@@ -116,7 +117,5 @@ class RejectedDrafts(NGramPool):
         """The pool's tree with other tokens, filled up with children of the root."""
         proposed = super().propose(text, budget, *args)
         missing = budget - len(proposed)
-        tree = DraftTree(budget, merge=False)
-        tree.tokens = [token - 1 if token else 1 for token in proposed.tokens] + [0] * missing
-        tree.parents = proposed.parents + [-1] * missing
-        return tree
+        tokens = [token - 1 if token else 1 for token in proposed.tokens]
+        return DraftTree([*tokens, *[0] * missing], [*proposed.parents, *[-1] * missing], merge=False)

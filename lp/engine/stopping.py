@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
+from lp.errors import UserError
 from lp.parallel.message import Stop
 
 FINISH_REASON = {
@@ -63,7 +64,7 @@ class Stopping:
         strings = None
         if stop_strings:
             if tokenizer is None:
-                raise ValueError(f"stop_strings is {list(stop_strings)!r} but no tokenizer was given; pass tokenizer=")
+                raise UserError(f"stop_strings is {list(stop_strings)!r} but no tokenizer was given; pass tokenizer=")
             strings = StopStringCriteria(tokenizer, list(stop_strings))
         return cls(eos, max_new_tokens, room, prompt, strings, list(criteria), device)
 

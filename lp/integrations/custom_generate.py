@@ -28,12 +28,12 @@ from lp.config import LookaheadConfig
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.engine.signals import Interrupted
-from lp.models.support import check_adapter
+from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
 # What transformers hands over by itself, and what changes no token.
 KNOWN = {"attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep"}
-KNOWN |= {"num_logits_to_keep", "return_dict", "output_router_logits"}
+KNOWN |= {"return_dict", "output_router_logits"}
 
 
 def generate(
@@ -144,7 +144,7 @@ def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | 
     }
     refused = [name for name, wanted in asked.items() if wanted]
     if refused:
-        raise ValueError(f"lp.generate does not do {', '.join(refused)}; leave it out, or use generate as it is")
+        raise UserError(f"lp.generate does not do {', '.join(refused)}; leave it out, or use generate as it is")
 
 
 def _check_preparation(model: PreTrainedModel) -> None:
@@ -152,18 +152,17 @@ def _check_preparation(model: PreTrainedModel) -> None:
 
     PEFT sets its `prepare_inputs_for_generation` on a base model to add virtual tokens; LoRA and its kin are modules.
     """
-    check_adapter(model)
     prepare, own = model.prepare_inputs_for_generation, getattr(type(model), "prepare_inputs_for_generation", None)
     name = f"{type(model).__name__}.prepare_inputs_for_generation"
     if own is None or getattr(prepare, "__func__", None) is not own:
         setter = type(getattr(prepare, "__self__", prepare)).__name__
-        raise ValueError(
+        raise UserError(
             f"{name} was replaced on this model (by {setter}), as PEFT does for prefix tuning, prompt tuning and "
             "p-tuning; lp.generate hands over the tokens alone: leave custom_generate out, or use an adapter of the "
             "weights, such as LoRA"
         )
     if own.__module__.partition(".")[0] != "transformers":
-        raise ValueError(
+        raise UserError(
             f"{name} comes from {own.__module__} and not from transformers; lp.generate never calls it: leave "
             "custom_generate out, or decode with lp.LookaheadDecoder(model), which hands over the tokens alone"
         )
@@ -173,12 +172,12 @@ def _check_cache(cache: Any) -> None:
     """Refuse a cache that holds KV, of whatever text; the empty one that transformers makes goes unused."""
     held = 0 if cache is None else int(cache.get_seq_length())
     if held:
-        raise ValueError(
+        raise UserError(
             f"past_key_values holds {held} tokens; lp.generate fills a cache of its own: leave it out and give the "
             "whole text as input_ids, or use generate as it is"
         )
     if isinstance(cache, QuantizedCache):
-        raise ValueError("lp.generate has no quantized cache; leave cache_implementation out, or use generate as it is")
+        raise UserError("lp.generate has no quantized cache; leave cache_implementation out, or use generate as it is")
 
 
 def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> list[int]:
@@ -189,7 +188,7 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
     """
     others = [name for name, value in model_kwargs.items() if value is not None and name not in KNOWN]
     if others:
-        raise ValueError(f"lp.generate continues tokens and takes no {', '.join(others)}; use generate as it is")
+        raise UserError(f"lp.generate continues tokens and takes no {', '.join(others)}; use generate as it is")
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     length = input_ids.shape[1]
     if mask is None:
@@ -198,19 +197,19 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
     else:
         covered = mask.shape[1]
     if covered != length:
-        raise ValueError(
+        raise UserError(
             f"the attention_mask covers {covered} tokens, the prompt has {length}; give one column for every token"
         )
     paddings = (mask != 0).int().argmax(1).tolist()
     for index, padding in enumerate(paddings):
         if not mask[index][padding:].all():
-            raise ValueError(
+            raise UserError(
                 f"the attention_mask of prompt {index} has zeros behind its first token (transformers makes one where "
                 "the prompt has the pad token); pad on the left, or give a mask of ones if that token is meant"
             )
         counted = [*range(len(mask[index]) - padding)]
         if positions is not None and positions[index % len(positions)][padding:].tolist() != counted:
-            raise ValueError("lp.generate counts positions from the prompt's first token; leave position_ids out")
+            raise UserError("lp.generate counts positions from the prompt's first token; leave position_ids out")
     return paddings
 
 

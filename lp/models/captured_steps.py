@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lp.attention import AttentionBackend, StepMasks
+from lp.attention.base import AttentionBackend
+from lp.attention.masks import StepMasks
 from lp.config import Capture
+from lp.errors import UserError
 from lp.models.kv_cache import StaticKVCache
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens
@@ -29,9 +31,7 @@ class CaptureFailed(RuntimeError):
     """The model's step can't be recorded."""
 
 
-def capture_mode(
-    capture: Capture, model: PreTrainedModel, shifting: bool, backend: AttentionBackend
-) -> Capture | None:
+def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backend: AttentionBackend) -> Capture | None:
     """How to capture steps, None for not at all; `auto` is a graph on a GPU where that can be right.
 
     Args:
@@ -53,7 +53,7 @@ def capture_mode(
     if capture is Capture.OFF:
         return None
     if obstacle is not None:
-        raise ValueError(f"capture is {str(capture)!r}, but {obstacle}; choose capture=off")
+        raise UserError(f"capture is {str(capture)!r}, but {obstacle}; choose capture=off")
     return capture
 
 

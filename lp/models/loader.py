@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import huggingface_hub
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from lp.errors import UserError
 from lp.models.rope import rope_boundary
 from lp.models.support import check_supported
 
+HUB_TIMEOUT_S = 5.0
 DEMO_MODEL = Path(__file__).parent / "demo"
 logger = logging.getLogger(__name__)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model ready to decode, and its tokenizer."""
+class Loaded(NamedTuple):
+    """A model ready to decode, and its tokenizer: `model, tokenizer = lp.load(...)`."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -52,17 +53,19 @@ def load(
     """
     source = str(DEMO_MODEL) if str(name_or_path) == "demo" else str(name_or_path)
     if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
-    config = _config(source, trust_remote_code)
+        raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
+    offline = not Path(source).expanduser().is_dir() and not _hub_answers()
+    config = _config(source, trust_remote_code, offline)
     check_supported(config)
     kwargs: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), "trust_remote_code": trust_remote_code}
+    kwargs["local_files_only"] = offline
     if attn_implementation:
         kwargs["attn_implementation"] = attn_implementation
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised and torch.device(device).type != "cpu":
         kwargs["device_map"] = {"": torch.device(device)}  # such weights may not be moved once they are loaded
     model = _model(source, config, kwargs)
-    tokenizer = _tokenizer(source, trust_remote_code)
+    tokenizer = _tokenizer(source, trust_remote_code, offline)
     check_vocabulary(model, tokenizer)
     return Loaded((model if quantised else model.to(device)).eval(), tokenizer)
 
@@ -75,7 +78,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     """
     largest, rows = max(tokenizer.get_vocab().values(), default=-1), model.get_input_embeddings().weight.shape[0]
     if largest >= rows:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer's largest id is {largest} but the model embeds {rows} tokens; "
             "load the tokenizer that belongs to this model"
         )
@@ -95,20 +98,34 @@ def context_limit(model: PreTrainedModel) -> int | None:
     return stretched or getattr(config, "max_position_embeddings", None)
 
 
-def _config(source: str, trust_remote_code: bool) -> Any:
+def _config(source: str, trust_remote_code: bool, offline: bool) -> Any:
     if source.startswith(("/", ".", "~")) and not Path(source).expanduser().is_dir():
-        raise ValueError(
-            f"model folder {source!r} does not exist; give a folder with config.json, a hub name or 'demo'"
-        )
+        raise UserError(f"model folder {source!r} does not exist; give a folder with config.json, a hub name or 'demo'")
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=offline)
     except Exception as error:  # nothing of ours runs in there, and each release raises something else
+        if offline:
+            raise UserError(
+                f"cannot load {source!r}: it is no folder here, not in the local cache, and the hub cannot be reached; "
+                "give a folder with config.json, or 'demo' for the embedded model"
+            ) from error
         asked = "trust_remote_code" in str(error)
         remedy = "; model.trust_remote_code=true runs that code, if you trust it" if asked else ""
-        raise ValueError(f"cannot read a model config from {source!r}: {_first_line(error)}{remedy}") from error
+        raise UserError(f"cannot read a model config from {source!r}: {_first_line(error)}{remedy}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
-        raise ValueError(f"{source!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
+        raise UserError(f"{source!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
     return config
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached at all: its client would try five times, half a minute, for each file."""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except Exception:  # of whichever HTTP client this release has
+        return False
+    return True
 
 
 def _model(source: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -129,14 +146,14 @@ def _model(source: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
         where = f"{source!r}: {damaged} is damaged or incomplete" if damaged else repr(source)
         asked = isinstance(error, ImportError) and "attn_implementation" in kwargs
         remedy = "; install it, or choose attn_implementation=sdpa" if asked else _pickled(source)
-        raise ValueError(f"cannot load {where}: {_first_line(error)}{remedy}") from error
+        raise UserError(f"cannot load {where}: {_first_line(error)}{remedy}") from error
     for name, stored, wanted in sorted(info["mismatched_keys"]):
-        raise ValueError(
+        raise UserError(
             f"cannot load {source!r}: config.json makes {name} {tuple(wanted)}, the weights have {tuple(stored)}; "
             "use the config that belongs to these weights"
         )
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(
+        raise UserError(
             f"cannot load {source!r}: the weights have no {missing[0]} (of {len(missing)} missing); "
             "use a complete checkpoint of a causal LM, with the config that belongs to it"
         )
@@ -145,11 +162,11 @@ def _model(source: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-def _tokenizer(source: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _tokenizer(source: str, trust_remote_code: bool, offline: bool) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=offline)
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"cannot load the tokenizer of {source!r}: {_first_line(error)}; "
             "a good tokenizer.json (or another tokenizer's files) must lie beside the weights"
         ) from error

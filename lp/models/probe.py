@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lp.attention import AttentionBackend
+from lp.attention.base import AttentionBackend
 from lp.draft.layout import ancestors
+from lp.errors import UserError
 from lp.models.captured_steps import CapturedSteps
 from lp.models.kv_cache import StaticKVCache
 from lp.sampling.sampler import NOT_FINITE_REMEDY
@@ -84,7 +85,7 @@ def check_tree_mask(runner: StepRunner) -> None:
         if error <= TOLERANCE.get(dtype, FULL_PRECISION):
             passed.add(backend)
             return
-    raise ValueError(
+    raise UserError(
         f"{_name(runner)} does not honour a tree mask: logits of a tree-shaped step are off by "
         f"{error:.2g} of their spread; {_remedy(runner)}"
     )
@@ -107,11 +108,11 @@ def _mean_error(runner: StepRunner) -> float:
         raise
     except Exception as failure:
         reason = str(failure).strip().split("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"{_name(runner)} cannot run a tree-shaped step ({type(failure).__name__}: {reason}); {_remedy(runner)}"
         ) from failure
     if tree_logits is None:
-        raise ValueError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
+        raise UserError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
     errors = [
         _relative_error(tree_logits[node], plain_logits[index, depth])
         for index, branch in enumerate(BRANCHES)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lp.errors import UserError
+
 # For these, `generate` computes the whole cache anew when the text grows past the boundary; others leave it.
 REFILLING = {"phi3", "phimoe", "phi4_multimodal"}
 
@@ -49,7 +51,7 @@ def rope_boundary(config: Any) -> RopeBoundary | None:
     found = {boundary for layer in layers if (boundary := _boundary(config, layer))}
     if len(found) > 1:
         lengths = sorted(boundary.length for boundary in found)
-        raise ValueError(
+        raise UserError(
             f"model type {config.model_type!r} changes its rotary frequencies at {lengths} tokens; "
             "one such length is supported: decode it with AutoregressiveDecoder"
         )

@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lp.attention import AUTO, AttentionBackend, StepMasks, backends_to_try, set_attention
+from lp.attention.base import AttentionBackend
+from lp.attention.masks import StepMasks
+from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture
+from lp.errors import UserError
 from lp.models.captured_steps import CapturedSteps, CaptureFailed, capture_mode
 from lp.models.kv_cache import StaticKVCache
 from lp.models.probe import check_tree_mask
@@ -99,7 +102,7 @@ class ModelRunner:
             self.captured = CapturedSteps(self.model, self.masks, mode)
         except ValueError as error:
             if not self._fallback:
-                raise ValueError(f"captured steps: {error}; or choose capture=off") from error
+                raise UserError(f"captured steps: {error}; or choose capture=off") from error
             logger.warning("steps are not captured: %s", error)
             self.captured = None
 

@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from lp.attention.masks import layer_kinds
+from lp.errors import UserError
 
 # Recurrent models whose config names no kinds of layers.
 RECURRENT = {"rwkv", "xlstm"}
@@ -24,18 +25,26 @@ def check_supported(config: Any) -> None:
     """
     kind = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"model type {kind!r} is an encoder-decoder; lookahead decoding needs a causal LM")
+        raise UserError(f"model type {kind!r} is an encoder-decoder; lookahead decoding needs a causal LM")
     attention = getattr(config, "attn_config", None)  # of MPT
     alibi = kind == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False)
     if alibi or kind == "roformer":
         what = "alibi" if alibi else "no position_ids"
-        raise ValueError(
+        raise UserError(
             f"model type {kind!r} uses {what}, which ties attention to a row's place in the cache; "
             "a step of several branches can't be exact: use a model with rotary or learned positions"
         )
     if kind in RECURRENT:
-        raise ValueError(f"model type {kind!r} keeps a recurrent state, which holds one branch only; use a transformer")
-    layer_kinds(config.get_text_config())
+        raise UserError(f"model type {kind!r} keeps a recurrent state, which holds one branch only; use a transformer")
+    text = config.get_text_config()
+    layer_kinds(text)
+    strongest, context = getattr(text, "keep_window_size", None), getattr(text, "max_position_embeddings", None)
+    if strongest is not None and context is not None and strongest < context:  # Doge
+        raise UserError(
+            f"model type {kind!r} attends to the {strongest} strongest keys of up to {context}, and which of two equal "
+            "ones goes by their places in the cache; a step of several branches can't be exact: "
+            f"set max_position_embeddings to {strongest}, or decode it with AutoregressiveDecoder"
+        )
 
 
 def check_adapter(model: Any) -> None:
@@ -54,7 +63,7 @@ def check_adapter(model: Any) -> None:
             what = f"an activated {kind} (alora_invocation_tokens), which applies to some rows by their place in a pass"
         else:
             continue
-        raise ValueError(
+        raise UserError(
             f"the model has an adapter that is {what}; lp hands over the tokens alone: use generate as it is, or an "
             "adapter of the weights, such as LoRA"
         )

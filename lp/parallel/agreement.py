@@ -14,18 +14,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from lp.errors import CallsDiffer, UserError
+
 TAG = -0x6C702D63616C6C  # no digest, which the rows of steps begin with, is negative
 NAME = 7  # int64s of the name
 HEAD = 1 + NAME
 SIZE = 64  # int64s of a message
-
-
-class RanksParted(RuntimeError):
-    """The ranks can't go on together. Every rank has such an error, and none takes another step."""
-
-
-class CallsDiffer(RanksParted):
-    """Ranks are in different calls."""
 
 
 class Ranks(Protocol):
@@ -120,10 +114,10 @@ def check_same(context: Ranks, call: str, items: Mapping[str, int]) -> None:
         other = (gathered[:, column] != gathered[0, column]).nonzero().flatten().tolist()
         if other:
             ranks = ", ".join(map(str, other))
-            raise ValueError(f"the {item} of rank {ranks} differs from rank 0's; give every rank the same {item}")
+            raise UserError(f"the {item} of rank {ranks} differs from rank 0's; give every rank the same {item}")
 
 
-def drawn_seed(context: Ranks, call: str, wanted: bool = True) -> int:
+def shared_seed(context: Ranks, call: str, wanted: bool = True) -> int:
     """A seed that rank 0 draws from torch's generator for all.
 
     Args:

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lp.checks import check_real
+from lp.checks import check_real, env_int
+from lp.config import DEFAULT_TIMEOUT_S
+from lp.errors import RankLost, UserError
 from lp.parallel import agreement
-from lp.parallel.rendezvous import RankLost, announce, choose_backend, env_int, join, leave, local_device, roll_call
+from lp.parallel.rendezvous import announce, choose_backend, join, leave, local_device, roll_call
 
 T = TypeVar("T")
-DEFAULT_TIMEOUT_S = 120.0
 PATIENCE = timedelta(days=365)
 ENDED = "done with all calls"
 
@@ -73,7 +74,7 @@ class ParallelContext:
             return cls.single(device)
         missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
-            raise ValueError(f"WORLD_SIZE is {world_size} but {', '.join(missing)} is not set; launch with torchrun")
+            raise UserError(f"WORLD_SIZE is {world_size} but {', '.join(missing)} is not set; launch with torchrun")
         rank, local_rank = env_int("RANK", 0, high=world_size - 1), env_int("LOCAL_RANK", 0)
         where = local_device(device, local_rank)
         backend = choose_backend(backend, where)

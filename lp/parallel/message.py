@@ -1,6 +1,6 @@
-"""The message of a step: what a rank sends to the others, one int64 tensor of fixed size, by one all-gather.
+"""The message of a step: what a rank sends to the others, an int64 tensor of fixed size, by one all-gather.
 
-    [DIGEST, STOP, LENGTH, tokens of the owned nodes in node order, three an int64, padding, their top-k logits, padding]
+    [DIGEST, STOP, LENGTH, tokens of the owned nodes in node order, three an int64, padding, top-k logits, padding]
 
 Every rank knows the layout, so which node a token belongs to is not sent. The size is that of the largest step whatever
 this one needs: ranks whose states differ must still meet in one collective to find that out.
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from lp.draft.layout import StepLayout
+from lp.errors import UserError
 from lp.parallel.agreement import check_calls
 from lp.parallel.sharding import ShardPlan
 from lp.sampling.sampler import INVALID_TOKEN
@@ -112,7 +113,7 @@ def check_vocabulary(size: int) -> None:
         ValueError: the vocabulary's size and the limit.
     """
     if size > INVALID_TOKEN:
-        raise ValueError(
+        raise UserError(
             f"the model has {size} tokens; ranks exchange at most {INVALID_TOKEN}: use a smaller vocabulary"
         )
 

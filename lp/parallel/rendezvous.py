@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import threading
 import time
@@ -13,14 +12,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lp.checks import check_int
-from lp.parallel.agreement import RanksParted, differing
+from lp.checks import env_int
+from lp.errors import UserError
+from lp.parallel.agreement import differing
 
 ROLL_CALL_S = 3.0  # a rank whose collective failed waits so long for the others to find out too
-
-
-class RankLost(RanksParted):
-    """Another rank has ended, hangs, or came too late."""
 
 
 def join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
@@ -40,7 +36,7 @@ def join(backend: str, rank: int, world_size: int, timeout_s: float) -> None:
     except (dist.DistError, RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(
+        raise UserError(
             f"rank {rank} of {world_size} cannot join the others at {where} within {timeout_s:g} s ({reason}); start "
             "every rank, with a free MASTER_PORT and an address that all reach, or give parallel.timeout_s=..."
         ) from error
@@ -108,17 +104,6 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> int:
-    """An integer of the environment.
-
-    Raises:
-        ValueError: names the variable, its value and the remedy.
-    """
-    text = os.environ.get(name, str(default))
-    value = int(text) if text.strip().isdecimal() else text
-    return check_int(name, value, low, high, "launch with torchrun, or unset WORLD_SIZE for one process")
-
-
 def local_device(device: str | torch.device, local_rank: int) -> torch.device:
     """The device by this name; "cuda" and "auto" give each rank of a node its own GPU, in turn.
 
@@ -131,13 +116,13 @@ def local_device(device: str | torch.device, local_rank: int) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("device is 'cuda' but torch sees no GPU; use device=cpu or a CUDA build of torch")
+            raise UserError("device is 'cuda' but torch sees no GPU; use device=cpu or a CUDA build of torch")
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:  # no such device, a build without it, or one that holds no values
         reason = str(error).split("\n")[0]
-        raise ValueError(f"torch cannot compute on device {device!r} ({reason}); use device=cpu or auto") from error
+        raise UserError(f"torch cannot compute on device {device!r} ({reason}); use device=cpu or auto") from error
     return torch.device(device)
 
 
@@ -152,9 +137,9 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "auto":
         return "nccl" if device.type == "cuda" and alone and dist.is_nccl_available() else "gloo"
     if backend not in ("nccl", "gloo"):
-        raise ValueError(f"backend is {backend!r}; it must be 'auto', 'nccl' or 'gloo'")
+        raise UserError(f"backend is {backend!r}; it must be 'auto', 'nccl' or 'gloo'")
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
-        raise ValueError("backend is 'nccl' but this rank has no GPU or torch no NCCL; use backend=gloo")
+        raise UserError("backend is 'nccl' but this rank has no GPU or torch no NCCL; use backend=gloo")
     if backend == "nccl" and not alone:
-        raise ValueError(f"backend is 'nccl' but {ranks} ranks share {gpus} GPUs; use NPROC={gpus} or backend=gloo")
+        raise UserError(f"backend is 'nccl' but {ranks} ranks share {gpus} GPUs; use NPROC={gpus} or backend=gloo")
     return backend

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-
-import transformers as tf
-from transformers import LogitsProcessor
+from typing import TYPE_CHECKING
 
 from lp.checks import as_float, check_choice, check_count, set_field
+from lp.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
 
 
 class Verifier(StrEnum):
@@ -53,7 +55,7 @@ class SamplingParams:
         _check_above(self, "repetition_penalty", math.inf, "1.0 is no penalty")
         min_p = as_float(self.min_p)
         if min_p is None or not 0 <= min_p < 1:
-            raise ValueError(f"min_p is {self.min_p!r}; it must be a number in [0, 1); 0 keeps every token")
+            raise UserError(f"min_p is {self.min_p!r}; it must be a number in [0, 1); 0 keeps every token")
         set_field(self, "min_p", min_p)
         check_count(self, "top_k", 0, math.inf, "0 keeps every token")
         if self.seed is not None:
@@ -62,6 +64,8 @@ class SamplingParams:
 
     def processors(self) -> list[LogitsProcessor]:
         """transformers' processors for these settings, in its order."""
+        import transformers as tf  # takes seconds, and the apps' --help needs no processor
+
         made: list[LogitsProcessor] = []
         if self.repetition_penalty != 1:
             made.append(tf.RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
@@ -84,5 +88,5 @@ def _check_above(config: SamplingParams, name: str, high: float, remedy: str) ->
     number = as_float(value)
     if number is None or not 0 < number <= high or math.isinf(number):
         limit = "a number > 0" if math.isinf(high) else f"a number in (0, {high:g}]"
-        raise ValueError(f"{name} is {value!r}; it must be {limit}; {remedy}")
+        raise UserError(f"{name} is {value!r}; it must be {limit}; {remedy}")
     set_field(config, name, number)

@@ -15,6 +15,8 @@ import torch
 import transformers as tf
 from transformers import LogitsProcessor
 
+from lp.errors import UserError
+
 # Functions of the scores alone: one call serves nodes of any prefix.
 PREFIX_FREE = (
     tf.TemperatureLogitsWarper,
@@ -27,7 +29,7 @@ PREFIX_FREE = (
     tf.SuppressTokensLogitsProcessor,
     tf.InfNanRemoveLogitsProcessor,
     tf.LogitNormalization,
-    *((tf.TopHLogitsWarper,) if hasattr(tf, "TopHLogitsWarper") else ()),  # not in every supported release
+    tf.TopHLogitsWarper,
 )
 # Functions of each row's (prefix, scores): one call a depth, since the prefixes of one depth have one length.
 BY_PREFIX = (
@@ -59,7 +61,7 @@ def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProces
         failing = isinstance(processor, tf.WatermarkLogitsProcessor) and processor.seeding_scheme == "selfhash"
         known = isinstance(processor, (*PREFIX_FREE, *BY_PREFIX)) and not failing
         if not known and not getattr(processor, "per_branch", False):
-            raise ValueError(
+            raise UserError(
                 f"the logits processor {type(processor).__name__} is not known to work branch by branch; if its result "
                 "depends on (input_ids, scores) of each row alone, set per_branch = True on it"
             )

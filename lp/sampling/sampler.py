@@ -18,6 +18,7 @@ import torch
 from transformers import LogitsProcessor
 
 from lp.digest import chain_digest
+from lp.errors import UserError
 from lp.sampling.noise import NoiseCache
 from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import BranchProcessors
@@ -231,7 +232,7 @@ def check_sampled(token: int, step: int, position: int) -> None:
         ValueError: the decode step, the position, and the remedy.
     """
     if token == INVALID_TOKEN:
-        raise ValueError(
+        raise UserError(
             f"the model's logits at step {step} (position {position}) are NaN or infinite; {NOT_FINITE_REMEDY}"
         )
 

@@ -65,7 +65,7 @@ def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
     assert len(result["steps"]) == len(result["accepted"])
     assert result["after"]["calls"] == []
     config = case.config
-    told = config.prompt_ngrams and config.prompt_logits and config.recycled > 0 and len(case.ids) > 1
+    told = config.prompt_ngrams and config.prompt_logits and config.num_logits > 0 and len(case.ids) > 1
     told = told and not config.adaptive  # which leaves them unread
     assert [name for name, _ in result["before"]["calls"]].count("broadcast") == told  # what the prompt's rows said
     payloads = set()
@@ -79,7 +79,7 @@ def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
     assert len(payloads) == 1, "the size of the gathered tensor depends on the step"
     max_owned = max(step["max_owned"] for step in result["steps"])
     full = largest_layout(config)
-    room, k = ShardPlan.build(full, ranks).max_owned + SPARE_READS, min(config.recycled, VOCABULARY)
+    room, k = ShardPlan.build(full, ranks).max_owned + SPARE_READS, min(config.num_logits, VOCABULARY)
     assert payloads.pop() <= 8 * (max_owned + config.window_size + 16 + room * k)
 
 

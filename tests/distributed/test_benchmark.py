@@ -27,7 +27,7 @@ def test_a_sweep_of_launches(processes: Processes, settings: list[str], tmp_path
     asked += ["methods=[lookahead,lookahead@1,autoregressive,transformers_tp]"]
     env = ON_CPU | {"LP_RUN_DIR": str(tmp_path)}
     ran = processes.run([sys.executable, "-m", "launch.benchmark", *asked], env, timeout_s=240)
-    assert ran.returncode == 2 and "job 1 failed with exit code 2" in ran.stderr, ran.stderr
+    assert ran.returncode == 2 and "job 2 failed with exit code 2" in ran.stderr, ran.stderr
     found = totals(load_rows(tmp_path))
     assert [total.method for total in found] == ["lookahead", "lookahead@1", "autoregressive", "transformers_tp"]
     assert all(total.differing == 0 and total.setting["ranks"] == 2 for total in found)
@@ -45,8 +45,7 @@ def test_a_job_that_fails_on_rank_0_leaves_the_next_one(
     asked = ["-m", *settings, "W=2", "methods=[hf_assisted],[lookahead,autoregressive]", "limit=1", f"out={tmp_path}"]
     asked = [each for each in asked if each != "limit=2"]
     ran = processes.run(processes.torchrun(2, "launch.benchmark", *asked), ON_CPU, timeout_s=240)
-    assert ran.returncode == 2 and ran.stderr.count("job 0 failed with exit code 2") == 1, ran
-    assert ran.stderr.count("1 failed;") == 1, "every rank has the list"
+    assert ran.returncode == 2 and "job 1 failed with exit code 2" in ran.stderr and "1 failed;" in ran.stderr, ran
     assert [(t.method, t.setting["ranks"], t.differing) for t in totals(load_rows(tmp_path))] == [
         ("lookahead", 2, 0), ("autoregressive", 2, 0)
     ]  # fmt: skip

@@ -88,9 +88,7 @@ def _in_a_text(processes: Processes, settings: list[str], folder: Path) -> tuple
     while "===" not in process.stdout.readline():
         assert process.poll() is None, "it ended before its first text"
     time.sleep(0.5)
-    return process, next(
-        p for p in processes.alive() if p.environ().get("RANK") == "1" and "launch.generate" in p.cmdline()
-    )
+    return process, next(p for p in processes.alive() if p.environ().get("RANK") == "1" and "launch.cli" in p.cmdline())
 
 
 def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, settings: list[str], tmp_path: Path) -> None:

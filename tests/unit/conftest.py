@@ -92,10 +92,14 @@ def start_app(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def launch_generate(start_app: Callable[..., Ran]) -> Callable[..., Ran]:
-    """`python -m launch.generate` with these overrides."""
+    """`python -m launch.generate` with these overrides; the prompts are short ones, which fit the tiny model."""
     import launch.generate
 
-    return partial(start_app, launch.generate.generate, "config")
+    def start(*overrides: str) -> Ran:
+        task = [] if any(override.startswith("task=") for override in overrides) else ["task=builtin"]
+        return start_app(launch.generate.generate, "generate", *task, *overrides)
+
+    return start
 
 
 @pytest.fixture
@@ -124,11 +128,12 @@ def launch_profile(
 @pytest.fixture
 def wrong_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: prompt lookup says another token at new token 5."""
-    honest = lp.PromptLookupDecoder.generate
+    honest = lp.LookaheadDecoder.generate
 
-    def wrong(self: lp.PromptLookupDecoder, *args: object, **options: object) -> lp.GenerationOutput:
+    def wrong(self: lp.LookaheadDecoder, *args: object, **options: object) -> lp.GenerationOutput:
         output = honest(self, *args, **options)  # type: ignore[arg-type]
-        output.tokens[5] += 1
+        if isinstance(self.settings, lp.PromptLookupConfig):
+            output.tokens[5] += 1
         return output
 
-    monkeypatch.setattr(lp.PromptLookupDecoder, "generate", wrong)
+    monkeypatch.setattr(lp.LookaheadDecoder, "generate", wrong)

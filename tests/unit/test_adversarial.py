@@ -22,9 +22,9 @@ RECYCLING = lp.RecyclingConfig(successors=4, nodes=12)
 SAMPLING = lp.SamplingParams(temperature=0.8, top_p=0.9, seed=5)
 DECODERS: dict[str, Callable[..., lp.LookaheadDecoder]] = {
     "lookahead": lambda model, context: lp.LookaheadDecoder(model, SHAPE, context),
-    "paper": lambda model, context: lp.PaperDecoder(model, PAPER, context),
-    "prompt_lookup": lambda model, context: lp.PromptLookupDecoder(model, None, context),
-    "recycling": lambda model, context: lp.RecyclingDecoder(model, RECYCLING, context),
+    "paper": lambda model, context: lp.LookaheadDecoder(model, PAPER, context),
+    "prompt_lookup": lambda model, context: lp.LookaheadDecoder(model, lp.PromptLookupConfig(), context),
+    "recycling": lambda model, context: lp.LookaheadDecoder(model, RECYCLING, context),
 }
 
 

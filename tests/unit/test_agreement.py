@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import lp
+from lp.errors import CallsDiffer
 from lp.parallel import agreement, rendezvous
-from lp.parallel.agreement import CallsDiffer
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
 from tests.conftest import Processes
@@ -142,9 +142,9 @@ def test_a_store_that_is_gone_is_no_fault_of_ranks(
 
 def test_a_single_rank_exchanges_nothing() -> None:
     torch.manual_seed(3)
-    seed = agreement.drawn_seed(ParallelContext(), "drawing")
+    seed = agreement.shared_seed(ParallelContext(), "drawing")
     torch.manual_seed(3)
     assert seed == int(torch.randint(2**63 - 1, (1,)))
     before = torch.get_rng_state()
-    assert agreement.drawn_seed(ParallelContext(), "drawing", wanted=False) == 0
+    assert agreement.shared_seed(ParallelContext(), "drawing", wanted=False) == 0
     assert torch.equal(before, torch.get_rng_state()), "a seed that nobody wants was drawn"

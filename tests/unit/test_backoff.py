@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from copy import deepcopy
 from itertools import count
 
+import torch
+
 import lp
 from lp.budget.backoff import FIRST_TRIAL_STEPS, HIGH_TEMPERATURE_BACK_OFF, SHORTEST_BACK_OFF, TRIAL_STEPS
 from lp.budget.policy import AdaptiveBudget
 from lp.budget.step_times import StepTimes
 from lp.draft.tree import DraftTree
-from lp.sampling.sampler import Sampler
+from lp.sampling.sampler import build_sampler
 from tests.tiny_models import tiny_model
 
 ADAPTIVE = lp.LookaheadConfig(adaptive=True)
-NOTHING = DraftTree(0)
+NOTHING = DraftTree()
 NEW = count(10_000)  # tokens that no text had
 LOSING = StepTimes((1, 120), (1.08, 30.0), 1.0)  # a step that is not plain loses 8 %
 
@@ -109,11 +111,11 @@ def test_a_text_of_high_temperature_begins_plain() -> None:
 
 def test_temperature_counts_where_all_tokens_are_sampled() -> None:
     """Where processors leave few tokens to choose from there is something to guess at any temperature."""
-    asked = {None: 0.0, lp.SamplingParams(seed=0): 1.0, lp.SamplingParams(seed=0, temperature=2.0): 2.0}
-    asked |= {lp.SamplingParams(seed=0, temperature=2.0, min_p=0.2): 0.0}
-    decoder = lp.AutoregressiveDecoder(tiny_model())
-    for sampling, heat in asked.items():
-        assert Sampler.build(sampling, (), (), 0, 0, 1, True, decoder.model).heat == heat
+    temperatures = {None: 0.0, lp.SamplingParams(seed=0): 1.0, lp.SamplingParams(seed=0, temperature=2.0): 2.0}
+    temperatures |= {lp.SamplingParams(seed=0, temperature=2.0, min_p=0.2): 0.0}
+    for sampling, temperature in temperatures.items():
+        sampler = build_sampler(sampling, (), vocabulary=8, dtype=torch.float32, device=torch.device("cpu"))
+        assert sampler.full_vocabulary_temperature == temperature
 
 
 def test_a_decoder_passes_its_temperature() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,18 +15,20 @@ import lp
 from launch.bench.prompts import load_builtin
 from lp.budget.policy import AdaptiveBudget
 from lp.budget.step_times import StepTimes
-from lp.compiled import given
+from lp.compiled import compiled_array
 from lp.draft.source import DraftSource, StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
 from lp.engine.request import Request
 from lp.models.loader import DEMO_MODEL, load
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
 from lp.sampling.top_logits import TopLogits
+from tests.layouts import path_tree
 from tests.pools import drawn_step, drawn_step_times, pool_of
 from tests.tiny_models import drawn_text, tiny_model
 
-NOTHING = DraftTree(0)
+NOTHING = DraftTree()
 MAX_DRAFT = 100  # draft tokens of a trace's trees
 STEP_TIMES = {
     "constant": StepTimes.constant(0.01, 128),
@@ -56,16 +58,17 @@ def test_a_tree_is_cut_where_it_is_worth_most() -> None:
         text = [rng.randrange(30) for _ in range(40)]
         pool = pool_of(text, guess_set_size=60)
         for _ in range(3):
-            new, seen = drawn_step(rng, text, 30, 16)
+            new, samples = drawn_step(rng, text, 30, 16)
             text += new
-            pool.observe(list(text), len(new), seen)
+            pool.observe(list(text), len(new), samples)
         times = drawn_step_times(rng)
         rate = rng.choice([0.0, 0.3, 1, 3]) / times.plain_s
         base = rng.choice([1, 2, 8])
         bonus = rng.choice([0.0, 0.05])
-        price = TokenPrice(rate, base, given(times.seconds_by_tokens), given(times.marginal_seconds), bonus, 8)
+        seconds = compiled_array(times.seconds_by_tokens)
+        price = TokenPrice(rate, base, seconds, compiled_array(times.marginal_seconds), bonus, 8)
         accept_probs = pool.propose(text, 60).accept_probs
-        tree = pool.propose(text, 60, (), (), price)
+        tree = pool.propose(text, 60, price=price)
         assert tree.accept_probs == accept_probs[: len(tree)]
         worth, best = (
             sum(accept_probs[:size]) + bonus * min(size, 8) - rate * times.seconds_by_tokens[base + size]
@@ -81,9 +84,9 @@ def test_a_tree_is_calibrated_and_discounted_by_depth() -> None:
     rng = random.Random(1)
     text = [rng.randrange(30) for _ in range(40)] * 2
     pool, shared = pool_of(text, guess_set_size=60), 0
-    free = given(np.zeros(61))
+    free = compiled_array(np.zeros(61))
     plain, corrected = (
-        pool.propose(text, 60, (), (), TokenPrice(0.0, 0, free, free, calibration=calibration, depth_discount=discount))
+        pool.propose(text, 60, price=TokenPrice(0.0, 0, free, free, calibration=calibration, depth_discount=discount))
         for calibration, discount in ((1.0, 0.0), (0.9, 1 / 8))
     )
     known = _by_path(plain)
@@ -111,13 +114,12 @@ class Position:
 
     def corrected(self, price: TokenPrice) -> DraftTree:
         """The tree with calibrated and discounted probabilities."""
-        tree, depths = DraftTree(MAX_DRAFT), dict[int, int]()
-        tree.tokens, tree.parents = self.tree.tokens, self.tree.parents
-        for node, parent in enumerate(tree.parents):
+        depths = dict[int, int]()
+        for node, parent in enumerate(self.tree.parents):
             depths[node] = depths.get(parent, 0) + 1
         factors = [price.calibration**depth / (1 + price.depth_discount * depth) for depth in range(MAX_DRAFT + 1)]
-        tree.accept_probs = [prob * factors[depths[node]] for node, prob in enumerate(self.tree.accept_probs)]
-        return tree
+        probs = [prob * factors[depths[node]] for node, prob in enumerate(self.tree.accept_probs)]
+        return replace(self.tree, accept_probs=probs)
 
 
 class _Tracer:
@@ -128,14 +130,14 @@ class _Tracer:
         self.trees: list[tuple[int, DraftTree]] = []
 
     def propose(self, text: list[int], budget: int, *window: Any) -> DraftTree:
-        self.trees.append((len(text), self.source.propose(text, MAX_DRAFT, (), ())))
-        return DraftTree(0)
+        self.trees.append((len(text), self.source.propose(text, MAX_DRAFT, WindowDrafts(), None)))
+        return DraftTree()
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         self.source.begin(prompt, top_logits)
 
-    def observe(self, text: list[int], moved: int, seen: StepSamples) -> None:
-        self.source.observe(text, moved, seen)
+    def observe(self, text: list[int], moved: int, samples: StepSamples) -> None:
+        self.source.observe(text, moved, samples)
 
     def finish(self, text: list[int]) -> None:
         """Find the nodes that the text has."""
@@ -183,11 +185,7 @@ def _fixed_s(trace: list[Position], num_draft: int, times: StepTimes) -> float:
 
 
 def _first(tree: DraftTree, size: int) -> DraftTree:
-    cut = DraftTree(size)
-    cut.tokens = tree.tokens[:size]
-    cut.parents = tree.parents[:size]
-    cut.accept_probs = tree.accept_probs[:size]
-    return cut
+    return DraftTree(tree.tokens[:size], tree.parents[:size], tree.accept_probs[:size])
 
 
 def _adaptive_s(trace: list[Position], times: StepTimes) -> float:
@@ -250,11 +248,8 @@ def test_paths_that_break_are_cut_short() -> None:
     sizes = []
     for _ in range(12):
         price = budget.price
-        tree = DraftTree(96)
-        tree.add_path([1] * 96)
-        tree.accept_probs = [
-            (0.99 * price.calibration) ** depth / (1 + price.depth_discount * depth) for depth in range(1, 97)
-        ]
+        probs = [(0.99 * price.calibration) ** depth / (1 + price.depth_discount * depth) for depth in range(1, 97)]
+        tree = path_tree(probs)
         cut = _first(tree, _cut(tree.accept_probs, price))
         sizes.append(len(cut))
         budget.record_step([1] * 4 + [2], 1 + len(cut), cut)

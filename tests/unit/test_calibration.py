@@ -9,17 +9,16 @@ from lp.budget.calibration import EXPLORATION_BONUS, LEAST_CALIBRATION, expected
 from lp.budget.policy import PRICE_MARGIN, AdaptiveBudget
 from lp.budget.step_times import StepTimes
 from lp.draft.tree import DraftTree
+from tests.layouts import path_tree
 
 ADAPTIVE = lp.LookaheadConfig(adaptive=True)
-NOTHING = DraftTree(0)
+NOTHING = DraftTree()
 
 
 def test_calibration_comes_back_without_draft_tokens() -> None:
     """A low calibration leaves every draft token out, and without them nothing shows that it should rise again."""
     budget = AdaptiveBudget(ADAPTIVE, StepTimes((1, 100), (0.01, 0.31), 0.01))
-    tree = DraftTree(20)
-    tree.add_path([1] * 20)
-    tree.accept_probs = [0.99] * 20
+    tree = path_tree([0.99] * 20)
     for _ in range(9):
         budget.record_step([2], 21, tree)
     lowest = budget.price.calibration
@@ -53,11 +52,10 @@ def test_accepted_paths_lower_the_depth_discount() -> None:
 
 def test_expected_and_accepted() -> None:
     """Two branches of which one is true for two tokens; the step's last token is the model's own."""
-    tree = DraftTree(9)
-    tree.tokens, tree.parents, tree.accept_probs = [5, 6, 7, 8], [-1, -1, 1, 2], [0.2, 0.5, 0.4, 0.1]
+    tree = DraftTree([5, 6, 7, 8], [-1, -1, 1, 2], [0.2, 0.5, 0.4, 0.1])
     assert expected_and_accepted(tree, [6, 7, 9]) == (pytest.approx(0.7 + 0.8 + 0.25), 2)
     assert expected_and_accepted(tree, [6, 7, 8, 1]) == (pytest.approx(0.7 + 0.8 + 0.25), 3), (
         "nothing is expected behind the end"
     )
     assert expected_and_accepted(tree, [9]) == (pytest.approx(0.7), 0)
-    assert expected_and_accepted(DraftTree(0), [1]) == (0.0, 0)
+    assert expected_and_accepted(DraftTree(), [1]) == (0.0, 0)

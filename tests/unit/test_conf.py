@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from launch.app import CONF
+from launch.app import CONF, register_resolvers
 from launch.schema import Common, register, settings
 
 GROUPS = [*sorted(CONF.glob("*/*.yaml"))]
@@ -24,8 +23,7 @@ PAPER = "figure_4 figure_5 figure_6 figure_7 table_2 table_3 table_4 precision"
 @pytest.fixture(autouse=True)
 def configs() -> Iterator[None]:
     register()
-    OmegaConf.register_new_resolver("run_dir", lambda default: default, replace=True)
-    OmegaConf.register_new_resolver("sweep_dir", lambda default: default, replace=True)
+    register_resolvers()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield
 
@@ -37,7 +35,7 @@ def _there(module: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("app", ["config", "chat", "benchmark", "scaling"])
+@pytest.mark.parametrize("app", ["generate", "chat", "benchmark", "scaling"])
 def test_apps_compose_with_their_defaults(app: str) -> None:
     config = settings(compose(app, ["model=demo"]))
     assert isinstance(config, Common) and config.model.name == "demo"
@@ -49,7 +47,7 @@ def test_every_config_composes(path: Path) -> None:
     group, name = path.parent.name, path.stem
     if group == "experiment" and name in PLUGINS and not _there(PLUGINS[name]):
         pytest.skip(f"experiment={name} needs a Hydra plugin that is not installed")
-    app = "config" if (group, name) == ("experiment", "demo") else "benchmark"
+    app = "generate" if (group, name) == ("experiment", "demo") else "benchmark"
     cfg = compose(app, [f"{group}={name}", *(["model.name=x"] if (group, name) == ("model", "hf") else [])])
     assert isinstance(settings(cfg), Common)
     if group in ("experiment", "task", "model"):

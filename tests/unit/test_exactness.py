@@ -31,7 +31,7 @@ def test_greedy_equals_generate(arch: str) -> None:
             "guess_set_size": rng.randint(0, 20),
         }
         policy = {
-            "candidate_depth": rng.choice([None, 1, 12]),
+            "draft_depth": rng.choice([None, 1, 12]),
             "warmup_steps": rng.choice([0, 0, 3]),
             **drawn_switches(rng),
         }
@@ -66,7 +66,7 @@ def test_oracle_and_prompt_lookup_equal_generate(arch: str) -> None:
         expected = plain_greedy(model, ids, 50)
         assert lp.AutoregressiveDecoder(model).generate(ids, 50, prefill_chunk=rng.choice([5, 512])).tokens == expected
         lookup = lp.PromptLookupConfig(max_matching_ngram=rng.randint(1, 3), num_tokens=rng.randint(1, 20))
-        assert lp.PromptLookupDecoder(model, lookup).generate(ids, 50).tokens == expected
+        assert lp.LookaheadDecoder(model, lookup).generate(ids, 50).tokens == expected
 
 
 def test_context_end() -> None:

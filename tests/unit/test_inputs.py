@@ -62,7 +62,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "numpy's int": (np.int64(5), "no sequence of token ids"),
     "int": (5, "no sequence of token ids"),
     "None": (None, "no sequence of token ids"),
-    "text": ("x = 1", "no sequence of token ids"),
+    "text": ("x = 1", r"input_ids is 'x = 1'; give token ids, as in tokenizer\(text\)"),
+    "a tokenizer's dict": ({"input_ids": [1, 2]}, r"give token ids, as in tokenizer\(text\)\[\"input_ids\"\]"),
     "two prompts": (np.array([IDS, IDS]), "holds 2 prompts"),
     "two prompts of one token": ([torch.tensor([5]), torch.tensor([6])], "holds 2 prompts"),
     "3-D": (np.array([[IDS]]), r"token id \[5, 6"),
@@ -181,8 +182,6 @@ PROCESSORS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_processors_of_prefix_and_scores(model: tf.PreTrainedModel, kind: str) -> None:
     """Each changes the text, and is applied branch by branch as `generate` applies it."""
-    if kind == "top_h" and not hasattr(tf, "TopHLogitsWarper"):
-        pytest.skip("this transformers has no top_h")
     ids = torch.tensor([IDS])
     asked: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30}
     fixed = functools.partial(lp.generate, window_size=5, ngram_size=4, guess_set_size=5)
@@ -240,3 +239,10 @@ def test_settings_of_a_processor_read_the_same() -> None:
     ]
     assert plain_settings(many) == plain_settings(many.clone()) != plain_settings(many + 1000)
     assert len(plain_settings(many)) == 64
+
+
+@pytest.mark.parametrize("make", [lp.LookaheadDecoder, lp.AutoregressiveDecoder])
+def test_a_name_is_no_model(make: Any) -> None:
+    """What a newcomer tries first must not end in an AttributeError."""
+    with pytest.raises(lp.UserError, match=r"model is 'demo'; it must be a loaded model.*lp\.load"):
+        make("demo")

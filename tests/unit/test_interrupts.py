@@ -26,7 +26,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 DECODERS = {
     "plain": lp.AutoregressiveDecoder,
     "lookahead": lambda model: lp.LookaheadDecoder(model, CONFIG),
-    "prompt_lookup": lp.PromptLookupDecoder,
+    "prompt_lookup": lambda model: lp.LookaheadDecoder(model, lp.PromptLookupConfig()),
     "hf_generate": HFGenerateDecoder,
     "hf_prompt_lookup": lambda model: HFGenerateDecoder(model, prompt_lookup=4),
 }

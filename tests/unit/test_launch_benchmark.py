@@ -89,10 +89,12 @@ def test_rows_say_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_p
         assert (row["settings"]["W"], row["settings"]["ranks"], row["settings"]["dtype"]) == (4, 1, "float64")
         assert {"torch", "transformers", "lp"} <= {*row["versions"]} and row["hardware"].endswith(" cores")
         assert len(row["split"]) == 1 and row["split"][0]["forward_ms"] > 0
-    last = json.loads(ran.out.splitlines()[-1])
+    assert "vs plain" in ran.out and "equal" in ran.out and f"records: {tmp_path}" in ran.out and "{" not in ran.out
+    again = bench("output=json")
+    last = json.loads(again.out)
+    assert "9 records kept in " in again.err and "0 prompts to measure" in again.err
     assert [line["method"] for line in last["methods"]] == METHODS and last["settings"]["G"] == 4
     assert last["methods"][1]["speedup"] == 1.0 and last["methods"][0]["S"] > 1
-    assert "vs plain" in ran.out and "equal" in ran.out
     assert len(bench("output=json", "limit=1").out.splitlines()) == 1
 
 
@@ -159,7 +161,7 @@ def test_ctrl_c_keeps_finished_prompts(
         return measure(*args)
 
     monkeypatch.setattr(module, "_measure", interrupted)
-    ran = bench()
+    ran = bench("output=json")
     assert ran.code == 130 and '"prompts": 2' in ran.out
     assert len(load_rows(tmp_path / "out")) == 6
 
@@ -276,7 +278,7 @@ def test_a_sweep_goes_on_behind_a_failed_job(
     """Eight hours into a sweep, one bad corner must not take the rest with it."""
     monkeypatch.setenv("LP_RUN_DIR", str(tmp_path / "sweep"))
     ran = bench("-m", "W=2,-1,3", "limit=1", "out=null")
-    assert ran.code == 2 and "job 1 failed with exit code 2: " in ran.err and "1 failed; " in ran.err
+    assert ran.code == 2 and "job 2 failed with exit code 2: " in ran.err and "1 failed; " in ran.err
     again = bench("-m", "W=2,1", "limit=1", "out=null", f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert again.code == 0, again.err  # what failed then is not said again
     found = totals(load_rows(tmp_path / "sweep"))

@@ -22,7 +22,8 @@ import lp
 from launch.app import explain, reported
 from launch.once import print_once
 from launch.session import journal_path
-from lp.config import check_int
+from lp.checks import check_int
+from tests.conftest import ROOT
 from tests.unit.conftest import CONTEXT, Ran, save_tiny_model
 
 Launch = Callable[..., Ran]
@@ -39,7 +40,7 @@ BAD = {
     "G=-2": "guess_set_size (G) is -2",
     "G=[1]": "G: Value '[1]'",
     "decoder.kv_sync=later": "kv_sync is 'later'; it must be one of ['recompute', 'broadcast']",
-    "decoder.candidate_depth=0": "candidate_depth is 0",
+    "decoder.draft_depth=0": "draft_depth is 0",
     "max_new_tokens=0": "max_new_tokens is 0; it must be an integer >= 1",
     "limit=0": "limit is 0",
     "repeats=0": "repeats is 0",
@@ -47,9 +48,12 @@ BAD = {
     "output=xml": "output: Invalid value 'xml', expected one of [table, json]",
     "windw=3": "unknown config key 'windw'; known here: model, decoder",
     "+windw=3": "unknown config key 'windw'; known here: model, decoder",
-    "decoder.windw=3": "unknown config key 'decoder.windw'; known here: name, window_size",
-    "+decoder.windw=3": "unknown config key 'decoder.windw'; known here: name, window_size",
-    "modle=demo": "unknown config key 'modle'",
+    "decoder.windw=3": "unknown config key 'decoder.windw'; did you mean 'decoder.window_size'? known here: name",
+    "+decoder.windw=3": "unknown config key 'decoder.windw'; did you mean 'decoder.window_size'? known here: name",
+    "modle=demo": "unknown config key 'modle'; did you mean 'model'? known here: model, decoder",
+    "max_tokens=3": "did you mean 'max_new_tokens'?",
+    "decoder=lokahead": "did you mean 'decoder=lookahead'?",
+    "task=human_eval": "did you mean 'task=humaneval'?",
     "model=none": "Could not find 'model/none' Available options in 'model': codellama_13b",
     "model=codellama_7b": "codellama_7b is a shape without weights, for launch.profile; model=hf takes a model",
     "model=hf": "model.name is missing; give model.name=...",
@@ -72,9 +76,12 @@ BAD = {
     "model.device=meta": "torch cannot compute on device 'meta'",
     "model.device=cuda:99": "torch cannot compute on device 'cuda:99'",
     "prompt=": "the prompt is empty",
-    "prompt=f(x": "cannot read the override 'prompt=f(x'; quote",
+    "prompt=f(x": "cannot read the override 'prompt=f(x'; give the text as it is: --prompt TEXT, or prompt_file=FILE",
+    "prompt=a,b": "or give the text as it is: --prompt TEXT",
+    "model.name=f(x": "cannot read the override 'model.name=f(x'; quote",
     "prompt_file=none.txt": "prompt_file none.txt does not exist",
     "task=humaneval task.path=none.jsonl": "task humaneval has no file none.jsonl; set LP_DATA",
+    "task=showcase task.ids=[builtin/06_merge_sort]": "did you mean 'builtin/06_merge_sorted'?",
     "prompt=a prompt_file=b": "prompt and prompt_file are both given",
     "model.name=./none": "model folder './none' does not exist",
 }
@@ -153,7 +160,7 @@ def test_a_tokenizer_larger_than_the_model(launch_generate: Launch, tmp_path: Pa
 
 
 def test_bugs_keep_their_traceback(launch_generate: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ValueError that no `raise` of ours made is no message for a user."""
+    """A ValueError that is not raised as a UserError is no message for a user."""
     monkeypatch.setattr(launch.generate, "open_session", lambda config: int("not a number"))
     with pytest.raises(ValueError, match="invalid literal"):
         launch_generate()
@@ -168,9 +175,7 @@ def test_a_missing_file_of_ours_is_a_bug(launch_generate: Launch, monkeypatch: p
 
 def test_other_ranks_say_who_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A model may be missing on one node alone, where rank 0 sees nothing wrong."""
-    from lp.checks import check_int
-
-    monkeypatch.setattr(launch.once, "LATE_S", 0.05)
+    monkeypatch.setattr(launch.once, "RANK_0_FIRST_S", 0.05)
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit, match="2"), reported():
         check_int("W", -1, 0, 9, "try 3")
@@ -184,7 +189,7 @@ def agent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in where.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch.once, "LATE_S", 0.05)
+    monkeypatch.setattr(launch.once, "RANK_0_FIRST_S", 0.05)
     yield
     del store
 
@@ -240,3 +245,11 @@ def test_ctrl_c_is_exit_code_130(launch_generate: Launch, monkeypatch: pytest.Mo
 
 def test_explain_joins_lines() -> None:
     assert explain(ValueError("one\n  two")) == "one two"
+
+
+def test_every_value_error_of_ours_is_a_user_error() -> None:
+    """A plain ValueError would reach the user with a traceback, as a bug does."""
+    plain = "raise " + "ValueError("
+    files = [path for folder in ("lp", "launch") for path in (ROOT / folder).rglob("*.py")]
+    assert not [path.name for path in files if plain in path.read_text(encoding="utf-8")]
+    assert issubclass(lp.UserError, ValueError)

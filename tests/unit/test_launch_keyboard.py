@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from launch.keyboard import Keyboard
+from lp.errors import RankLost
 from lp.parallel.context import ParallelContext, _ProcessContext
 from lp.parallel.lockstep import run_lockstep
-from lp.parallel.rendezvous import RankLost
 
 
 class Terminal(io.StringIO):

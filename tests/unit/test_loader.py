@@ -165,7 +165,7 @@ def test_a_known_object_as_quantisation_config() -> None:
 def test_torchao_int8(kind: str, tmp_path: Path) -> None:
     """A quantised weight is a tensor that takes no view and lies in a layer that is no plain Linear."""
     if importlib.util.find_spec("torchao") is None:
-        pytest.skip("torchao is not installed; pip install lp-runtime[quantized]")
+        pytest.skip("torchao is not installed; pip install torchao")
     from torchao import quantization
 
     name = {"weights": "Int8WeightOnlyConfig", "activations": "Int8DynamicActivationInt8WeightConfig"}[kind]
@@ -194,7 +194,7 @@ def test_torchao_int8(kind: str, tmp_path: Path) -> None:
 def test_quantised_checkpoints_load(tmp_path: Path, tiny_folder: Path) -> None:
     """`load` must leave a quantised model where transformers put it."""
     if importlib.util.find_spec("torchao") is None:
-        pytest.skip("torchao is not installed; pip install lp-runtime[quantized]")
+        pytest.skip("torchao is not installed; pip install torchao")
     from torchao.quantization import Int8WeightOnlyConfig
 
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
@@ -204,3 +204,18 @@ def test_quantised_checkpoints_load(tmp_path: Path, tiny_folder: Path) -> None:
     assert type(loaded.model.model.layers[0].self_attn.q_proj.weight).__name__ == "Int8Tensor"
     ids = [5, 6, 7, 8] * 4
     assert lp.LookaheadDecoder(loaded.model).generate(ids, 10).tokens == plain_greedy(loaded.model, ids, 10)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client tries five times with pauses, half a minute, before it says that there is no network."""
+    requests: list[str] = []
+
+    class NoNetwork:
+        def head(self, url: str, timeout: float) -> None:
+            requests.append(url)
+            raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", NoNetwork)
+    with pytest.raises(lp.UserError, match=r"'nobody/nothing': it is no folder here.* the hub cannot be reached; give"):
+        load("nobody/nothing")
+    assert len(requests) == 1

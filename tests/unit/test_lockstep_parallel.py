@@ -62,7 +62,7 @@ def test_ranks_give_plain_greedy(cases: Callable[[int, int], range]) -> None:
             window_size=rng.randint(0, 12),
             ngram_size=rng.randint(2, 6),
             guess_set_size=rng.randint(0, 10),
-            candidate_depth=rng.choice([None, None, 9]),
+            draft_depth=rng.choice([None, None, 9]),
             kv_sync=rng.choice(list(lp.KVSync)),
             **drawn_switches(rng),
         )
@@ -94,8 +94,7 @@ def _corrupt(generation: Any, what: str) -> bool:
     elif what == "window":
         generation.window.levels[1][2] ^= 1
     else:
-        tree = DraftTree(1)
-        tree.add_path([VOCABULARY - 1])
+        tree = DraftTree([VOCABULARY - 1], [-1])
         generation.source.propose = lambda *asked: tree
     return True
 
@@ -257,13 +256,13 @@ def test_prompt_lookup_on_ranks() -> None:
 
     def body(context: ParallelContext) -> list[int]:
         lookup = lp.PromptLookupConfig(num_tokens=7)
-        return lp.PromptLookupDecoder(model, lookup, context).generate(ids, 40).tokens
+        return lp.LookaheadDecoder(model, lookup, context).generate(ids, 40).tokens
 
     assert run_lockstep(3, body) == [plain] * 3
 
     def differ(context: ParallelContext) -> None:
         lookup = lp.PromptLookupConfig(max_matching_ngram=2 + context.rank // 2)
-        lp.PromptLookupDecoder(model, lookup, context).generate(ids, 40)
+        lp.LookaheadDecoder(model, lookup, context).generate(ids, 40)
 
     with pytest.raises(ValueError, match="the max_matching_ngram of rank 2 differs"):
         run_lockstep(3, differ)

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from lp.draft.layout import StepLayout, ancestors
-from lp.draft.prompt_lookup import PromptLookup
-from lp.draft.tree import DraftTree
+from lp.draft.prompt_lookup import PromptLookup, PromptLookupConfig
+from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.draft.verify import walk
 from lp.draft.window import LookaheadWindow
 from tests.layouts import NOTHING
 
 
 def _tree(*paths: list[int], budget: int = 100) -> DraftTree:
-    tree = DraftTree(budget)
+    builder = DraftTreeBuilder(budget)
     for path in paths:
-        tree.add_path(path)
-    return tree
+        builder.add_path(path)
+    return builder.build()
 
 
 def _layout(w: int, n: int, tree: DraftTree, limit: int = 10**6, position: int = 9) -> StepLayout:
@@ -155,9 +155,9 @@ def test_tree_shares_prefixes_within_budget() -> None:
 def test_prompt_lookup_longest_then_earliest() -> None:
     """As transformers' own: the longest run of last tokens, its first occurrence."""
     text = [1, 2, 3, 9, 2, 7, 8, 1, 2]
-    source = PromptLookup(2, text)
+    source = PromptLookup(PromptLookupConfig(max_matching_ngram=2), text)
     assert source.propose(text, 3).tokens == [3, 9, 2]
-    source = PromptLookup(1, text)
+    source = PromptLookup(PromptLookupConfig(max_matching_ngram=1), text)
     assert source.propose(text, 2).tokens == [3, 9]
     source.observe([*text, 42, 8], 2, NOTHING)
     assert source.propose([*text, 42, 8], 2).tokens == [1, 2]

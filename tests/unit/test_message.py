@@ -121,7 +121,7 @@ def test_a_vocabulary_too_large_to_pack_is_refused() -> None:
 def shape_of(config: LookaheadConfig, ranks: int) -> MessageShape:
     """A rank's row, as the decode loop chooses it."""
     full = largest_layout(config)
-    return MessageShape.of(ShardPlan.build(full, ranks), config.recycled)
+    return MessageShape.of(ShardPlan.build(full, ranks), config.num_logits)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
@@ -136,7 +136,7 @@ def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int, depth: i
     depth, and with a window at any, even a step without candidates is within its own. The top_logits comes on top: K
     int64s of every read that there is room for.
     """
-    config = LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, candidate_depth=depth, recycled=0)
+    config = LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, draft_depth=depth, num_logits=0)
     size = shape_of(config, ranks).size
     full = ShardPlan.build(largest_layout(config), ranks)
     assert size <= full.max_owned + 16
@@ -145,7 +145,7 @@ def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int, depth: i
         assert size <= bare.max_owned + 16
     room = full.max_owned + message.SPARE_NODES
     for k in (1, 16):
-        assert shape_of(replace(config, recycled=k), ranks).size == message.HEADER + -(-room // 3) + room * k
+        assert shape_of(replace(config, num_logits=k), ranks).size == message.HEADER + -(-room // 3) + room * k
 
 
 def test_steps_rarely_need_a_second_collective(cases: Callable[[int, int], range]) -> None:

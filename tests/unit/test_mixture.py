@@ -13,7 +13,9 @@ import torch
 from lp import compiled
 from lp.compiled import U64
 from lp.draft.pool import mixture
-from lp.draft.pool.mixture import FEATURES, FLOOR, GAPS, RATE, RECYCLED_0
+from lp.draft.pool.growth import MIN_PROB
+from lp.draft.pool.mixture import FEATURES, GAPS, LEARNING_RATE, LOGITS_0
+from lp.draft.window import WindowDrafts
 from lp.sampling.noise import _keyed, _signed, _uniform, gumbel, sequence_key
 from tests.pools import TEXT_ONLY, Ballot, ballot, drawn_step, empty_tables, logits_of, pool_of, reads_of
 
@@ -49,7 +51,7 @@ def test_logarithm_and_exponential() -> None:
 def _drawn_pool(rng: random.Random, **config: Any) -> tuple[Any, list[int]]:
     """A pool with drawn weights that has seen a few steps of a text of few tokens, and the text."""
     text = [rng.randrange(20) for _ in range(20)]
-    config = {"recycled": 8, "learn": False, **config}
+    config = {"num_logits": 8, "learn": False, **config}
     weights = np.array([rng.gauss(0, 1.5) for _ in range(FEATURES)])
     noise = (rng.randrange(9), 0) if rng.random() < 0.5 else None
     pool = pool_of(text, noise, empty_tables(pool_of([1], **config).config, weights), **config)
@@ -71,7 +73,7 @@ def test_chances_add_up_to_one() -> None:
         assert len(set(seen.tokens)) == len(seen.tokens) == len(seen.accept_probs) - 1
         for token, chance in zip(seen.tokens, seen.accept_probs, strict=False):
             assert chance == pytest.approx(math.exp(seen.log_chance(pool._tables.weights, token)), rel=1e-7)
-    assert sources == {"text", "window", "guess", "recycled"}
+    assert sources == {"text", "window", "guess", "logits"}
 
 
 def _paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
@@ -87,21 +89,21 @@ def test_tree_is_the_likeliest_within_its_budget() -> None:
     for seed in range(200):
         rng = random.Random(seed)
         depth = rng.choice([1, 2, 5, 12])
-        pool, text = _drawn_pool(rng, candidate_depth=depth, guess_set_size=10)
+        pool, text = _drawn_pool(rng, draft_depth=depth, guess_set_size=10)
         budget = rng.choice([0, 1, 7, 40])
         known = pool.propose(text, 40)
         along = rng.choice([[], *_paths(known.tokens, known.parents)])  # a window that guesses what the pool does
         row, column = [text[-1], *along, 3, 4], [text[-1], *along[:1], 5]
         if rng.random() < 0.3:
             row, column = [], []
-        tree = pool.propose(text, budget, row, column)
+        tree = pool.propose(text, budget, WindowDrafts(row, column))
         paths = _paths(tree.tokens, tree.parents)
         chains = {tuple(chain[1:end]) for chain in (row, column) for end in range(2, len(chain) + 1)}
         paid = sum(path not in chains for path in paths)
         assert len(set(paths)) == len(paths) and paid <= budget
         assert max(map(len, paths), default=0) <= depth
         assert tree.accept_probs == sorted(tree.accept_probs, reverse=True)
-        assert all(chance >= FLOOR for chance in tree.accept_probs)
+        assert all(chance >= MIN_PROB for chance in tree.accept_probs)
         for chance, parent in zip(tree.accept_probs, tree.parents, strict=True):
             assert chance <= (tree.accept_probs[parent] if parent >= 0 else 1)
         if not row and budget:
@@ -130,7 +132,7 @@ def test_node_chance_is_the_product_along_its_path() -> None:
 @pytest.mark.parametrize("right", ["window", "guess"])
 def test_what_is_always_right_is_believed(right: str) -> None:
     """Weights must follow this very model and text, whatever they began with."""
-    pool = pool_of([500, 501], recycled=0, output_ngrams=False, prompt_ngrams=False)
+    pool = pool_of([500, 501], num_logits=0, output_ngrams=False, prompt_ngrams=False)
     text, before = [500, 501], None
     for step in range(300):
         c, following, truth, wrong = text[-1], 1000 + 3 * step, 1001 + 3 * step, 1002 + 3 * step
@@ -183,8 +185,8 @@ def test_learning_follows_the_gradient() -> None:
         for truth in [*ballot(pool, text).tokens[:4], 999]:
             seen, weights = ballot(pool, text), np.array(tables.weights)
             np.asarray(tables.squares)[:] = squares
-            mixture.learn(tables, pool._scratch, len(seen.tokens), len(seen.votes), truth)
-            moved = (np.asarray(tables.weights) - weights) * math.sqrt(squares) / RATE
+            mixture.learn(tables, pool._prediction, len(seen.tokens), len(seen.votes), truth)
+            moved = (np.asarray(tables.weights) - weights) * math.sqrt(squares) / LEARNING_RATE
             np.testing.assert_allclose(moved, _numerical_gradient(seen, weights, truth), atol=2e-6)
             shared += len({feature for _, feature in seen.votes}) < len(seen.votes)
             np.asarray(tables.weights)[:] = weights
@@ -192,13 +194,13 @@ def test_learning_follows_the_gradient() -> None:
 
 
 @pytest.mark.parametrize(("noise", "renoise"), [((5, 2), True), ((5, 2), False), (None, True)])
-def test_recycled_logits_guess_under_the_noise_of_their_position(noise: tuple[int, int] | None, renoise: bool) -> None:
+def test_stored_logits_guess_under_the_noise_of_their_position(noise: tuple[int, int] | None, renoise: bool) -> None:
     """Under sampling the token is argmax(logits + noise of its position): another's noise guesses another token."""
     rng, differ = random.Random(1), 0
     weights = np.zeros(FEATURES)
     for group in range(8):
-        weights[RECYCLED_0 + group * 4 * GAPS : RECYCLED_0 + (group * 4 + 1) * GAPS] = 5.0  # what is best of its row
-    config: dict[str, Any] = TEXT_ONLY | {"recycled": 16, "renoise": renoise, "output_ngrams": False, "learn": False}
+        weights[LOGITS_0 + group * 4 * GAPS : LOGITS_0 + (group * 4 + 1) * GAPS] = 5.0  # what is best of its row
+    config: dict[str, Any] = TEXT_ONLY | {"num_logits": 16, "renoise": renoise, "output_ngrams": False, "learn": False}
     logits = [rng.gauss(0, 1.5) for _ in range(16)]
     text = [9, 7, 3]
     pool = pool_of(text, noise, empty_tables(pool_of([1], **config).config, weights), **config)

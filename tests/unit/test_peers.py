@@ -14,7 +14,6 @@ from lp.draft.paper import PaperPool
 from lp.draft.token_recycling import TokenRecycling, _static_tree
 from lp.draft.verify import walk
 from lp.draft.window import LookaheadWindow
-from lp.engine.lookahead import LookaheadDecoder
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
 from tests.layouts import NOTHING
@@ -24,12 +23,12 @@ from tests.tiny_models import drawn_text, tiny_model
 GREEDY_AND_COUPLED = [None, lp.SamplingParams(temperature=0.6, top_p=0.95, seed=5)]
 
 
-def _drawn(rng: random.Random, method: str) -> tuple[type[LookaheadDecoder], Any, int]:
-    """A decoder, its config, and the candidate rows that it may take."""
+def _drawn(rng: random.Random, method: str) -> tuple[Any, int]:
+    """A config, and the draft tokens that it may take."""
     kv_sync = rng.choice(list(lp.KVSync))
     if method == "recycling":
         recycling = lp.RecyclingConfig(successors=rng.choice([1, 8, 100]), nodes=rng.randint(1, 40), kv_sync=kv_sync)
-        return lp.RecyclingDecoder, recycling, recycling.nodes
+        return recycling, recycling.nodes
     paper = lp.PaperConfig(
         window_size=rng.randint(0, 8),
         ngram_size=rng.randint(2, 5),
@@ -38,7 +37,7 @@ def _drawn(rng: random.Random, method: str) -> tuple[type[LookaheadDecoder], Any
         warmup_steps=rng.choice([0, 0, 3]),
         kv_sync=kv_sync,
     )
-    return lp.PaperDecoder, paper, paper.guess_set_size * (paper.ngram_size - 1)
+    return paper, paper.guess_set_size * (paper.ngram_size - 1)
 
 
 @pytest.mark.parametrize("sampling", GREEDY_AND_COUPLED, ids=["greedy", "coupled"])
@@ -52,15 +51,15 @@ def test_peers_are_exact_on_one_rank_and_two(
         rng = random.Random(f"{method}-{case}")
         model = tiny_model(rng.choice(["llama", "gemma3", "mistral_sliding"]), seed=case % 8)
         ids, new = drawn_text(rng, rng.randint(1, 60)), rng.randint(1, 48)
-        kind, config, rows = _drawn(rng, method)
+        config, most = _drawn(rng, method)
         plain = lp.AutoregressiveDecoder(model).generate(ids, new, sampling)
-        alone = kind(model, config).generate(ids, new, sampling)
+        alone = lp.LookaheadDecoder(model, config).generate(ids, new, sampling)
         assert alone.tokens == plain.tokens, f"case {case}: {config}"
-        assert all(step.num_draft <= rows for step in alone.step_stats), f"case {case}: {config}"
+        assert all(step.num_draft <= most for step in alone.step_stats), f"case {case}: {config}"
 
-        def body(context: ParallelContext, made: Any = (kind, model, config, ids, new)) -> list[Any]:
-            kind, model, config, ids, new = made
-            output = kind(model, config, context).generate(ids, new, sampling)
+        def body(context: ParallelContext, made: Any = (model, config, ids, new)) -> list[Any]:
+            model, config, ids, new = made
+            output = lp.LookaheadDecoder(model, config, context).generate(ids, new, sampling)
             return [output.tokens, [step.accepted for step in output.step_stats]]
 
         steps = [step.accepted for step in alone.step_stats]
@@ -74,10 +73,10 @@ def test_settings_that_differ_are_named() -> None:
     model = tiny_model()
 
     def paper(context: ParallelContext) -> None:
-        lp.PaperDecoder(model, lp.PaperConfig(guess_set_size=3 + context.rank), context).generate([1, 2], 4)
+        lp.LookaheadDecoder(model, lp.PaperConfig(guess_set_size=3 + context.rank), context).generate([1, 2], 4)
 
     def recycling(context: ParallelContext) -> None:
-        lp.RecyclingDecoder(model, lp.RecyclingConfig(successors=3 + context.rank), context).generate([1, 2], 4)
+        lp.LookaheadDecoder(model, lp.RecyclingConfig(successors=3 + context.rank), context).generate([1, 2], 4)
 
     for body, setting in ((paper, "guess_set_size"), (recycling, "successors")):
         with pytest.raises(ValueError, match=f"the {setting} of rank 1 differs"):
@@ -125,7 +124,7 @@ def test_paper_pool_keeps_the_newest() -> None:
     for _ in range(2000):
         ngrams = [tuple(rng.randrange(50) for _ in range(4)) for _ in range(10)]
         pool.observe([1, 1], 1, reads_of(0, [], NOTHING.top_logits, ngrams))
-    assert sum(map(len, pool._behind.values())) <= 50 * 5
+    assert sum(map(len, pool._tails.values())) <= 50 * 5
 
 
 def test_paper_pool_learns_the_text_once() -> None:
@@ -138,8 +137,8 @@ def test_paper_pool_learns_the_text_once() -> None:
         moved = min(rng.randint(1, 6), len(text) - end)
         end += moved
         pool.observe(text[:end], moved, NOTHING)
-    assert {c: list(tails) for c, tails in pool._behind.items()} == {c: list(t) for c, t in whole._behind.items()}
-    assert sum(map(len, whole._behind.values())) == len({tuple(text[i : i + 3]) for i in range(78)})
+    assert {c: list(tails) for c, tails in pool._tails.items()} == {c: list(t) for c, t in whole._tails.items()}
+    assert sum(map(len, whole._tails.values())) == len({tuple(text[i : i + 3]) for i in range(78)})
 
 
 def test_recycling_keeps_what_a_token_was_last_seen_with() -> None:

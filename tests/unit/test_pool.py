@@ -13,9 +13,20 @@ import numpy as np
 import pytest
 
 from lp.compiled import COMPILED, U64
+from lp.draft.pool.factory import fresh_tables, tables_digest
 from lp.draft.pool.mixture import FEATURES
-from lp.draft.pool.ngram_pool import fresh_tables, tables_digest
-from lp.draft.pool.tables import ORDERS, TEXT, WAYS, M, claim, find, hash_history, new_tables, remember, tagged
+from lp.draft.pool.tables import (
+    ORDERS,
+    TEXT,
+    WAYS,
+    M,
+    add_follower,
+    claim,
+    context_key,
+    find,
+    hash_context,
+    new_tables,
+)
 from tests.conftest import ROOT, Processes
 from tests.pools import (
     TEXT_ONLY,
@@ -53,17 +64,17 @@ def test_100_000_insertions_take_no_more_memory() -> None:
     assert np.count_nonzero(keys) > 0.95 * len(keys) and evicted - set(keys.tolist()), "it was never full"
 
 
-@pytest.mark.parametrize("recycled", [0, 1, 16, 256])
+@pytest.mark.parametrize("num_logits", [0, 1, 16, 256])
 @pytest.mark.parametrize("mebibytes", [1, 4, 16])
-def test_tables_keep_to_their_bound(mebibytes: int, recycled: int) -> None:
+def test_tables_keep_to_their_bound(mebibytes: int, num_logits: int) -> None:
     """The bound is the user's, whatever K is, and most of it is of use."""
-    tables = new_tables(recycled, mebibytes, np.zeros(FEATURES), np.ones(FEATURES))
+    tables = new_tables(num_logits, mebibytes, np.zeros(FEATURES), np.ones(FEATURES))
     size = sum(np.asarray(values).nbytes for values in tables)
     assert (mebibytes << 20) / 4 < size <= mebibytes << 20
-    rows = len(tables.recycled_keys)
-    assert len(tables.recycled_tokens) == len(tables.recycled_logits) == rows * recycled
+    entries = len(tables.logits_keys)
+    assert len(tables.logits_tokens) == len(tables.logits_values) == entries * num_logits
     assert len(tables.followers) == M * len(tables.keys)
-    assert not any(size & size - 1 for size in (len(tables.keys), rows)), "places are found by a mask"
+    assert not any(size & size - 1 for size in (len(tables.keys), entries)), "places are found by a mask"
 
 
 def test_same_bytes_give_the_same_pool() -> None:
@@ -122,7 +133,7 @@ def test_shipped_weights_fit() -> None:
     tables = fresh_tables(pool.config, 8)  # a vocabulary smaller than K
     assert len(tables.weights) == len(tables.squares) == FEATURES
     assert np.isfinite(np.asarray(tables.weights)).all() and (np.asarray(tables.squares) >= 1).all()
-    assert len(tables.recycled_tokens) == 8 * len(tables.recycled_keys)
+    assert len(tables.logits_tokens) == 8 * len(tables.logits_keys)
 
 
 def test_oldest_of_a_bucket_makes_room() -> None:
@@ -132,11 +143,11 @@ def test_oldest_of_a_bucket_makes_room() -> None:
     keys = [U64(((7 + sets * i) << 11) | 1) for i in range(WAYS + 2)]  # all of bucket 7
     for now, key in enumerate(keys[:WAYS], 1):
         tables.clock[0] = now
-        remember(tables, key, now)
-        remember(tables, key, 50 + now)
+        add_follower(tables, key, now)
+        add_follower(tables, key, 50 + now)
     tables.clock[0] = WAYS + 1
-    remember(tables, keys[0], 9)  # so the second is the oldest
-    remember(tables, keys[WAYS], 99)
+    add_follower(tables, keys[0], 9)  # so the second is the oldest
+    add_follower(tables, keys[WAYS], 99)
     found = [find(tables.keys, key) for key in keys]
     assert found[1] == found[-1] == -1 and sorted(place % WAYS for place in found if place >= 0) == list(range(WAYS))
     base = found[WAYS] * M
@@ -152,12 +163,13 @@ def test_prompt_fills_empty_places_first() -> None:
     rng = random.Random(3)
     text = [rng.randrange(30_000) for _ in range(200)]
     pool = pool_of(text, pool_mib=16)
+    context = pool._prediction.context
     for end in range(8, len(text)):
-        for place in range(8):
-            pool._scratch.history[place] = text[end - 1 - place]
-        hash_history(pool._scratch, 8)
+        for back in range(8):
+            context.tokens[back] = text[end - 1 - back]
+        hash_context(context, 8)
         for order in ORDERS:
-            assert find(pool._tables.keys, U64(tagged(pool._scratch.hashes[order], TEXT, 0))) >= 0, (end, order)
+            assert find(pool._tables.keys, U64(context_key(context.hashes[order], TEXT, 0))) >= 0, (end, order)
 
 
 def test_newest_follower_first() -> None:
@@ -178,7 +190,7 @@ def test_newest_follower_first() -> None:
 def test_longer_contexts_know_better() -> None:
     """One token of context leaves a loop at the first token that stands in it twice."""
     text = [1, 2, 1, 3, 1, 2, 1, 3, 1, 2]
-    config = {"candidate_depth": 6, **TEXT_ONLY}
+    config = {"draft_depth": 6, **TEXT_ONLY}
     pool = pool_of(text, tables=empty_tables(pool_of([1], **config).config, graded_weights()), **config)
     assert pool.propose(text, 6).tokens == [1, 3, 1, 2, 1, 3]
     pool = pool_of([9], **TEXT_ONLY | {"window_ngrams": True})
@@ -191,7 +203,7 @@ def test_chains_to_depth() -> None:
     """Depth beyond N - 1 is what a looping text pays for."""
     text = [1, 2, 3, 4, 1]
     for depth in (None, 2, 7):
-        pool = pool_of(text, ngram_size=5, candidate_depth=depth, **TEXT_ONLY)
+        pool = pool_of(text, ngram_size=5, draft_depth=depth, **TEXT_ONLY)
         tree = pool.propose(text, 99)
         assert tree.tokens == [2, 3, 4, 1, 2, 3, 4][: depth or 4]
         assert tree.parents == list(range(-1, len(tree) - 1))
@@ -213,14 +225,14 @@ def _after_a_step(**config: Any) -> set[str]:
         ({"output_ngrams": False}, set()),
         ({"window_ngrams": False}, {"window"}),
         ({"position_guesses": False}, {"guess"}),
-        ({"recycled": 0}, {"recycled"}),
-        (TEXT_ONLY, {"window", "guess", "recycled"}),
+        ({"num_logits": 0}, {"logits"}),
+        (TEXT_ONLY, {"window", "guess", "logits"}),
     ],
     ids=lambda value: str(sorted(value)),
 )
 def test_switches_silence_their_source(off: dict[str, Any], silent: set[str]) -> None:
     """An ablation of a source that still votes measures nothing."""
-    assert _after_a_step(**off) == {"text", "window", "guess", "recycled"} - silent
+    assert _after_a_step(**off) == {"text", "window", "guess", "logits"} - silent
 
 
 def test_output_is_known_if_wanted() -> None:
@@ -233,7 +245,7 @@ def test_output_is_known_if_wanted() -> None:
 
 def test_guesses_are_for_their_position() -> None:
     """A guess for another position is worth little under sampling; one for a past position nothing."""
-    pool = pool_of([7, 7, 7, 1], prompt_ngrams=False, output_ngrams=False, window_ngrams=False, recycled=0)
+    pool = pool_of([7, 7, 7, 1], prompt_ngrams=False, output_ngrams=False, window_ngrams=False, num_logits=0)
     nodes = [(1, -1, 4), (4, 0, 5), (5, 1, 2), (4, 0, 6)]  # 1 at position 3
     pool.observe([7, 7, 7, 1, 4], 1, reads_of(3, nodes, logits_of([[]] * 4)))
     assert ballot(pool, [7, 7, 7, 1, 4]).tokens == [6, 5]  # position 5, behind 4
@@ -244,14 +256,14 @@ def test_guesses_are_for_their_position() -> None:
 
 def test_guesses_do_not_reach_the_next_text() -> None:
     """Positions begin again with every text of a session: an earlier text's guesses for them are of another text."""
-    config: dict[str, Any] = {"prompt_ngrams": False, "output_ngrams": False, "window_ngrams": False, "recycled": 2}
+    config: dict[str, Any] = {"prompt_ngrams": False, "output_ngrams": False, "window_ngrams": False, "num_logits": 2}
     first = pool_of([7, 7, 7, 1], **config)
     nodes, rows = [(1, -1, 4), (4, 0, 5)], logits_of([[(4, 1.0), (3, 0.0)], [(5, 1.0), (3, 0.0)]])
     first.observe([7, 7, 7, 1, 4], 1, reads_of(3, nodes, rows))
-    assert ballot(first, [7, 7, 7, 1, 4]).sources() == {"guess", "recycled"}
+    assert ballot(first, [7, 7, 7, 1, 4]).sources() == {"guess", "logits"}
     assert ballot(first, [7, 7, 7, 8, 9]).tokens, "by the position alone"
     second = pool_of([7, 7, 7, 1], tables=first._tables, **config)
-    assert ballot(second, [7, 7, 7, 1, 4]).sources() == {"recycled"}, "logits of a context are of any text"
+    assert ballot(second, [7, 7, 7, 1, 4]).sources() == {"logits"}, "logits of a context are of any text"
     assert ballot(second, [7, 7, 7, 8, 9]).tokens == []
     elsewhere = {feature for _, feature in ballot(second, [7, 7, 7, 1, 4]).votes}
     third = pool_of([7, 7, 7, 1], **config)
@@ -261,9 +273,9 @@ def test_guesses_do_not_reach_the_next_text() -> None:
 
 def test_prompt_rows_leave_their_logits() -> None:
     """A row off by one would tell of another context; the prompt's last token is read by the first step."""
-    pool = pool_of([4, 5, 6], prompt_ngrams=False, recycled=2)
+    pool = pool_of([4, 5, 6], prompt_ngrams=False, num_logits=2)
     pool.begin([4, 5, 6], logits_of([[(20, 2.0), (21, 1.0)], [(22, 2.0), (23, 1.0)]]))
     assert [ballot(pool, text).tokens for text in ([4], [4, 5], [9, 4, 5], [4, 5, 6])] == [
         [20, 21], [22, 23], [22, 23], []
     ]  # fmt: skip
-    assert ballot(pool, [4, 5]).sources() == {"recycled"}
+    assert ballot(pool, [4, 5]).sources() == {"logits"}

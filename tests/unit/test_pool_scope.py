@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import lp
 from lp.budget.step_times import StepTimes
-from lp.draft.pool.ngram_pool import fresh_tables, load_tables, tables_digest
+from lp.draft.pool.factory import PoolFactory, fresh_tables, load_tables, tables_digest
 from lp.engine.lookahead import LookaheadDecoder
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
@@ -30,8 +30,8 @@ def config_of(**values: Any) -> lp.LookaheadConfig:
 
 def digest(decoder: LookaheadDecoder) -> int:
     """Of what a session remembers."""
-    assert decoder._tables is not None
-    return tables_digest(decoder._tables)
+    assert isinstance(decoder.factory, PoolFactory) and decoder.factory.tables is not None
+    return tables_digest(decoder.factory.tables)
 
 
 @pytest.mark.parametrize("sampling", [None, SAMPLING], ids=["greedy", "coupled"])
@@ -54,7 +54,7 @@ def test_a_request_leaves_nothing() -> None:
     for prompt in (ids, ids, other, ids):
         output = decoder.generate(prompt, 48)
         stats.append([(step.num_draft, step.accepted) for step in output.step_stats])
-    assert stats[0] == stats[1] == stats[3] and decoder._tables is None
+    assert stats[0] == stats[1] == stats[3] and decoder.factory.tables is None  # type: ignore[attr-defined]
 
 
 def test_the_file_carries_a_session_on(tmp_path: Path) -> None:
@@ -80,14 +80,14 @@ def test_a_file_that_is_no_such_pool_is_refused(tmp_path: Path) -> None:
     model, ids, file = tiny_model(), [1, 2, 3], tmp_path / "pool.safetensors"
     whole = config_of(pool_file=str(file))
     lp.LookaheadDecoder(model, whole).generate(ids, 4)
-    for other in ({"pool_mib": 2}, {"recycled": 4}):
-        with pytest.raises(ValueError, match=f"{file} is of another pool_mib, recycled or version; delete it"):
+    for other in ({"pool_mib": 2}, {"num_logits": 4}):
+        with pytest.raises(ValueError, match=f"{file} is of another pool_mib, num_logits or version; delete it"):
             lp.LookaheadDecoder(model, config_of(pool_file=str(file), **other)).generate(ids, 4)
     with pytest.raises(ValueError, match=f"{file} has token .*, the model 2; it is another model's"):
         load_tables(fresh_tables(whole, 2 * VOCABULARY), str(file), 2)
     arrays = load_file(file)
     save_file(arrays | {"weights": arrays["weights"][:-1].copy()}, file)
-    with pytest.raises(ValueError, match=f"{file} is of another pool_mib, recycled or version"):
+    with pytest.raises(ValueError, match=f"{file} is of another pool_mib, num_logits or version"):
         lp.LookaheadDecoder(model, whole).generate(ids, 4)
     save_file({name: values.astype(np.float64) for name, values in arrays.items()}, file)
     with pytest.raises(ValueError, match=f"{file} is of another"):
@@ -119,7 +119,7 @@ def test_a_pool_that_cannot_be_written_costs_no_text(tmp_path: Path) -> None:
         ({"pool_scope": "request", "pool_file": "x"}, "pool_file is 'x'.*add pool_scope=session"),
         ({"pool_scope": "ever"}, "pool_scope is 'ever'; it must be one of"),
         ({"pool_mib": 0}, "pool_mib is 0"),
-        ({"recycled": 257}, r"recycled \(K\) is 257"),
+        ({"num_logits": 257}, r"num_logits \(K\) is 257"),
     ],
 )
 def test_config_checks_itself(values: dict[str, Any], message: str) -> None:
@@ -155,13 +155,13 @@ def test_ranks_share_one_session(tmp_path: Path, sampling: lp.SamplingParams | N
 
 def test_a_request_gets_no_larger_pool_than_it_can_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clearing 16 MiB takes a hundredth of a short text."""
-    asked: list[int] = []
+    sizes: list[int] = []
 
-    def noted(config: lp.LookaheadConfig, vocabulary: int) -> Any:
-        asked.append(config.pool_mib)
-        return fresh_tables(config, vocabulary)
+    def noted(config: lp.LookaheadConfig, vocabulary_size: int, mebibytes: int | None = None) -> Any:
+        sizes.append(mebibytes or config.pool_mib)
+        return fresh_tables(config, vocabulary_size, mebibytes)
 
-    monkeypatch.setattr("lp.engine.lookahead.fresh_tables", noted)
+    monkeypatch.setattr("lp.draft.pool.factory.fresh_tables", noted)
     model, step_times = tiny_model(), StepTimes((1, 24, 120), (1.0, 2.0, 9.0), 1.0)
     request, session = (lp.LookaheadConfig(adaptive=True, pool_scope=scope) for scope in ("request", "session"))
     for config, new in ((request, 9), (request, 400), (session, 9), (lp.LookaheadConfig(guess_set_size=2), 9)):
@@ -170,4 +170,4 @@ def test_a_request_gets_no_larger_pool_than_it_can_fill(monkeypatch: pytest.Monk
     longer = tiny_model(max_position_embeddings=1024)
     dear = lp.LookaheadDecoder(longer, request, step_times=StepTimes((1, 2, 120), (1.0, 2.5, 9.0), 1.0))
     dear.generate([1, 2, 3] * 170, 20, eos_token_id=())
-    assert asked == [1, 3, 16, 16, 2], "where no row pays, a text has n-grams all the same"
+    assert sizes == [1, 3, 16, 16, 2], "where no row pays, a text has n-grams all the same"

@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import lp
-from lp.attention import StepMasks
+from lp.attention.masks import StepMasks
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from tests.tiny_models import SLIDING_WINDOW, tiny_model
@@ -125,11 +125,11 @@ def test_the_probe_is_small_and_asks_once() -> None:
     """Every `generate(custom_generate=...)` makes a decoder: a probe a call would cost as much as several tokens."""
     model = tiny_model("gemma3")
     rows = _counted(model)
-    lp.LookaheadDecoder(model, lp.LookaheadConfig())
+    lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=False))
     assert rows == [14, 10, 7, 1]  # two plain branches at once, prefix, tree, the step after the commit
-    lp.PromptLookupDecoder(model)
+    lp.LookaheadDecoder(model, lp.PromptLookupConfig())
     assert len(rows) == 4
-    lp.LookaheadDecoder(model, lp.LookaheadConfig(), attention="eager")
+    lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=False), attention="eager")
     assert len(rows) == 8
     ModelRunner(tiny_model("llama"), probe=False)
 

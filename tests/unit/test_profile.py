@@ -161,7 +161,7 @@ def test_a_replay_can_be_interrupted() -> None:
 
 def test_a_pool_of_other_texts_has_no_tape() -> None:
     """The second decode would guess with what the first one left; step times of one rank price the tokens of others."""
-    session = lp.LookaheadConfig(pool_scope=lp.PoolScope.SESSION)
+    session = lp.LookaheadConfig(adaptive=False, pool_scope=lp.PoolScope.SESSION)
     adaptive = lp.LookaheadConfig(adaptive=True)
     model = tiny_model()
     for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "make it false")):

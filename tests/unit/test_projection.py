@@ -118,7 +118,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 
 def test_a_second_collective_is_refused() -> None:
     with pytest.raises(ValueError, match="project kv_sync=recompute"):
-        _projection(tiny_model(), 2, lp.LookaheadConfig(kv_sync=lp.KVSync.BROADCAST))
+        _projection(tiny_model(), 2, lp.LookaheadConfig(adaptive=False, kv_sync=lp.KVSync.BROADCAST))
 
 
 def _projected(ranks: int, compute_s: float) -> Projected:
@@ -164,8 +164,7 @@ def test_a_projection_is_marked_everywhere(scale: Callable[..., Ran], tmp_path: 
     table = (tmp_path / "scaling.md").read_text()
     assert table.count("**projected**") == 16 and table.count("**projected**") == ran.out.count("**projected**")
     assert {"speedup.png", "step_time.png"} <= {path.name for path in tmp_path.iterdir()}
-    last = json.loads(ran.out.splitlines()[-1])
-    assert (last["projected"], last["measured"]) == (16, 0)
+    assert ran.out.rstrip().endswith(f"written to {tmp_path}") and '{"' not in ran.out  # JSON only when asked for
 
 
 @pytest.mark.parametrize(

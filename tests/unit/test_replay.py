@@ -13,7 +13,7 @@ from launch.bench.prompts import load_builtin
 from launch.bench.replay import Text, load_texts, replay
 from lp.draft.prompt_lookup import PromptLookup
 from lp.draft.source import StepSamples
-from lp.draft.tree import DraftTree
+from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.models.loader import DEMO_MODEL, load
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
 
@@ -25,8 +25,8 @@ def test_replay_equals_the_decoder(cases: Callable[[int, int], range]) -> None:
         model, ids = tiny_model(seed=case), [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 60))]
         eos = rng.choice(plain_greedy(model, ids, 60)) if case % 2 else None
         lookup = lp.PromptLookupConfig(max_matching_ngram=rng.randint(1, 3), num_tokens=rng.randint(1, 12))
-        output = lp.PromptLookupDecoder(model, lookup).generate(ids, 60, eos_token_id=() if eos is None else eos)
-        source = PromptLookup(lookup.max_matching_ngram, ids)
+        output = lp.LookaheadDecoder(model, lookup).generate(ids, 60, eos_token_id=() if eos is None else eos)
+        source = PromptLookup(lookup, ids)
         run = replay(source, ids, output.tokens, lookup.num_tokens, max_new_tokens=60)
         assert (run.tokens, run.steps, run.rows) == (len(output.tokens), output.steps, output.mean_tokens)
 
@@ -39,8 +39,8 @@ def test_replay_equals_the_demo_run(temperature: float) -> None:
     sampling = lp.SamplingParams(temperature=temperature, seed=0) if temperature else None
     for prompt in load_builtin(3):
         ids = loaded.tokenizer(prompt.text)["input_ids"]
-        output = lp.PromptLookupDecoder(loaded.model).generate(ids, 96, sampling)
-        run = replay(PromptLookup(2, ids), ids, output.tokens, 10, max_new_tokens=96)
+        output = lp.LookaheadDecoder(loaded.model, lp.PromptLookupConfig()).generate(ids, 96, sampling)
+        run = replay(PromptLookup(lp.PromptLookupConfig(), ids), ids, output.tokens, 10, max_new_tokens=96)
         assert (run.compression, run.rows) == (output.compression, output.mean_tokens)
 
 
@@ -53,10 +53,10 @@ class _Forks:
         self.seen: list[tuple[int, int]] = []
 
     def propose(self, text: list[int], budget: int, *_: object) -> DraftTree:
-        tree = DraftTree(budget)
-        tree.add_path([5, 9, 9])
-        tree.add_path([5, 6, 7])
-        return tree
+        builder = DraftTreeBuilder(budget)
+        builder.add_path([5, 9, 9])
+        builder.add_path([5, 6, 7])
+        return builder.build()
 
     def observe(self, text: list[int], moved: int, seen: StepSamples) -> None:
         assert not seen.ngrams and not seen.nodes

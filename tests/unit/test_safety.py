@@ -131,7 +131,7 @@ def test_task_ids_name_no_file(
 def test_a_pool_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while it writes, or out of room: what past runs learned is still there."""
     file = tmp_path / "pool.safetensors"
-    config = lp.LookaheadConfig(pool_scope=lp.PoolScope.SESSION, pool_file=str(file), pool_mib=1)
+    config = lp.LookaheadConfig(adaptive=False, pool_scope=lp.PoolScope.SESSION, pool_file=str(file), pool_mib=1)
     lp.LookaheadDecoder(tiny_model(), config).generate([1, 2, 3], 10)
     before = file.read_bytes()
 

@@ -53,7 +53,7 @@ def test_absent_package_is_refused_with_the_remedy(
     """An ImportError from inside a run, or another method in its place, would leave the user guessing."""
     monkeypatch.setitem(sys.modules, NATIVE, None)
     with pytest.raises(ValueError, match="pip install arctic-inference"):
-        lp.SuffixDecoder(tiny_model())
+        lp.LookaheadDecoder(tiny_model(), lp.SuffixConfig())
     ran = launch_generate("decoder=suffix")
     assert ran.code == 2 and "pip install arctic-inference" in ran.err and "Traceback" not in ran.err
 
@@ -130,7 +130,7 @@ def test_decoder_is_exact_and_replays(cases: Callable[[int, int], range]) -> Non
         sampling = lp.SamplingParams(temperature=0.5, seed=case) if case % 3 == 0 else None
         eos = rng.choice(plain_greedy(model, ids, 50)) if case % 2 else ()
         plain = lp.AutoregressiveDecoder(model).generate(ids, 50, sampling, eos_token_id=eos)
-        output = lp.SuffixDecoder(model, config).generate(ids, 50, sampling, eos_token_id=eos)
+        output = lp.LookaheadDecoder(model, config).generate(ids, 50, sampling, eos_token_id=eos)
         assert (output.tokens, output.finish_reason) == (plain.tokens, plain.finish_reason)
         assert all(step.num_draft <= config.max_tokens for step in output.step_stats)
         run = replay(SuffixTree(config, ids), ids, output.tokens, config.max_tokens, max_new_tokens=50)
@@ -143,12 +143,12 @@ def test_on_ranks() -> None:
     model, (ids, config) = tiny_model(), _drawn(random.Random(3))
 
     def body(context: ParallelContext) -> list[int]:
-        return lp.SuffixDecoder(model, config, context).generate(ids, 40).tokens
+        return lp.LookaheadDecoder(model, config, context).generate(ids, 40).tokens
 
     assert run_lockstep(3, body) == [plain_greedy(model, ids, 40)] * 3
 
     def differ(context: ParallelContext) -> None:
-        lp.SuffixDecoder(model, lp.SuffixConfig(max_tokens=8 + context.rank // 2), context).generate(ids, 40)
+        lp.LookaheadDecoder(model, lp.SuffixConfig(max_tokens=8 + context.rank // 2), context).generate(ids, 40)
 
     with pytest.raises(ValueError, match="the max_tokens of rank 2 differs"):
         run_lockstep(3, differ)

@@ -44,7 +44,7 @@ def test_tune_writes_what_generate_loads(
     assert tuned.code == 0, tuned.err
     for key, name in (("W", "window_size"), ("N", "ngram_size"), ("G", "guess_set_size")):
         assert re.search(rf"^'?{key}'?: {best['config'][name]}$", tuned.out, re.M)  # YAML quotes N, which may mean no
-    assert f"candidate_depth: {best['config']['candidate_depth']}\n" in tuned.out and "name: lookahead\n" in tuned.out
+    assert f"draft_depth: {best['config']['draft_depth']}\n" in tuned.out and "name: lookahead\n" in tuned.out
     done = launch_generate(
         *model, "experiment=tuned", "prompt=x", "max_new_tokens=9", "output=json", "--config-dir", str(tmp_path)
     )
@@ -149,6 +149,6 @@ def test_the_start_says_what_steps_take(launch_generate: Callable[..., Any], tin
 
 
 class _Fixed:
-    config = lp.LookaheadConfig()
+    config = lp.LookaheadConfig(adaptive=False)
     step_times = None
     _last: tuple[StepStats, ...] = ()

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import lp
 from tests.conftest import ROOT
 
-PACKAGES = ("lp", "launch")
-# A decoder with the default config reads the pool's weights at its first step. No numba: it would compile for a new
-# folder. -I and another folder leave the wheel the only place to find lp in; a clone installed as editable comes later.
-DECODE = """
+# Where the files of a clone lie in an installed lp.
+INSTALLED = {"lp": "lp", "launch": "lp/launch", "conf": "lp/conf"}
+# README's Python with the names that its reader brings. No numba: it would compile for a new folder.
+SNIPPETS = """
 import sys
-sys.path.insert(0, sys.argv[1])
-import torch, transformers as tf
+import torch
 import lp
-from launch.bench.prompts import load_builtin
-from lp.models.loader import load
+from lp.models.loader import DEMO_MODEL
 
 torch.set_num_threads(1)
-demo = load("demo", "float32")
-decoder = lp.LookaheadDecoder(demo.model, lp.LookaheadConfig(guess_set_size=8))
-ids = demo.tokenizer(load_builtin(1)[0].text)["input_ids"][:40]
-assert len(decoder.generate(ids, 4).tokens) == 4
-ours = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "lp"}
-assert all(file.startswith(sys.argv[1]) for file in ours.values()), ours
+names = {"name": str(DEMO_MODEL), "config": lp.LookaheadConfig(guess_set_size=8)}
+names["model"], names["tokenizer"] = lp.load("demo")
+names["inputs"] = names["tokenizer"]("import os", return_tensors="pt")
+for snippet in open(sys.argv[1]).read().split("\\f"):
+    exec(snippet.replace("max_new_tokens=256", "max_new_tokens=8"), names)
+assert len(names["out"].tokens) <= 8
+print(lp.__file__, lp.__version__)
 """
 
 
@@ -46,28 +50,78 @@ def tracked() -> list[str]:
 @pytest.fixture(scope="module")
 def wheel(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the tracked files: neither a former build nor a cache of this clone can get in."""
-    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")
+    built = tmp_path_factory.mktemp("wheel")
     for name in tracked:
-        if name.split("/")[0] in PACKAGES or "/" not in name:
+        if name.split("/")[0] in INSTALLED or "/" not in name:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "-w", str(made)]
-    built = subprocess.run([sys.executable, "-m", "pip", *build, str(source)], capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return next(made.glob("*.whl"))
+    build = [
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--disable-pip-version-check",
+        "-w",
+        str(built),
+    ]
+    done = subprocess.run([sys.executable, "-m", "pip", *build, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(built.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel; its other packages are those that run this test."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    # A path that a .pth file names has its own .pth files unread: an editable lp of the tests stays unseen.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install = ["--python", str(folder / "bin" / "python"), "install", "--no-deps", "--no-index", "--no-compile"]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *install, str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def run(command: list[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run in a folder that is no clone, with a home of its own."""
+    env = {"NUMBA_DISABLE_JIT": "1", "OMP_NUM_THREADS": "1", "PATH": os.defpath, "HOME": str(cwd), **variables}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_the_wheel_has_every_file_of_the_packages(wheel: Path, tracked: list[str]) -> None:
     """Package data is listed by pattern: a file that no pattern fits is missed where it is read, not before."""
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert packed == {name for name in tracked if name.split("/")[0] in PACKAGES}
+    parts = [name.partition("/") for name in tracked]
+    assert packed == {f"{INSTALLED[folder]}/{rest}" for folder, _, rest in parts if folder in INSTALLED}
 
 
-def test_the_wheel_decodes_without_the_clone(wheel: Path, tmp_path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "unpacked")
-    command = [sys.executable, "-I", "-c", DECODE, str(tmp_path / "unpacked")]
-    env = {"NUMBA_DISABLE_JIT": "1", "PATH": "", "HOME": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+def test_readme_runs_without_the_clone(environment: Path, tmp_path: Path) -> None:
+    """Its snippets, in their order, as a reader pastes them."""
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert snippets
+    (tmp_path / "snippets").write_text("\f".join(snippets), encoding="utf-8")
+    done = run([str(environment / "bin" / "python"), "-c", SNIPPETS, "snippets"], tmp_path)
     assert done.returncode == 0, done.stderr
+    file, version = done.stdout.split()
+    assert file.startswith(str(environment)) and version == lp.__version__
+
+
+def test_the_command_runs_without_the_clone(environment: Path, tmp_path: Path) -> None:
+    """A text as it is, a sweep whose callback lies in lp.launch, and no need for torch before a job runs."""
+    command = str(environment / "bin" / "lp")
+    short = ["decoder=lookahead", "W=0", "G=8", "compare=false", "max_new_tokens=4,5", "-m"]
+    done = run([command, "generate", "def f(a, b=2): # 日本", *short], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "def f(a, b=2): # 日本" in done.stdout and "lookahead" in done.stdout
+    assert "job 1 of 2: " in done.stderr and "job 2 of 2: " in done.stderr
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is not needed here')")
+    for args, answer in (
+        (["--version"], f"lp {lp.__version__}"),
+        (["generate", "--cfg", "job"], "max_new_tokens: 128"),
+    ):
+        done = run([command, *args], tmp_path, PYTHONPATH=str(tmp_path))
+        assert done.returncode == 0 and answer in done.stdout, done.stderr

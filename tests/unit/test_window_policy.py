@@ -9,17 +9,15 @@ from lp.budget.policy import PRICE_MARGIN, AdaptiveBudget
 from lp.budget.step_times import StepTimes
 from lp.budget.window_policy import HALF_GAIN_COLUMNS, LARGEST_GAIN
 from lp.draft.tree import DraftTree
+from tests.layouts import path_tree
 
-NOTHING = DraftTree(0)
+NOTHING = DraftTree()
 ADAPTIVE = lp.LookaheadConfig(adaptive=True)
 
 
 def _likely(num_draft: int) -> DraftTree:
     """A tree of one path that is all but certain."""
-    tree = DraftTree(num_draft)
-    tree.add_path([1] * num_draft)
-    tree.accept_probs = [0.99] * num_draft
-    return tree
+    return path_tree([0.99] * num_draft)
 
 
 @pytest.mark.parametrize(("window", "ngram"), [(128, 5), (64, 9), (512, 2)])
@@ -69,9 +67,7 @@ def test_the_rate_is_at_least_plain_decodings() -> None:
 def test_columns_are_priced_beside_every_tree() -> None:
     """Steps of one token and steps of seven are four on average, beside which two columns look free here."""
     step_times = StepTimes((1, 2, 8, 120), (1.0, 1.3, 1.3, 40.0), 1.0)
-    tree = DraftTree(6)
-    tree.add_path([1] * 6)
-    tree.accept_probs = [0.9] * 6
+    tree = path_tree([0.9] * 6)
     chosen = []
     for trees in ([tree, tree], [tree, NOTHING]):
         budget = AdaptiveBudget(ADAPTIVE, step_times)
@@ -85,9 +81,7 @@ def test_columns_are_priced_beside_every_tree() -> None:
 def test_a_column_may_replace_a_poor_draft_token() -> None:
     """The tree was cut to fit beside the last window; beside another it would be cut elsewhere."""
     budget = AdaptiveBudget(ADAPTIVE, StepTimes((1, 2, 8, 9, 120), (1, 1.3, 1.3, 9, 90), 1.0))
-    tree = DraftTree(7)
-    tree.add_path([1] * 7)
-    tree.accept_probs = [0.9] * 6 + [0.01]
+    tree = path_tree([0.9] * 6 + [0.01])
     for _ in range(40):
         budget.record_step([1] * 3, 8, tree)
     assert budget.columns == 2

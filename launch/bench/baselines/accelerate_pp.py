@@ -7,6 +7,8 @@ import copy
 import torch
 from transformers import PreTrainedModel
 
+from lp.errors import UserError
+
 
 def pipelined(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of the model with its layers balanced over every GPU that this process sees.
@@ -16,12 +18,12 @@ def pipelined(model: PreTrainedModel) -> PreTrainedModel:
     """
     gpus = torch.cuda.device_count()
     if gpus < 2:
-        raise ValueError(f"accelerate_pp spreads layers over GPUs and needs two; torch sees {gpus}: leave it out here")
+        raise UserError(f"accelerate_pp spreads layers over GPUs and needs two; torch sees {gpus}: leave it out here")
     try:
         from accelerate import dispatch_model, infer_auto_device_map
         from accelerate.utils import get_balanced_memory
     except ImportError:
-        raise ValueError("accelerate_pp needs the package accelerate; pip install 'lp-runtime[accelerate]'") from None
+        raise UserError("accelerate_pp needs the package accelerate; pip install accelerate") from None
     layers = list(getattr(model, "_no_split_modules", None) or [])
     memory = get_balanced_memory(model, no_split_module_classes=layers, dtype=model.dtype)
     places = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=layers, dtype=model.dtype)

@@ -9,6 +9,7 @@ import os
 
 from transformers import PreTrainedModel
 
+from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
 
@@ -19,16 +20,16 @@ def deepspeed_shard(model: PreTrainedModel, context: ParallelContext) -> PreTrai
         ValueError: a single rank, no DeepSpeed, or a dtype it refuses on this device.
     """
     if context.world_size == 1:
-        raise ValueError("deepspeed_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")
+        raise UserError("deepspeed_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")
     if model.device.type == "cpu" and str(model.dtype) not in ("torch.float32", "torch.bfloat16"):
-        raise ValueError(f"model.dtype is {model.dtype}, which DeepSpeed refuses on a CPU; use float32 or bfloat16")
+        raise UserError(f"model.dtype is {model.dtype}, which DeepSpeed refuses on a CPU; use float32 or bfloat16")
     # Its shared-memory kernel reads this, unasked, and crashes without it.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(context.world_size)))
     with contextlib.redirect_stdout(io.StringIO()):  # it reports to stdout, which may carry our JSON
         try:
             import deepspeed
         except ImportError:
-            raise ValueError("deepspeed_tp needs the package deepspeed; pip install 'lp-runtime[deepspeed]'") from None
+            raise UserError("deepspeed_tp needs the package deepspeed; pip install deepspeed") from None
         engine = deepspeed.init_inference(
             copy.deepcopy(model),
             tensor_parallel={"tp_size": context.world_size},

@@ -24,6 +24,7 @@ from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.stopping import FINISH_REASON
+from lp.errors import UserError
 from lp.models.loader import load
 from lp.parallel.message import Stop
 
@@ -37,11 +38,11 @@ def load_draft(name: str | None, model: PreTrainedModel) -> PreTrainedModel:
         ValueError: none is named, it cannot be loaded, or it has another vocabulary.
     """
     if name is None:
-        raise ValueError("hf_assisted needs a draft model; give draft=<folder or hub name>")
+        raise UserError("hf_assisted needs a draft model; give draft=<folder or hub name>")
     draft = load(name, str(model.dtype).removeprefix("torch."), model.device).model
     sizes = [each.get_input_embeddings().weight.shape[0] for each in (draft, model)]
     if sizes[0] != sizes[1]:
-        raise ValueError(f"draft {name!r} embeds {sizes[0]} tokens, the model {sizes[1]}; give one of the same family")
+        raise UserError(f"draft {name!r} embeds {sizes[0]} tokens, the model {sizes[1]}; give one of the same family")
     return draft
 
 
@@ -68,9 +69,9 @@ class HFGenerateDecoder(Decoder):
     ) -> None:
         super().__init__(model)
         if cache not in CACHES:
-            raise ValueError(f"cache is {cache!r}; it must be one of {list(CACHES)}")
+            raise UserError(f"cache is {cache!r}; it must be one of {list(CACHES)}")
         if cache == "static" and (prompt_lookup or draft is not None):
-            raise ValueError("cache is 'static', with which transformers takes no drafts; use cache='dynamic'")
+            raise UserError("cache is 'static', with which transformers takes no drafts; use cache='dynamic'")
         self.cache, self.prompt_lookup, self.draft = cache, prompt_lookup, draft
 
     def _decode(self, request: Request) -> GenerationOutput:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
 
@@ -18,13 +19,13 @@ def transformers_shard(model: PreTrainedModel, context: ParallelContext) -> PreT
         ValueError: a single rank, a model class without a plan, or a release of transformers without the function.
     """
     if context.world_size == 1:
-        raise ValueError("transformers_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")
+        raise UserError("transformers_tp splits a model over ranks, and there is one; launch with NPROC=2 or more")
     if not model.tp_plan:
-        raise ValueError(f"{type(model).__name__} brings no plan for tensor parallelism; leave transformers_tp out")
+        raise UserError(f"{type(model).__name__} brings no plan for tensor parallelism; leave transformers_tp out")
     try:
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
     except ImportError:
-        raise ValueError("this release of transformers cannot split a loaded model; use transformers 5.23") from None
+        raise UserError("this release of transformers cannot split a loaded model; use transformers 5.23") from None
     device = "cpu" if context.backend == "gloo" else context.device.type
     mesh = init_device_mesh(device, (context.world_size,), mesh_dim_names=("tp",))
     shard = copy.deepcopy(model)

@@ -1,51 +1,101 @@
-"""The mixture behind the pool: which tokens may follow a context, each with a chance that is learned online.
+"""The mixture behind the pool: which tokens may follow a context, each with a probability that is learned online.
 
-Sources vote for tokens; a vote is a feature (source, order of the context, rank of the token there, confidence), and
-a token's score is the sum of its features' weights. softmax over the tokens voted for, and over "none of them", is
-their chance; every token that turns out true moves the weights along the gradient of its log chance (a maximum-entropy
-model; online, by Adagrad). The tree grows by the row most likely to be accepted.
+Every entry that knows the context votes for tokens. A vote is a feature (kind of memory, order of the context, rank of
+the token there, how sure), and a token's score is the sum of its features' weights. softmax over the tokens voted for,
+and over "none of them", is their probability. Every token of the text then moves the weights along the gradient of its
+log probability (a maximum-entropy model, trained online by Adagrad).
 
 All arithmetic is of integers and of + - * / on doubles in a fixed order, logarithm and exponential included: ranks on
 unlike processors compute the same bits.
 
-K: kept tokens of a row; M: followers remembered of a context.
+K: `num_logits`, logits of an entry; M: followers of a context.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
-from lp.compiled import U64, exp, jit, log
+from lp.compiled import I64, U64, compiled_zeros, exp, jit, log
 from lp.draft.pool.tables import (
-    DEEPEST,
     GOLDEN,
-    GUESSES,
+    GUESS,
+    LOGITS,
     MASK,
+    MAX_GUESS_ORDER,
+    MAX_LOGITS_ORDER,
+    ONE,
     ORDERS,
-    ROWS,
     S11,
-    VOTED,
-    WINDOWS,
+    TEXT,
+    WINDOW,
+    Context,
     M,
-    hash_history,
-    look_up,
+    bucket,
+    context_key,
+    fill_context,
+    find,
+    hash_context,
+    logits_key,
     mix,
-    placed,
-    recall_text,
+    new_context,
+    text_position,
 )
 from lp.sampling.noise import BELOW_1
 
-THRESHOLDS = (0.25, 0.75, 1.5, 3.0, 5.0)  # of a gap in logits
+MAX_CHOICES = 32  # tokens voted for behind one context
+# The contexts that are looked up, by kind and order. A window n-gram has at least one token, so its order 0 is not
+# used: it is the last of the text's.
+TEXT_AT = 0
+WINDOW_AT = len(ORDERS) - 1
+GUESS_AT = WINDOW_AT + MAX_GUESS_ORDER + 1
+LOGITS_AT = GUESS_AT + MAX_GUESS_ORDER + 1
+NUM_CONTEXTS = LOGITS_AT + MAX_LOGITS_ORDER + 1
+THRESHOLDS = (0.25, 0.75, 1.5, 3.0, 5.0)  # of a gap between two logits
 GAPS = len(THRESHOLDS) + 1
-# Where the features of each source begin.
+# Where the features of each kind begin.
 TEXT_0 = 0
 WINDOW_0 = TEXT_0 + len(ORDERS) * M * 6
 GUESS_0 = WINDOW_0 + 2 * M
-RECYCLED_0 = GUESS_0 + 3 * M
-NONE_0 = RECYCLED_0 + 4 * 2 * 4 * GAPS
+LOGITS_0 = GUESS_0 + 3 * M
+NONE_0 = LOGITS_0 + 4 * 2 * 4 * GAPS
 FEATURES = NONE_0 + (len(ORDERS) + 1) * 5
-RATE, FLOOR = 0.3, 1e-7  # of learning; the least chance worth a row
-FAR = 10.0  # logits behind the best that are not voted for
+LEARNING_RATE = 0.3  # of Adagrad
+FAR = 10.0  # logits this far behind the best get no vote
+
+
+class Prediction(NamedTuple):
+    """Room for one prediction."""
+
+    context: Context
+    keys: Any  # uint64 (NUM_CONTEXTS,): of the contexts that may vote, 0 for one that may not
+    entries: Any  # int64 (NUM_CONTEXTS + 1,): where they are, -1 for nowhere
+    votes: Any  # int64 (2 * most votes,): (token's index, feature)
+    tokens: Any  # int64 (MAX_CHOICES,): voted for
+    scores: Any  # float64 (MAX_CHOICES + 1,): then probabilities; the last is "none of them"
+    noisy_logits: Any  # float64 (K,)
+
+
+class Switches(NamedTuple):
+    """What predictions of one call depend on besides the tables."""
+
+    sources: int  # bit 1 << kind for each kind of memory that votes
+    noise_key: Any  # uint64: of the sampler's noise
+    noisy: bool  # logits vote under that noise
+
+
+def new_prediction(num_logits: int) -> Prediction:
+    """Room for predictions from K logits."""
+    votes = 2 * (len(ORDERS) * M + 5 * M + num_logits + 1)
+    return Prediction(
+        context=new_context(),
+        keys=compiled_zeros(NUM_CONTEXTS, "u8"),
+        entries=compiled_zeros(NUM_CONTEXTS + 1, "i8"),
+        votes=compiled_zeros(votes, "i8"),
+        tokens=compiled_zeros(MAX_CHOICES, "i8"),
+        scores=compiled_zeros(MAX_CHOICES + 1, "f8"),
+        noisy_logits=compiled_zeros(num_logits, "f8"),
+    )
 
 
 @jit
@@ -62,49 +112,92 @@ def gumbel(key, token):
 
 
 @jit
-def vote(t, s, voted, votes, token, feature):
-    """Count a vote; returns how many tokens and votes there are."""
-    index = voted
-    for place in range(voted):  # to the end: no branch for the processor to guess
-        index = place if s.tokens[place] == token else index
-    if index == VOTED:
-        return voted, votes
-    if index == voted:
-        s.tokens[index], s.scores[index] = token, 0.0
-        voted += 1
-    s.scores[index] += t.weights[feature]
-    s.votes[2 * votes], s.votes[2 * votes + 1] = index, feature
-    return voted, votes + 1
+def look_up(tables, prediction, known, position, sources):
+    """Find every context of the newest `known` tokens that may vote.
+
+    Memory answers many questions as fast as one where none waits for another: first a key of every bucket is read,
+    then the entries are found and a follower of each is read.
+    """
+    context, keys, entries = prediction.context, prediction.keys, prediction.entries
+    for index in range(NUM_CONTEXTS):
+        keys[index] = 0
+    for index in range(len(ORDERS)):
+        if sources >> TEXT & 1 and ORDERS[index] <= known:
+            keys[TEXT_AT + index] = context_key(context.hashes[ORDERS[index]], TEXT, 0)
+    for order in range(min(known, MAX_GUESS_ORDER) + 1):
+        if sources >> WINDOW & 1 and order:
+            keys[WINDOW_AT + order] = context_key(context.hashes[order], WINDOW, 0)
+        if sources >> GUESS & 1:
+            keys[GUESS_AT + order] = context_key(context.hashes[order], GUESS, position)
+    for order in range(min(known, MAX_LOGITS_ORDER) + 1):
+        if sources >> LOGITS & 1:
+            keys[LOGITS_AT + order] = logits_key(context, order, position)
+    touched = I64(0)
+    for index in range(LOGITS_AT):
+        touched += I64(tables.keys[bucket(tables.keys, keys[index])] & ONE)
+    for index in range(LOGITS_AT, NUM_CONTEXTS):
+        touched += I64(tables.logits_keys[bucket(tables.logits_keys, keys[index])] & ONE)
+    for index in range(LOGITS_AT):
+        entries[index] = entry = find(tables.keys, keys[index])
+        touched += tables.followers[max(entry, 0) * M] & 1
+    for index in range(LOGITS_AT, NUM_CONTEXTS):
+        entries[index] = find(tables.logits_keys, keys[index])
+    entries[NUM_CONTEXTS] = touched  # or the compiler would leave the reads out
 
 
 @jit
-def vote_followers(t, s, voted, votes, entry, feature):
-    """Votes of a context's followers by rank alone."""
+def vote(tables, prediction, choices, votes, token, feature):
+    """Count a vote; returns how many tokens and votes there are."""
+    index = choices
+    for choice in range(choices):  # to the end: no branch for the processor to guess
+        index = choice if prediction.tokens[choice] == token else index
+    if index == MAX_CHOICES:
+        return choices, votes
+    if index == choices:
+        prediction.tokens[index] = token
+        prediction.scores[index] = 0.0
+        choices += 1
+    prediction.scores[index] += tables.weights[feature]
+    prediction.votes[2 * votes] = index
+    prediction.votes[2 * votes + 1] = feature
+    return choices, votes + 1
+
+
+@jit
+def vote_followers(tables, prediction, choices, votes, entry, feature):
+    """Votes for a context's followers by rank alone."""
     if entry >= 0:
         for rank in range(M):
-            if t.followers[entry * M + rank] == 0:
+            follower = tables.followers[entry * M + rank]
+            if follower == 0:
                 break
-            voted, votes = vote(t, s, voted, votes, (t.followers[entry * M + rank] >> 32) - 1, feature + rank)
-    return voted, votes
+            choices, votes = vote(tables, prediction, choices, votes, (follower >> 32) - 1, feature + rank)
+    return choices, votes
 
 
 @jit
-def vote_text(t, s, voted, votes):
-    """Votes of the text's n-grams, by order, rank, count, and whether the context had one follower only."""
+def vote_text(tables, prediction, choices, votes):
+    """Votes of the text's n-grams, by order, rank, count, and whether the context had one follower only.
+
+    Returns:
+        How many orders are known, and how many tokens and votes there are.
+    """
     matched = 0
     for index in range(len(ORDERS)):
-        entry = s.entries[index]
+        entry = prediction.entries[TEXT_AT + index]
         if entry < 0:
             break  # a longer context is no more known than a shorter one
-        matched, base = index + 1, entry * M
-        single = 1 if t.followers[base + 1] == 0 else 0
+        matched = index + 1
+        base = entry * M
+        single = 1 if tables.followers[base + 1] == 0 else 0
         for rank in range(M):
-            if t.followers[base + rank] == 0:
+            follower = tables.followers[base + rank]
+            if follower == 0:
                 break
-            count = min(t.followers[base + rank] & 0xFFFFFFFF, 3) - 1
+            count = min(follower & 0xFFFFFFFF, 3) - 1
             feature = TEXT_0 + ((index * M + rank) * 3 + count) * 2 + single
-            voted, votes = vote(t, s, voted, votes, (t.followers[base + rank] >> 32) - 1, feature)
-    return matched, voted, votes
+            choices, votes = vote(tables, prediction, choices, votes, (follower >> 32) - 1, feature)
+    return matched, choices, votes
 
 
 @jit
@@ -116,173 +209,102 @@ def gap_bucket(gap):
 
 
 @jit
-def vote_recycled(t, s, place, key, noisy, voted, votes):
-    """Votes of the logits last seen behind the longest known context, under the noise of this place."""
-    width = len(s.noised)
-    for order in range(3, -1, -1):
-        entry = s.entries[ROWS + order]
+def vote_logits(tables, prediction, position, key, noisy, choices, votes):
+    """Votes of the logits last seen behind the longest known context, under the noise of this position.
+
+    Returns:
+        The order of that context, -1 if there is none, and how many tokens and votes there are.
+    """
+    width = len(prediction.noisy_logits)
+    for order in range(MAX_LOGITS_ORDER, -1, -1):
+        entry = prediction.entries[LOGITS_AT + order]
         if entry < 0:
             continue
-        base, first, second, third = entry * width, -math.inf, -math.inf, -math.inf
+        base = entry * width
+        first, second, third = -math.inf, -math.inf, -math.inf
         for k in range(width):
-            score = t.recycled_logits[base + k] * 1.0
+            score = tables.logits_values[base + k] * 1.0
             if noisy and score > first - 2 * FAR:  # noise above FAR is once in e^FAR times
-                score += gumbel(key, t.recycled_tokens[base + k])
-            s.noised[k] = score
+                score += gumbel(key, tables.logits_tokens[base + k])
+            prediction.noisy_logits[k] = score
             if score > first:
                 first, second, third = score, first, second
             elif score > second:
                 second, third = score, second
             elif score > third:
                 third = score
-        here = 1 if t.recycled_at[entry] == place else 0
-        group = RECYCLED_0 + (order * 2 + here) * 4 * GAPS
+        same_position = 1 if tables.logits_positions[entry] == position else 0
+        group = LOGITS_0 + (order * 2 + same_position) * 4 * GAPS
         for k in range(width):
-            score = s.noised[k]
+            score = prediction.noisy_logits[k]
             if first - score > FAR:
                 continue
             rank = 0 if score >= first else 1 if score >= second else 2 if score >= third else 3
             gap = first - second if rank == 0 else first - score
-            voted, votes = vote(t, s, voted, votes, t.recycled_tokens[base + k], group + rank * GAPS + gap_bucket(gap))
-        return order, voted, votes
-    return -1, voted, votes
+            feature = group + rank * GAPS + gap_bucket(gap)
+            choices, votes = vote(tables, prediction, choices, votes, tables.logits_tokens[base + k], feature)
+        return order, choices, votes
+    return -1, choices, votes
 
 
 @jit
-def predict(t, s, known, position, base_key, noisy, sources):
-    """Votes and chances of the tokens for `position`, whose context of `known` tokens is in the history.
+def predict(tables, prediction, known, position, switches):
+    """Votes and probabilities of the tokens for `position`, behind the newest `known` tokens of the context.
 
     Returns:
         How many tokens were voted for, and how many votes they had.
     """
-    hash_history(s, known)
-    key = mix((base_key + U64(position) * GOLDEN + GOLDEN) & MASK)
-    here = placed(t, position)
-    look_up(t, s, known, here, sources)
-    order, voted, votes = vote_recycled(t, s, here, key, noisy, 0, 0)
-    matched, voted, votes = vote_text(t, s, voted, votes)
-    for length in range(3):
-        if length:
-            entry, feature = s.entries[WINDOWS + length], WINDOW_0 + (length - 1) * M
-            voted, votes = vote_followers(t, s, voted, votes, entry, feature)
-        voted, votes = vote_followers(t, s, voted, votes, s.entries[GUESSES + length], GUESS_0 + length * M)
-    none = NONE_0 + matched * 5 + order + 1
-    s.votes[2 * votes], s.votes[2 * votes + 1] = voted, none
-    s.scores[voted] = t.weights[none]
+    sources, noise_key, noisy = switches
+    hash_context(prediction.context, known)
+    key = mix((noise_key + U64(position) * GOLDEN + GOLDEN) & MASK)
+    in_text = text_position(tables, position)
+    look_up(tables, prediction, known, in_text, sources)
+    logits_order, choices, votes = vote_logits(tables, prediction, in_text, key, noisy, 0, 0)
+    matched, choices, votes = vote_text(tables, prediction, choices, votes)
+    for order in range(MAX_GUESS_ORDER + 1):
+        if order:
+            entry, feature = prediction.entries[WINDOW_AT + order], WINDOW_0 + (order - 1) * M
+            choices, votes = vote_followers(tables, prediction, choices, votes, entry, feature)
+        entry, feature = prediction.entries[GUESS_AT + order], GUESS_0 + order * M
+        choices, votes = vote_followers(tables, prediction, choices, votes, entry, feature)
+    none = NONE_0 + matched * 5 + logits_order + 1
+    prediction.votes[2 * votes] = choices
+    prediction.votes[2 * votes + 1] = none
+    prediction.scores[choices] = tables.weights[none]
+    softmax(prediction.scores, choices + 1)
+    return choices, votes + 1
+
+
+@jit
+def softmax(scores, count):
+    """Make probabilities of the first scores, in place."""
     top, total = -math.inf, 0.0
-    for index in range(voted + 1):
-        top = max(top, s.scores[index])
-    for index in range(voted + 1):
-        s.scores[index] = exp(s.scores[index] - top)
-        total += s.scores[index]
-    for index in range(voted + 1):
-        s.scores[index] /= total
-    return voted, votes + 1
+    for index in range(count):
+        top = max(top, scores[index])
+    for index in range(count):
+        scores[index] = exp(scores[index] - top)
+        total += scores[index]
+    for index in range(count):
+        scores[index] /= total
 
 
 @jit
-def learn(t, s, voted, votes, truth):
-    """Move the weights along the gradient of the log chance of what turned out true."""
-    right = 0
-    while right < voted and s.tokens[right] != truth:
-        right += 1
+def learn(tables, prediction, choices, votes, token):
+    """Move the weights along the gradient of the log probability of the token that came."""
+    correct = 0
+    while correct < choices and prediction.tokens[correct] != token:
+        correct += 1
     for vote_index in range(votes):
-        index, feature = s.votes[2 * vote_index], s.votes[2 * vote_index + 1]
-        gradient = (1.0 if index == right else 0.0) - s.scores[index]
-        t.squares[feature] += gradient * gradient
-        t.weights[feature] += RATE * gradient / math.sqrt(t.squares[feature])
+        index, feature = prediction.votes[2 * vote_index], prediction.votes[2 * vote_index + 1]
+        gradient = (1.0 if index == correct else 0.0) - prediction.scores[index]
+        tables.squares[feature] += gradient * gradient
+        tables.weights[feature] += LEARNING_RATE * gradient / math.sqrt(tables.squares[feature])
 
 
 @jit
-def study(t, s, text, start, base_key, noisy, sources):
-    """Learn the weights from the tokens from `start` on."""
+def learn_text(tables, prediction, text, start, switches):
+    """Learn the weights from the text's tokens from `start` on."""
     for end in range(start, len(text)):
-        known = recall_text(s, text, 0, end)
-        voted, votes = predict(t, s, known, end, base_key, noisy, sources)
-        learn(t, s, voted, votes, text[end])
-
-
-@jit
-def recall(s, node, tail, n_tail):
-    """Fill the history with the tokens up to a node, newest first; returns how many."""
-    known = 0
-    while node > 0 and known < DEEPEST:
-        s.history[known] = s.node_tokens[node]
-        node = s.node_parents[node]
-        known += 1
-    place = 0
-    while place < n_tail and known < DEEPEST:
-        s.history[known] = tail[place]
-        known, place = known + 1, place + 1
-    return known
-
-
-@jit
-def expand(t, s, node, tail, n_tail, position, base_key, noisy, sources, truth, risk):
-    """Predict what follows a node."""
-    known = recall(s, node, tail, n_tail)
-    voted, _ = predict(t, s, known, position + s.node_depths[node] + 1, base_key, noisy, sources)
-    base, depth = node * VOTED, s.node_depths[node]
-    believed = truth * (1 + risk * depth) / (1 + risk * (depth + 1))
-    for index in range(voted):
-        s.voted_tokens[base + index], s.voted_chances[base + index] = s.tokens[index], s.scores[index] * believed
-    s.node_voted[node] = voted
-    choose(s, node)
-
-
-@jit
-def choose(s, node):
-    """Find the likeliest token behind a node that is not in the tree yet; of equals, the one voted for first."""
-    base = node * VOTED
-    best, chance = base, 0.0
-    for choice in range(base, base + s.node_voted[node]):
-        if s.voted_chances[choice] > chance:
-            best, chance = choice, s.voted_chances[choice]
-    s.node_next[node], s.node_values[node] = best, s.node_chances[node] * chance
-
-
-@jit
-def grow(t, s, tail, n_tail, position, base_key, noisy, sources, budget, deepest, row, column, price):
-    """Grow the tree behind `c`, always by the token most likely to be accepted; returns its nodes, the root included.
-
-    Nodes that repeat row 0 or column 0 of the window cost no row. The tree is cut where its chances less its price
-    add up to most, and ends where no larger one could pay.
-    """
-    rate, base, seconds, slopes, lesson, lessons, truth, risk = price
-    worth = best = -rate * seconds[base]
-    kept = 1
-    s.node_tokens[0] = tail[0]
-    s.node_parents[0], s.node_depths[0], s.node_chances[0], s.node_row[0], s.node_column[0] = -1, 0, 1.0, 0, 0
-    nodes, rows = 1, 0
-    expand(t, s, 0, tail, n_tail, position, base_key, noisy, sources, truth, risk)
-    while nodes < len(s.node_tokens):
-        parent = 0
-        for node in range(1, nodes):
-            if s.node_values[node] > s.node_values[parent]:
-                parent = node
-        if s.node_values[parent] < FLOOR:
-            break
-        choice = s.node_next[parent]
-        token, place = s.voted_tokens[choice], s.node_row[parent]
-        in_row = place + 1 if 0 <= place < len(row) - 1 and row[place + 1] == token else -1
-        place = s.node_column[parent]
-        in_column = place + 1 if 0 <= place < len(column) - 1 and column[place + 1] == token else -1
-        if in_row < 0 and in_column < 0:
-            taught = lesson if rows < lessons else 0.0
-            if rows == budget or s.node_values[parent] + taught <= rate * slopes[base + rows]:
-                break
-            worth += taught - rate * (seconds[base + rows + 1] - seconds[base + rows])
-            rows += 1
-        s.node_tokens[nodes], s.node_parents[nodes] = token, parent
-        s.node_depths[nodes], s.node_values[nodes] = s.node_depths[parent] + 1, 0.0
-        s.node_chances[nodes] = s.node_values[parent]
-        s.node_row[nodes], s.node_column[nodes] = in_row, in_column
-        s.voted_chances[choice] = 0.0
-        choose(s, parent)
-        if s.node_depths[nodes] < deepest:
-            expand(t, s, nodes, tail, n_tail, position, base_key, noisy, sources, truth, risk)
-        worth += s.node_chances[nodes]
-        nodes += 1
-        if worth > best:
-            best, kept = worth, nodes
-    return kept
+        known = fill_context(prediction.context, text, 0, end)
+        choices, votes = predict(tables, prediction, known, end, switches)
+        learn(tables, prediction, choices, votes, text[end])

@@ -1,144 +1,147 @@
-"""The pool (paper section 3.2): what may follow the text, from all that was read and said, as a tree of candidates.
-
-K: kept tokens of a row, n: rows read, S: slots of a step.
-"""
+"""The pool (paper section 3.2): proposes what may follow the text, from all that was read and sampled."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
-from lp.compiled import U64, given, ints
+from lp.compiled import U64, compiled_array, compiled_ints
 from lp.config import LookaheadConfig
-from lp.digest import chain_digest
-from lp.draft.pool.mixture import grow, study
+from lp.draft.pool.growth import Limits, grow, new_tree
+from lp.draft.pool.mixture import Switches, learn_text, new_prediction
 from lp.draft.pool.tables import (
-    DEEPEST,
     GUESS,
-    RECYCLED,
+    LOGITS,
+    MAX_CONTEXT,
     TEXT,
     WINDOW,
+    Samples,
     Tables,
-    absorb_ngrams,
-    absorb_reads,
-    absorb_text,
-    new_scratch,
-    new_tables,
+    TextEnd,
+    add_ngrams,
+    add_samples,
+    add_text,
 )
 from lp.draft.source import StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
 from lp.sampling.noise import sequence_key
 from lp.sampling.top_logits import TopLogits
 
-MOST_SQUARES = 50.0
+NO_DRAFTS = WindowDrafts()
 
 
 class NGramPool:
-    """The main source of candidates: text and window n-grams, position guesses, recycled logits, in one mixture.
+    """The main draft source: text and window n-grams, guesses by position and top-k logits, in one mixture.
 
     Args:
-        config: its sources, depth and shape.
+        config: its kinds of memory, depth and shape.
         prompt: the text so far.
-        noise: (seed, sequence) of the sampler's noise; None when text is not chosen under it.
-        tables: what it remembers, from `fresh_tables` or an earlier text.
+        noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
+        tables: what it remembers, new or of an earlier text.
     """
 
     def __init__(
         self, config: LookaheadConfig, prompt: Sequence[int], noise: tuple[int, int] | None, tables: Tables
     ) -> None:
-        self.config, self.num_logits = config, len(tables.recycled_tokens) // len(tables.recycled_keys)
-        on = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, RECYCLED: self.num_logits > 0}
-        self._sources = sum(1 << source for source, wanted in on.items() if wanted)
-        self._noise = (U64(sequence_key(*noise)), True) if noise and config.renoise else (U64(0), False)
+        self.config = config
+        self.num_logits = len(tables.logits_tokens) // len(tables.logits_keys)
+        kinds = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, LOGITS: self.num_logits > 0}
+        sources = sum(1 << kind for kind, is_on in kinds.items() if is_on)
+        noisy = noise is not None and config.renoise
+        self._switches = Switches(sources, U64(sequence_key(*noise)) if noise and noisy else U64(0), noisy)
         self._tables = tables
-        tables.clock[0] += 1  # so that what the prompt leaves is newer than an empty place
+        tables.clock[0] += 1  # so that what the prompt leaves is newer than an empty entry
         tables.clock[1] += 1
         nodes = 2 + config.draft_budget + config.window_size + config.ngram_size
-        self._scratch = new_scratch(nodes, self.num_logits)
+        self._prediction = new_prediction(self.num_logits)
+        self._tree = new_tree(nodes)
         self._text = np.zeros(2 * len(prompt) + 1024, np.int64)
         self._length = 0
         self._extend(prompt)
         if config.prompt_ngrams:
-            absorb_text(tables, self._scratch, self._said(), 0)
+            self._add_text(0)
 
     def propose(
         self,
         text: Sequence[int],
         budget: int,
-        row: Sequence[int] = (),
-        column: Sequence[int] = (),
+        window: WindowDrafts = NO_DRAFTS,
         price: TokenPrice | None = None,
     ) -> DraftTree:
-        """The tree of the rows most likely to be accepted, as far as they pay; what the window has costs none."""
-        s = self._scratch
-        self._follow(text)
-        tail, n_tail = self._tail(self._length)
-        cost = price or TokenPrice.free(budget)
-        terms = (
-            cost.tokens_per_s,
-            cost.base_tokens,
-            cost.seconds,
-            cost.marginal_seconds,
-            cost.exploration_bonus,
-            cost.exploration_tokens,
-            cost.calibration,
-            cost.depth_discount,
+        """The tree of the tokens most likely to be accepted, as far as they pay; what the window has costs nothing."""
+        self._catch_up(text)
+        nodes = grow(
+            self._tables,
+            self._prediction,
+            self._tree,
+            self._text_end(),
+            self._switches,
+            Limits(budget, self.config.depth),
+            WindowDrafts(compiled_ints(window.level_0), compiled_ints(window.column_0)),
+            price or TokenPrice.free(budget),
         )
-        shape = (budget, self.config.depth, ints(row or text[-1:]), ints(column or text[-1:]), terms)
-        nodes = grow(self._tables, s, tail, n_tail, self._length - 1, *self._noise, self._sources, *shape)
-        tree = DraftTree(budget)
-        tree.tokens = np.asarray(s.node_tokens)[1:nodes].tolist()
-        tree.parents = (np.asarray(s.node_parents)[1:nodes] - 1).tolist()
-        tree.accept_probs = np.asarray(s.node_chances)[1:nodes].tolist()
-        return tree
+        tree = self._tree
+        return DraftTree(
+            tokens=np.asarray(tree.tokens)[1:nodes].tolist(),
+            parents=(np.asarray(tree.parents)[1:nodes] - 1).tolist(),
+            accept_probs=np.asarray(tree.accept_probs)[1:nodes].tolist(),
+        )
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """The prompt's rows leave their logits behind its tokens."""
-        places = range(len(prompt) - 1)
-        slots = StepSamples(prompt, places, range(-1, len(places) - 1), places, prompt[1:], top_logits, ())
-        self._absorb((ints(prompt[:1]), 1), slots, self._sources & 1 << RECYCLED)
+        """Remember the logits behind the prompt's tokens."""
+        nodes = range(len(prompt) - 1)
+        samples = StepSamples(prompt, nodes, range(-1, len(nodes) - 1), nodes, prompt[1:], top_logits, ())
+        text_end = TextEnd(compiled_ints(prompt[:1]), 0)
+        self._add_samples(text_end, samples, self._switches.sources & 1 << LOGITS)
 
-    def observe(self, text: Sequence[int], moved: int, seen: StepSamples) -> None:
-        """Learn the weights from the step's tokens, then remember what it read and said."""
-        t, s, sources = self._tables, self._scratch, self._sources
-        self._follow(text[: len(text) - moved])
-        start, tail = self._length, self._tail(self._length)
-        t.clock[0] += 1
-        self._extend(text[len(text) - moved :])
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        """Learn the weights from the step's tokens, then remember what it read and sampled."""
+        tables, sources = self._tables, self._switches.sources
+        self._catch_up(text[: len(text) - num_new])
+        start = self._length
+        text_end = self._text_end()
+        tables.clock[0] += 1
+        self._extend(text[len(text) - num_new :])
         if self.config.learn:
-            study(t, s, self._said(), start, *self._noise, sources)
-        self._absorb(tail, seen, sources)
-        if self._sources >> WINDOW & 1 and seen.ngrams:
-            absorb_ngrams(t, s, ints([token for ngram in seen.ngrams for token in ngram]), len(seen.ngrams[0]))
+            learn_text(tables, self._prediction, self._known_text(), start, self._switches)
+        self._add_samples(text_end, samples, sources)
+        if sources >> WINDOW & 1 and samples.ngrams:
+            tokens = compiled_ints([token for ngram in samples.ngrams for token in ngram])
+            add_ngrams(tables, self._prediction.context, tokens, len(samples.ngrams[0]))
         if self.config.output_ngrams:
-            absorb_text(t, s, self._said(), start)
+            self._add_text(start)
 
-    def _follow(self, text: Sequence[int]) -> None:
-        """Catch up with steps that were not shown."""
+    def _catch_up(self, text: Sequence[int]) -> None:
+        """Take in tokens of steps that were not observed."""
         start = self._length
         if start < len(text):
             self._extend(text[start:])
             if self.config.output_ngrams:
-                absorb_text(self._tables, self._scratch, self._said(), start)
+                self._add_text(start)
 
-    def _absorb(self, tail: tuple[Any, int], seen: StepSamples, sources: int) -> None:
-        tokens, parents, positions = map(ints, (seen.tokens, seen.parents, seen.positions))
-        top_tokens, top_logits = map(given, seen.top_logits)
-        said = ints(seen.nodes), ints(seen.sampled), top_tokens, top_logits
-        absorb_reads(self._tables, self._scratch, tail, tokens, parents, positions, said, sources)
+    def _add_text(self, start: int) -> None:
+        add_text(self._tables, self._prediction.context, self._known_text(), start)
 
-    def _said(self) -> Any:
-        return given(self._text[: self._length])
+    def _add_samples(self, text_end: TextEnd, samples: StepSamples, sources: int) -> None:
+        arrays = Samples(
+            tokens=compiled_ints(samples.tokens),
+            parents=compiled_ints(samples.parents),
+            positions=compiled_ints(samples.positions),
+            nodes=compiled_ints(samples.nodes),
+            sampled=compiled_ints(samples.sampled),
+            top_tokens=compiled_array(samples.top_logits.tokens),
+            top_logits=compiled_array(samples.top_logits.logits),
+        )
+        add_samples(self._tables, self._prediction.context, text_end, arrays, sources)
 
-    def _tail(self, length: int) -> tuple[Any, int]:
-        tail = self._text[max(length - DEEPEST, 0) : length][::-1]
-        return given(tail.copy()), len(tail)
+    def _known_text(self) -> np.ndarray:
+        return compiled_array(self._text[: self._length])
+
+    def _text_end(self) -> TextEnd:
+        newest = self._text[max(self._length - MAX_CONTEXT, 0) : self._length][::-1]
+        return TextEnd(compiled_array(newest.copy()), self._length - 1)
 
     def _extend(self, tokens: Sequence[int]) -> None:
         end = self._length + len(tokens)
@@ -146,52 +149,3 @@ class NGramPool:
             self._text = np.concatenate([self._text, np.zeros(end, np.int64)])
         self._text[self._length : end] = tokens
         self._length = end
-
-
-def fresh_tables(config: LookaheadConfig, vocabulary: int) -> Tables:
-    """Empty, with the weights that scripts/train_pool_weights.py learned."""
-    prior = _prior()
-    squares = 1 + np.minimum(prior["squares"], MOST_SQUARES)  # so that they still move
-    return new_tables(min(config.recycled, vocabulary), config.pool_mib, prior["weights"], squares)
-
-
-@lru_cache(maxsize=1)
-def _prior() -> dict[str, np.ndarray]:
-    return load_file(Path(__file__).with_name("weights.safetensors"))
-
-
-def save_tables(tables: Tables, path: str) -> None:
-    """Write them to one safetensors file, whole or not at all."""
-    arrays = {name: np.asarray(values) for name, values in tables._asdict().items()}
-    scratch = Path(f"{path}.{os.getpid()}.part")
-    try:
-        save_file(arrays, scratch)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def load_tables(tables: Tables, path: str, vocabulary: int) -> None:
-    """Replace what fresh tables remember by what a file does.
-
-    Raises:
-        ValueError: it is no pool, or one of another size.
-    """
-    try:
-        arrays = load_file(path)
-    except Exception as error:
-        raise ValueError(f"pool_file {path} can't be read as safetensors ({error}); delete it to begin anew") from None
-    for name, values in tables._asdict().items():
-        mine, theirs = np.asarray(values), arrays.get(name)
-        if theirs is None or theirs.shape != mine.shape or theirs.dtype != mine.dtype:
-            raise ValueError(f"pool_file {path} is of another pool_mib, recycled or version; delete it to begin anew")
-        mine[:] = theirs
-    followers, recycled = np.asarray(tables.followers) >> 32, np.asarray(tables.recycled_tokens)
-    largest = max(int(followers.max()) - 1, int(recycled.max(initial=0)))
-    if largest >= vocabulary:
-        raise ValueError(f"pool_file {path} has token {largest}, the model {vocabulary}; it is another model's")
-
-
-def tables_digest(tables: Tables) -> int:
-    """A digest of everything remembered, equal on every machine."""
-    return chain_digest(0, *(np.asarray(values).view(np.int32) for values in tables))

@@ -16,9 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 import lp
-from lp.parallel.agreement import CallsDiffer
+from lp.errors import CallsDiffer, RankLost
 from lp.parallel.context import ParallelContext
-from lp.parallel.rendezvous import RankLost
 from tests.tiny_models import plain_greedy, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=4)

@@ -42,7 +42,7 @@ class Case:
             window_size=rng.randint(0, 12),
             ngram_size=rng.randint(2, 6),
             guess_set_size=rng.randint(0, 10),
-            candidate_depth=rng.choice([None, None, 9]),
+            draft_depth=rng.choice([None, None, 9]),
             kv_sync=list(lp.KVSync)[seed % 2],
             **drawn_switches(rng),
         )

@@ -1,6 +1,6 @@
 """torchrun as a user wants it: the threads shared out, the app's own exit code, no report, no process left behind.
 
-    python scripts/torchrun.py --standalone --nproc-per-node 2 -m launch.generate W=7    # what torchrun takes
+    python -m launch.torchrun --standalone --nproc-per-node 2 -m launch.generate W=7    # what torchrun takes
 
 torchrun itself ends every failure with code 1, two log lines and a traceback of its own on top of the ranks' output.
 LOGLEVEL=INFO (or any other) brings its log back.
@@ -14,6 +14,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+
+from lp.errors import UserError
+
+from .arguments import STDIN, read_stdin
 
 USER_ERROR = 2
 # A rank that hangs in a collective ends no other way: a launch must end within 30 s of losing another rank.
@@ -65,6 +69,12 @@ def main(args: list[str]) -> int:
     if os.environ.get("LP_CTRL_C") == "forward" and hasattr(options, "signals_to_handle"):
         forward_ctrl_c()
         args = ["--signals-to-handle", "SIGTERM,SIGHUP,SIGQUIT", *args]
+    if "-" in options.training_script_args:  # a prompt, which every rank needs and one process can read
+        try:
+            os.environ[STDIN] = read_stdin()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return USER_ERROR
     if hasattr(options, "shutdown_timeout"):  # not in every torch that we take
         args = ["--shutdown-timeout", GRACE_S, *args]
     try:

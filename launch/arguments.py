@@ -1,0 +1,97 @@
+"""What comes before Hydra: a prompt as it is, without the quoting that Hydra's overrides ask for.
+
+The text goes to the config through the environment variable LP_PROMPT, which conf/ refers to, so that ranks and jobs
+that this process launches have it too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+
+from lp.errors import UserError
+
+PROMPT = "LP_PROMPT"
+STDIN = "LP_STDIN"  # what launch/torchrun.py has read for its ranks, which have no stdin of their own
+OVERRIDE = re.compile(r"(~[\w./@:+-]+$)|([~+]{0,2}[\w./@:-]+=)")
+# Options of Hydra that take a value, which is no text to continue.
+WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
+WITH_VALUE |= {"--experimental-rerun", "--info", "-i"}
+
+
+def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
+    """Take the prompt out of an app's arguments: `--prompt TEXT`, or a text by itself; `-` is standard input.
+
+    Args:
+        args: what the user typed behind the app.
+        positional: whether a text by itself is a prompt. What follows `--` always is; what reads as KEY=VALUE never.
+
+    Returns:
+        The other arguments, which are Hydra's.
+
+    Raises:
+        UserError: more than one prompt, or none behind `--prompt`.
+    """
+    prompts: list[str] = []
+    others: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg == "--prompt":
+            if not rest:
+                raise UserError("--prompt is the last argument; give the text behind it, or - for standard input")
+            prompts.append(rest.pop(0))
+        elif arg.startswith("--prompt="):
+            prompts.append(arg.removeprefix("--prompt="))
+        elif arg in WITH_VALUE:
+            others.append(arg)
+            others += [rest.pop(0) for _ in rest[:1]]
+        elif positional and arg == "--":
+            prompts += rest
+            rest = []
+        elif positional and (arg == "-" or not (arg.startswith("-") or OVERRIDE.match(arg))):
+            prompts.append(arg)
+        else:
+            others.append(arg)
+    if len(prompts) > 1:
+        raise UserError(f"there are {len(prompts)} prompts, {prompts[0]!r} and {prompts[1]!r}; quote a text as one")
+    if prompts:
+        if any(other.startswith("prompt=") for other in others):
+            raise UserError("the prompt is given twice, by itself and as prompt=...; give it once")
+        os.environ[PROMPT] = _without_null(_text(prompts[0]))
+    return others
+
+
+def read_stdin() -> str:
+    """All of standard input.
+
+    Raises:
+        UserError: it is closed, or not text.
+    """
+    if sys.stdin is None:
+        raise UserError("stdin is closed; give the prompt behind --prompt, or in a file: prompt_file=...")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin is not {error.encoding} text ({error.reason}); write the prompt as UTF-8") from None
+
+
+def _text(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    return os.environ[STDIN] if STDIN in os.environ else read_stdin()
+
+
+def _without_null(text: str) -> str:
+    if "\0" in text:
+        raise UserError("the prompt has a null character; put the text into a file: prompt_file=...")
+    return text
+
+
+def closest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """`; did you mean X?`, X with this prefix, where a known name is much like this one, else nothing."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {prefix + found[0]!r}?" if found else ""

@@ -1,0 +1,93 @@
+"""The command `lp`: one entry point over the apps.
+
+    lp generate "def fibonacci(n):"      # an app, then a text or Hydra's overrides
+    lp                                   # the list of apps
+
+From a clone that is not installed, `python -m lp generate` and `bash torchrun.sh launch.generate` are the same. An
+app's module, and torch with it, is imported when its first job runs: `--help` and `--cfg` need neither.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import lp
+
+from .app import reported, run
+from .arguments import closest, take_prompt
+
+
+@dataclass(frozen=True)
+class App:
+    """One of the apps. Its module, and its file of keys in conf/, have its name.
+
+    Args:
+        function: of the module, which takes the config of a job.
+        summary: one line for the list of apps.
+        prompts: whether it continues prompts, which `--prompt` gives.
+    """
+
+    function: str
+    summary: str
+    prompts: bool = True
+
+
+APPS = {
+    "generate": App("generate", "continue prompts, show the text, and compare with plain decoding"),
+    "chat": App("chat", "talk to a model at a terminal", prompts=False),
+    "benchmark": App("benchmark", "measure methods on the prompts of a task"),
+    "scaling": App("scaling", "measure or project methods over numbers of ranks"),
+    "profile": App("profile_model", "show where the time of a step goes", prompts=False),
+    "tune": App("tune", "find the fastest W, N, G on this machine"),
+}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the app that the first argument names.
+
+    Args:
+        args: None takes those of the command line.
+
+    Raises:
+        SystemExit: 2 after a user error; launch/app.py has the other codes.
+    """
+    args = sys.argv[1:] if args is None else args
+    if not args or args[0] in ("-h", "--help"):
+        print(usage())
+    elif args[0] == "--version":
+        print(f"lp {lp.__version__}")
+    elif args[0] in APPS:
+        start(args[0], args[1:])
+    else:
+        print(f"error: there is no app {args[0]!r}{closest(args[0], APPS)}\n\n{usage()}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def usage() -> str:
+    """The apps with a line each."""
+    lines = ["usage: lp APP [KEY=VALUE ...]", "", "apps:"]
+    lines += [f"  {name:<10} {app.summary}" for name, app in APPS.items()]
+    lines += ["", "lp APP --help lists the keys of an app; lp --version prints the version."]
+    return "\n".join(lines)
+
+
+def start(name: str, args: Sequence[str]) -> None:
+    """Run an app with these arguments."""
+    app = APPS[name]
+
+    def task(config: Any) -> float | None:
+        function = getattr(import_module(f".{name}", __package__), app.function)
+        return function(config)
+
+    with reported():
+        overrides = take_prompt(args, positional=name == "generate") if app.prompts else list(args)
+    sys.argv = [f"lp {name}", *overrides]  # where Hydra reads them
+    run(task, name)
+
+
+if __name__ == "__main__":
+    main()

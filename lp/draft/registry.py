@@ -1,0 +1,179 @@
+"""Where draft sources are registered. A new one is one file, of this form:
+
+    @dataclass(frozen=True, kw_only=True, slots=True)
+    class RepeatConfig:
+        num_tokens: int = 8
+
+        def shape(self) -> LookaheadConfig:
+            return windowless(self.num_tokens)
+
+    @register_source("repeat", RepeatConfig)
+    class Repeat:
+        num_logits = 0
+
+        def __init__(self, config: RepeatConfig, prompt: Sequence[int]) -> None: ...
+        def propose(self, text, budget, window, price) -> DraftTree: ...
+        def begin(self, prompt, top_logits) -> None: ...
+        def observe(self, text, num_new, samples) -> None: ...
+
+Once the file is imported, `lp.LookaheadDecoder(model, RepeatConfig())` decodes with it, and so do the apps with
+`decoder=repeat`. Built-in sources are imported by `lp/draft/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from lp.config import LookaheadConfig
+from lp.draft.source import DraftSource
+from lp.errors import UserError
+
+T = TypeVar("T", bound=type)
+
+
+class DraftConfig(Protocol):
+    """A frozen dataclass with a default for every field, which checks itself."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def shape(self) -> LookaheadConfig:
+        """The steps that it takes: the window, the largest draft tree, and how ranks share KV."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a factory may know of the `generate` call that it makes a source for.
+
+    Attributes:
+        prompt: token ids.
+        vocabulary_size: of the model.
+        max_length: tokens that the text may reach, the prompt included.
+        noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
+        step_tokens: most tokens of a step that an adaptive budget finds worth their time; None: the budget is fixed.
+        check_same: refuses digests, by name, that differ among ranks.
+    """
+
+    prompt: Sequence[int]
+    vocabulary_size: int
+    max_length: int
+    noise: tuple[int, int] | None
+    step_tokens: int | None
+    check_same: Callable[[Mapping[str, int]], None]
+
+
+class SourceFactory(Protocol):
+    """Makes the draft sources of a decoder, one for every call, and has what outlives a call."""
+
+    def new_source(self, call: Call, /) -> DraftSource:
+        """The source of one call."""
+        ...
+
+    def call_ended(self, is_main: bool, /) -> None:
+        """A text is complete; `is_main` on the one rank that may write files."""
+        ...
+
+
+class _OneEachCall:
+    """The factory of a source that needs nothing but its config and the prompt."""
+
+    def __init__(self, source: Callable[[Any, Sequence[int]], DraftSource], config: DraftConfig) -> None:
+        self.source = source
+        self.config = config
+
+    def new_source(self, call: Call) -> DraftSource:
+        """The source of one call."""
+        return self.source(self.config, call.prompt)
+
+    def call_ended(self, is_main: bool) -> None:
+        """Nothing outlives a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEntry:
+    """A registered draft source.
+
+    Attributes:
+        name: how users choose it, as in `decoder=NAME`.
+        config: its config's class.
+        factory: makes its factory from a config; raises a ValueError where the source cannot be used.
+    """
+
+    name: str
+    config: type
+    factory: Callable[[Any], SourceFactory]
+
+
+_entries: dict[str, SourceEntry] = {}
+
+
+def register_source(name: str, config: type, requires: Callable[[], object] | None = None) -> Callable[[T], T]:
+    """Register the decorated class of draft sources, made as `source(config, prompt)` for every call.
+
+    Args:
+        name: how users choose it, as in `decoder=NAME`.
+        config: the class of its config, a DraftConfig.
+        requires: called when a decoder is made; raises a ValueError where the source cannot be used.
+
+    Raises:
+        ValueError: the name or the config is taken, or the config is none.
+    """
+
+    def register(source: T) -> T:
+        def factory(settings: DraftConfig) -> SourceFactory:
+            if requires is not None:
+                requires()
+            return _OneEachCall(source, settings)
+
+        _add(SourceEntry(name, config, factory))
+        return source
+
+    return register
+
+
+def register_factory(name: str, config: type) -> Callable[[T], T]:
+    """Register the decorated SourceFactory, made as `factory(config)` for every decoder; else as `register_source`."""
+
+    def register(factory: T) -> T:
+        _add(SourceEntry(name, config, factory))
+        return factory
+
+    return register
+
+
+def unregister_source(name: str) -> None:
+    """Forget a source, for tests."""
+    del _entries[name]
+
+
+def sources() -> tuple[SourceEntry, ...]:
+    """All of them, in the order of registration."""
+    return tuple(_entries.values())
+
+
+def source_of(config: object) -> SourceEntry:
+    """The source that a config is of.
+
+    Raises:
+        ValueError: there is none; names those that there are.
+    """
+    for entry in _entries.values():
+        if type(config) is entry.config:
+            return entry
+    known = ", ".join(entry.config.__name__ for entry in _entries.values())
+    raise UserError(
+        f"no draft source is registered for a config of type {type(config).__name__}; give one of {known}, or register "
+        "yours with lp.register_source"
+    )
+
+
+def _add(entry: SourceEntry) -> None:
+    if not is_dataclass(entry.config) or not hasattr(entry.config, "shape"):
+        raise UserError(f"{entry.config!r} is no config of a draft source; make it a dataclass with shape()")
+    if entry.name in _entries:
+        raise UserError(f"a draft source named {entry.name!r} is registered already; choose another name")
+    if any(other.config is entry.config for other in _entries.values()):
+        raise UserError(f"{entry.config.__name__} is the config of another draft source; give each its own")
+    _entries[entry.name] = entry

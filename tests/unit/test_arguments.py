@@ -1,0 +1,106 @@
+"""A prompt as it is, before Hydra parses overrides; and the command that finds an app."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+import launch.cli
+import lp
+from launch.arguments import PROMPT, STDIN, take_prompt
+from tests.conftest import ROOT
+
+CODE = "def f(a, b=2): return '${x}' # \u65e5\u672c"
+
+
+@pytest.fixture(autouse=True)
+def no_prompt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (PROMPT, STDIN):
+        monkeypatch.setenv(name, "")  # so that what a test sets is taken back
+        monkeypatch.delenv(name)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("args", "others"),
+    [
+        ([CODE], []),
+        (["--prompt", CODE, "W=4"], ["W=4"]),
+        ([f"--prompt={CODE}"], []),
+        (["W=4", CODE, "+x=1", "~task"], ["W=4", "+x=1", "~task"]),
+        (["--cfg", "job", CODE, "-m", "decoder@x.y=z"], ["--cfg", "job", "-m", "decoder@x.y=z"]),
+        (["W=4", "--", CODE], ["W=4"]),
+    ],
+)
+def test_a_prompt_needs_no_quoting(args: list[str], others: list[str]) -> None:
+    """Hydra's grammar refuses brackets and commas, and OmegaConf reads ${x} as an interpolation."""
+    assert take_prompt(args, positional=True) == others
+    assert os.environ[PROMPT] == CODE
+
+
+def test_a_dash_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several ranks none has it: their launcher has read it for them."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    assert take_prompt(["-"], positional=True) == [] and os.environ[PROMPT] == "import os\n"
+    monkeypatch.setenv(STDIN, "of the launcher")
+    assert take_prompt(["--prompt", "-"], positional=False) == [] and os.environ[PROMPT] == "of the launcher"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["def", "f"], "there are 2 prompts, 'def' and 'f'; quote a text as one"),
+        (["--prompt"], "--prompt is the last argument"),
+        (["a b", "prompt=c"], "the prompt is given twice"),
+        (["--prompt", "a\0b"], "null character"),
+    ],
+)
+def test_prompts_that_cannot_be(args: list[str], message: str) -> None:
+    with pytest.raises(lp.UserError, match=message):
+        take_prompt(args, positional=True)
+
+
+def test_other_apps_take_no_text_by_itself() -> None:
+    assert take_prompt(["hello"], positional=False) == ["hello"]
+
+
+def test_the_command_lists_its_apps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Alone and behind a typo; torchrun.sh has the same list, since it must not install anything to refuse one."""
+    launch.cli.main([])
+    listed = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        launch.cli.main(["genrate"])
+    error = capsys.readouterr().err
+    assert error.startswith("error: there is no app 'genrate'; did you mean 'generate'?\n") and listed in error
+    script = (ROOT / "torchrun.sh").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^  launch\.(\w+) +(.+?)(?: \(the default\))?$", script, re.MULTILINE))
+    assert shown == {name: app.summary for name, app in launch.cli.APPS.items()}
+    assert all(f"launch.{name} " in script for name in launch.cli.APPS)
+    launch.cli.main(["--version"])
+    assert capsys.readouterr().out == f"lp {lp.__version__}\n"
+
+
+def test_torchrun_sh_refuses_an_unknown_app() -> None:
+    """Before it sets anything up."""
+    done = subprocess.run(["bash", "torchrun.sh", "launch.genrate"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "there is no app 'launch.genrate'" in done.stderr and "launch.tune" in done.stderr
+
+
+def test_public_names_are_the_imported_ones() -> None:
+    """lp/__init__.py has them three times: for type checkers, for `import *`, and to import them late."""
+    assert sorted(lp.__all__) == lp.__all__ == sorted(lp._MODULES)
+    source = (ROOT / "lp" / "__init__.py").read_text(encoding="utf-8").partition("if TYPE_CHECKING:")[2]
+    statements = ast.parse(textwrap.dedent(source.partition("__version__")[0])).body
+    imported = [alias.name for one in statements if isinstance(one, ast.ImportFrom) for alias in one.names]
+    assert sorted(imported) == lp.__all__
+    assert all(hasattr(lp, name) for name in lp.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        lp.nothing  # noqa: B018
