@@ -1,4 +1,4 @@
-"""The architecture matrix: what lookahead gives on every tiny model, and docs/models.md made of it."""
+"""The architecture matrix: what lookahead gives on every tiny model, and the table of docs/models.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 CASES = 40 if os.environ.get("LP_TEST_LONG") == "1" else 3
 BACKENDS = ("sdpa", "eager", "flash")
 EXACT, WRONG = "exact", "WRONG"
-# What a row was tested as, beyond the architecture's name.
+# The variant that a tiny model is, beyond the architecture's name.
 VARIANTS = {
     "llama": "grouped-query attention",
     "llama_linear": "linear rotary scaling",
@@ -56,8 +56,8 @@ VARIANTS = {
     "mamba": "state space",
     "qwen3_next": "linear and full attention",
     "llama4": "chunked and full attention",
-    "gpt_neo": "local attention by place in the cache",
-    "roformer": "rotary positions by place in the cache",
+    "gpt_neo": "local attention by cache slot",
+    "roformer": "rotary positions by cache slot",
 }
 
 
@@ -119,7 +119,7 @@ def _plain(arch: str, number: int) -> list[int]:
 
 
 def _model(arch: str, seed: int, backend: str) -> PreTrainedModel:
-    if backend == "flash":  # which transformers does not know before a decoder asks for it
+    if backend == "flash":  # which transformers does not know before a decoder needs it
         return tiny_model(arch, seed=seed)
     try:
         return tiny_model(arch, seed=seed, attention=backend)
@@ -132,19 +132,19 @@ def table() -> str:
     rows = [(arch, [verdict(arch, backend) for backend in BACKENDS]) for arch in MATRIX]
     order = {WRONG: 2, "refused": 1}
     lines = []
-    for arch, said in rows:
-        result = _result(said)
+    for arch, verdicts in rows:
+        result = _result(verdicts)
         kind = tiny_config(arch).model_type
-        why = "" if result == "exact" else [text for text in said if text != EXACT][-1]
+        why = "" if result == "exact" else [text for text in verdicts if text != EXACT][-1]
         lines.append((order.get(result, 0), f"| {kind} | {VARIANTS.get(arch, '')} | {result} | {why} |"))
     head = "| model type | tested with | result | why |\n|---|---|---|---|\n"
     return head + "\n".join(line for _, line in sorted(lines, key=lambda pair: pair[0])) + "\n"
 
 
-def _result(said: list[str]) -> str:
-    if any(text.startswith(WRONG) for text in said):
+def _result(verdicts: list[str]) -> str:
+    if any(text.startswith(WRONG) for text in verdicts):
         return WRONG
-    exact = [backend for backend, text in zip(BACKENDS, said, strict=True) if text == EXACT]
+    exact = [backend for backend, text in zip(BACKENDS, verdicts, strict=True) if text == EXACT]
     if len(exact) == len(BACKENDS):
         return "exact"
     return f"exact with {' and '.join(exact)} only" if exact else "refused"

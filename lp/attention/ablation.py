@@ -1,6 +1,6 @@
-"""Attention left out, to time what a forward pass is without it; its text means nothing.
+"""Attention left out, to time a forward pass without it; the text that it gives means nothing.
 
-T: rows, H: query heads, D: head dimension.
+T: step tokens, H: query heads, D: head dimension.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ NAME = "lp_without_attention"
 
 
 class WithoutAttention:
-    """`with` it, the model hands queries through as if they were attention's result; keys and values are still cached.
+    """Within its `with` block the model takes queries for attention's result; keys and values are still cached.
 
     Args:
         model: whose attention to leave out.
 
     Attributes:
-        called: whether the model asked; if not, its attention does not go through transformers' registry.
+        called: whether the model called it; if not, its attention does not go through transformers' registry.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.called, self.before = model, False, model.config._attn_implementation
-        AttentionInterface.register(NAME, self._hand_through)
+        self.model = model
+        self.called = False
+        self.before = model.config._attn_implementation
+        AttentionInterface.register(NAME, self._pass_queries)
         AttentionMaskInterface.register(NAME, sdpa_mask)
 
     def __enter__(self) -> None:
@@ -34,7 +36,7 @@ class WithoutAttention:
     def __exit__(self, *failure: object) -> None:
         self.model.set_attn_implementation(self.before)
 
-    def _hand_through(
+    def _pass_queries(
         self,
         module: torch.nn.Module,
         q_1HTD: torch.Tensor,

@@ -27,11 +27,11 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Sum of the bytes as integers, weighted by place so that swapped values show."""
+    """Sum of the bytes as integers, weighted by index so that swapped values show."""
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     total = 0
     for part in words.split(1 << 24):  # int64 copies of a piece at a time
-        place = torch.arange(1, len(part) + 1, device=part.device) % 65521
-        total = (total + int((part.long() * place).sum())) % (1 << 62)
+        weights = torch.arange(1, len(part) + 1, device=part.device) % 65521
+        total = (total + int((part.long() * weights).sum())) % (1 << 62)
     return total

@@ -1,4 +1,4 @@
-"""Load a causal LM and its tokenizer, or say in one line why not."""
+"""Load a causal LM and its tokenizer; whatever is wrong with a checkpoint is one line that names it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lp.errors import UserError
 from lp.models.rope import rope_boundary
 from lp.models.support import check_supported
 
-HUB_TIMEOUT_S = 5.0
+HUB_TIMEOUT_S = 5.0  # for one request that shows whether the hub can be reached; set by hand
 DEMO_MODEL = Path(__file__).parent / "demo"
 logger = logging.getLogger(__name__)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,10 +76,11 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     Raises:
         ValueError: both sizes.
     """
-    largest, rows = max(tokenizer.get_vocab().values(), default=-1), model.get_input_embeddings().weight.shape[0]
-    if largest >= rows:
+    largest_id = max(tokenizer.get_vocab().values(), default=-1)
+    embedded = model.get_input_embeddings().weight.shape[0]
+    if largest_id >= embedded:
         raise UserError(
-            f"the tokenizer's largest id is {largest} but the model embeds {rows} tokens; "
+            f"the tokenizer's largest id is {largest_id} but the model embeds {embedded} tokens; "
             "load the tokenizer that belongs to this model"
         )
 
@@ -109,8 +110,8 @@ def _config(source: str, trust_remote_code: bool, offline: bool) -> Any:
                 f"cannot load {source!r}: it is no folder here, not in the local cache, and the hub cannot be reached; "
                 "give a folder with config.json, or 'demo' for the embedded model"
             ) from error
-        asked = "trust_remote_code" in str(error)
-        remedy = "; model.trust_remote_code=true runs that code, if you trust it" if asked else ""
+        has_code = "trust_remote_code" in str(error)
+        remedy = "; model.trust_remote_code=true runs that code, if you trust it" if has_code else ""
         raise UserError(f"cannot read a model config from {source!r}: {_first_line(error)}{remedy}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise UserError(f"{source!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
@@ -136,7 +137,7 @@ def _model(source: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
                 config=config,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # said below, with names
+                ignore_mismatched_sizes=True,  # refused below, with names
                 **kwargs,
             )
     except torch.OutOfMemoryError:
@@ -144,12 +145,12 @@ def _model(source: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
     except Exception as error:  # ImportError, SafetensorError, ...: nothing of ours runs in there
         damaged = _damaged(source)
         where = f"{source!r}: {damaged} is damaged or incomplete" if damaged else repr(source)
-        asked = isinstance(error, ImportError) and "attn_implementation" in kwargs
-        remedy = "; install it, or choose attn_implementation=sdpa" if asked else _pickled(source)
+        lacks_package = isinstance(error, ImportError) and "attn_implementation" in kwargs
+        remedy = "; install it, or choose attn_implementation=sdpa" if lacks_package else _pickled(source)
         raise UserError(f"cannot load {where}: {_first_line(error)}{remedy}") from error
-    for name, stored, wanted in sorted(info["mismatched_keys"]):
+    for name, stored, expected in sorted(info["mismatched_keys"]):
         raise UserError(
-            f"cannot load {source!r}: config.json makes {name} {tuple(wanted)}, the weights have {tuple(stored)}; "
+            f"cannot load {source!r}: config.json makes {name} {tuple(expected)}, the weights have {tuple(stored)}; "
             "use the config that belongs to these weights"
         )
     if missing := sorted(info["missing_keys"]):
@@ -192,20 +193,20 @@ def _pickled(source: str) -> str:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """transformers logs a table of keys that do not fit; what matters of it is said here in one line."""
+    """transformers logs a table of keys that do not fit; the loader reports what matters of it in one line."""
 
-    def wanted(record: logging.LogRecord) -> bool:
+    def is_no_report(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()
 
     reporter = logging.getLogger("transformers.modeling_utils")
-    reporter.addFilter(wanted)
+    reporter.addFilter(is_no_report)
     try:
         yield
     finally:
-        reporter.removeFilter(wanted)
+        reporter.removeFilter(is_no_report)
 
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).strip().split("\n")]
-    told = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return f"{type(error).__name__} {told}" if isinstance(error, KeyError) else told.rstrip(".,")
+    message = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__} {message}" if isinstance(error, KeyError) else message.rstrip(".,")

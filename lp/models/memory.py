@@ -8,7 +8,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where the system does not tell.
+    """Bytes that can be allocated on a device; None where the system does not report it.
 
     On a GPU that is what the driver has free and what torch's allocator holds without using it. On Linux it is what
     processes may take without swapping, the page cache that the kernel would give back included.

@@ -1,8 +1,8 @@
 """Rotary scalings that look at the largest position of a forward pass: longrope and dynamic NTK.
 
-Past a length named in the config they rotate every row of the pass by other frequencies, so that rows beyond it change
-those before it. A step therefore never straddles that length, and a prompt past it is prefilled as if in one pass.
-Other scalings (linear, llama3, yarn) are functions of each row's own position.
+Past a length named in the config they rotate every token of the pass by other frequencies, so that tokens beyond it
+change those before it. A step therefore never straddles that length, and a prompt past it is prefilled as if in one
+pass. Other scalings (linear, llama3, yarn) are functions of each token's own position.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def rope_boundary(config: Any) -> RopeBoundary | None:
 
 
 def _boundary(config: Any, parameters: Mapping[str, Any]) -> RopeBoundary | None:
-    kind, context = parameters.get("rope_type", "default"), getattr(config, "max_position_embeddings", None)
+    kind = parameters.get("rope_type", "default")
+    context = getattr(config, "max_position_embeddings", None)
     if kind == "longrope":
         length = parameters.get("original_max_position_embeddings") or context
         return None if length is None else RopeBoundary(length, refills=config.model_type in REFILLING)

@@ -1,6 +1,6 @@
-"""What a config alone tells: architectures that a tree-shaped step can't be exact for, and quantisation that isn't.
+"""Checks of a config alone: architectures that a tree-shaped step can't be exact for, and quantisation that isn't.
 
-Whatever is not refused here by name, the probe asks the model itself.
+For whatever is not refused here by name, the probe runs the model itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lp.errors import UserError
 
 # Recurrent models whose config names no kinds of layers.
 RECURRENT = {"rwkv", "xlstm"}
-# Methods that quantise activations by a scale that several rows of a forward pass may share.
+# Methods that quantise activations by a scale that several tokens of a forward pass may share.
 SHARED_SCALES = {"fbgemm_fp8", "fp_quant", "nvfp4"}
 
 
@@ -29,26 +29,27 @@ def check_supported(config: Any) -> None:
     attention = getattr(config, "attn_config", None)  # of MPT
     alibi = kind == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False)
     if alibi or kind == "roformer":
-        what = "alibi" if alibi else "no position_ids"
+        obstacle = "alibi" if alibi else "no position_ids"
         raise UserError(
-            f"model type {kind!r} uses {what}, which ties attention to a row's place in the cache; "
+            f"model type {kind!r} uses {obstacle}, which ties attention to a token's cache slot; "
             "a step of several branches can't be exact: use a model with rotary or learned positions"
         )
     if kind in RECURRENT:
         raise UserError(f"model type {kind!r} keeps a recurrent state, which holds one branch only; use a transformer")
     text = config.get_text_config()
     layer_kinds(text)
-    strongest, context = getattr(text, "keep_window_size", None), getattr(text, "max_position_embeddings", None)
+    strongest = getattr(text, "keep_window_size", None)
+    context = getattr(text, "max_position_embeddings", None)
     if strongest is not None and context is not None and strongest < context:  # Doge
         raise UserError(
             f"model type {kind!r} attends to the {strongest} strongest keys of up to {context}, and which of two equal "
-            "ones goes by their places in the cache; a step of several branches can't be exact: "
+            "ones goes by their cache slots; a step of several branches can't be exact: "
             f"set max_position_embeddings to {strongest}, or decode it with AutoregressiveDecoder"
         )
 
 
 def check_adapter(model: Any) -> None:
-    """Refuse a PEFT adapter that does more than change what modules compute of a row: PEFT's model feeds it by itself.
+    """Refuse a PEFT adapter that does more than change what modules compute of a token: it needs PEFT's own inputs.
 
     Raises:
         ValueError: the kind of adapter, why, and the remedy.
@@ -58,13 +59,13 @@ def check_adapter(model: Any) -> None:
     for config in configs.values() if isinstance(configs, dict) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if config.is_prompt_learning:
-            what = f"{kind}, which puts virtual tokens or their KV before the prompt"
+            effect = f"{kind}, which puts virtual tokens or their KV before the prompt"
         elif getattr(config, "alora_invocation_tokens", None):
-            what = f"an activated {kind} (alora_invocation_tokens), which applies to some rows by their place in a pass"
+            effect = f"an activated {kind} (alora_invocation_tokens), which applies to some tokens of a pass by index"
         else:
             continue
         raise UserError(
-            f"the model has an adapter that is {what}; lp hands over the tokens alone: use generate as it is, or an "
+            f"the model has an adapter that is {effect}; lp passes the tokens alone: use generate as it is, or an "
             "adapter of the weights, such as LoRA"
         )
 
@@ -73,15 +74,16 @@ def inexact_quantisation(config: Any) -> str | None:
     """Why a quantised model's tokens may differ from plain decoding's, or None.
 
     Weights alone may be quantised as one likes. Activations rounded by a scale or a choice of columns taken over the
-    rows of a forward pass depend on which rows share it, and a step has more rows than plain decoding.
+    tokens of a forward pass depend on which tokens share it, and a step has more of them than plain decoding.
     """
     quantisation = getattr(config, "quantization_config", None)
     if quantisation is None:
         return None
     fields = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
-    method, text = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method"))), _flat(fields)
+    method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
+    text = _flat(fields)
     if method == "bitsandbytes" and fields.get("load_in_8bit"):
-        return "bitsandbytes int8 picks its outlier columns over all rows of a forward pass"
+        return "bitsandbytes int8 picks its outlier columns over all tokens of a forward pass"
     if method in SHARED_SCALES or "DynamicActivation" in text or '"dynamic": true' in text:
         return f"{method} quantises activations while it runs"
     return None

@@ -1,7 +1,7 @@
 """A model as one decoder runs it: modules and a config of its own over the same weights.
 
-Attention is a field of the config that every layer looks up at every pass. Whoever sets it on a model, or shortens its
-sliding window for a moment, changes the text that another thread is generating. In a view nobody else sees it.
+Attention is a field of the config that every layer looks up at every pass. Code that sets it on a model, or shortens
+its sliding window for a moment, changes the text that another thread is generating. In a view nobody else sees it.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class ModelView:
         Returns:
             Whether `model` is a new one; the config and what is set there stay, but for a config that was replaced.
         """
-        if all(_same(_state(module), seen) for module, seen in self._seen):
+        if all(_same(_state(module), state) for module, state in self._copied):
             return False
         self._copy()
         return True
 
     def _copy(self) -> None:
         self._modules: dict[int, nn.Module] = {}  # by the original's id: its copy, or itself where it is shared
-        self._seen: list[tuple[nn.Module, list[dict[str, Any]]]] = []
+        self._copied: list[tuple[nn.Module, list[dict[str, Any]]]] = []
         with torch.inference_mode(False):  # the next pass may be outside of it, and write to the buffers
             self.model = cast(PreTrainedModel, self._mirrored(self.original))
-        for module, (attributes, *_) in self._seen:
-            mine = {name: self._own(value) for name, value in attributes.items() if name not in _OWN}
-            vars(self._modules[id(module)]).update(mine)
+        for module, (attributes, *_) in self._copied:
+            own = {name: self._own(value) for name, value in attributes.items() if name not in _OWN}
+            vars(self._modules[id(module)]).update(own)
 
     def _mirrored(self, module: nn.Module) -> nn.Module:
         """A copy without its attributes yet, but for modules and buffers; or the module itself."""
@@ -70,13 +70,13 @@ class ModelView:
         if not knows and all(map(is_, mirrored.values(), modules.values())):
             self._modules[id(module)] = module
             return module
-        mine = self._modules[id(module)] = object.__new__(type(module))
+        copied = self._modules[id(module)] = object.__new__(type(module))
         # A rotary scaling writes its frequencies in place. Tables stay shared: they are large, and constant.
         own = {name for name in attributes["_non_persistent_buffers_set"] if getattr(buffers.get(name), "ndim", 0) == 1}
         buffers = {name: buffer.clone() if name in own else buffer for name, buffer in buffers.items()}
-        vars(mine).update(_modules=mirrored, _buffers=buffers)
-        self._seen.append((module, state))
-        return mine
+        vars(copied).update(_modules=mirrored, _buffers=buffers)
+        self._copied.append((module, state))
+        return copied
 
     def _own(self, value: Any) -> Any:
         """The view's own form of a config, a module, or a method of one: a `forward` that hooks have wrapped."""
@@ -90,7 +90,7 @@ class ModelView:
             case MethodType():
                 return MethodType(value.__func__, self._own(value.__self__))
             case partial():
-                keywords = {name: self._own(given) for name, given in value.keywords.items()}
+                keywords = {name: self._own(keyword) for name, keyword in value.keywords.items()}
                 return partial(self._own(value.func), *map(self._own, value.args), **keywords)
             case FunctionType() if compiled := getattr(value, "_torchdynamo_orig_callable", None):
                 return self._own(compiled)

@@ -1,6 +1,6 @@
 """What the parity tests of backends and captured steps share: a device, models in two precisions, steps of all layouts.
 
-L: cached rows, T: rows of a step, H: query heads, D: head dimension.
+L: cached tokens, T: step tokens, H: query heads, D: head dimension.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PREFIXES = (0, 1, 17, 600) if GPU_DRY_RUN else (0, 1, 17, 512, 8192)
 HEAD_DIMS = (80,) if GPU_DRY_RUN else (64, 80, 96, 128)
 HEADS = {"MHA": (4, 4), "GQA": (8, 2)}
 DTYPES = (torch.float32, torch.bfloat16) if GPU_DRY_RUN else (torch.float32, torch.bfloat16, torch.float16)
-# Of a row of attention's output, relative to its size. Queries, keys and values are rounded to the dtype once, half an
+# Of a token's attention output, relative to its size. Queries, keys and values are rounded to the dtype once, half an
 # ulp each, and so are probabilities and the result: measured 0.6 eps on a CPU. In float32 sums of thousands of terms
-# count instead, in whatever order a kernel adds them: measured 3 eps; TF32 would be 4000. A row that sees one slot too
+# count instead, in whatever order a kernel adds them: measured 3 eps; TF32 would be 4000. A token that sees one key too
 # many, or too few, is off by 0.14.
 TOLERANCE = {
     dtype: factor * torch.finfo(dtype).eps
@@ -37,13 +37,13 @@ TOLERANCE = {
 
 @lru_cache(maxsize=1)
 def layouts() -> dict[str, StepLayout]:
-    """Steps of all kinds, from one row to a paper's."""
+    """Steps of all kinds, from one token to a paper's."""
     paper = (15, 5, chains(15, 4)) if not GPU_DRY_RUN else (5, 4, chains(4, 3))
     return {
-        "one row": layout_of(0, 2, []),
-        "candidates alone": layout_of(0, 2, [*chains(3, 4), [1000, 1001, 7]]),
+        "one token": layout_of(0, 2, []),
+        "drafts alone": layout_of(0, 2, [*chains(3, 4), [1000, 1001, 7]]),
         "window alone": layout_of(6, 4, []),
-        "row 0 and candidates": layout_of(16, 2, [row_0(3), *chains(4, 11)]),
+        "level 0 and drafts": layout_of(16, 2, [row_0(3), *chains(4, 11)]),
         "the paper's": layout_of(*paper),
     }
 
@@ -72,17 +72,17 @@ def model_of(kind: str, head_dim: int, dtype: torch.dtype, layers: int = 1, shar
 
 
 @dataclass
-class Seen:
+class FirstAttention:
     """The output of a model's first attention, as a hook sees it: (T, H x D)."""
 
     model: PreTrainedModel
-    rows: torch.Tensor | None = None
+    output: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(self._keep)
+        self.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(self._store)
 
-    def _keep(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        self.rows = args[0][0].detach().clone()
+    def _store(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.output = args[0][0].detach().clone()
 
 
 def text(length: int) -> list[int]:
@@ -95,9 +95,9 @@ def attended(model: PreTrainedModel, attention: str, flip: bool = False) -> dict
     """What the first attention gives for every prefix and layout, by way of a runner: (T, H x D) each.
 
     Args:
-        flip: let the last row see what it must not, or not see what it should.
+        flip: let the last token see what it must not, or not see what it should.
     """
-    runner, seen, found = ModelRunner(model, attention, Capture.OFF, probe=False), Seen(model), {}
+    runner, first, found = ModelRunner(model, attention, Capture.OFF, probe=False), FirstAttention(model), {}
     cache = runner.new_cache(max(PREFIXES) + max(map(len, layouts().values())))
     runner.prefill(text(max(PREFIXES)), cache, 512)
     for prefix in PREFIXES:
@@ -109,19 +109,19 @@ def attended(model: PreTrainedModel, attention: str, flip: bool = False) -> dict
             positions = [prefix + at - layout.positions[0] for at in layout.positions]
             tokens = [token % VOCABULARY for token in layout.tokens]
             runner.forward(tokens, positions, visible, cache, range(len(tokens)))
-            assert seen.rows is not None and len(seen.rows) == len(tokens)
-            found[prefix, name] = seen.rows
+            assert first.output is not None and len(first.output) == len(tokens)
+            found[prefix, name] = first.output
     return found
 
 
 @lru_cache(maxsize=4)
-def truth(kind: str, head_dim: int, dtype: torch.dtype, flip: bool = False) -> dict[tuple[int, str], torch.Tensor]:
+def reference(kind: str, head_dim: int, dtype: torch.dtype, flip: bool = False) -> dict[tuple[int, str], torch.Tensor]:
     """The same in float64 with the same rounded weights, attention written out."""
     return attended(copy.deepcopy(model_of(kind, head_dim, dtype)).double(), "eager", flip)
 
 
-def worst(said: dict[tuple[int, str], torch.Tensor], true: dict[tuple[int, str], torch.Tensor]) -> float:
-    """The largest relative error of a row, in all cases."""
-    assert said.keys() == true.keys()
-    errors = [(said[case].double() - true[case]).norm(dim=1) / true[case].norm(dim=1) for case in true]
+def worst(output: dict[tuple[int, str], torch.Tensor], expected: dict[tuple[int, str], torch.Tensor]) -> float:
+    """The largest relative error of a token, in all cases."""
+    assert output.keys() == expected.keys()
+    errors = [(output[case].double() - expected[case]).norm(dim=1) / expected[case].norm(dim=1) for case in expected]
     return float(torch.cat(errors).max())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.gpu.parity import DTYPES, HEAD_DIMS, HEADS, TOLERANCE, attended, model_of, truth, worst
+from tests.gpu.parity import DTYPES, HEAD_DIMS, HEADS, TOLERANCE, attended, model_of, reference, worst
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("sdpa", "eager", "flash")
@@ -27,20 +27,20 @@ def test_a_backend_is_as_near_float64_as_its_dtype(
     record_property("dtype", str(dtype).removeprefix("torch."))
     model = model_of(kind, head_dim, dtype)
     try:
-        said = attended(model, attention)
+        output = attended(model, attention)
     except ValueError as refusal:
         pytest.skip(str(refusal))
-    error = worst(said, truth(kind, head_dim, dtype))
+    error = worst(output, reference(kind, head_dim, dtype))
     record_property("error", error)
     record_property("tolerance", TOLERANCE[dtype])
     assert error <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_seen_wrongly_is_far_outside(dtype: torch.dtype) -> None:
+def test_a_wrong_mask_is_far_outside(dtype: torch.dtype) -> None:
     """A tolerance so wide that it passes a wrong mask checks nothing."""
-    right, wrong = truth("GQA", 64, dtype), truth("GQA", 64, dtype, flip=True)
-    for (prefix, name), rows in right.items():
-        error = float((wrong[prefix, name][-1] - rows[-1]).norm() / rows[-1].norm())
-        if name != "one row" and prefix <= 17:
+    right, wrong = reference("GQA", 64, dtype), reference("GQA", 64, dtype, flip=True)
+    for (prefix, name), states in right.items():
+        error = float((wrong[prefix, name][-1] - states[-1]).norm() / states[-1].norm())
+        if name != "one token" and prefix <= 17:
             assert error > 4 * TOLERANCE[dtype], (prefix, name, error)

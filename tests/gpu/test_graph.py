@@ -46,10 +46,10 @@ def _logits(
     return found
 
 
-def _error(said: list[torch.Tensor], true: list[torch.Tensor]) -> float:
-    """The largest of a row, relative to its size."""
-    assert [rows.shape for rows in said] == [rows.shape for rows in true]
-    errors = [(a.double() - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(said, true, strict=True)]
+def _error(output: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest of a token, relative to its logits' size."""
+    assert [logits.shape for logits in output] == [logits.shape for logits in expected]
+    errors = [(a.double() - b).norm(dim=1) / b.norm(dim=1) for a, b in zip(output, expected, strict=True)]
     return float(torch.cat(errors).max())
 
 
@@ -64,13 +64,16 @@ def _check(
     model = model_of("GQA", 64, dtype, layers=2)
     record_property("part", f"step, capture={capture}, {attention}")
     record_property("dtype", str(dtype).removeprefix("torch."))
-    true = _logits(copy.deepcopy(model).double(), "eager", Capture.OFF, prefixes, names)
+    expected = _logits(copy.deepcopy(model).double(), "eager", Capture.OFF, prefixes, names)
     try:
-        said = _logits(model, attention, capture, prefixes, names)
+        output = _logits(model, attention, capture, prefixes, names)
     except ValueError as refusal:
         pytest.skip(str(refusal))
-    plain = _error(_logits(model, attention, Capture.OFF, prefixes, names), true)
-    error, tolerance = _error(said, true), 2 * plain + TOLERANCE[dtype]  # padded rows may take kernels of another size
+    plain = _error(_logits(model, attention, Capture.OFF, prefixes, names), expected)
+    error, tolerance = (
+        _error(output, expected),
+        2 * plain + TOLERANCE[dtype],
+    )  # padded steps may take kernels of another size
     record_property("error", error)
     record_property("tolerance", tolerance)
     assert error <= tolerance
@@ -96,7 +99,7 @@ def test_a_compiled_step_is_as_near(attention: str, record_property: Callable[[s
 def test_captured_text_is_that_of_plain_decoding(
     attention: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Token for token, over several texts of one decoder: what a graph kept of one must not reach the next."""
+    """Token for token, over several texts of one decoder: what a graph held of one must not reach the next."""
     dtype = torch.float32 if GPU_DRY_RUN or attention != "flash" else torch.bfloat16
     model = model_of("GQA", 64, dtype, layers=2)
     record_property("part", f"text, capture={GRAPH}, {attention}")

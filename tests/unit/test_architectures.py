@@ -17,14 +17,14 @@ NO_FLASH = {"falcon", "gemma4", "deepseek_v2", "deepseek_v3"}  # which `auto` ru
 @pytest.mark.parametrize("arch", MATRIX)
 def test_exact_or_refused(arch: str, backend: str) -> None:
     """A mask, position, cache or rotary scaling that one architecture takes otherwise changes a token of a draw."""
-    said = verdict(arch, backend)
-    assert not said.startswith(WRONG), said
+    result = verdict(arch, backend)
+    assert not result.startswith(WRONG), result
     refused = NEVER | (EAGER_ONLY if backend != "eager" else set()) | (NO_FLASH if backend == "flash" else set())
-    assert (said == EXACT) == (arch not in refused), said
+    assert (result == EXACT) == (arch not in refused), result
 
 
 def test_the_page_is_this_run() -> None:
-    """A matrix kept by hand would go on promising what no longer holds."""
+    """A matrix written by hand would go on promising what no longer holds."""
     written = PAGE.read_text(encoding="utf-8")
     if versions() not in written:
         pytest.skip(f"docs/models.md was made with other versions than {versions()}")
@@ -33,7 +33,7 @@ def test_the_page_is_this_run() -> None:
 
 @pytest.mark.parametrize("arch", ["gpt2", "opt", "gpt_bigcode"])
 def test_learned_positions_end_at_the_context(arch: str) -> None:
-    """A slot past the table of positions would fail inside the embedding, with tokens still to come."""
+    """A node past the table of positions would fail inside the embedding, with tokens still to come."""
     model = tiny_model(arch, max_position_embeddings=64)
     ids = [(5 * i + 2) % VOCABULARY for i in range(50)]
     plain = lp.AutoregressiveDecoder(model).generate(ids, 100)
@@ -43,7 +43,7 @@ def test_learned_positions_end_at_the_context(arch: str) -> None:
 
 
 def test_variants_name_architectures() -> None:
-    """A renamed model would silently lose what its row says."""
+    """A renamed model would silently lose its description."""
     if versions() not in PAGE.read_text(encoding="utf-8"):
         pytest.skip("another release of transformers may lack some architectures")
     assert set(VARIANTS) <= set(MATRIX)

@@ -36,8 +36,8 @@ def _config(**fields: Any) -> Change:
     return change
 
 
-def _truncated(name: str, rows: int) -> Change:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:rows])
+def _truncated(name: str, size: int) -> Change:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
 
 def _without(pattern: str) -> Change:
@@ -101,7 +101,7 @@ def test_a_missing_quantisation_package_is_named(tiny_folder: Path, tmp_path: Pa
         load(folder)
 
 
-def test_unused_weights_are_told_in_one_line(
+def test_unused_weights_are_reported_in_one_line(
     tiny_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A config with fewer layers than the checkpoint loads, and gives another model than the user thinks."""
@@ -130,7 +130,7 @@ QUANTISED = {
         {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8DynamicActivationInt8WeightConfig"}}},
         "torchao quantises activations",
     ),
-    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "outlier columns over all rows"),
+    "bitsandbytes int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "outlier columns over all tokens"),
     "bitsandbytes nf4": ({"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True}, ""),
     "gptq": ({"quant_method": "gptq", "bits": 4}, ""),
     "awq": ({"quant_method": "awq", "bits": 4}, ""),
@@ -148,10 +148,10 @@ QUANTISED = {
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_which_quantisation_is_exact(kind: str) -> None:
-    """A model whose rows change each other must not be sold as exact, nor an exact one be doubted."""
+    """A model whose tokens change each other must not be reported as exact, nor an exact one be doubted."""
     fields, reason = QUANTISED[kind]
-    said = inexact_quantisation(SimpleNamespace(quantization_config=fields))
-    assert (reason in said) if reason and said else (said is None and not reason)
+    found = inexact_quantisation(SimpleNamespace(quantization_config=fields))
+    assert (reason in found) if reason and found else (found is None and not reason)
 
 
 def test_a_known_object_as_quantisation_config() -> None:

@@ -1,4 +1,4 @@
-"""The probe: a model that does not honour the tree mask is refused by name, and one that does is asked once."""
+"""The probe: a model that does not honour the tree mask is refused by name, and one that does is probed once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ build = StepMasks.build
 
 
 def _counted(model: PreTrainedModel) -> list[int]:
-    """Rows of every forward pass of the model from now on."""
-    rows: list[int] = []
+    """Tokens of every forward pass of the model from now on."""
+    num_tokens: list[int] = []
 
     def count(module: Any, args: Any, kwargs: Any) -> None:
-        rows.append(kwargs["input_ids"].shape[1] if "input_ids" in kwargs else args[0].shape[1])
+        num_tokens.append(kwargs["input_ids"].shape[1] if "input_ids" in kwargs else args[0].shape[1])
 
     model.register_forward_pre_hook(count, with_kwargs=True)
-    return rows
+    return num_tokens
 
 
 @pytest.mark.parametrize("arch", VARIED)
@@ -48,7 +48,7 @@ def test_branches_that_see_each_other_are_refused(arch: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("arch", SLIDING)
 def test_a_window_that_is_not_applied_is_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask without the window, or with it one row off, is wrong only once a text is longer than the window."""
+    """A mask without the window, or with it one token off, is wrong only once a text is longer than the window."""
     for off in (1, 1000):
 
         def shifted(self: StepMasks, visible: np.ndarray, positions: torch.Tensor, length: int, off: int = off) -> Any:
@@ -77,7 +77,7 @@ def test_a_boolean_mask_under_eager_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("fault", ["commit", "positions", "rope"])
 def test_other_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mask is not all: rows must lie at their positions, and the rows that were accepted must stay."""
+    """The mask is not all: tokens must have their positions, and the accepted ones must stay in the cache."""
     forward, commit = ModelRunner.forward, StaticKVCache.commit
 
     def misplaced(self: ModelRunner, tokens: Any, positions: Any, visible: np.ndarray, *rest: Any, **kw: Any) -> Any:
@@ -88,7 +88,7 @@ def test_other_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> N
     if fault == "positions":
         monkeypatch.setattr(ModelRunner, "forward", misplaced)
     elif fault == "commit":
-        monkeypatch.setattr(StaticKVCache, "commit", lambda self, rows: commit(self, range(len(rows))))
+        monkeypatch.setattr(StaticKVCache, "commit", lambda self, tokens: commit(self, range(len(tokens))))
     else:  # an architecture that ignores position_ids
         rotary = model.model.rotary_emb
         rotary.register_forward_pre_hook(
@@ -114,23 +114,23 @@ def test_a_model_that_fails_is_named() -> None:
         ModelRunner(model)
 
 
-def test_a_context_too_short_to_ask_is_named() -> None:
+def test_a_context_too_short_to_probe_is_named() -> None:
     """A table of positions ends in an IndexError from inside torch."""
     shape = GPT2Config(vocab_size=40, n_positions=8, n_embd=32, n_layer=1, n_head=2)
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel .* cannot run a tree-shaped step \(IndexError"):
         ModelRunner(GPT2LMHeadModel(shape).eval())
 
 
-def test_the_probe_is_small_and_asks_once() -> None:
+def test_the_probe_is_small_and_runs_once() -> None:
     """Every `generate(custom_generate=...)` makes a decoder: a probe a call would cost as much as several tokens."""
     model = tiny_model("gemma3")
-    rows = _counted(model)
+    num_tokens = _counted(model)
     lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=False))
-    assert rows == [14, 10, 7, 1]  # two plain branches at once, prefix, tree, the step after the commit
+    assert num_tokens == [14, 10, 7, 1]  # two plain branches at once, prefix, tree, the step after the commit
     lp.LookaheadDecoder(model, lp.PromptLookupConfig())
-    assert len(rows) == 4
+    assert len(num_tokens) == 4
     lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=False), attention="eager")
-    assert len(rows) == 8
+    assert len(num_tokens) == 8
     ModelRunner(tiny_model("llama"), probe=False)
 
 

@@ -30,18 +30,18 @@ LORA = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weigh
 def test_a_view_has_the_weights_themselves(arch: str) -> None:
     """A copy of a weight would double a model in memory; a config that is shared is seen by others."""
     model = tiny_model(arch)
-    mine = ModelView(model).model
-    assert type(mine) is type(model) and mine is not model and mine.config is not model.config
-    assert mine.config.to_dict() == model.config.to_dict()
-    names, theirs = [name for name, _ in mine.named_modules()], dict(model.named_modules())
-    assert names == [*theirs]
-    for name, parameter in mine.named_parameters(remove_duplicate=False):
+    copied = ModelView(model).model
+    assert type(copied) is type(model) and copied is not model and copied.config is not model.config
+    assert copied.config.to_dict() == model.config.to_dict()
+    names, originals = [name for name, _ in copied.named_modules()], dict(model.named_modules())
+    assert names == [*originals]
+    for name, parameter in copied.named_parameters(remove_duplicate=False):
         assert parameter is model.get_parameter(name)
-    for name, buffer in mine.named_buffers():
+    for name, buffer in copied.named_buffers():
         own = buffer.ndim == 1 and name.endswith("inv_freq")  # which a rotary scaling writes
         assert (buffer is model.get_buffer(name)) != own
     configs = {id(value) for module in model.modules() for value in vars(module).values() if value is model.config}
-    assert not any(id(value) in configs for module in mine.modules() for value in vars(module).values())
+    assert not any(id(value) in configs for module in copied.modules() for value in vars(module).values())
 
 
 def _adapted(model: PreTrainedModel) -> None:
@@ -113,20 +113,22 @@ def test_a_view_is_made_once() -> None:
     """At every text it would cost as much as a step, and throw captured steps away."""
     model = tiny_model("gemma3")
     decoder = lp.LookaheadDecoder(model, CONFIG)
-    mine = decoder.runner.model
+    copied = decoder.runner.model
     for _ in range(2):
         decoder.generate(IDS, 4)
         plain_greedy(model, IDS, 4)
         lp.LookaheadDecoder(model, CONFIG, attention="eager").generate(IDS, 4)
-    assert decoder.runner.model is mine
+    assert decoder.runner.model is copied
 
 
 @pytest.mark.parametrize("second", ["cpu", "disk"])
 def test_wrapped_forwards(second: str, tmp_path: Path) -> None:
     """accelerate replaces `forward` by one bound to its module: unbound, the view would run the original."""
     model = tiny_model("mistral_sliding")
-    places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"], "cpu")
-    accelerate.dispatch_model(model, places | {"model.layers.1": second}, offload_dir=tmp_path, force_hooks=True)
+    devices = dict.fromkeys(
+        ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"], "cpu"
+    )
+    accelerate.dispatch_model(model, devices | {"model.layers.1": second}, offload_dir=tmp_path, force_hooks=True)
     assert "forward" in vars(model.get_decoder().layers[1])
     plain = plain_greedy(model, IDS, NEW)
     for attention in ("flash", "sdpa", "eager"):
