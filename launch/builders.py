@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lp
-from lp.attention.registry import choices as attention_choices
+from lp.attention.registry import attention_choices
 from lp.draft.registry import DraftConfig, source_of
 from lp.engine.decoder import Decoder
 from lp.errors import UserError

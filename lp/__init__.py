@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lp.attention.registry import register_attention
     from lp.budget.step_times import StepTimes
     from lp.config import Capture, KVSync, LookaheadConfig, PoolScope
     from lp.draft.paper import PaperConfig
@@ -52,11 +53,13 @@ __all__ = [
     "Verifier",
     "generate",
     "load",
+    "register_attention",
     "register_source",
 ]
 
 # The public names by the module that has them; a test compares it with the imports above.
 _NAMES = {
+    "lp.attention.registry": "register_attention",
     "lp.budget.step_times": "StepTimes",
     "lp.config": "Capture KVSync LookaheadConfig PoolScope",
     "lp.draft.paper": "PaperConfig",

@@ -37,7 +37,7 @@ PAGE = ROOT / "docs" / "config.md"
 GROUPS = ("decoder", "sampling")  # groups whose keys depend on the choice: sections of their own
 HEAD = """# Configuration
 
-Every key of every app, with its type, its default and what it does. `python scripts/config_docs.py` writes this page from
+Every key of every app, its type, its default and what it does. `python scripts/config_docs.py` writes this page from
 the code; a test fails while the two differ.
 
 - `lp APP key=value` sets a key, as in `lp generate W=7 pool.scope=session`; from a clone `bash torchrun.sh launch.APP`.
@@ -128,7 +128,7 @@ def app_keys(app: str) -> list[Key]:
     return list(schema_keys(schema, OmegaConf.to_container(config, resolve=False), comments, ""))
 
 
-def schema_keys(schema: type, values: Any, comments: dict[str, str], prefix: str) -> Iterator[Key]:
+def schema_keys(schema: Any, values: Any, comments: dict[str, str], prefix: str) -> Iterator[Key]:
     """The keys of a schema in the order of its fields, those of nested ones with their path."""
     hints = typing.get_type_hints(schema)
     texts = docstring_entries(schema)

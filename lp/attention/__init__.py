@@ -1,1 +1,1 @@
-"""Attention backends for tree-shaped steps: one file each, listed in `lp.attention.registry`."""
+"""Attention backends for tree-shaped steps; `lp.attention.registry` has them by name."""

@@ -65,11 +65,12 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class AttentionBackend:
     """A way to compute the attention of a tree-shaped step: a function that transformers knows by name, and its masks.
 
-    A backend is a subclass in a file of its own; `lp.attention.registry.register` makes its name a choice of
-    `attention=<name>`, in programs and in the apps.
+    A backend is a subclass in a file of its own, registered as `lp.attention.registry` describes.
+
+    Args:
+        name: what users choose it by.
 
     Attributes:
-        name: what users choose it by.
         implementation: transformers' name of the attention function.
         alternative: the backend to propose where this one cannot be used.
         replaces: backends instead of which `auto` takes this one, where the model was loaded with them and it is fit.
@@ -79,7 +80,6 @@ class AttentionBackend:
         capture_obstacle: why its steps cannot be captured; None: they can.
     """
 
-    name: str
     implementation: str
     alternative: str | None = "eager"
     replaces: tuple[str, ...] = ()
@@ -87,6 +87,9 @@ class AttentionBackend:
     loadable: bool = False
     omits_trivial_masks: bool = False
     capture_obstacle: str | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def unfit(self, model: PreTrainedModel) -> str | None:
         """Why a model cannot run with it, and the remedy; None: nothing known speaks against it."""

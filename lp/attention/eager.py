@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from lp.attention.base import AttentionBackend
-from lp.attention.registry import register
+from lp.attention.registry import register_attention
 
 
-@register
+@register_attention("eager")
 class Eager(AttentionBackend):
     """Plain products; also for capped scores and attention sinks. A bool mask would be added to the scores."""
 
-    name = "eager"
     implementation = "eager"
     alternative = None
     loadable = True

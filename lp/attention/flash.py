@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lp.attention.base import AttentionBackend, Mask, StepView, additive_mask, score_obstacle
-from lp.attention.registry import register
+from lp.attention.registry import register_attention
 
 SHORT = 512  # cached tokens up to which one masked call is faster on a CPU than two and their merge
 BLOCK = 128  # tokens of a prompt that a CPU computes at once
@@ -183,11 +183,10 @@ def flash_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-@register
+@register_attention("flash")
 class Flash(AttentionBackend):
     """The two parts and their merge; `auto` takes it for models that were loaded with sdpa."""
 
-    name = "flash"
     implementation = "lp_tree"  # transformers takes a name with "flash" in it for the flash-attn package
     alternative = "sdpa"
     replaces = ("sdpa",)

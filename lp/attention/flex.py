@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
 from lp.attention.base import AttentionBackend, StepView
-from lp.attention.registry import register
+from lp.attention.registry import register_attention
 
 
 def block_mask(visible_TN: torch.Tensor) -> BlockMask:
@@ -18,11 +18,10 @@ def block_mask(visible_TN: torch.Tensor) -> BlockMask:
     )
 
 
-@register
+@register_attention("flex")
 class Flex(AttentionBackend):
     """transformers' FlexAttention."""
 
-    name = "flex"
     implementation = "flex_attention"
     capture_obstacle = "attention=flex makes a mask of another kind each step"
 

@@ -1,7 +1,20 @@
-"""The attention backends by name, and which one a model runs its steps with."""
+"""Where attention backends are registered, and which one a model runs its steps with. A new one is one file:
+
+    @register_attention("ring")
+    class Ring(AttentionBackend):
+        implementation = "my_ring"  # by which transformers knows the attention function
+
+        def install(self) -> None:
+            AttentionInterface.register(self.implementation, ring_attention)
+            AttentionMaskInterface.register(self.implementation, sdpa_mask)
+
+Once the file is imported, `lp.LookaheadDecoder(model, attention="ring")` decodes with it, and so do the apps with
+`attention=ring`. `AttentionBackend` says what else a backend may define.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,39 +26,40 @@ if TYPE_CHECKING:
     from lp.attention.base import AttentionBackend
 
 AUTO = "auto"
-BUILT_IN = ("sdpa", "eager", "flash", "flex")  # modules of this package; imported when needed, as they import torch
-Backend = TypeVar("Backend", bound="AttentionBackend")
-_BACKENDS: dict[str, AttentionBackend] = {}
+# Backends of this package, each in the module of its name. They are imported when they are first used: torch and
+# transformers take seconds, and the apps' `--help` needs only the names.
+BUILT_IN = ("sdpa", "eager", "flash", "flex")
+Backend = TypeVar("Backend", bound="type[AttentionBackend]")
+_backends: dict[str, AttentionBackend] = {}
 
 
-def register(backend: type[Backend]) -> type[Backend]:
-    """Make a backend a choice by its name; a class decorator.
+def register_attention(name: str) -> Callable[[Backend], Backend]:
+    """Register the decorated subclass of AttentionBackend.
+
+    Args:
+        name: how users choose it, as in `attention=NAME`.
 
     Raises:
-        ValueError: another backend has the name.
+        ValueError: the name is taken.
     """
-    name = backend.name
-    if name == AUTO or name in _BACKENDS:
-        raise UserError(f"an attention backend is named {name!r} already; give it another name")
-    _BACKENDS[name] = backend()
-    return backend
+
+    def register(backend: Backend) -> Backend:
+        if name in attention_choices() and backend.__module__ != _module_of(name):
+            raise UserError(f"an attention backend named {name!r} is registered already; choose another name")
+        _backends[name] = backend(name)
+        return backend
+
+    return register
 
 
-def unregister(name: str) -> None:
-    """Forget a backend, such as one of a test."""
-    del _BACKENDS[name]
+def unregister_attention(name: str) -> None:
+    """Forget a backend, for tests."""
+    del _backends[name]
 
 
-def choices() -> list[str]:
+def attention_choices() -> list[str]:
     """What `attention` may be: "auto" and the names of all backends."""
-    return [AUTO, *dict.fromkeys([*BUILT_IN, *_BACKENDS])]
-
-
-def backends() -> dict[str, AttentionBackend]:
-    """All of them by name."""
-    for name in BUILT_IN:
-        import_module(f"lp.attention.{name}")
-    return _BACKENDS
+    return list(dict.fromkeys([AUTO, *BUILT_IN, *_backends]))
 
 
 def backend_named(name: str) -> AttentionBackend:
@@ -54,9 +68,11 @@ def backend_named(name: str) -> AttentionBackend:
     Raises:
         ValueError: there is none.
     """
-    if name not in backends():
-        raise UserError(f"attention is {name!r}; it must be one of {', '.join(choices())}")
-    return _BACKENDS[name]
+    if name not in _backends and name in BUILT_IN:
+        import_module(_module_of(name))
+    if name not in _backends:
+        raise UserError(f"attention is {name!r}; it must be one of {', '.join(attention_choices())}")
+    return _backends[name]
 
 
 def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBackend]:
@@ -67,8 +83,9 @@ def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBac
     """
     if attention != AUTO:
         return [backend_named(attention)]
+    backends = [backend_named(name) for name in attention_choices() if name != AUTO]
     implementation = model.config._attn_implementation
-    loaded = next((backend for backend in backends().values() if backend.implementation == implementation), None)
+    loaded = next((backend for backend in backends if backend.implementation == implementation), None)
     if loaded is None:
         raise UserError(
             f"the model's attention is {implementation!r}, which takes no tree mask; "
@@ -77,9 +94,7 @@ def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBac
     settable = getattr(model, "_can_set_attn_implementation", lambda: True)()  # or transformers says at length why not
     if not settable:
         return [loaded]
-    better = [
-        backend for backend in backends().values() if loaded.name in backend.replaces and not backend.unfit(model)
-    ]
+    better = [backend for backend in backends if loaded.name in backend.replaces and not backend.unfit(model)]
     better.sort(key=lambda backend: backend.priority, reverse=True)
     return [*better, loaded]
 
@@ -102,3 +117,7 @@ def set_attention(model: PreTrainedModel, backend: AttentionBackend) -> None:
         if backend.loadable:
             remedy = f"load it with attn_implementation={backend.implementation!r}, or {remedy}"
         raise UserError(f"{type(model).__name__} cannot change its attention once loaded with {before!r}; {remedy}")
+
+
+def _module_of(name: str) -> str:
+    return f"lp.attention.{name}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from lp.attention.base import AttentionBackend, score_obstacle
-from lp.attention.registry import register
+from lp.attention.registry import register_attention
 
 
-@register
+@register_attention("sdpa")
 class Sdpa(AttentionBackend):
     """torch's `scaled_dot_product_attention` by way of transformers; runs everywhere."""
 
-    name = "sdpa"
     implementation = "sdpa"
     loadable = True
     omits_trivial_masks = True

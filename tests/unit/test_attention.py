@@ -130,12 +130,11 @@ def test_masks_show_what_the_step_sees(backend: str) -> None:
     for seed in range(30):
         rng = random.Random(seed)
         visible = torch.from_numpy(drawn_layout(rng).visible())
-        num_tokens, length = len(visible), rng.choice([0, 1, 17])
+        num_tokens = len(visible)
+        length = rng.choice([0, 1, 17])
+        slots = length + torch.arange(num_tokens)
         positions = length + visible.sum(1) - 1
-        for slot_mapping, total in (
-            (None, length + num_tokens),
-            (length + torch.arange(num_tokens), length + num_tokens + 5),
-        ):
+        for slot_mapping, total in ((None, length + num_tokens), (slots, length + num_tokens + 5)):
             mask = masks.build(visible, positions, length if slot_mapping is None else total, slot_mapping)
             if backend == "flash":
                 assert isinstance(mask, torch.Tensor) and torch.equal(mask[0, 0] == 0, visible)
@@ -211,6 +210,5 @@ def test_masked_attention_takes_large_scores() -> None:
         q = torch.full((1, 2, 3, 128), 24.0, dtype=dtype)
         v = torch.randn(1, 2, 3, 128).to(dtype)
         visible = torch.ones(3, 3).tril().bool()
-        _check(
-            masked_attention(q, q, v, _own_mask(visible, dtype), None)[0], _reference(q, q, v, visible, 128**-0.5), v
-        )
+        output = masked_attention(q, q, v, _own_mask(visible, dtype), None)[0]
+        _check(output, _reference(q, q, v, visible, 128**-0.5), v)

@@ -18,7 +18,7 @@ from launch.builders import decoder_builders
 from launch.schema import register as register_configs
 from launch.schema import settings
 from lp.attention.base import AttentionBackend
-from lp.attention.registry import backend_named, choices, register, unregister
+from lp.attention.registry import attention_choices, backend_named, unregister_attention
 from lp.models.runner import ModelRunner
 from tests.tiny_models import drawn_text, plain_greedy, tiny_model
 
@@ -49,7 +49,6 @@ def loop_attention(
 class Loop(AttentionBackend):
     """The toy: `auto` prefers it to all others where a model was loaded with sdpa."""
 
-    name = "loop"
     implementation = "lp_test_loop"
     replaces = ("sdpa",)
     priority = 1
@@ -66,9 +65,9 @@ class Loop(AttentionBackend):
 
 @pytest.fixture
 def loop() -> Iterator[None]:
-    register(Loop)
+    lp.register_attention("loop")(Loop)
     yield
-    unregister("loop")
+    unregister_attention("loop")
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral_sliding", "gemma3"])
@@ -108,9 +107,10 @@ def test_apps_know_a_new_backend_without_a_config_file(loop: None) -> None:
 
 
 def test_names_are_checked(loop: None) -> None:
-    assert choices() == ["auto", "sdpa", "eager", "flash", "flex", "loop"]
-    with pytest.raises(ValueError, match="'loop' already"):
-        register(Loop)
+    assert attention_choices() == ["auto", "sdpa", "eager", "flash", "flex", "loop"]
+    for name in ("loop", "flash", "auto"):
+        with pytest.raises(ValueError, match=f"'{name}' is registered already"):
+            lp.register_attention(name)(Loop)
     with pytest.raises(ValueError, match="attention is 'ring'; it must be one of auto, sdpa, eager, flash, flex, loop"):
         lp.LookaheadDecoder(tiny_model(), attention="ring")
     assert backend_named("loop").name == "loop"

@@ -127,7 +127,7 @@ def test_extending_with_a_plugin(clean_registries: None, tmp_path: Path, monkeyp
 
 def test_extending_with_an_attention_backend() -> None:
     """The page's backend decodes exactly, and is a choice of the apps."""
-    from lp.attention.registry import unregister
+    from lp.attention.registry import unregister_attention
 
     run_python(EXTENDING, "An attention backend")
     try:
@@ -135,7 +135,7 @@ def test_extending_with_an_attention_backend() -> None:
         (config,) = run_commands("An attention backend")
         assert config.attention.name == "float64"  # type: ignore[attr-defined]
     finally:
-        unregister("float64")
+        unregister_attention("float64")
 
 
 def test_extending_with_a_model() -> None:

@@ -26,7 +26,7 @@ BACKENDS = ["sdpa", "eager", "flash"]
 
 
 def _uncompiled(model: PreTrainedModel, attention: str) -> ModelRunner:
-    """Captured steps without a compiler or a GPU: static buffers, padding, cache slots, and the model's own kernels."""
+    """Captured steps without a compiler or a GPU: static buffers, padding, cache slots, the model's own kernels."""
     runner = ModelRunner(model, attention)
     runner.captured = CapturedSteps(runner.model, runner.masks, Capture.OFF)
     return runner
