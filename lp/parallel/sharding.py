@@ -1,4 +1,4 @@
-"""Which nodes of a step each rank computes (DESIGN section 2; the paper's lookahead parallelism). Pure arithmetic.
+"""Which nodes of a step each rank computes (docs/lookahead-parallelism.md). Pure arithmetic.
 
 A rank computes the pieces it is given, which are columns and candidate paths, and the ancestors of their nodes; so its
 rows are a subtree that contains `c`. Sets of nodes are ints, one bit a node: a union is `|`, its rows `bit_count`.
