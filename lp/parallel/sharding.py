@@ -1,4 +1,4 @@
-"""Which nodes of a step each rank computes (the paper's lookahead parallelism). Pure arithmetic.
+"""Which nodes of a step each rank computes (docs/lookahead-parallelism.md). Pure arithmetic.
 
 A rank computes the pieces assigned to it, which are window columns and draft paths, and the ancestors of their nodes:
 a subtree that contains `c`. Sets of nodes are ints, one bit a node: a union is `|`, its size `bit_count`.

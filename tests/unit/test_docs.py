@@ -107,7 +107,7 @@ def run_commands(heading: str) -> list[object]:
     return [config_of(*app) for block in blocks(EXTENDING, "bash", heading) if (app := app_of(block))]
 
 
-def test_extending_with_a_draft_source(clean_registries: None) -> None:
+def test_extending_with_a_draft_source(configs: None, clean_registries: None) -> None:
     """The page's source decodes exactly, and the apps know it by its name."""
     run_python(EXTENDING, "A draft source")
     register()
@@ -125,7 +125,7 @@ def test_extending_with_a_plugin(clean_registries: None, tmp_path: Path, monkeyp
     assert "repeat" in {entry.name for entry in sources()}
 
 
-def test_extending_with_an_attention_backend() -> None:
+def test_extending_with_an_attention_backend(configs: None) -> None:
     """The page's backend decodes exactly, and is a choice of the apps."""
     from lp.attention.registry import unregister_attention
 
@@ -143,7 +143,7 @@ def test_extending_with_a_model() -> None:
     run_python(EXTENDING, "A model")
 
 
-def test_extending_with_a_baseline() -> None:
+def test_extending_with_a_baseline(configs: None) -> None:
     """The page's baseline gives plain decoding's tokens."""
     import lp
     from launch.bench.baselines import BASELINES, BaselineOptions
@@ -196,7 +196,7 @@ def test_pages_name_files_that_exist(page: Path) -> None:
 
 
 def test_no_page_refers_to_a_design_page() -> None:
-    """DESIGN is not in the repository."""
+    """There is none in the repository."""
     design = "DES" + "IGN"
     files = [
         *PAGES,
@@ -207,6 +207,6 @@ def test_no_page_refers_to_a_design_page() -> None:
 
 def test_config_page_is_up_to_date() -> None:
     """A key that is new, gone or has another default must be so in the page too."""
-    command = [sys.executable, str(ROOT / "scripts" / "config_docs.py"), "--check"]
+    command = [sys.executable, str(ROOT / "scripts" / "tables.py"), "config", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

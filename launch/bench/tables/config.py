@@ -1,7 +1,6 @@
-"""Write docs/config.md: every key of every app, from the schemas, conf/ and the configs' docstrings.
+"""docs/config.md: every key of every app, from the schemas, conf/ and the configs' docstrings.
 
-    python scripts/config_docs.py            # write the page
-    python scripts/config_docs.py --check    # exit code 1 if the page differs
+    python scripts/tables.py config
 
 A key's text is the comment above it in conf/, the file of the app before base.yaml, or else the entry of its field in
 the docstring of its dataclass. A key without a text is an error.
@@ -9,10 +8,10 @@ the docstring of its dataclass. A key without a text is an error.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import re
-import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -20,25 +19,24 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
-from hydra import compose, initialize_config_dir  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
+from lp.config import LookaheadConfig
+from lp.sampling.params import SamplingParams
 
-from launch.app import CONF, register_resolvers  # noqa: E402
-from launch.bench.shapes import SHAPES  # noqa: E402
-from launch.cli import APPS  # noqa: E402
-from launch.schema import LinkSchema, decoder_choices, register  # noqa: E402
-from lp.config import LookaheadConfig  # noqa: E402
-from lp.sampling.params import SamplingParams  # noqa: E402
+from ...app import CONF, register_resolvers
+from ...cli import APPS
+from ...schema import LinkSchema, decoder_choices, register
+from ..shapes import SHAPES
 
-PAGE = ROOT / "docs" / "config.md"
+PAGE = CONF.parent / "docs" / "config.md"
 GROUPS = ("decoder", "sampling")  # groups whose keys depend on the choice: sections of their own
 HEAD = """# Configuration
 
-Every key of every app, its type, its default and what it does. `python scripts/config_docs.py` writes this page from
-the code; a test fails while the two differ.
+Every key of every app, with its type, its default and what it does. `python scripts/tables.py config` writes this page
+from the code; a test fails while the two differ.
 
 - `lp APP key=value` sets a key, as in `lp generate W=7 pool.scope=session`; from a clone `bash torchrun.sh launch.APP`.
 - `lp APP --cfg job` prints all keys with their values; `lp APP --help` lists the groups and their choices.
@@ -109,8 +107,6 @@ def groups() -> str:
 
 def choices(group: str) -> list[str]:
     """The names that a group takes."""
-    from hydra.core.config_store import ConfigStore
-
     stored = ConfigStore.instance().repo.get(group, {})
     names = {path.stem for path in (CONF / group).glob("*.yaml")} | {name.removesuffix(".yaml") for name in stored}
     return sorted(names)
@@ -148,7 +144,7 @@ def schema_keys(schema: Any, values: Any, comments: dict[str, str], prefix: str)
         else:
             text = comments.get(name) or texts.get(item.name)
             if text is None:
-                raise SystemExit(f"{name} of {schema.__name__} has no text; write a comment above it in conf/")
+                raise ValueError(f"{name} of {schema.__name__} has no text; write a comment above it in conf/")
             yield Key(name, kind_of(hint), shown(values.get(item.name)), one_line(text))
 
 
@@ -238,14 +234,19 @@ def one_line(text: str) -> str:
     return text[0].upper() + text[1:] if re.match(r"[a-z]+ ", text) else text
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--check", action="store_true", help="write nothing; an error if the page differs")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the page, or compare it.
+
+    Raises:
+        ValueError: a key has no text; or with --check, the page is not up to date.
+    """
     text = page()
-    if "--check" in sys.argv[1:]:
-        if PAGE.read_text(encoding="utf-8") != text:
-            raise SystemExit("docs/config.md is not up to date; run python scripts/config_docs.py")
-        return
-    PAGE.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    if not args.check:
+        PAGE.write_text(text, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != text:
+        raise ValueError("docs/config.md is not up to date; run python scripts/tables.py config")
