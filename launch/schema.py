@@ -42,7 +42,15 @@ class Output(StrEnum):
 
 @dataclass
 class ModelSchema:
-    """What lp.models.loader.load takes; `name` is "demo", a folder, or a name on the hub."""
+    """The model, as lp.load takes it.
+
+    Args:
+        name: "demo", a folder with config.json, or a name on the hub.
+        dtype: of the weights: float64, float32, bfloat16, float16, or auto for what the checkpoint says.
+        device: of this rank: cpu, cuda, cuda:<number>, or auto for its GPU if there is one.
+        attn_implementation: transformers' attention to load the model with; null takes sdpa where the model has it.
+        trust_remote_code: run code that comes with the checkpoint.
+    """
 
     name: str = MISSING
     dtype: str = "float32"
@@ -53,7 +61,13 @@ class ModelSchema:
 
 @dataclass
 class AttentionSchema:
-    """How the tokens of a step are computed."""
+    """How the tokens of a step are computed.
+
+    Args:
+        name: the attention backend; auto takes flash where a model loaded with sdpa can, else what it was loaded with.
+        capture: whether steps have a few fixed shapes and their kernels are replayed: auto (a CUDA graph on a GPU, off
+            elsewhere), off, graph or compile.
+    """
 
     name: str = MISSING
     capture: str = "auto"
@@ -70,7 +84,13 @@ class GreedySchema:
 
 @dataclass
 class ParallelSchema:
-    """How ranks talk to each other; `nproc` makes an app that runs alone launch so many of itself."""
+    """How ranks talk to each other.
+
+    Args:
+        backend: of collectives: nccl, gloo, or auto for nccl where every rank has a GPU of its own, else gloo.
+        nproc: an app that runs alone launches so many ranks of itself; null: the ranks are torchrun's.
+        timeout_s: seconds that a rank waits for the others, at the start and in a step, before it ends with an error.
+    """
 
     backend: str = "auto"
     nproc: int | None = None
@@ -81,8 +101,17 @@ class ParallelSchema:
 class TaskSchema:
     """Where prompts come from: a JSONL file, without a path a data set on the hub, without either the package.
 
-    `prompt`, `reference` and `id` name fields of the data set, or are templates of them, as in "Sum up: {article}".
-    `ids` names the prompts to take, in their order; null takes all.
+    Args:
+        name: of the task, in tables and files.
+        path: of the JSONL file.
+        hub: name of the data set on the hub.
+        subset: of the data set.
+        split: of the data set.
+        prompt: field of the data set, or a template of fields, as in "Sum up: {article}".
+        reference: the same, of a known answer.
+        id: the same, of the prompt's name.
+        ids: names of the prompts to take, in their order; null takes all.
+        chat: put the prompt into the model's chat template, if it has one.
     """
 
     name: str = MISSING
@@ -106,7 +135,13 @@ class AutoregressiveSchema:
 
 @dataclass
 class PoolSchema:
-    """How long the n-gram pool lasts, and how large it grows."""
+    """How long the n-gram pool lasts, and how large it grows.
+
+    Args:
+        scope: request, or session, with which it lasts from prompt to prompt.
+        mib: most memory, MiB.
+        file: with scope=session, a safetensors file that saves it from run to run.
+    """
 
     scope: str = "request"
     mib: int = 16
@@ -168,7 +203,14 @@ class BenchmarkConfig(Tasked):
 
 @dataclass
 class LinkSchema:
-    """An all-gather over R ranks of so many bytes each: base + (R - 1) x (hop + bytes / bandwidth)."""
+    """An all-gather over R ranks of so many bytes each: base + (R - 1) x (hop + bytes / bandwidth).
+
+    Args:
+        base_us: microseconds of any collective.
+        hop_us: microseconds of each further rank.
+        gb_s: bandwidth, GB/s.
+        source: where the figures are from.
+    """
 
     base_us: float = MISSING
     hop_us: float = MISSING
@@ -202,7 +244,12 @@ class ChatConfig(Common):
 
 @dataclass
 class ScaleSchema:
-    """How a shape is scaled down."""
+    """How a shape is scaled down.
+
+    Args:
+        layers: so many layers; null: all.
+        divide: every width divided by this, except the head dimension.
+    """
 
     layers: int | None = None
     divide: int = 1

@@ -24,6 +24,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from lp.config import LookaheadConfig
+from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
 from ...app import CONF, register_resolvers
@@ -144,7 +145,7 @@ def schema_keys(schema: Any, values: Any, comments: dict[str, str], prefix: str)
         else:
             text = comments.get(name) or texts.get(item.name)
             if text is None:
-                raise ValueError(f"{name} of {schema.__name__} has no text; write a comment above it in conf/")
+                raise UserError(f"{name} of {schema.__name__} has no text; write a comment above it in conf/")
             yield Key(name, kind_of(hint), shown(values.get(item.name)), one_line(text))
 
 
