@@ -5,7 +5,7 @@
     {"end": "length"}                             it ended, and why
 
 The name of a text is a digest of all that it depends on. Rank 0 writes, one line a write, which outlives the process
-but not the machine (there is no fsync); all ranks are told what it read.
+but not the machine (there is no fsync); all ranks get what it read.
 """
 
 from __future__ import annotations

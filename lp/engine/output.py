@@ -88,7 +88,7 @@ class GenerationOutput:
         step_stats: one entry a decode step.
         prefill_s, decode_s: seconds before the first decode step, and from there on.
         cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
-        logits, scores: (tokens, V), of the rows that chose the tokens, if asked for.
+        logits, scores: (tokens, V), of the nodes that sampled the tokens, if asked for.
         resumed: first tokens that no step of this call made: a journal had them.
     """
 
@@ -114,5 +114,5 @@ class GenerationOutput:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean rows a step on this rank."""
+        """Mean step tokens on this rank."""
         return statistics.fmean(s.num_tokens for s in self.step_stats) if self.step_stats else 0.0

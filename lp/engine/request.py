@@ -19,8 +19,8 @@ class Request:
 
     Attributes:
         prompt: token ids.
-        limit: positions below it may be used: none behind it chooses a token that fits the context and was asked for.
-        max_new_tokens, chooser, stopping, on_tokens, prefill_chunk: as given.
+        limit: positions below it may be used: no later one samples a token that fits the context and max_new_tokens.
+        max_new_tokens, sampler, stopping, on_tokens, prefill_chunk: as given.
         signals: SIGINT and SIGTERM, deferred to the end of a step.
         boundary: where the model's rotary frequencies change; None if nowhere.
     """

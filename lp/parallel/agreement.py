@@ -1,4 +1,4 @@
-"""What ranks say to each other between steps: one all-gather of fixed size a call, tagged with the call's name.
+"""What ranks compare between steps: one all-gather of fixed size a call, tagged with the call's name.
 
     [TAG, name, words, padding]
 
@@ -16,7 +16,7 @@ import torch
 
 from lp.errors import CallsDiffer, UserError
 
-TAG = -0x6C702D63616C6C  # no digest, which the rows of steps begin with, is negative
+TAG = -0x6C702D63616C6C  # no digest, which the messages of steps begin with, is negative
 NAME = 7  # int64s of the name
 HEAD = 1 + NAME
 SIZE = 64  # int64s of a message
@@ -31,7 +31,7 @@ class Ranks(Protocol):
     @property
     def step_sizes(self) -> Sequence[int]: ...
 
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor: ...
+    def all_gather(self, message: torch.Tensor) -> torch.Tensor: ...
 
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor: ...
 
@@ -60,7 +60,7 @@ def exchange(context: Ranks, call: str, words: Sequence[int] = (), patient: bool
     if not size:
         gathered = context.gather_message(call, message, patient)
         check_calls(gathered.numpy())
-    else:  # another rank may be in a step: its rows are of this size
+    else:  # another rank may be in a step, whose messages have this size
         parts = []
         for part in message.split(size):
             parts.append(context.all_gather(torch.nn.functional.pad(part, (0, size - len(part)))))
@@ -74,12 +74,12 @@ def check_calls(gathered: np.ndarray) -> None:
     """Compare the calls that ranks are in.
 
     Args:
-        gathered: (R, at least 1) what every rank sent, a message, a step's row, or the beginning of either.
+        gathered: (R, at least 1) what every rank sent: a message of this module or of a step, or the start of either.
 
     Raises:
         CallsDiffer: names what every rank is doing.
     """
-    names = [_name(row) for row in gathered]
+    names = [_name(message) for message in gathered]
     if len({*names}) > 1:
         raise CallsDiffer(differing(names))
 
@@ -91,10 +91,10 @@ def differing(names: Sequence[str]) -> str:
     return f"{doing}; give every rank the same calls in the same order"
 
 
-def _name(row: np.ndarray) -> str:
-    if row[0] != TAG:
+def _name(message: np.ndarray) -> str:
+    if message[0] != TAG:
         return "in a step of generate"
-    return row[1:HEAD].astype("<i8").tobytes().rstrip(b"\0").decode(errors="replace")
+    return message[1:HEAD].astype("<i8").tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def check_same(context: Ranks, call: str, items: Mapping[str, int]) -> None:

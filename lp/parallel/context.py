@@ -31,14 +31,14 @@ ENDED = "done with all calls"
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One rank's place among the ranks of a job; this base is the single rank.
+    """One rank among the ranks of a job; this base class is the single rank.
 
     Attributes:
         rank, world_size, local_rank: as torchrun has them.
         device: where this rank computes.
         backend: "nccl", "gloo", or "none" for a single rank.
         mesh: DeviceMesh with dimensions ("lp", "tp"), None for a single rank.
-        step_sizes: int64s of a row, of the generations that are under way on this rank, the innermost last.
+        step_sizes: int64s of a step's message, of the generations under way on this rank, the innermost last.
     """
 
     rank: int = 0
@@ -90,9 +90,9 @@ class ParallelContext:
         """Rank 0 alone prints and writes."""
         return self.rank == 0
 
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Every rank's int64 row: (P,) on each rank -> (R, P), on the host."""
-        return row[None].cpu()
+    def all_gather(self, message: torch.Tensor) -> torch.Tensor:
+        """Every rank's int64 message: (P,) on each rank -> (R, P), on the host."""
+        return message[None].cpu()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """The source rank's tensor, in place on the others."""
@@ -100,7 +100,7 @@ class ParallelContext:
 
     @contextlib.contextmanager
     def stepping(self, size: int) -> Iterator[None]:
-        """While steps gather rows of `size` int64s: messages come in such rows too, as other ranks may be in a step."""
+        """While steps gather `size` int64s: other messages come in such parts too, as a rank may be in a step."""
         self.step_sizes.append(size)
         try:
             yield
@@ -151,7 +151,7 @@ class _ProcessContext(ParallelContext):
 
     Attributes:
         messages: the group of messages between steps, on the host, where waiting keeps no GPU busy. A message and a
-            step's row, which differ in size, would abort the process where they meet in one group.
+            step's message, which differ in size, would abort the process where they meet in one group.
     """
 
     messages: dist.ProcessGroup | None = None
@@ -161,13 +161,13 @@ class _ProcessContext(ParallelContext):
         assert self.mesh is not None
         return self.mesh.get_group("lp")
 
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        row = self._carried(row)
-        gathered = row.new_empty(self.world_size, len(row))
+    def all_gather(self, message: torch.Tensor) -> torch.Tensor:
+        message = self._carried(message)
+        gathered = message.new_empty(self.world_size, len(message))
         # torch 2.13 renames the call; older versions know the other name alone.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self._answered():
-            gather(gathered.view(-1), row, group=self._group)
+            gather(gathered.view(-1), message, group=self._group)
             return gathered.cpu()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ class _ProcessContext(ParallelContext):
 
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:
-        """A collective that fails says which ranks are to blame, as far as a roll call can tell."""
+        """The error of a collective that fails names the ranks that do not answer a roll call."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -202,8 +202,8 @@ class _ProcessContext(ParallelContext):
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0]
             raise RankLost(
-                f"{roll_call(self.rank, self.world_size)}, so rank {self.rank} stops ({reason}); see what that rank "
-                "said last; parallel.timeout_s is how long a rank is waited for"
+                f"{roll_call(self.rank, self.world_size)}, so rank {self.rank} stops ({reason}); see that rank's "
+                "last output; parallel.timeout_s is how long a rank is waited for"
             ) from error
 
     def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -211,6 +211,6 @@ class _ProcessContext(ParallelContext):
         return tensor.contiguous().to("cpu" if self.backend == "gloo" else self.device)
 
     def close(self) -> None:
-        object.__setattr__(self, "mesh", None)  # it keeps the group's threads running
+        object.__setattr__(self, "mesh", None)  # or the group's threads would go on
         object.__setattr__(self, "messages", None)
         leave()

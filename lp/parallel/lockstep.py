@@ -28,8 +28,8 @@ class LockstepContext(ParallelContext):
 
     shared: _Lockstep = field(default_factory=lambda: _Lockstep(1))
 
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        return torch.stack([each.cpu() for each in self._trade("in a step of generate", row)])
+    def all_gather(self, message: torch.Tensor) -> torch.Tensor:
+        return torch.stack([each.cpu() for each in self._trade("in a step of generate", message)])
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         return tensor.copy_(self._trade("in a broadcast", tensor)[source])

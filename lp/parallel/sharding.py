@@ -1,8 +1,8 @@
 """Which nodes of a step each rank computes (docs/lookahead-parallelism.md). Pure arithmetic.
 
-A rank computes the pieces it is given, which are columns and candidate paths, and the ancestors of their nodes; so its
-rows are a subtree that contains `c`. Sets of nodes are ints, one bit a node: a union is `|`, its rows `bit_count`.
-W: columns, R: ranks, M: the limit, which is the most rows a rank may have.
+A rank computes the pieces that it is given, which are columns and draft paths, and the ancestors of their nodes; so its
+nodes are a subtree that contains `c`. Sets of nodes are ints, one bit a node: a union is `|`, its size `bit_count`.
+W: columns, R: ranks, T: tokens of a rank.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 
 from lp.draft.layout import StepLayout
 
-EXACT_PIECES = 12  # up to so many pieces the deal is optimal
+EXACT_PIECES = 12  # up to so many pieces the split is optimal
 EXACT_TRIES, TRIES = 5000, 100  # placements tried for one limit: far more than so few pieces need, and beyond them
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The nodes of every rank, ascending, and who tells the others about which read-off.
+    """The nodes of every rank, ascending, and which rank sends the token of which node.
 
     Attributes:
         nodes: by rank, the nodes it computes.
-        owned: by rank, the read nodes it owns: of the ranks that compute a node, the lowest.
+        owned: by rank, the sampled nodes it owns: of the ranks that compute a node, the lowest.
     """
 
     nodes: list[list[int]]
@@ -34,31 +34,31 @@ class ShardPlan:
 
     @property
     def max_owned(self) -> int:
-        """Reads of the rank that owns most, which sizes the gathered tensor."""
+        """Owned nodes of the rank that owns most, which sizes its message."""
         return max(map(len, self.owned))
 
     @property
     def max_tokens(self) -> int:
-        """Rows of the largest rank."""
+        """Step tokens of the largest rank, without its catch-up."""
         return max(map(len, self.nodes))
 
     @classmethod
     def build(cls, layout: StepLayout, world_size: int, catch_up_counts: Sequence[int] = ()) -> ShardPlan:
-        """Share a layout among `world_size` ranks so that the largest has the fewest rows.
+        """Share a layout among `world_size` ranks so that the largest has the fewest tokens.
 
         Args:
             layout: the step's tree.
             world_size: R.
-            owed: catch-up rows of every rank, which count as its rows; none if empty.
+            catch_up_counts: catch-up tokens of every rank, which count as its own; none if empty.
         """
         if world_size == 1:
             return cls([list(range(len(layout)))], [layout.sampled_nodes])
         nodes, owned = [], []
-        wanted = sum(1 << node for node in layout.sampled_nodes)
+        without_owner = sum(1 << node for node in layout.sampled_nodes)
         for load in _Assignment(layout, catch_up_counts or [0] * world_size).solve():
             nodes.append(_members(load))
-            owned.append(_members(load & wanted))
-            wanted &= ~load
+            owned.append(_members(load & without_owner))
+            without_owner &= ~load
         return cls(nodes, owned)
 
 
@@ -69,14 +69,14 @@ def _members(load: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank runs in a step: its catch-up tokens, then its nodes (T rows).
+    """What one rank runs in a step: its catch-up tokens, then its nodes: T tokens.
 
     Attributes:
-        tokens, positions: of the rows.
-        visible: (T, T) bool, which rows each one sees besides the cached prefix.
-        sample_at: rows whose read-off the rank owns, in node order.
-        index_of: the row of every node it computes.
-        catch_up: rows before the nodes.
+        tokens, positions: of each.
+        visible: (T, T) bool, which of them each one sees besides the cached prefix.
+        sample_at: indices of the nodes that the rank owns, in node order.
+        index_of: by node, its index among the tokens.
+        catch_up: tokens before the nodes.
     """
 
     tokens: list[int]
@@ -88,7 +88,7 @@ class RankShare:
 
     @classmethod
     def build(cls, layout: StepLayout, plan: ShardPlan, rank: int, catch_up: Sequence[int]) -> RankShare:
-        """The rows of a rank that still lacks the KV of the tokens `catch_up`, which end right before `c`."""
+        """The tokens of a rank that still lacks the KV of the tokens `catch_up`, which end right before `c`."""
         nodes, missing = plan.nodes[rank], len(catch_up)
         index_of = dict(zip(nodes, range(missing, missing + len(nodes)), strict=True))
         visible = layout.visible()
@@ -108,23 +108,24 @@ class RankShare:
             missing,
         )
 
-    def padded(self, rows: int) -> RankShare:
-        """The same among `rows`: those added say nothing, and nobody sees them."""
-        more = rows - len(self.tokens)
+    def padded(self, num_tokens: int) -> RankShare:
+        """The same among `num_tokens`: those added are not sampled, and no other token sees them."""
+        more = num_tokens - len(self.tokens)
         if more <= 0:
             return self
-        visible = np.eye(rows, dtype=bool)
+        visible = np.eye(num_tokens, dtype=bool)
         visible[: len(self.tokens), : len(self.tokens)] = self.visible
-        tokens, positions = self.tokens + self.tokens[:1] * more, self.positions + self.positions[:1] * more
+        tokens = self.tokens + self.tokens[:1] * more
+        positions = self.positions + self.positions[:1] * more
         return replace(self, tokens=tokens, positions=positions, visible=visible)
 
 
 class _Assignment:
-    """Deals columns, from the last, and then candidate paths, in the tree's order, to the first rank with room.
+    """Gives columns, the last first, and then draft paths, in the tree's order, to the first rank with room.
 
-    The last column brings all of row 0, so a rank that has it should have as many columns as fit. The limit starts at
-    what every deal needs and grows until one is found; a deal that fails tries other ranks, the last pieces first,
-    until nothing is left to try or TRIES placements are spent.
+    The last column needs all of level 0, so a rank that has it should have as many columns as fit. The limit is the most
+    tokens of a rank. It starts at what every split needs and grows until one is found; a split that fails tries other
+    ranks, the last pieces first, until nothing is left to try or TRIES placements are spent.
     """
 
     def __init__(self, layout: StepLayout, catch_up_counts: Sequence[int]) -> None:
@@ -144,7 +145,7 @@ class _Assignment:
         return [load & (1 << len(self.layout)) - 1 for load in loads]
 
     def _empty(self) -> list[int]:
-        """Loads to begin with, the last rank's first: `c`, and catch-up rows as bits that no node has."""
+        """Loads to begin with, the last rank's first: `c`, and catch-up tokens as bits that no node has."""
         loads, bit = [], len(self.layout)
         for catch_up_counts in reversed(self.catch_up_counts):
             loads.append(1 | ((1 << catch_up_counts) - 1) << bit)
@@ -152,7 +153,7 @@ class _Assignment:
         return loads
 
     def _least_limit(self) -> int:
-        """A limit below which no deal exists: rows that the ranks have together against those they need."""
+        """A limit below which no split exists: tokens that the ranks may have together against those they need."""
         own = (
             len(self.layout)
             - self.layout.num_window
@@ -160,18 +161,20 @@ class _Assignment:
             + sum(self.catch_up_counts)
         )
         longest = max([1 + max(self.catch_up_counts), *(piece.bit_count() for piece in self.pieces)])
-        return next(limit for limit in count(longest) if own + self._repeated_rows(limit) <= limit * self.world_size)
+        return next(limit for limit in count(longest) if own + self._repeated_tokens(limit) <= limit * self.world_size)
 
-    def _repeated_rows(self, limit: int) -> int:
-        """Rows for `c` and row 0 over all ranks, at least: one each, or up to the rank's last column."""
-        end, column_rows, rows = self.layout.columns, self.layout.levels - 1, self.world_size
+    def _repeated_tokens(self, limit: int) -> int:
+        """Tokens for `c` and level 0 over all ranks, at least: one each, or up to the rank's last column."""
+        end = self.layout.columns
+        column_tokens = self.layout.levels - 1  # of a column, without level 0
+        repeated = self.world_size
         while end > 0:
-            rows += end - 1
-            end = end - (limit - end) // column_rows if column_rows and end < limit else 0
-        return rows
+            repeated += end - 1
+            end = end - (limit - end) // column_tokens if column_tokens and end < limit else 0
+        return repeated
 
     def _place(self, limit: int) -> list[int] | None:
-        """Place all pieces within the limit by depth-first search; None if no deal was found."""
+        """Place all pieces within the limit by depth-first search; None if no split was found."""
         loads = self._empty()
         if not self.pieces:
             return loads[::-1]
@@ -196,17 +199,21 @@ class _Assignment:
         return None
 
     def _ranks(self, piece: int, loads: list[int], limit: int, failed: set[tuple[object, ...]]) -> list[int]:
-        """Ranks worth trying for a piece: of those alike in rows and in what later pieces share, the first."""
-        mask, rest = self.pieces[piece], self.rests[piece]
-        room, there = limit * len(loads), 0
+        """Ranks worth trying for a piece: of those alike in size and in what later pieces share, the first."""
+        mask = self.pieces[piece]
+        rest = self.rests[piece]
+        room = limit * len(loads)
+        covered = 0  # what the ranks have of the rest
         states = []
         for load in loads:
-            rows, shared = load.bit_count(), load & rest
-            room, there = room - rows, there | shared
-            states.append((rows, shared))
+            size = load.bit_count()
+            shared = load & rest
+            room -= size
+            covered |= shared
+            states.append((size, shared))
         key = (piece, *sorted(states))
-        if key in failed or (rest & ~there).bit_count() > room:
+        if key in failed or (rest & ~covered).bit_count() > room:
             return []
-        failed.add(key)  # seen again only after it has failed
+        failed.add(key)  # it comes again only after it has failed
         alike = {state: rank for rank, state in reversed([*enumerate(states)])}
         return sorted(rank for rank in alike.values() if (loads[rank] | mask).bit_count() <= limit)

@@ -71,7 +71,7 @@ def test_ngrams_follow_columns() -> None:
 
 
 def test_layout_positions_and_visibility() -> None:
-    """The tree of lp/draft/layout.py, node by node: each sees the path that leads to it and nothing of another branch."""
+    """The tree of lp/draft/layout.py, node by node: each sees the path to it and nothing of another branch."""
     layout = _layout(4, 4, _tree([41, 42, 43], [41, 49], [100, 200, 50]), position=20)
     visible = layout.visible()
     for j in range(4):
