@@ -121,11 +121,11 @@ class RankShare:
 
 
 class _Assignment:
-    """Gives columns, the last first, and then draft paths, in the tree's order, to the first rank with room.
+    """Gives columns, the last first, then draft paths, in the tree's order, to the first rank with room.
 
-    The last column needs all of level 0, so a rank that has it should have as many columns as fit. The limit is the most
-    tokens of a rank. It starts at what every split needs and grows until one is found; a split that fails tries other
-    ranks, the last pieces first, until nothing is left to try or TRIES placements are spent.
+    The last column needs all of level 0, so a rank that has it should have as many columns as fit. The limit is the
+    most tokens of a rank. It starts at what every split needs and grows until one is found; a split that fails tries
+    other ranks, the last pieces first, until nothing is left to try or TRIES placements are spent.
     """
 
     def __init__(self, layout: StepLayout, catch_up_counts: Sequence[int]) -> None:
