@@ -70,7 +70,7 @@ class Decoder(ABC):
             eos_token_id: one or several; None takes the model's, an empty tuple none.
             stop_strings: end after the token that completes one of them; needs `tokenizer`.
             stopping_criteria: transformers' criteria, asked after every token, without scores. Among ranks that share
-                steps, rank 0's word counts; plain decoding, which shares none, asks each rank's own.
+                steps, rank 0's result counts; plain decoding, which shares none, asks each rank's own.
             on_tokens: called once a step with (new tokens, step) before the next one starts; among ranks that share
                 steps, where there are criteria, on rank 0 alone.
             prefill_chunk: prompt tokens a forward pass.

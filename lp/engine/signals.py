@@ -20,7 +20,7 @@ class Interrupted(KeyboardInterrupt):
         output: the text up to the end of a step, already given to `on_tokens`. Its `finish_reason` is "interrupted",
             or another one where the text ended with that step.
         signal: number of the signal that this rank got; 0 for none, where it stopped because another rank did.
-        finished: of a batch, the outputs of the rows that were done.
+        finished: of a batch, the outputs of the sequences that were done.
     """
 
     def __init__(self, output: GenerationOutput, signal: int) -> None:
@@ -38,7 +38,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def interruption(number: int) -> KeyboardInterrupt:
-    """What to raise where there is no text to keep, given the signal that this process got, 0 for none."""
+    """What to raise where there is no text to return, given the signal that this process got, 0 for none."""
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated()
 
 

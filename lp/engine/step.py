@@ -233,7 +233,7 @@ class Generation:
         return unpack(messages, plan, layout, self.message_shape)
 
     def _exchange_plain(self, sampled: torch.Tensor) -> tuple[int, Stop, int]:
-        """Rank 0's token, why any rank wants to stop, and the tokens to keep then."""
+        """Rank 0's token, why any rank wants to stop, and the tokens to return then."""
         header = self._header()
         self._wait_for_device(sampled)
         ranks, step = self.context.world_size, len(self.stats)
@@ -257,7 +257,7 @@ class Generation:
                 torch.cuda.synchronize(sampled.device)
 
     def _stop(self, stop: Stop, length: int) -> Stop:
-        """Some rank wants to stop: this step's tokens are dropped, those before it are kept."""
+        """Some rank wants to stop: this step's tokens are dropped, those before it are returned."""
         end_of_text = stop & ~(Stop.INTERRUPTED | Stop.FAILED)
         self.num_kept = length if end_of_text else len(self.tokens)
         return end_of_text or Stop.INTERRUPTED

@@ -78,7 +78,7 @@ class Stopping:
         """Look at the last `new` of these generated tokens, one by one.
 
         Returns:
-            The first reason to stop and the tokens to keep; (Stop.NONE, len(tokens)) for none.
+            The first reason to stop and the tokens to return; (Stop.NONE, len(tokens)) for none.
         """
         for count in range(len(tokens) - new + 1, len(tokens) + 1):
             reason = self._reason(tokens, count)

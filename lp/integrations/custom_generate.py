@@ -66,11 +66,11 @@ def generate(
 
     Returns:
         What `generate` would: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate, with
-        `scores` (processed, before noise) and `logits` (raw) if asked for: T tensors (B, V). Where a row of the batch
-        is padding they are zero, while transformers has what its model says behind padding.
+        `scores` (processed, before noise) and `logits` (raw) if asked for: T tensors (B, V). Where a sequence of the
+        batch is padding they are zero, while transformers has its model's logits behind padding.
 
     Raises:
-        Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. It has the row in progress as
+        Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. It has the sequence in progress as
             `output` and those that were done as `finished`.
         ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors,
             masks with zeros behind a token, inputs that are no tokens, a cache that holds something already, a model
@@ -111,7 +111,7 @@ def generate(
         for index in range(len(input_ids)):
             outputs.append(decode(index, config.max_length - input_ids.shape[1], criteria))
         if eos is None and not any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):
-            # transformers pads behind EOS alone; without one, a row that met a criterion goes on with the batch.
+            # transformers pads behind EOS alone; without one, a sequence that met a criterion goes on with the batch.
             longest = max(len(output.tokens) for output in outputs)
             for index, output in enumerate(outputs):
                 if output.finish_reason == "criteria" and len(output.tokens) < longest:
@@ -218,7 +218,7 @@ def _seed(seed: int | None) -> int:
 
 
 def _of_row(processor: LogitsProcessor, index: int) -> LogitsProcessor:
-    """A processor prepared for the batch, for one of its rows."""
+    """A processor prepared for the batch, for one of its sequences."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, torch.Tensor):
         return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=int(ignored[index]))

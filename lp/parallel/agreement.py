@@ -1,4 +1,4 @@
-"""What ranks say to each other between steps: one all-gather of fixed size a call, tagged with the call's name.
+"""What ranks compare between steps: one all-gather of fixed size a call, tagged with the call's name.
 
     [TAG, name, words, padding]
 

@@ -31,7 +31,7 @@ ENDED = "done with all calls"
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One rank's place among the ranks of a job; this base is the single rank.
+    """One rank among the ranks of a job; this base class is the single rank.
 
     Attributes:
         rank, world_size, local_rank: as torchrun has them.
@@ -194,7 +194,7 @@ class _ProcessContext(ParallelContext):
 
     @contextlib.contextmanager
     def _answered(self) -> Iterator[None]:
-        """A collective that fails says which ranks are to blame, as far as a roll call can tell."""
+        """The error of a collective that fails names the ranks that do not answer a roll call."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -211,6 +211,6 @@ class _ProcessContext(ParallelContext):
         return tensor.contiguous().to("cpu" if self.backend == "gloo" else self.device)
 
     def close(self) -> None:
-        object.__setattr__(self, "mesh", None)  # it keeps the group's threads running
+        object.__setattr__(self, "mesh", None)  # or the group's threads would go on
         object.__setattr__(self, "messages", None)
         leave()

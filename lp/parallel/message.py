@@ -41,7 +41,13 @@ class Stop(IntFlag):
     NONE = 0
     INTERRUPTED = 1  # Ctrl-C or SIGTERM
     FAILED = 2  # something raised on that rank alone: a callback, a criterion, a processor, the model
-    EOS, MAX_LENGTH, CRITERIA, STOP_STRING, CONTEXT = 4, 8, 16, 32, 64  # found by rank 0, with the LENGTH to keep
+    EOS, MAX_LENGTH, CRITERIA, STOP_STRING, CONTEXT = (
+        4,
+        8,
+        16,
+        32,
+        64,
+    )  # found by rank 0, with the LENGTH of the text then
 
 
 class Header(NamedTuple):
@@ -50,7 +56,7 @@ class Header(NamedTuple):
     Attributes:
         digest: of everything that ranks must have alike.
         stop: why this rank wants all to stop.
-        length: generated tokens to keep then.
+        length: generated tokens to return then.
     """
 
     digest: int
@@ -65,7 +71,7 @@ class Gathered(NamedTuple):
         sampled: the token of every sampled node.
         top_logits: of the sampled nodes, in node order.
         stop: why any rank wants to stop.
-        length: rank 0's generated tokens to keep then.
+        length: rank 0's generated tokens to return then.
     """
 
     sampled: dict[int, int]
@@ -186,23 +192,24 @@ def _check_digests(gathered: np.ndarray, step: int) -> None:
     odd, rest = (", ".join(map(str, np.flatnonzero(ranks))) for ranks in (~alike, alike))
     raise RuntimeError(
         f"rank {odd} differs from rank {rest} at step {step}: their tokens, windows or draft trees are not the same, "
-        "so the job stops before it could say anything wrong"
+        "so the job stops before a wrong token is used"
     )
 
 
 def unpack(messages: torch.Tensor, plan: ShardPlan, layout: StepLayout, shape: MessageShape) -> Gathered:
-    """What the ranks' messages (R, at least P), on the host, say of this layout."""
-    rows = messages.numpy()
-    ranks, held = len(rows), shape.holding(plan)
+    """What the ranks' messages (R, at least P), on the host, have about the nodes of this layout."""
+    words = messages.numpy()
+    ranks = len(words)
+    held = shape.holding(plan)
     end = HEADER + held.token_words
-    tokens = rows[:, HEADER:end, None] >> np.array(TOKEN_SHIFTS) & (1 << TOKEN_BITS) - 1
+    tokens = words[:, HEADER:end, None] >> np.array(TOKEN_SHIFTS) & (1 << TOKEN_BITS) - 1
     tokens = tokens.reshape(ranks, -1)  # (R, owned nodes)
-    top_logits = rows[:, end : end + held.nodes * held.num_logits].reshape(ranks, held.nodes, held.num_logits)
+    top_logits = words[:, end : end + held.nodes * held.num_logits].reshape(ranks, held.nodes, held.num_logits)
     order = np.argsort(np.concatenate(plan.owned), kind="stable")  # in node order, however many ranks there are
     owner = np.repeat(np.arange(ranks), [len(nodes) for nodes in plan.owned])[order]
     index = np.concatenate([np.arange(len(nodes)) for nodes in plan.owned])[order]
     sampled = dict(zip(layout.sampled_nodes, tokens[owner, index].tolist(), strict=True))
-    return Gathered(sampled, unpack_top_logits(top_logits[owner, index]), _any_stop(rows), int(rows[0, LENGTH]))
+    return Gathered(sampled, unpack_top_logits(top_logits[owner, index]), _any_stop(words), int(words[0, LENGTH]))
 
 
 def _any_stop(messages: np.ndarray) -> Stop:

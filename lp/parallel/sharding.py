@@ -116,7 +116,8 @@ class RankShare:
             return self
         visible = np.eye(num_tokens, dtype=bool)
         visible[: len(self.tokens), : len(self.tokens)] = self.visible
-        tokens, positions = self.tokens + self.tokens[:1] * more, self.positions + self.positions[:1] * more
+        tokens = self.tokens + self.tokens[:1] * more
+        positions = self.positions + self.positions[:1] * more
         return replace(self, tokens=tokens, positions=positions, visible=visible)
 
 
@@ -215,6 +216,6 @@ class _Assignment:
         key = (piece, *sorted(states))
         if key in failed or (rest & ~assigned).bit_count() > room:
             return []
-        failed.add(key)  # seen again only after it has failed
+        failed.add(key)  # it comes again only after it has failed
         alike = {state: rank for rank, state in reversed([*enumerate(states)])}
         return sorted(rank for rank in alike.values() if (loads[rank] | self.pieces[piece]).bit_count() <= limit)

@@ -29,7 +29,7 @@ class SamplingParams:
         temperature: > 0; greedy decoding is `sampling=None`.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
-        min_p: drop tokens less likely than this share of the likeliest's chance; 0 keeps all.
+        min_p: drop tokens less likely than this share of the likeliest token's probability; 0 keeps all.
         typical_p: locally typical sampling; 1 keeps all.
         repetition_penalty: > 0; 1 is none.
         seed: 0 <= seed < 2**63; None draws one from torch's generator, rank 0's for all.

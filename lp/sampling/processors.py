@@ -31,7 +31,7 @@ PREFIX_FREE = (
     tf.LogitNormalization,
     tf.TopHLogitsWarper,
 )
-# Functions of each row's (prefix, scores): one call a depth, since the prefixes of one depth have one length.
+# Functions of each node's (prefix, scores): one call a depth, since the prefixes of one depth have one length.
 BY_PREFIX = (
     tf.RepetitionPenaltyLogitsProcessor,
     tf.NoRepeatNGramLogitsProcessor,
@@ -57,7 +57,7 @@ def check_processors(processors: Iterable[LogitsProcessor]) -> list[LogitsProces
     """
     checked = list(processors)
     for processor in checked:
-        # This watermark fails where no token is in a row's green list, which is likelier among rejected draft tokens.
+        # This watermark fails where no token is in a node's green list, which is likelier among rejected draft tokens.
         failing = isinstance(processor, tf.WatermarkLogitsProcessor) and processor.seeding_scheme == "selfhash"
         known = isinstance(processor, (*PREFIX_FREE, *BY_PREFIX)) and not failing
         if not known and not getattr(processor, "per_branch", False):

@@ -134,7 +134,7 @@ def schema_keys(schema: Any, values: Any, comments: dict[str, str], prefix: str)
         hint = hints[item.name]
         if name in GROUPS:
             continue
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             yield from schema_keys(hint, values[item.name], comments, f"{name}.")
         elif hint == dict[str, LinkSchema]:
             yield Key(
