@@ -9,6 +9,7 @@ import functools
 import hashlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,14 @@ def _cache_parents() -> Iterator[Path]:
 
 
 def _sources_digest() -> str:
-    """Of all files of this package that have or use `jit`."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
-    return hashlib.blake2b(b"".join(source for source in sources if b"jit" in source), digest_size=8).hexdigest()
+    """Of all files of this package that have or use `jit`, and of those that they import, whose constants they use."""
+    package = Path(__file__).parent
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
+    compiled = {path for path, source in sources.items() if "jit" in source}
+    modules = {module for path in compiled for module in re.findall(r"^from lp\.([\w.]+) import", sources[path], re.M)}
+    used = compiled | {package.joinpath(*module.split(".")).with_suffix(".py") for module in modules}
+    text = "".join(source for path, source in sources.items() if path in used)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 jit: Any

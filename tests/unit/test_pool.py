@@ -106,25 +106,57 @@ def test_compiled_equals_plain(processes: Processes) -> None:
     assert ran.stdout.split() == [str(not COMPILED), *map(str, run_digests(5, 200))]
 
 
-@pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
-def test_compiled_code_is_of_these_sources(processes: Processes, tmp_path: Path) -> None:
-    """numba keeps compiled code by its own file: a change of another would reach some ranks and not others."""
-    package = tmp_path / "lp"
-    shutil.copytree(ROOT / "lp", package, ignore=shutil.ignore_patterns("__pycache__", "demo"))
+NOISE = "from lp.compiled import U64; from lp.draft.pool import mixture; print(mixture.gumbel(U64(5), 3))"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of lp, of which the pool can be imported alone."""
+    copy = tmp_path / "lp"
+    shutil.copytree(ROOT / "lp", copy, ignore=shutil.ignore_patterns("__pycache__", "demo"))
     for init in ("__init__.py", "draft/__init__.py"):
-        (package / init).write_text("")  # or a whole runtime would be imported
+        (copy / init).write_text("")  # or a whole runtime would be imported
+    return copy
+
+
+def printed(package: Path, processes: Processes, code: str, **env: str) -> str:
+    """What the copy prints, in a process of its own."""
+    env = {"NUMBA_DISABLE_JIT": "0", "PYTHONPATH": str(package.parent)} | env
+    ran = processes.run([sys.executable, "-c", code], env, cwd=package.parent)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
+def test_compiled_code_is_of_these_sources(processes: Processes, package: Path) -> None:
+    """numba caches compiled code by its own file: a change of another would reach some ranks and not others."""
+    first = printed(package, processes, NOISE)
     tables = package / "draft" / "pool" / "tables.py"
-    code = "from lp.compiled import U64; from lp.draft.pool import mixture; print(mixture.gumbel(U64(5), 3))"
-
-    def noise(plain: str) -> float:
-        env = {"NUMBA_DISABLE_JIT": plain, "PYTHONPATH": str(tmp_path)}
-        ran = processes.run([sys.executable, "-c", code], env, cwd=tmp_path)
-        assert ran.returncode == 0, ran.stderr
-        return float(ran.stdout)
-
-    first = noise("0")
     tables.write_text(tables.read_text().replace("U64(30)", "U64(29)"))
-    assert noise("0") == noise("1") != first
+    assert printed(package, processes, NOISE) == printed(package, processes, NOISE, NUMBA_DISABLE_JIT="1") != first
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
+def test_constants_that_compiled_code_imports_are_part_of_it(processes: Processes, package: Path) -> None:
+    """A constant is compiled in: its file may have no compiled function. Others must not cost a compilation."""
+    code = "from lp import compiled; print(compiled._sources_digest())"
+    digests = [printed(package, processes, code)]
+    for name in ("engine/step.py", "sampling/noise.py"):
+        with (package / name).open("a") as file:
+            file.write("CONSTANT = 1\n")
+        digests.append(printed(package, processes, code))
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
+def test_a_package_that_is_read_only_is_compiled_once(processes: Processes, package: Path, tmp_path: Path) -> None:
+    """As in another user's site-packages: compiling takes several seconds, which every process would pay again."""
+    (package / "__pycache__").write_text("no folder can be made here")
+    first = printed(package, processes, NOISE, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    (folder,) = (tmp_path / "cache" / "lp").iterdir()
+    cached = {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.nbc")}
+    assert cached and first == printed(package, processes, NOISE, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert cached == {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.nbc")}
 
 
 def test_shipped_weights_fit() -> None:

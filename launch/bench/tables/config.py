@@ -244,10 +244,10 @@ def run(args: argparse.Namespace) -> None:
     """Write the page, or compare it.
 
     Raises:
-        ValueError: a key has no text; or with --check, the page is not up to date.
+        UserError: a key has no text; or with --check, the page is not up to date.
     """
     text = page()
     if not args.check:
         PAGE.write_text(text, encoding="utf-8")
     elif PAGE.read_text(encoding="utf-8") != text:
-        raise ValueError("docs/config.md is not up to date; run python scripts/tables.py config")
+        raise UserError("docs/config.md is not up to date; run python scripts/tables.py config")
