@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.core.config_store import ConfigStore
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import lp
@@ -35,6 +36,15 @@ def given_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
         return StepTimes(sizes, tuple(1e-3 + 1e-5 * size for size in sizes), 1e-3)
 
     monkeypatch.setattr("lp.engine.lookahead.decoder_step_times", fixed)
+
+
+@pytest.fixture(autouse=True)
+def clean_config_store() -> Iterator[None]:
+    """A toy backend's or source's choice in the apps ends with its test, or messages that list choices would differ."""
+    repo = ConfigStore.instance().repo
+    before = {group: dict(repo[group]) for group in ("attention", "decoder") if group in repo}
+    yield
+    repo.update(before)
 
 
 def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = CONTEXT) -> Path:
