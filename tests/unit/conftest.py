@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,9 +43,19 @@ def given_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def clean_config_store() -> Iterator[None]:
     """A toy backend's or source's choice in the apps ends with its test, or messages that list choices would differ."""
     repo = ConfigStore.instance().repo
-    before = {group: dict(repo[group]) for group in ("attention", "decoder") if group in repo}
+    before = {group: dict(repo.get(group, {})) for group in ("attention", "decoder")}
     yield
     repo.update(before)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment() -> Iterator[None]:
+    """An app that is started in a test's own process puts its prompt there, which the next app would take."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = CONTEXT) -> Path:
