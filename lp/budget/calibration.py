@@ -7,9 +7,11 @@ a calibration factor for every token of a path, a depth discount for long paths,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from lp.budget.running_ratio import RunningRatio
-from lp.draft.tree import DraftTree
 
 # All constants here were fitted on the demo model (docs/budget.md). Where a measurement is on record, it is named.
 
@@ -37,34 +39,18 @@ EXPLORATION_BONUS = 0.04
 EXPLORATION_TOKENS = 8
 
 
-def expected_and_accepted(tree: DraftTree, new_tokens: Sequence[int]) -> tuple[float, int]:
-    """Compare what a tree's probabilities expected with what the text became.
+class DraftRecord(NamedTuple):
+    """What became of the draft tokens of a step, on all ranks.
 
-    Args:
-        tree: the draft tree of a step.
-        new_tokens: the tokens that the step added.
-
-    Returns:
-        How many draft tokens the tree expected to be accepted along the text, each given the ones before it, and how
-        many of its draft tokens the text has. Both are 0 where the tree has no probabilities.
+    Attributes:
+        accept_probs: of all of them, the most likely first.
+        expected: how many the probabilities expected to be accepted along the text, each given the ones before it.
+        accepted: how many of them the text has.
     """
-    if not tree.accept_probs:
-        return 0.0, 0
-    children_prob = [0.0] * (len(tree) + 1)  # by node: that one of its children is accepted, given the node; root last
-    child: dict[tuple[int, int], int] = {}
-    for node, (token, parent, prob) in enumerate(zip(tree.tokens, tree.parents, tree.accept_probs, strict=True)):
-        children_prob[parent] += prob / tree.accept_probs[parent] if parent >= 0 else prob
-        child[parent, token] = node
-    node = -1
-    expected = 0.0
-    accepted = 0
-    for token in new_tokens:
-        expected += children_prob[node]
-        if (node, token) not in child:
-            break
-        node = child[node, token]
-        accepted += 1
-    return expected, accepted
+
+    accept_probs: Sequence[float] | np.ndarray = ()
+    expected: float = 0.0
+    accepted: int = 0
 
 
 class Calibration:
@@ -81,13 +67,12 @@ class Calibration:
         """Multiplies the probability of every draft token, given the one before it; LEAST_CALIBRATION to 1."""
         return min(max(self._accepted_per_expected.ratio, LEAST_CALIBRATION), 1.0)
 
-    def record_step(self, tree: DraftTree, new_tokens: Sequence[int]) -> None:
+    def record_step(self, drafts: DraftRecord) -> None:
         """Learn from a step whose tree was grown with the present factor."""
-        if not len(tree):
+        if not len(drafts.accept_probs):
             self._accepted_per_expected.add(DRIFT_TOKENS, DRIFT_TOKENS)
             return
-        expected, accepted = expected_and_accepted(tree, new_tokens)
-        self._accepted_per_expected.add(accepted, expected / self.factor)
+        self._accepted_per_expected.add(drafts.accepted, drafts.expected / self.factor)
 
 
 class DepthDiscount:

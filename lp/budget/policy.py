@@ -8,18 +8,17 @@ Every rank decides from the same figures (probabilities, accepted tokens, rank 0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 from typing import Protocol
 
 from lp.budget.backoff import BackOff
-from lp.budget.calibration import EXPLORATION_TOKENS, Calibration, DepthDiscount, exploration_bonus
+from lp.budget.calibration import EXPLORATION_TOKENS, Calibration, DepthDiscount, DraftRecord, exploration_bonus
 from lp.budget.running_ratio import MEMORY_STEPS, PRIOR_STEPS, RunningRatio
 from lp.budget.step_times import StepTimes
 from lp.budget.window_policy import WindowPolicy
 from lp.compiled import compiled_array
 from lp.config import LookaheadConfig
+from lp.draft.share import step_tokens
 from lp.draft.source import TokenPrice
-from lp.draft.tree import DraftTree
 
 # Time is priced above its worth by this factor: of all draft tokens those are taken that look best, and they are less
 # likely than they look. Fitted on the demo model (docs/budget.md).
@@ -30,12 +29,14 @@ class Budget(Protocol):
     """Decides what the next step computes, alike on every rank.
 
     Attributes:
-        columns: of the lookahead window.
+        columns: of the lookahead window, on all ranks together.
+        step_tokens: B, the most step tokens of a rank.
         uses_prompt_logits: the pool may learn from the prompt's logits, if the config has it so.
         max_padded_tokens: the most tokens that `padded_size` may raise a step to; 0 if it never pads.
     """
 
     columns: int
+    step_tokens: int
     uses_prompt_logits: bool
     max_padded_tokens: int
 
@@ -44,52 +45,54 @@ class Budget(Protocol):
         """The next step is plain: it guesses nothing and learns nothing."""
         ...
 
-    @property
-    def draft_tokens(self) -> int:
-        """Most draft tokens of the next step."""
-        ...
+    def price(self, base_tokens: int, least_tokens: int) -> TokenPrice | None:
+        """What the next step's draft tokens cost a rank; None: nothing.
 
-    @property
-    def price(self) -> TokenPrice:
-        """What the next step's draft tokens cost."""
+        Args:
+            base_tokens, least_tokens: as in TokenPrice.
+        """
         ...
 
     def padded_size(self, num_tokens: int) -> int:
         """How many tokens this rank should compute in a step of `num_tokens`, which may be more if that is faster."""
         ...
 
-    def record_step(self, new_tokens: Sequence[int], num_tokens: int, tree: DraftTree) -> None:
+    def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
         """Learn from a step.
 
         Args:
             new_tokens: the tokens that it added to the text.
-            num_tokens: step tokens of all ranks, without padding.
-            tree: its draft tree.
+            num_tokens: step tokens of the largest rank, without padding.
+            drafts: what became of its draft tokens.
         """
         ...
 
 
 class FixedBudget:
-    """W columns and G x (N - 1) draft tokens in every step, which cost nothing.
+    """W columns, and as many draft tokens as B leaves room for, which cost nothing.
 
     Args:
-        config: W, N and G.
+        config: W, N and G, of the whole step.
+        ranks: that divide them.
     """
 
     idle = False
     uses_prompt_logits = True
     max_padded_tokens = 0
 
-    def __init__(self, config: LookaheadConfig) -> None:
+    def __init__(self, config: LookaheadConfig, ranks: int = 1) -> None:
         self.columns = config.window_size
-        self.draft_tokens = config.draft_budget
-        self.price = TokenPrice.free(config.draft_budget)
+        self.step_tokens = step_tokens(config, ranks)
+
+    def price(self, base_tokens: int, least_tokens: int) -> TokenPrice | None:
+        """Tokens cost nothing."""
+        return None
 
     def padded_size(self, num_tokens: int) -> int:
         """Steps are not padded."""
         return num_tokens
 
-    def record_step(self, new_tokens: Sequence[int], num_tokens: int, tree: DraftTree) -> None:
+    def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
         """Nothing is learned."""
 
 
@@ -100,8 +103,8 @@ class AdaptiveBudget:
     accept probabilities, and a back-off.
 
     Args:
-        config: its W and G are bounds.
-        step_times: by the tokens of all ranks together.
+        config: its W and G are bounds, of a rank.
+        step_times: by the tokens of a rank.
         ranks: that share a step.
         temperature: of sampling from the whole vocabulary, 0 if there is none.
     """
@@ -111,7 +114,6 @@ class AdaptiveBudget:
     def __init__(
         self, config: LookaheadConfig, step_times: StepTimes, ranks: int = 1, temperature: float = 0.0
     ) -> None:
-        self._config = config
         self._step_times = step_times
         self._ranks = ranks
         self._seconds = compiled_array(step_times.seconds_by_tokens)
@@ -120,8 +122,9 @@ class AdaptiveBudget:
         self._accepted = RunningRatio(PRIOR_STEPS, PRIOR_STEPS, MEMORY_STEPS)  # draft tokens a step
         self._calibration = Calibration()
         self._depth_discount = DepthDiscount()
-        self._window = WindowPolicy(config, step_times, self._price_per_s)
+        self._window = WindowPolicy(config, step_times, self._price_per_s, ranks)
         self._back_off = BackOff(step_times.plain_s, temperature)
+        self.step_tokens = min(step_tokens(config), step_times.max_tokens)
         self.max_padded_tokens = step_times.max_tokens
         self.columns = self._next_columns()
 
@@ -135,35 +138,28 @@ class AdaptiveBudget:
         """Tokens a second of the last steps, by the step times; at least plain decoding's."""
         return max(self._rate.ratio, 1 / self._step_times.plain_s)
 
-    @property
-    def draft_tokens(self) -> int:
-        """As many as the config allows and the step times know."""
-        return min(self._config.draft_budget, self._step_times.max_tokens - self._window.num_tokens(self.columns))
+    def price(self, base_tokens: int, least_tokens: int) -> TokenPrice:
+        """What the next step's draft tokens cost a rank.
 
-    @property
-    def price(self) -> TokenPrice:
-        """What the next step's draft tokens cost."""
+        While one rank computes one token more, all of them may: a second is shared by R tokens.
+        """
         return TokenPrice(
-            tokens_per_s=self._price_per_s,
-            base_tokens=self._window.num_tokens(self.columns),
+            tokens_per_s=self._price_per_s / self._ranks,
+            base_tokens=base_tokens,
             seconds=self._seconds,
             marginal_seconds=self._marginal_seconds,
             exploration_bonus=exploration_bonus(self._accepted.ratio),
             exploration_tokens=EXPLORATION_TOKENS,
             calibration=self._calibration.factor,
             depth_discount=self._depth_discount.per_token,
+            least_tokens=least_tokens,
         )
 
     def padded_size(self, num_tokens: int) -> int:
-        """More tokens where a larger step is faster.
+        """More tokens where a larger step is faster."""
+        return self._step_times.padded_size(num_tokens)
 
-        The step times are those of all ranks together, so a rank pads its share of the whole step.
-        """
-        whole_step = 1 + (num_tokens - 1) * self._ranks
-        share = ceil((self._step_times.padded_size(whole_step) - 1) / self._ranks)
-        return max(num_tokens, 1 + share)
-
-    def record_step(self, new_tokens: Sequence[int], num_tokens: int, tree: DraftTree) -> None:
+    def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
         """Learn from a step; if lookahead does not reach plain decoding's rate, the next ones are plain."""
         if self.idle:  # the step guessed nothing, though it may have caught up with what other ranks computed
             self._back_off.record_plain_step(new_tokens)
@@ -172,9 +168,9 @@ class AdaptiveBudget:
         num_accepted = len(new_tokens) - 1
         self._rate.add(len(new_tokens), seconds)
         self._accepted.add(num_accepted, 1)
-        self._calibration.record_step(tree, new_tokens)
+        self._calibration.record_step(drafts)
         self._depth_discount.record_step(num_accepted)
-        self._window.record_step(tree.accept_probs, self._price_per_s)
+        self._window.record_step(drafts.accept_probs, self._price_per_s)
         self._back_off.record_step(new_tokens, seconds)
         self.columns = self._next_columns()
 

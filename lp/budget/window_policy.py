@@ -27,13 +27,15 @@ class WindowPolicy:
 
     Args:
         config: its window_size is the most columns.
-        step_times: of the tokens of all ranks together. A window gets at most half of the tokens that they know, or
-            one that costs nothing would leave no room for draft tokens.
+        step_times: by the tokens of a rank. A window gets at most half of the tokens that they know, or one that costs
+            nothing would leave no room for draft tokens.
         price_per_s: tokens that a second is worth before the first step.
+        ranks: that divide the draft tokens; the window lies on one of them.
     """
 
-    def __init__(self, config: LookaheadConfig, step_times: StepTimes, price_per_s: float) -> None:
+    def __init__(self, config: LookaheadConfig, step_times: StepTimes, price_per_s: float, ranks: int = 1) -> None:
         self._ngram_size = config.ngram_size
+        self._ranks = ranks
         largest = max(step_times.max_tokens // 2, 1)
         self._sizes = [size for size in WINDOW_SIZES if size <= config.window_size and self.num_tokens(size) <= largest]
         sizes = np.array(self._sizes)
@@ -51,7 +53,7 @@ class WindowPolicy:
         """The best number of columns, where steps add so many tokens."""
         return self._sizes[int((self._worth.ratio + tokens_per_step * self._gains).argmax())]
 
-    def record_step(self, accept_probs: Sequence[float], price_per_s: float) -> None:
+    def record_step(self, accept_probs: Sequence[float] | np.ndarray, price_per_s: float) -> None:
         """Learn from a step's draft tree.
 
         Args:
@@ -60,9 +62,12 @@ class WindowPolicy:
         """
         self._worth.add(self._worths(accept_probs, price_per_s), 1)
 
-    def _worths(self, accept_probs: Sequence[float], price_per_s: float) -> np.ndarray:
+    def _worths(self, accept_probs: Sequence[float] | np.ndarray, price_per_s: float) -> np.ndarray:
         """By window size: expected tokens of the tree, cut where it pays most, less the price of the step. (sizes,)"""
-        num_tokens = self._window_tokens[:, None] + np.arange(len(accept_probs) + 1)
+        window = self._window_tokens[:, None]
+        drafts = np.arange(len(accept_probs) + 1)
+        # Of the largest rank: the one with the window, or any if all have as many tokens.
+        num_tokens = np.maximum(window, -(-(window + drafts + self._ranks - 1) // self._ranks))
         seconds = self._seconds[np.minimum(num_tokens, len(self._seconds) - 1)]
         expected = np.cumsum([0.0, *accept_probs])
         return (expected - price_per_s * seconds).max(1)

@@ -6,35 +6,38 @@ n: sampled nodes of a step; K: `num_logits`, the top-k logits of each; L: tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from lp.compiled import compiled_array
+from lp.draft.share import Share, cut_tree
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
 
+Ints = Sequence[int] | np.ndarray
+
 
 @dataclass(frozen=True, slots=True)
 class StepSamples:
-    """What the nodes of a step sampled, the same on every rank.
+    """What the nodes of a step sampled on all ranks, the same on every rank: each path of tokens behind `c` once.
 
     Attributes:
-        tokens, positions, parents: of all nodes, as in StepLayout.
+        tokens, positions, parents: of all nodes, in topological order; node 0 is `c`, whose parent is -1.
         nodes: those that were sampled, n.
         sampled: the token of each, (n,).
         top_logits: of each, (n, K).
         ngrams: the window's new n-grams, of N tokens, one a column.
     """
 
-    tokens: Sequence[int]
-    positions: Sequence[int]
-    parents: Sequence[int]
-    nodes: Sequence[int]
-    sampled: Sequence[int]
+    tokens: Ints
+    positions: Ints
+    parents: Ints
+    nodes: Ints
+    sampled: Ints
     top_logits: TopLogits
     ngrams: Sequence[tuple[int, ...]]
 
@@ -51,6 +54,7 @@ class TokenPrice(NamedTuple):
         exploration_tokens: as many draft tokens of a step have that bonus.
         calibration: factor on the probability that a token is accepted, given that its parent is.
         depth_discount: factor 1 / (1 + depth_discount x d) on the probability that a path of d tokens is accepted.
+        least_tokens: of the step, which another rank computes anyway: up to here a rank's tokens cost nothing.
     """
 
     tokens_per_s: float
@@ -61,6 +65,7 @@ class TokenPrice(NamedTuple):
     exploration_tokens: int = 0
     calibration: float = 1.0
     depth_discount: float = 0.0
+    least_tokens: int = 0
 
     @classmethod
     def free(cls, num_tokens: int) -> TokenPrice:
@@ -69,10 +74,35 @@ class TokenPrice(NamedTuple):
         return cls(tokens_per_s=0.0, base_tokens=0, seconds=nothing, marginal_seconds=nothing)
 
 
+class ShareInput(NamedTuple):
+    """What one rank's share of a step is grown from.
+
+    Attributes:
+        rank: whose share it is.
+        budget: B, the most step tokens of every rank.
+        base_tokens: by rank, step tokens without a draft: catch-up tokens, `c` and the rank's part of the window.
+        window: what the rank's part of the window proposes at no cost.
+        price: of the rank's step tokens; None: they cost nothing.
+    """
+
+    rank: int
+    budget: int
+    base_tokens: Sequence[int]
+    window: WindowDrafts
+    price: TokenPrice | None
+
+    @property
+    def rooms(self) -> list[int]:
+        """By rank, how many draft tokens it may have."""
+        return [max(self.budget - base, 0) for base in self.base_tokens]
+
+
 class DraftSource(Protocol):
     """Proposes draft tokens for one text; every `generate` call has its own.
 
-    All ranks call it alike, with equal arguments, and lay out what it proposes: it must be deterministic.
+    All ranks call it alike, with equal arguments but for the rank, and each computes its own share of what it proposes:
+    it must be deterministic. A source may also have `propose_share(text, step: ShareInput) -> Share`, which grows
+    one rank's share alone; without it, every rank proposes the whole tree and takes its part (`cut_tree`).
     """
 
     num_logits: int  # K, top-k logits that it wants of every sampled node; 0 for none
@@ -95,3 +125,18 @@ class DraftSource(Protocol):
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Learn from a step, whose `num_new` tokens end the text."""
         ...
+
+
+ProposeShare = Callable[[Sequence[int], ShareInput], Share]
+
+
+def share_proposer(source: DraftSource) -> ProposeShare:
+    """What gives one rank's share of a source's draft tree: its own `propose_share`, or a cut through the whole."""
+
+    def cut_whole(text: Sequence[int], step: ShareInput) -> Share:
+        window = step.window if len(step.base_tokens) == 1 else WindowDrafts()  # else it is not alike on all ranks
+        tree = source.propose(text, sum(step.rooms), window, step.price)
+        return cut_tree(tree, step.budget, step.base_tokens, step.rank)
+
+    own: ProposeShare | None = getattr(source, "propose_share", None)
+    return own or cut_whole

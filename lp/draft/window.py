@@ -7,6 +7,7 @@ Entry [k][j] (level k, column j) is a guess for position p + j + k; entry [0][0]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 _STRIDE = 2654435761  # Knuth's multiplicative hash: spreads neighbouring positions over the text
@@ -17,6 +18,69 @@ class WindowDrafts(NamedTuple):
 
     level_0: Any = ()  # tokens, as a list or as compiled functions take it
     column_0: Any = ()
+
+
+class WindowSlice(NamedTuple):
+    """The window columns first..end-1, which one rank computes, with level 0 up to the last of them.
+
+    Attributes:
+        first, end: no columns where they are equal.
+        levels: N - 1.
+    """
+
+    first: int
+    end: int
+    levels: int
+
+    @property
+    def level_0_nodes(self) -> int:
+        """Nodes of `c` and level 0."""
+        return max(self.end, 1) if self.num_columns else 1
+
+    @property
+    def num_columns(self) -> int:
+        """Its number of columns."""
+        return self.end - self.first
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of `c` and the window."""
+        return self.level_0_nodes + self.num_columns * (self.levels - 1)
+
+    @property
+    def first_of_last_level(self) -> int:
+        """The node of the first column that samples its column's next token; the others follow it."""
+        return self.first if self.levels == 1 else self.num_nodes - self.num_columns
+
+
+@lru_cache(maxsize=1024)
+def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> tuple[WindowSlice, ...]:
+    """Share the window's columns among ranks, as many on each as fit, from the last column and the last rank.
+
+    A column needs all of level 0 before it, so columns on few ranks repeat the fewest nodes. With N = 2 level 0 is all
+    there is: it lies on one rank, which has the most room.
+
+    Args:
+        columns: W; fewer where ranks have no room for all.
+        ngram_size: N.
+        rooms: by rank, tokens for `c` and the window.
+
+    Returns:
+        By rank, its slice.
+    """
+    levels = ngram_size - 1
+    ranks = len(rooms)
+    if levels == 1:
+        holder = max(range(ranks), key=lambda rank: (rooms[rank], rank))
+        columns = max(min(columns, rooms[holder]), 0)
+        return tuple(WindowSlice(0, columns if rank == holder else 0, 1) for rank in range(ranks))
+    slices = [WindowSlice(0, 0, levels)] * ranks
+    end = columns
+    for rank in reversed(range(ranks)):
+        fitting = min(max(rooms[rank] - end, 0) // (levels - 1), end)
+        slices[rank] = WindowSlice(end - fitting, end, levels)
+        end -= fitting
+    return tuple(slices) if end == 0 else slice_window(columns - 1, ngram_size, rooms)
 
 
 class LookaheadWindow:
@@ -43,10 +107,12 @@ class LookaheadWindow:
         """The n-gram of every column whose last level sampled a token: (columns, N)."""
         return [(*(level[j] for level in self.levels), token) for j, token in enumerate(sampled)]
 
-    def drafts(self) -> WindowDrafts:
-        """Level 0 and column 0."""
-        column_0 = [level[0] for level in self.levels] if self.window_size else []
-        return WindowDrafts(self.levels[0], column_0)
+    def drafts(self, columns: WindowSlice) -> WindowDrafts:
+        """Level 0 and column 0, as far as a rank with these columns has them."""
+        if not columns.num_columns:
+            return WindowDrafts()
+        column_0 = [level[0] for level in self.levels] if columns.first == 0 else []
+        return WindowDrafts(self.levels[0][: columns.end], column_0)
 
     def advance(self, text: Sequence[int], num_new: int, sampled: Sequence[int]) -> None:
         """Drop level 0, append the sampled tokens, move left so that entries keep their positions, refill on the right.

@@ -70,10 +70,14 @@ class LookaheadDecoder(Decoder):
         if self.config.adaptive:
             self.step_times = step_times or decoder_step_times(self.runner, self.config, self.context)
 
-    def budget(self, temperature: float = 0.0) -> Budget:
-        """What steps take, made anew for every call."""
+    def budget(self, source: DraftSource, temperature: float = 0.0) -> Budget:
+        """What steps take, made anew for every call.
+
+        Ranks divide a fixed budget where the source grows each one's share. A source that does not may propose a path,
+        which cannot be divided: there every rank may have as many tokens as one alone.
+        """
         if self.step_times is None:
-            return FixedBudget(self.config)
+            return FixedBudget(self.config, self.context.world_size if hasattr(source, "propose_share") else 1)
         return AdaptiveBudget(self.config, self.step_times, self.context.world_size, temperature)
 
     def explain(self) -> str:
@@ -112,8 +116,9 @@ class LookaheadDecoder(Decoder):
 
     def _decode(self, request: Request) -> GenerationOutput:
         check_same(self.context, f"beginning {self.call}", self._asked(request))
-        budget = self.budget(request.sampler.full_vocabulary_temperature)
-        generation = Generation(self.config, self.context, self.runner, self.source(request), request, budget)
+        source = self.source(request)
+        budget = self.budget(source, request.sampler.full_vocabulary_temperature)
+        generation = Generation(self.config, self.context, self.runner, source, request, budget)
         with self.runner.reserve(generation.cache), self.context.stepping(generation.message_shape.size):
             output = generation.run()
         self._last = output.step_stats

@@ -7,18 +7,13 @@ from dataclasses import replace
 import torch
 
 from lp.config import LookaheadConfig
-from lp.draft.layout import largest_layout
+from lp.draft.share import step_tokens
 from lp.errors import UserError
 from lp.models.kv_cache import CacheTooLarge
 from lp.models.memory import format_bytes, free_bytes
 
 # The share of the free bytes that a proposed cache may take; a step's own tensors need the rest. Set by hand.
 USABLE = 0.9
-
-
-def largest_step_tokens(config: LookaheadConfig) -> int:
-    """Step tokens of the largest step that a config allows."""
-    return len(largest_layout(config))
 
 
 def too_large(
@@ -35,7 +30,7 @@ def too_large(
     free = free_bytes(device)
     message = (
         f"the KV cache of {prompt_tokens} prompt and {new_tokens} new tokens and a step of "
-        f"{largest_step_tokens(config)} tokens needs {format_bytes(error.nbytes)} on {device}"
+        f"{step_tokens(config)} tokens needs {format_bytes(error.nbytes)} on {device}"
     )
     remedies: list[str] = []
     if free is not None:
@@ -50,12 +45,12 @@ def _remedies(cache_slots: int, config: LookaheadConfig, prompt_tokens: int, new
     remedies = []
     smaller = config
     while smaller.window_size + smaller.guess_set_size and (
-        prompt_tokens + new_tokens + largest_step_tokens(smaller) > cache_slots
+        prompt_tokens + new_tokens + step_tokens(smaller) > cache_slots
     ):
         smaller = replace(smaller, window_size=smaller.window_size // 2, guess_set_size=smaller.guess_set_size // 2)
-    if prompt_tokens + new_tokens + largest_step_tokens(smaller) <= cache_slots:
+    if prompt_tokens + new_tokens + step_tokens(smaller) <= cache_slots:
         remedies.append(f"W={smaller.window_size} G={smaller.guess_set_size} would fit")
-    fewer = cache_slots - prompt_tokens - largest_step_tokens(config)
+    fewer = cache_slots - prompt_tokens - step_tokens(config)
     if fewer > 0:
         remedies.append(f"max_new_tokens={fewer} would fit")
     return remedies

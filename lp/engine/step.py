@@ -1,6 +1,7 @@
 """One `generate` call: the state that every rank holds alike, and the decode step.
 
-A step is one tree of nodes with `c`, the last generated token, at its root. Its KV is not in the cache yet.
+A step is one tree of nodes with `c`, the last generated token, at its root. Its KV is not in the cache yet. Every rank
+grows and computes its own part of the tree, and learns the others' parts from their messages.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from lp.budget.calibration import DraftRecord
 from lp.budget.policy import Budget
 from lp.config import KVSync, LookaheadConfig
 from lp.digest import chain_digest
-from lp.draft.layout import StepLayout, largest_layout
-from lp.draft.source import DraftSource, StepSamples
+from lp.draft.layout import StepLayout
+from lp.draft.share import Share
+from lp.draft.source import DraftSource, ShareInput, StepSamples, share_proposer
 from lp.draft.tree import DraftTree
-from lp.draft.verify import Outcome, walk
-from lp.draft.window import LookaheadWindow
+from lp.draft.union import Outcome, UnionTree
+from lp.draft.window import LookaheadWindow, WindowSlice, slice_window
 from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
@@ -28,12 +31,9 @@ from lp.models.kv_cache import CacheTooLarge
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Gathered, Header, MessageShape, Stop, gather, gather_plain, pack, unpack
-from lp.parallel.sharding import RankShare, ShardPlan
+from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, best_logits, gather, pack
 from lp.sampling.sampler import INVALID_TOKEN, check_sampled
 from lp.sampling.top_logits import TopLogits, pack_top_logits, unpack_top_logits
-
-SEES_ITSELF = np.ones((1, 1), dtype=bool)  # what the only token of a plain step sees of its step
 
 T = TypeVar("T")
 
@@ -71,10 +71,12 @@ class Generation:
         self.text = list(request.prompt)
         self.window = LookaheadWindow(budget.columns, config.ngram_size, request.prompt)
         self.num_logits = min(source.num_logits, vocabulary_size(runner.model))
-        largest = largest_layout(config)
-        self.message_shape = MessageShape.of(ShardPlan.build(largest, context.world_size), self.num_logits)
+        self.propose_share = share_proposer(source)
+        self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
+        self.union = UnionTree(context.world_size, budget.step_tokens)
+        self.rounding = float(torch.finfo(runner.model.dtype).eps) ** 0.5  # half of the digits
         runner.follow()
-        self.cache = runner.new_cache(request.limit + 1 + max(len(largest), budget.max_padded_tokens))
+        self.cache = runner.new_cache(request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = [0] * context.world_size  # how many every rank lacks
         self.digest = chain_digest(0, request.prompt)
@@ -134,44 +136,49 @@ class Generation:
     def step(self) -> Stop:
         """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""
         self.timer.restart()
-        tree = self._propose()
         self._cross_rope_boundary()
-        layout = self._layout(tree)
-        plan = ShardPlan.build(layout, self.context.world_size, self.catch_up_counts)
-        share = RankShare.build(layout, plan, self.context.rank, self.catch_up)
-        sampled, top_logits = self._forward(layout, plan, share)
-        gathered = self._exchange(layout, plan, sampled, top_logits)
+        slices = self._slice_window()
+        share = self._propose(slices)
+        layout = self._layout(slices[self.context.rank], share.draft)
+        sampled = self._forward(layout)
+        gathered = self._exchange(layout, sampled, share.common, slices)
         if gathered.stop:
             return self._stop(gathered.stop, gathered.length)
-        outcome = self._verify(layout, plan, gathered.sampled)
-        self._commit(layout, plan, share, outcome)
-        self.budget.record_step(outcome.tokens, len(layout), tree)
-        self._learn(layout, gathered, outcome)
-        return self._deliver(outcome.tokens, len(share.tokens), layout)
+        self.union.merge(gathered.trees, slices, share.draft.merge)
+        outcome, own_path = self._verify(layout)
+        self._record(gathered, outcome)
+        self._commit(layout, outcome, own_path)
+        self._learn(gathered, outcome, slices)
+        columns = sum(own.num_columns for own in slices)
+        return self._deliver(outcome.tokens, layout.num_tokens, self.union.num_draft, columns)
 
     def plain_step(self) -> Stop:
         """The same of `c` alone, on every rank: nothing is drafted or learned, so it takes what plain decoding does."""
         self.timer.restart()
         self._cross_rope_boundary()
-        position = len(self.text) - 1
-        sampled = self._forward_plain(position)
-        token, stop, length = self._exchange_plain(sampled)
+        layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), DraftTree())
+        sampled = self._forward(layout, num_logits=0)
+        if self.context.world_size == 1:  # a message to itself would be felt in every plain step
+            tokens = sampled.tokens.tolist()
+            stop = self._wants_to_stop()
+            length = self.num_kept
+        else:
+            gathered = self._exchange(layout, sampled, DraftTree(), ())
+            tokens = gathered.trees.sampled[0, :1].tolist()
+            stop = gathered.stop
+            length = gathered.length
         if stop:
             return self._stop(stop, length)
-        check_sampled(token, len(self.stats), position)
+        check_sampled(tokens[0], len(self.stats), layout.positions[0])
         self.request.sampler.record([0], [0])
         self.cache.length += 1
-        self.text.append(token)
-        self.budget.record_step([token], 1, DraftTree())
-        return self._deliver([token], 1)
+        self.text += tokens
+        self.budget.record_step(tokens, 1, DraftRecord())
+        return self._deliver(tokens, 1)
 
     @property
     def _warming_up(self) -> bool:
         return len(self.stats) < self.config.warmup_steps
-
-    def _propose(self) -> DraftTree:
-        budget = 0 if self._warming_up or self.budget.idle else self.budget.draft_tokens
-        return self.source.propose(self.text, budget, self.window.drafts(), self.budget.price)
 
     def _cross_rope_boundary(self) -> None:
         """Where the model's rotary frequencies change at `c`, compute the cache as plain decoding does there."""
@@ -180,75 +187,90 @@ class Generation:
             self.catch_up = []
             self.catch_up_counts = [0] * self.context.world_size
 
-    def _layout(self, tree: DraftTree) -> StepLayout:
+    @property
+    def _limit(self) -> int:
+        """Positions below it may be used by this step."""
+        return self.request.limit_at(len(self.text) - 1)
+
+    def _slice_window(self) -> tuple[WindowSlice, ...]:
+        """The window's columns of every rank, beside its catch-up tokens, as far as the context goes."""
+        room = self._limit - (len(self.text) - 1) - (self.config.ngram_size - 2)
+        columns = max(min(self.window.window_size, room), 0)
+        rooms = tuple(self.budget.step_tokens - count for count in self.catch_up_counts)
+        return slice_window(columns, self.config.ngram_size, rooms)
+
+    def _propose(self, slices: Sequence[WindowSlice]) -> Share:
+        """This rank's share of the draft tree."""
+        rank = self.context.rank
+        base_tokens = [count + own.num_nodes for count, own in zip(self.catch_up_counts, slices, strict=True)]
+        largest = max(base_tokens)
+        drafts_nothing = self._warming_up or self.budget.idle
+        step = ShareInput(
+            rank=rank,
+            budget=0 if drafts_nothing else self.budget.step_tokens,
+            base_tokens=base_tokens,
+            window=self.window.drafts(slices[rank]),
+            price=self.budget.price(base_tokens[rank], largest if len(slices) > 1 else 0),
+        )
+        return self.propose_share(self.text, step)
+
+    def _layout(self, columns: WindowSlice, draft: DraftTree) -> StepLayout:
         position = len(self.text) - 1
-        return StepLayout(self.window, tree, self.text[-1], position, self.request.limit_at(position))
+        return StepLayout(self.window, columns, draft, self.text[-1], position, self._limit, self.catch_up)
 
-    def _forward(self, layout: StepLayout, plan: ShardPlan, share: RankShare) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run this rank's share: tokens, int64 (n,), and packed top-k logits, int64 (n, K), of its n owned nodes.
+    def _forward(self, layout: StepLayout, num_logits: int | None = None) -> Sampled:
+        """Run this rank's step tokens and sample its nodes; zeros if that fails: what failed is in the header.
 
-        Zeros if it fails: what failed is in the header.
+        Args:
+            layout: of the rank.
+            num_logits: top-k logits of every node; None: as many as the draft source wants.
         """
-        nodes = plan.owned[self.context.rank]
+        k = self.num_logits if num_logits is None else num_logits
+        nodes = layout.sampled_nodes
         sampler = self.request.sampler
+        missing = len(layout.catch_up)
 
-        def forward() -> tuple[torch.Tensor, torch.Tensor]:
-            padded = share.padded(self.budget.padded_size(len(share.tokens)))
-            logits = self.runner.forward(padded.tokens, padded.positions, padded.visible, self.cache, padded.sample_at)
+        def forward() -> Sampled:
+            tokens, positions, visible = layout.step_tokens(self.budget.padded_size(layout.num_tokens))
+            logits = self.runner.forward(tokens, positions, visible, self.cache, [missing + node for node in nodes])
             positions = [layout.positions[node] for node in nodes]
             branches: list[list[int] | None]
             if sampler.prefix_free:
                 branches = [[] if layout.reachable(node) else None for node in nodes]
             else:
                 branches = [layout.branch_tokens(node) for node in nodes]
-            drafts = [layout.drafts(node) for node in nodes] if sampler.uses_drafts else []
+            behind = layout.drafts() if sampler.uses_drafts else {}
+            drafts = [behind.get(node, []) for node in nodes]
+            best = best_logits(logits) if self.context.world_size > 1 else None
             scores = sampler.scores(logits, branches, self.text)
-            return sampler.sample(scores, positions, branches, drafts), pack_top_logits(scores, self.num_logits)
+            return Sampled(sampler.sample(scores, positions, branches, drafts), pack_top_logits(scores, k), best)
 
         with self.timer.forward:
             sampled = self._attempt(forward)
-        return sampled or (self._zeros(len(nodes)), self._zeros(len(nodes), self.num_logits))
-
-    def _forward_plain(self, position: int) -> torch.Tensor:
-        """The token sampled at `c`, int64 (1,); zero if it fails."""
-        sampler = self.request.sampler
-
-        def forward() -> torch.Tensor:
-            logits = self.runner.forward(self.text[-1:], [position], SEES_ITSELF, self.cache, [0])
-            return sampler.sample(sampler.scores(logits, [[]], self.text), [position], [[]], [[]])
-
-        with self.timer.forward:
-            sampled = self._attempt(forward)
-        return self._zeros(1) if sampled is None else sampled
+        return sampled or Sampled(self._zeros(len(nodes)), self._zeros(len(nodes), k))
 
     def _exchange(
-        self, layout: StepLayout, plan: ShardPlan, sampled: torch.Tensor, top_logits: torch.Tensor
+        self, layout: StepLayout, sampled: Sampled, common: DraftTree, slices: Sequence[WindowSlice]
     ) -> Gathered:
         """What all ranks sampled, by one all-gather."""
-        header = self._header(layout.tokens, layout.parents)
-        self._wait_for_device(sampled)
-        message = pack(header, sampled, top_logits, plan, self.message_shape)
+        header = self._header(common, slices)
+        self._wait_for_device(sampled.tokens)
+        message = pack(header, layout, sampled, self.message_shape)
         with self.timer.exchange:
-            messages = gather(message, self.message_shape, self.context.all_gather, len(self.stats))
-        return unpack(messages, plan, layout, self.message_shape)
+            return gather(message, self.message_shape, self.context.all_gather, len(self.stats), self.rounding)
 
-    def _exchange_plain(self, sampled: torch.Tensor) -> tuple[int, Stop, int]:
-        """Rank 0's token, why any rank wants to stop, and the tokens to return then."""
-        header = self._header()
-        self._wait_for_device(sampled)
-        ranks, step = self.context.world_size, len(self.stats)
-        with self.timer.exchange:
-            return gather_plain(header, sampled, self.message_shape, self.context.all_gather, step, ranks)
-
-    def _header(self, *step: Sequence[int]) -> Header:
+    def _header(self, common: DraftTree, slices: Sequence[WindowSlice]) -> Header:
         """Made while a GPU still computes the step."""
         if self.context.world_size > 1:  # a single rank has none to differ from
-            self.digest = chain_digest(self.digest, self.text[self.num_digested :], *step)
+            shape = [self.budget.step_tokens, *(own.num_columns for own in slices), *self.catch_up_counts]
+            state = (*self.window.levels, common.tokens, common.parents, shape)
+            self.digest = chain_digest(self.digest, self.text[self.num_digested :], *state)
             self.num_digested = len(self.text)
-        stop = self.pending_stop
-        if self.request.signals.requested:
-            stop |= Stop.INTERRUPTED
-        return Header(self.digest, stop, self.num_kept)
+        return Header(self.digest, self._wants_to_stop(), self.num_kept)
+
+    def _wants_to_stop(self) -> Stop:
+        """Why this rank does."""
+        return self.pending_stop | (Stop.INTERRUPTED if self.request.signals.requested else Stop.NONE)
 
     def _wait_for_device(self, sampled: torch.Tensor) -> None:
         """Or the exchange, which waits for it, would seem to take the model's time."""
@@ -262,62 +284,85 @@ class Generation:
         self.num_kept = length if end_of_text else len(self.tokens)
         return end_of_text or Stop.INTERRUPTED
 
-    def _verify(self, layout: StepLayout, plan: ShardPlan, sampled: dict[int, int]) -> Outcome:
-        """Walk the tree along what was sampled."""
-        outcome = walk(layout, sampled, 0 if self._warming_up else None)
-        check_sampled(outcome.tokens[-1], len(self.stats), layout.positions[outcome.path[-1]])
-        self.request.sampler.record(plan.owned[self.context.rank], outcome.sampled_at)
-        return outcome
+    def _verify(self, layout: StepLayout) -> tuple[Outcome, list[int]]:
+        """Walk the union of all ranks' trees along what was sampled; the outcome, and this rank's nodes of its path."""
+        outcome, own_path = self.union.walk(self.context.rank, 0 if self._warming_up else self.union.num_nodes)
+        check_sampled(outcome.tokens[-1], len(self.stats), len(self.text) - 1 + outcome.accepted)
+        self.request.sampler.record(layout.sampled_nodes, own_path)
+        return outcome, own_path
 
-    def _commit(self, layout: StepLayout, plan: ShardPlan, share: RankShare, outcome: Outcome) -> None:
+    def _record(self, gathered: Gathered, outcome: Outcome) -> None:
+        """Tell the budget what the step's tokens came to."""
+        largest = max(map(sum, zip(gathered.trees.counts.tolist(), self.catch_up_counts, strict=True)))
+        drafts = DraftRecord(self.union.accept_probs, outcome.expected, outcome.accepted_drafts)
+        self.budget.record_step(outcome.tokens, largest, drafts)
+
+    def _commit(self, layout: StepLayout, outcome: Outcome, own_path: Sequence[int]) -> None:
         """Add the accepted tokens to the text, and their KV, as far as this rank has it, to the cache."""
+        accepted = [self.text[-1], *outcome.tokens[:-1]]  # the path's tokens
         self.text += outcome.tokens
-        incomplete = any(outcome.path[-1] not in nodes for nodes in plan.nodes)
-        if self.config.kv_sync is KVSync.BROADCAST and incomplete:
-            self._broadcast_kv(plan, share, outcome)
+        missing = len(layout.catch_up)
+        computed = [*range(missing), *(missing + node for node in own_path)]
+        if self.config.kv_sync is KVSync.BROADCAST and min(outcome.held) < len(accepted):
+            self._broadcast_kv(computed, outcome)
             return
-        computed = [share.index_of[node] for node in outcome.path if node in share.index_of]
-        self.cache.commit([*range(share.catch_up), *computed])
-        self.catch_up = [layout.tokens[node] for node in outcome.path[len(computed) :]]
-        self.catch_up_counts = [sum(node not in nodes for node in outcome.path) for nodes in map(set, plan.nodes)]
+        self.cache.commit(computed)
+        self.catch_up = accepted[len(own_path) :]
+        self.catch_up_counts = [len(accepted) - held for held in outcome.held]
 
-    def _broadcast_kv(self, plan: ShardPlan, share: RankShare, outcome: Outcome) -> None:
-        """The rank that computed the end of the path computed all of it: it sends the KV to the others."""
+    def _broadcast_kv(self, computed: Sequence[int], outcome: Outcome) -> None:
+        """The rank that speaks for the end of the path computed all of it: it sends the KV to the others."""
         path = outcome.path[1:]
-        source = next(rank for rank, nodes in enumerate(plan.nodes) if path[-1] in nodes)
-        flat = self.cache.pack([share.index_of.get(node, 0) for node in path])
+        padding = [0] * (len(path) + 1 - len(computed))
+        flat = self.cache.pack([*computed, *padding][1:])
         with self.timer.exchange:
-            self.context.broadcast(flat, source)
-        self.cache.commit([*range(share.catch_up), share.index_of[0]])
+            self.context.broadcast(flat, self.union.speaker(path[-1]))
+        self.cache.commit(computed[:1])
         self.cache.append(flat, len(path))
 
-    def _learn(self, layout: StepLayout, gathered: Gathered, outcome: Outcome) -> None:
+    def _learn(self, gathered: Gathered, outcome: Outcome, slices: Sequence[WindowSlice]) -> None:
         """Advance the window and show the draft source what the step sampled."""
-        # A node that no walk can reach may have sampled nothing: its scores were not finite.
-        last_level = [gathered.sampled[node] % INVALID_TOKEN for node in layout.last_level()]
+        last_level: list[int] = []
+        for sampled, own in sorted(zip(gathered.trees.sampled, slices, strict=True), key=lambda pair: pair[1].first):
+            first = own.first_of_last_level
+            # A node that no walk can reach may have sampled nothing: its scores were not finite.
+            last_level += (sampled[first : first + own.num_columns] % INVALID_TOKEN).tolist()
         ngrams = self.window.ngrams(last_level)
-        nodes, top_logits = layout.sampled_nodes, gathered.top_logits
+        union = self.union
+        nodes = np.flatnonzero(union.sampled != INVALID_TOKEN)
+        top_logits = gathered.top_logits_of(union.sources[nodes])
         if self._warming_up:  # the reference code's window has no full column yet
-            ngrams, nodes, top_logits = [], [], TopLogits.empty()
-        sampled = [gathered.sampled[node] % INVALID_TOKEN for node in nodes]
-        samples = StepSamples(layout.tokens, layout.positions, layout.parents, nodes, sampled, top_logits, ngrams)
+            ngrams = []
+            nodes = nodes[:0]
+            top_logits = TopLogits.empty()
+        samples = StepSamples(
+            tokens=union.tokens,
+            positions=union.depths + (len(self.text) - 1 - len(outcome.tokens)),
+            parents=union.parents,
+            nodes=nodes,
+            sampled=union.sampled[nodes],
+            top_logits=top_logits,
+            ngrams=ngrams,
+        )
         self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), last_level)
         self.source.observe(self.text, len(outcome.tokens), samples)
 
-    def _deliver(self, new_tokens: Sequence[int], num_tokens: int, layout: StepLayout | None = None) -> Stop:
+    def _deliver(
+        self, new_tokens: Sequence[int], num_tokens: int, num_draft: int = 0, columns: int | None = None
+    ) -> Stop:
         """Stream the step's tokens, decide whether they end the text, and note what the step took.
 
         Args:
             new_tokens: that the step added.
             num_tokens: that this rank computed.
-            layout: of the step; None for a plain one.
+            num_draft: draft tokens of all ranks.
+            columns: of the window; None for a plain step.
         """
         reason = self._stream(len(new_tokens))
-        num_draft = len(layout) - layout.num_window if layout else 0
-        columns = layout.columns if layout else 0
         seconds = self.timer.seconds()
-        self.stats.append(StepStats(num_tokens, num_draft, len(new_tokens) - 1, *seconds, columns, layout is None))
+        plain = columns is None
+        self.stats.append(StepStats(num_tokens, num_draft, len(new_tokens) - 1, *seconds, columns or 0, plain))
         return reason
 
     def _attempt(self, work: Callable[[], T]) -> T | None:

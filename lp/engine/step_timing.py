@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from lp.budget.measure import SIZES, measure_step_times
 from lp.budget.policy import FixedBudget
@@ -15,9 +14,10 @@ from lp.checks import env_int
 from lp.config import LookaheadConfig, PoolScope
 from lp.draft.pool.factory import fresh_tables
 from lp.draft.pool.ngram_pool import NGramPool
+from lp.draft.share import Share, step_tokens
+from lp.draft.source import ShareInput
 from lp.draft.tree import DraftTree
 from lp.engine.decoder import Decoder
-from lp.engine.memory import largest_step_tokens
 from lp.engine.output import GenerationOutput
 from lp.engine.request import Request
 from lp.engine.signals import interruption
@@ -62,7 +62,7 @@ class StepTimingDecoder(Decoder):
     def __init__(self, runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> None:
         super().__init__(runner.model, context)
         self.runner = runner
-        self.max_tokens = min(largest_step_tokens(config), SIZES[-1])
+        self.max_tokens = min(step_tokens(config), SIZES[-1])
         self.config = replace(
             config,
             adaptive=False,
@@ -92,7 +92,7 @@ class StepTimingDecoder(Decoder):
             nonlocal generation, reason
             if reason or len(generation.tokens) > (request.limit - len(request.prompt)) // 2:
                 generation = self._prefilled(request, budget)  # so that deep trees have room
-            budget.draft_tokens = max(num_tokens - 1, 0)
+            budget.step_tokens = max(num_tokens, 1)
             reason = generation.step() if num_tokens else generation.plain_step()
             if reason is Stop.INTERRUPTED:
                 # A signal of 0: it was another rank's.
@@ -113,9 +113,10 @@ class StepTimingDecoder(Decoder):
 class RejectedDrafts(NGramPool):
     """The n-gram pool, with every draft token it proposes replaced by a wrong one, and always as many as allowed."""
 
-    def propose(self, text: Sequence[int], budget: int, *args: Any) -> DraftTree:
-        """The pool's tree with other tokens, filled up with children of the root."""
-        proposed = super().propose(text, budget, *args)
-        missing = budget - len(proposed)
-        tokens = [token - 1 if token else 1 for token in proposed.tokens]
-        return DraftTree([*tokens, *[0] * missing], [*proposed.parents, *[-1] * missing], merge=False)
+    def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
+        """The pool's share with other tokens, filled up with children of the root."""
+        share = super().propose_share(text, step)
+        missing = step.rooms[step.rank] - len(share.draft)
+        tokens = [token - 1 if token else 1 for token in share.draft.tokens]
+        tree = DraftTree([*tokens, *range(missing)], [*share.draft.parents, *[-1] * missing], merge=False)
+        return Share(tree, share.common)

@@ -1,15 +1,17 @@
 """The message of a step: what a rank sends to the others, an int64 tensor of fixed size, by one all-gather.
 
-    [DIGEST, STOP, LENGTH, tokens of the owned nodes in node order, three an int64, padding, top-k logits, padding]
+    [DIGEST, STOP, LENGTH, COUNT, best logits of `c`, one word a node, padding, top-k logits of every node, padding]
 
-Every rank knows the layout, so which node a token belongs to is not sent. The size is that of the largest step whatever
-this one needs: ranks whose states differ must still meet in one collective to find that out.
-R: ranks; P: int64s of a message.
+A word has a node's parent, its draft token, the sampled token, and the probability that it is accepted. Nodes are in
+the rank's own order, in which parents come first; `c` is node 0. All but what was sampled is known before the forward
+pass. The size is the same in every step: ranks whose states differ must still meet in one collective to find that out.
+R: ranks; B: nodes of a rank, at most; K: top-k logits of a node; P: int64s of a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple
@@ -17,20 +19,27 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lp.config import MAX_STEP_TOKENS
 from lp.draft.layout import StepLayout
+from lp.draft.union import RankTrees
 from lp.errors import UserError
 from lp.parallel.agreement import check_calls
-from lp.parallel.sharding import ShardPlan
 from lp.sampling.sampler import INVALID_TOKEN
-from lp.sampling.top_logits import TopLogits, unpack_top_logits
+from lp.sampling.top_logits import TopLogits, pack_top_logits, unpack_top_logits
 
-DIGEST, STOP, LENGTH = range(3)  # where the header has them
-HEADER = 3  # int64s of the header
-TOKEN_BITS = 21  # three tokens fit an int64 and its sign
-TOKEN_SHIFTS = (0, TOKEN_BITS, 2 * TOKEN_BITS)
-# Room for nodes beyond a largest step's: draft paths that share prefixes divide less evenly among ranks than those of
-# the largest step, which share nothing. A step that needs more sends the rest in a second all-gather.
-SPARE_NODES = 12
+DIGEST, STOP, LENGTH, COUNT, BEST = range(5)  # where the header has them
+NUM_BEST = 4  # logits of `c` that ranks compare
+HEADER = BEST + NUM_BEST  # int64s of the header
+# Bits of a word, from the lowest: probability, sampled token, draft token, parent; the sign bit is not used.
+PROB_BITS = 8
+TOKEN_BITS = 21
+SAMPLED_SHIFT = PROB_BITS
+DRAFT_SHIFT = SAMPLED_SHIFT + TOKEN_BITS
+PARENT_SHIFT = DRAFT_SHIFT + TOKEN_BITS
+assert MAX_STEP_TOKENS <= 1 << 63 - PARENT_SHIFT
+# Probabilities are sent as powers of 2 ** -(1 / PROB_STEPS), to the nearest; code 0 is none.
+PROB_STEPS = 10
+PROBS = np.array([0.0, *(2.0 ** (-code / PROB_STEPS) for code in range((1 << PROB_BITS) - 1))])
 
 AllGather = Callable[[torch.Tensor], torch.Tensor]
 
@@ -41,13 +50,11 @@ class Stop(IntFlag):
     NONE = 0
     INTERRUPTED = 1  # Ctrl-C or SIGTERM
     FAILED = 2  # something raised on that rank alone: a callback, a criterion, a processor, the model
-    EOS, MAX_LENGTH, CRITERIA, STOP_STRING, CONTEXT = (
-        4,
-        8,
-        16,
-        32,
-        64,
-    )  # found by rank 0, with the LENGTH of the text then
+    EOS = 4  # this and the next ones: found by rank 0, with the LENGTH of the text then
+    MAX_LENGTH = 8
+    CRITERIA = 16
+    STOP_STRING = 32
+    CONTEXT = 64
 
 
 class Header(NamedTuple):
@@ -64,20 +71,38 @@ class Header(NamedTuple):
     length: int
 
 
+class Sampled(NamedTuple):
+    """What a rank's forward pass gave, on its device.
+
+    Attributes:
+        tokens: int64 (n,), of its sampled nodes.
+        top_logits: int64 (n, K), packed.
+        best: int64 (NUM_BEST,), the best logits of `c` before any processor, packed; None where nobody compares them.
+    """
+
+    tokens: torch.Tensor
+    top_logits: torch.Tensor
+    best: torch.Tensor | None = None
+
+
 class Gathered(NamedTuple):
     """What all ranks sent in a step.
 
     Attributes:
-        sampled: the token of every sampled node.
-        top_logits: of the sampled nodes, in node order.
+        trees: of all ranks.
+        top_logits: int64 (R * B, K), packed, of rank * B + node.
         stop: why any rank wants to stop.
         length: rank 0's generated tokens to return then.
     """
 
-    sampled: dict[int, int]
-    top_logits: TopLogits
+    trees: RankTrees
+    top_logits: np.ndarray
     stop: Stop
     length: int
+
+    def top_logits_of(self, sources: np.ndarray) -> TopLogits:
+        """Those of these nodes, each rank * B + node."""
+        return unpack_top_logits(self.top_logits[sources])
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,35 +110,21 @@ class MessageShape:
     """What a message has room for.
 
     Attributes:
-        nodes: owned nodes.
-        num_logits: K, top-k logits of each.
+        nodes: B.
+        num_logits: K.
     """
 
     nodes: int
     num_logits: int
 
-    @classmethod
-    def of(cls, largest: ShardPlan, num_logits: int) -> MessageShape:
-        """For all steps of a generation, given the plan of the largest, `layout.largest_layout`."""
-        return cls(largest.max_owned + SPARE_NODES, num_logits)
-
-    def holding(self, plan: ShardPlan) -> MessageShape:
-        """The same, or larger where the step's nodes need it."""
-        return MessageShape(max(self.nodes, plan.max_owned), self.num_logits)
-
-    @property
-    def token_words(self) -> int:
-        """Int64s of the tokens."""
-        return -(-self.nodes // len(TOKEN_SHIFTS))
-
     @property
     def size(self) -> int:
         """P, int64s of the message."""
-        return HEADER + self.token_words + self.nodes * self.num_logits
+        return HEADER + self.nodes * (1 + self.num_logits)
 
 
 def check_vocabulary(size: int) -> None:
-    """Refuse tokens that a third of an int64 cannot hold.
+    """Refuse tokens that a word has no room for.
 
     Raises:
         ValueError: the vocabulary's size and the limit.
@@ -124,93 +135,144 @@ def check_vocabulary(size: int) -> None:
         )
 
 
-def pack(
-    header: Header, tokens: torch.Tensor, top_logits: torch.Tensor, plan: ShardPlan, shape: MessageShape
-) -> torch.Tensor:
-    """This rank's message, on the device of `tokens`: P int64s, or more where the step's nodes need more.
+def best_logits(logits: torch.Tensor) -> torch.Tensor:
+    """The best logits of `c`, packed: (NUM_BEST,).
 
     Args:
-        header: of the message.
-        tokens: sampled at this rank's owned nodes, in node order.
-        top_logits: (len(tokens), K), as `lp.sampling.top_logits.pack_top_logits` makes them.
-        plan: the step's.
-        shape: of this generation's messages.
+        logits: (n, V), before any processor; the first are those of `c`.
     """
-    held = shape.holding(plan)
-    message = tokens.new_zeros(held.size)
-    message[:HEADER] = torch.tensor(header)
-    for third, shift in enumerate(TOKEN_SHIFTS):
-        part = tokens[third :: len(TOKEN_SHIFTS)]
-        message[HEADER : HEADER + len(part)] |= part << shift
-    start = HEADER + held.token_words
-    message[start : start + top_logits.numel()] = top_logits.flatten()
+    packed = pack_top_logits(logits[:1], NUM_BEST)[0]
+    return torch.nn.functional.pad(packed, (0, NUM_BEST - len(packed)), mode="constant", value=int(packed[-1]))
+
+
+def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
+    """This rank's message (P,), on the device of what was sampled."""
+    nodes = layout.sampled_nodes
+    known = np.zeros(shape.size, np.int64)
+    known[:BEST] = (*header, len(layout))
+    words = known[HEADER : HEADER + len(layout)]
+    words |= np.array([max(parent, 0) for parent in layout.parents]) << PARENT_SHIFT
+    words |= np.array(layout.tokens) << DRAFT_SHIFT
+    words |= _prob_codes(layout.accept_probs)
+    if len(nodes) < len(layout):
+        words |= INVALID_TOKEN << SAMPLED_SHIFT
+        words[nodes] ^= INVALID_TOKEN << SAMPLED_SHIFT
+    message = torch.from_numpy(known).to(sampled.tokens.device)
+    at = torch.tensor(nodes, device=message.device)
+    message[HEADER + at] |= sampled.tokens << SAMPLED_SHIFT
+    if sampled.top_logits.numel():
+        message[HEADER + shape.nodes :].view(shape.nodes, shape.num_logits)[at] = sampled.top_logits
+    if sampled.best is not None:
+        message[BEST:HEADER] = sampled.best
     return message
 
 
-def gather(message: torch.Tensor, shape: MessageShape, all_gather: AllGather, step: int) -> torch.Tensor:
-    """Every rank's message, by one all-gather of P int64s; what is beyond follows once the digests agree.
-
-    Returns:
-        (R, at least P), on the host.
-
-    Raises:
-        RuntimeError: ranks' digests differ, so their states do; names ranks and step.
-    """
-    first, *rest = message.split(shape.size)
-    gathered = all_gather(first)
-    _check_digests(gathered.numpy(), step)
-    return torch.cat([gathered, *map(all_gather, rest)], dim=1) if rest else gathered
+def _prob_codes(probs: Sequence[float]) -> np.ndarray:
+    values = np.array(probs)
+    with np.errstate(divide="ignore"):
+        steps = np.rint(-PROB_STEPS * np.log2(values)) + 1
+    return np.where(values > 0, np.clip(steps, 1, len(PROBS) - 1), 0).astype(np.int64)
 
 
-def gather_plain(
-    header: Header, token: torch.Tensor, shape: MessageShape, all_gather: AllGather, step: int, ranks: int
-) -> tuple[int, Stop, int]:
-    """Of a plain step, which every rank computes alike: rank 0's token (1,), why any rank wants to stop, the length.
+def gather(message: torch.Tensor, shape: MessageShape, all_gather: AllGather, step: int, rounding: float) -> Gathered:
+    """What all ranks have in their messages, by one all-gather of P int64s.
 
-    The message has the usual size, so that a rank that takes it for another kind of step finds out.
+    Args:
+        message: this rank's.
+        shape: of all messages.
+        all_gather: (P,) -> (R, P), on the host.
+        step: for errors.
+        rounding: by what share logits may differ among ranks.
 
     Raises:
-        RuntimeError: as `gather`.
+        RuntimeError: ranks' digests differ, so their states do, or what their models compute; names ranks and step.
     """
-    if ranks == 1:  # packing would be felt in every plain step
-        return int(token), header.stop, header.length
-    message = token.new_zeros(shape.size)
-    message[:HEADER] = torch.tensor(header)
-    message[HEADER] = token[0]
-    messages = gather(message, shape, all_gather, step).numpy()
-    return int(messages[0, HEADER]), _any_stop(messages), int(messages[0, LENGTH])
+    messages = all_gather(message).numpy()
+    check_digests(messages, step)
+    stop = Stop(int(np.bitwise_or.reduce(messages[:, STOP])))
+    if not stop:
+        check_best(messages[:, BEST:HEADER], step, rounding)
+    words = messages[:, HEADER : HEADER + shape.nodes]
+    token = (1 << TOKEN_BITS) - 1
+    trees = RankTrees(
+        parents=words >> PARENT_SHIFT,
+        tokens=words >> DRAFT_SHIFT & token,
+        sampled=words >> SAMPLED_SHIFT & token,
+        probs=PROBS[words & (1 << PROB_BITS) - 1],
+        counts=messages[:, COUNT],
+    )
+    top_logits = messages[:, HEADER + shape.nodes :].reshape(len(messages) * shape.nodes, shape.num_logits)
+    return Gathered(trees, top_logits, stop, int(messages[0, LENGTH]))
 
 
-def _check_digests(gathered: np.ndarray, step: int) -> None:
-    digests = gathered[:, DIGEST]
+def check_digests(messages: np.ndarray, step: int) -> None:
+    """Refuse to go on where ranks' states differ.
+
+    Args:
+        messages: (R, P).
+        step: for the error.
+
+    Raises:
+        RuntimeError: names the ranks that differ, and the step.
+    """
+    digests = messages[:, DIGEST]
     if (digests == digests[0]).all():
         return
-    check_calls(gathered)
-    # The odd one out is to blame, whichever rank that is; of as many on each side, those that differ from rank 0.
-    shared = [(digests == digest).sum() for digest in digests]
-    alike = digests == digests[shared.index(max(shared))]
-    odd, rest = (", ".join(map(str, np.flatnonzero(ranks))) for ranks in (~alike, alike))
+    check_calls(messages)
+    odd, rest = _odd_ones(digests[:, None] == digests)
     raise RuntimeError(
         f"rank {odd} differs from rank {rest} at step {step}: their tokens, windows or draft trees are not the same, "
         "so the job stops before a wrong token is used"
     )
 
 
-def unpack(messages: torch.Tensor, plan: ShardPlan, layout: StepLayout, shape: MessageShape) -> Gathered:
-    """What the ranks' messages (R, at least P), on the host, have about the nodes of this layout."""
-    words = messages.numpy()
-    ranks = len(words)
-    held = shape.holding(plan)
-    end = HEADER + held.token_words
-    tokens = words[:, HEADER:end, None] >> np.array(TOKEN_SHIFTS) & (1 << TOKEN_BITS) - 1
-    tokens = tokens.reshape(ranks, -1)  # (R, owned nodes)
-    top_logits = words[:, end : end + held.nodes * held.num_logits].reshape(ranks, held.nodes, held.num_logits)
-    order = np.argsort(np.concatenate(plan.owned), kind="stable")  # in node order, however many ranks there are
-    owner = np.repeat(np.arange(ranks), [len(nodes) for nodes in plan.owned])[order]
-    index = np.concatenate([np.arange(len(nodes)) for nodes in plan.owned])[order]
-    sampled = dict(zip(layout.sampled_nodes, tokens[owner, index].tolist(), strict=True))
-    return Gathered(sampled, unpack_top_logits(top_logits[owner, index]), _any_stop(words), int(words[0, LENGTH]))
+def check_best(best: np.ndarray, step: int, rounding: float) -> None:
+    """Refuse to go on where the models of ranks do not compute the same: all ranks compute `c`.
+
+    Args:
+        best: int64 (R, NUM_BEST), the best logits of `c`, packed.
+        step: for the error.
+        rounding: by what share of the largest logit they may differ.
+
+    Raises:
+        RuntimeError: names the ranks that differ, the step, and by how much.
+    """
+    if len(best) == 1 or (best == best[0]).all():
+        return
+    tokens, logits = unpack_top_logits(best)
+    gaps = np.array([[_gap(tokens, logits, one, other) for other in range(len(best))] for one in range(len(best))])
+    limit = rounding * max(1.0, float(np.abs(logits[np.isfinite(logits)]).max(initial=0.0)))
+    if gaps.max() <= limit:
+        return
+    odd, rest = _odd_ones(gaps <= limit)
+    raise RuntimeError(
+        f"the model of rank {odd} computes other logits than that of rank {rest} at step {step}: they differ by "
+        f"{gaps.max():.3g}, where rounding allows {limit:.3g}, so the job stops before a wrong token is used; give "
+        "every rank the same weights"
+    )
 
 
-def _any_stop(messages: np.ndarray) -> Stop:
-    return Stop(int(np.bitwise_or.reduce(messages[:, STOP])))
+def _gap(tokens: np.ndarray, logits: np.ndarray, one: int, other: int) -> float:
+    """By how much two ranks' logits differ at least, for the best tokens of either."""
+    gap = 0.0
+    for a, b in ((one, other), (other, one)):
+        theirs = dict(zip(tokens[b].tolist(), logits[b].tolist(), strict=True))
+        least = min(theirs.values())  # a token that is not among their best has at most this
+        for token, logit in zip(tokens[a].tolist(), logits[a].tolist(), strict=True):
+            if token in theirs:
+                difference = 0.0 if logit == theirs[token] else abs(logit - theirs[token])
+            else:
+                difference = logit - least if logit > least else 0.0
+            gap = max(gap, math.inf if math.isnan(difference) else difference)
+    return gap
+
+
+def _odd_ones(alike: np.ndarray) -> tuple[str, str]:
+    """The ranks to blame, and the others: those unlike the rank that most are like; of as many, unlike the lowest.
+
+    Args:
+        alike: (R, R) bool.
+    """
+    with_most = alike[alike.sum(1).argmax()]
+    odd, rest = (", ".join(map(str, np.flatnonzero(ranks))) for ranks in (~with_most, with_most))
+    return odd, rest

@@ -1,4 +1,9 @@
-"""The pool's draft tree, grown best first: always by the token most likely to be accepted, as long as it pays."""
+"""The pool's draft tree, grown best first: always by the token most likely to be accepted, as long as it pays.
+
+Among R ranks every rank grows its own share of it. First all of them grow the same small trunk. The tokens that may
+follow its nodes, and are not in it, are its open ends. In preorder they are divided into R blocks, and each rank grows
+from its block alone. A trunk node is computed by the rank in whose block it lies, and by those that need it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ from lp.draft.pool.mixture import MAX_CHOICES, predict
 from lp.draft.pool.tables import MAX_CONTEXT, fill_context_of_node
 
 MIN_PROB = 1e-7  # of being accepted, below which no token enters the tree
+TRUNK_NODES = 16  # `c` included. Of 16 and 32, with S of 8 ranks x 64 tokens measured, the better
+ABSENT = -1
 
 
 class GrowingTree(NamedTuple):
@@ -23,11 +30,14 @@ class GrowingTree(NamedTuple):
     accept_probs: Any  # float64 (nodes,): of the node and all its ancestors
     level_0: Any  # int64 (nodes,): the column of window level 0 that it repeats, -1 for none
     column_0: Any  # int64 (nodes,): the level of window column 0 that it repeats, -1 for none
+    blocks: Any  # int64 (nodes,): of a trunk node, the rank in whose block it lies
+    places: Any  # int64 (nodes,): its index in `order`, ABSENT for a trunk node that the rank does not compute
+    order: Any  # int64 (nodes,): the nodes that the rank computes, parents first
     num_choices: Any  # int64 (nodes,)
     best_choice: Any  # int64 (nodes,): index of the likeliest choice that is not in the tree yet
     best_prob: Any  # float64 (nodes,): of that choice being accepted
     choice_tokens: Any  # int64 (nodes * MAX_CHOICES,)
-    choice_probs: Any  # float64 (nodes * MAX_CHOICES,): behind the node; 0 for what is in the tree
+    choice_probs: Any  # float64 (nodes * MAX_CHOICES,): behind the node; 0 for what is in the tree, or another rank's
 
 
 class StepInput(NamedTuple):
@@ -35,82 +45,176 @@ class StepInput(NamedTuple):
 
     newest: Any  # int64 (at most MAX_CONTEXT,): the text's last tokens, the newest first
     position: int  # of the newest
-    budget: int  # tokens that the tree may add to the step
+    budget: int  # tokens that the tree may add to the rank's step
     max_depth: int  # of the tree
-    level_0: Any  # int64: the window's drafts, see WindowDrafts
+    level_0: Any  # int64: the window's drafts that the rank has, see WindowDrafts
     column_0: Any  # int64
+    rank: int
+    block_ends: Any  # float64 (R,): by rank, where its block of the open ends' worth ends; the last is 1
 
 
 def new_tree(nodes: int) -> GrowingTree:
-    """Room for trees of so many nodes."""
+    """Room for trees of so many nodes, and a trunk."""
     dtypes = {"accept_probs": "f8", "best_prob": "f8", "choice_probs": "f8"}
     widths = {"choice_tokens": MAX_CHOICES, "choice_probs": MAX_CHOICES}
     fields = GrowingTree._fields
-    return GrowingTree(*(compiled_zeros(nodes * widths.get(name, 1), dtypes.get(name, "i8")) for name in fields))
+    size = nodes + TRUNK_NODES
+    return GrowingTree(*(compiled_zeros(size * widths.get(name, 1), dtypes.get(name, "i8")) for name in fields))
 
 
 @jit
-def grow(tables, predictor, tree, step, price):
-    """Grow the tree behind `c`.
+def grow(tables, predictor, tree, trunk, step, price):
+    """Grow a tree behind `c`, or a rank's share of it behind a trunk.
 
-    A node that repeats a draft of the window is free. The tree is cut where its probabilities less its price add up to
-    most, and ends where no larger one could pay.
+    A node that repeats a draft of the rank's window is free. The tree is cut where its probabilities less its price add
+    up to most, and ends where no larger one could pay.
 
     Args:
         tables: Tables.
         predictor: Predictor.
         tree: GrowingTree, whose size bounds the tree as well.
+        trunk: nodes of the trunk, which `divide` has divided; 0 for none.
         step: StepInput.
         price: TokenPrice.
 
     Returns:
-        Its number of nodes, node 0 included.
+        Nodes that the rank computes, the first of `order`, node 0 included.
     """
+    nodes = max(trunk, 1)
     base = price.base_tokens
-    worth = best_worth = -price.tokens_per_s * price.seconds[base]
-    best_nodes = nodes = 1
+    worth = best_worth = -price.tokens_per_s * price.seconds[max(base, price.least_tokens)]
+    best_taken = taken = 1
     num_tokens = 0
-    tree.tokens[0] = step.newest[0]
-    tree.parents[0] = -1
-    tree.depths[0] = 0
-    tree.accept_probs[0] = 1.0
+    tree.order[0] = 0
+    tree.places[0] = 0
     tree.level_0[0] = 0
     tree.column_0[0] = 0
-    predict_choices(tables, predictor, tree, 0, step, price)
+    if trunk == 0:
+        tree.tokens[0] = step.newest[0]
+        tree.parents[0] = -1
+        tree.depths[0] = 0
+        tree.accept_probs[0] = 1.0
+        predict_choices(tables, predictor, tree, 0, step, price)
     while nodes < len(tree.tokens):
         parent = likeliest_parent(tree, nodes)
         prob = tree.best_prob[parent]
+        node = likeliest_trunk_node(tree, trunk, step.rank)
+        in_trunk = node > 0 and tree.accept_probs[node] >= prob
+        if in_trunk:
+            prob = tree.accept_probs[node]
+            parent = tree.parents[node]
         if prob < MIN_PROB:
             break
-        choice = tree.best_choice[parent]
-        token = tree.choice_tokens[choice]
-        level_0 = repeats(step.level_0, tree.level_0[parent], token)
-        column_0 = repeats(step.column_0, tree.column_0[parent], token)
-        if level_0 < 0 and column_0 < 0:
+        above = parent
+        needed = 0  # ancestors that the rank does not have yet
+        while tree.places[above] == ABSENT:
+            above = tree.parents[above]
+            needed += 1
+        token = tree.tokens[node] if in_trunk else tree.choice_tokens[tree.best_choice[parent]]
+        cost = needed
+        if needed or (
+            repeats(step.level_0, tree.level_0[parent], token) < 0
+            and repeats(step.column_0, tree.column_0[parent], token) < 0
+        ):
+            cost += 1
+        if cost > 0:
             bonus = price.exploration_bonus if num_tokens < price.exploration_tokens else 0.0
-            if num_tokens == step.budget:
+            at = max(base + num_tokens, price.least_tokens)
+            after = max(base + num_tokens + cost, price.least_tokens)
+            if num_tokens + cost > step.budget:
+                if needed == 0:
+                    break
+                if in_trunk:
+                    tree.blocks[node] = -1  # no room for its ancestors: another node may have some
+                else:
+                    tree.choice_probs[tree.best_choice[parent]] = 0.0
+                    find_best_choice(tree, parent)
+                continue
+            if after > at and prob + bonus <= price.tokens_per_s * price.marginal_seconds[at]:
                 break
-            if prob + bonus <= price.tokens_per_s * price.marginal_seconds[base + num_tokens]:
-                break
-            cost = price.seconds[base + num_tokens + 1] - price.seconds[base + num_tokens]
-            worth += bonus - price.tokens_per_s * cost
-            num_tokens += 1
-        tree.tokens[nodes] = token
-        tree.parents[nodes] = parent
-        tree.depths[nodes] = tree.depths[parent] + 1
-        tree.accept_probs[nodes] = prob
-        tree.level_0[nodes] = level_0
-        tree.column_0[nodes] = column_0
-        tree.best_prob[nodes] = 0.0
-        tree.choice_probs[choice] = 0.0
-        find_best_choice(tree, parent)
-        if tree.depths[nodes] < step.max_depth:
-            predict_choices(tables, predictor, tree, nodes, step, price)
-        worth += prob
-        nodes += 1
+            worth += bonus - price.tokens_per_s * (price.seconds[after] - price.seconds[at])
+            num_tokens += cost
+        first = taken
+        if in_trunk:
+            last = node
+        else:
+            last = nodes
+            add_best_choice(tables, predictor, tree, parent, nodes, step, price)
+            nodes += 1
+        taken += needed + 1
+        place = taken - 1
+        above = last
+        for _ in range(needed + 1):
+            tree.order[place] = above
+            tree.places[above] = place
+            above = tree.parents[above]
+            place -= 1
+        for place in range(first, taken):
+            above = tree.order[place]
+            tree.level_0[above] = repeats(step.level_0, tree.level_0[tree.parents[above]], tree.tokens[above])
+            tree.column_0[above] = repeats(step.column_0, tree.column_0[tree.parents[above]], tree.tokens[above])
+            worth += tree.accept_probs[above]
         if worth > best_worth:
-            best_worth, best_nodes = worth, nodes
-    return best_nodes
+            best_worth = worth
+            best_taken = taken
+    return best_taken
+
+
+@jit
+def divide(tree, trunk, step):
+    """Divide a tree, grown as a trunk: find every node's block, and drop the choices that are not in the rank's."""
+    total = 0.0
+    for node in range(trunk):
+        for choice in range(node * MAX_CHOICES, node * MAX_CHOICES + tree.num_choices[node]):
+            total += tree.accept_probs[node] * tree.choice_probs[choice]
+    before = 0.0
+    block = 0
+    waiting = 1
+    tree.order[0] = 0  # a stack of trunk nodes, for the preorder
+    while waiting > 0:
+        waiting -= 1
+        node = tree.order[waiting]
+        tree.blocks[node] = block
+        tree.places[node] = ABSENT
+        for choice in range(node * MAX_CHOICES, node * MAX_CHOICES + tree.num_choices[node]):
+            worth = tree.accept_probs[node] * tree.choice_probs[choice]
+            while block < len(step.block_ends) - 1 and before + worth / 2 >= step.block_ends[block] * total:
+                block += 1
+            before += worth
+            if block != step.rank:
+                tree.choice_probs[choice] = 0.0
+        find_best_choice(tree, node)
+        for child in range(trunk - 1, node, -1):
+            if tree.parents[child] == node:
+                tree.order[waiting] = child
+                waiting += 1
+
+
+@jit
+def add_best_choice(tables, predictor, tree, parent, node, step, price):
+    """Make the best choice behind `parent` the new node `node`."""
+    choice = tree.best_choice[parent]
+    tree.tokens[node] = tree.choice_tokens[choice]
+    tree.parents[node] = parent
+    tree.depths[node] = tree.depths[parent] + 1
+    tree.accept_probs[node] = tree.best_prob[parent]
+    tree.best_prob[node] = 0.0
+    tree.num_choices[node] = 0
+    tree.choice_probs[choice] = 0.0
+    find_best_choice(tree, parent)
+    if tree.depths[node] < step.max_depth:
+        predict_choices(tables, predictor, tree, node, step, price)
+
+
+@jit
+def likeliest_trunk_node(tree, trunk, rank):
+    """Of the trunk nodes in the rank's block that it does not compute yet, the likeliest; 0 if there is none."""
+    best = 0
+    for node in range(1, trunk):
+        likelier = best == 0 or tree.accept_probs[node] > tree.accept_probs[best]
+        if likelier and tree.blocks[node] == rank and tree.places[node] == ABSENT:
+            best = node
+    return best
 
 
 @jit

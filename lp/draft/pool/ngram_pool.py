@@ -9,7 +9,7 @@ import numpy as np
 
 from lp.compiled import compiled_array, compiled_ints
 from lp.config import LookaheadConfig
-from lp.draft.pool.growth import StepInput, grow, new_tree
+from lp.draft.pool.growth import TRUNK_NODES, StepInput, divide, grow, new_tree
 from lp.draft.pool.mixture import learn_text, new_predictor
 from lp.draft.pool.tables import (
     GUESS,
@@ -23,12 +23,14 @@ from lp.draft.pool.tables import (
     add_samples,
     add_text,
 )
-from lp.draft.source import StepSamples, TokenPrice
+from lp.draft.share import Share
+from lp.draft.source import ShareInput, StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
 
 NO_DRAFTS = WindowDrafts()
+NOTHING = compiled_ints([])
 
 
 class NGramPool:
@@ -54,6 +56,7 @@ class NGramPool:
         tables.clock[1] += 1
         nodes = 2 + config.draft_budget + config.window_size + config.ngram_size
         self._tree = new_tree(nodes)
+        self._free = TokenPrice.free(max(nodes, TRUNK_NODES))
         self._text = np.zeros(2 * len(prompt) + 1024, np.int64)
         self._length = 0
         self._extend(prompt)
@@ -68,27 +71,42 @@ class NGramPool:
         price: TokenPrice | None = None,
     ) -> DraftTree:
         """The tree of the tokens most likely to be accepted, as far as they pay; what the window has costs nothing."""
+        return self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
+
+    def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
+        """A rank's share of that tree."""
         self._catch_up(text)
-        nodes = grow(
-            self._tables,
-            self._predictor,
-            self._tree,
-            StepInput(
-                newest=self._newest(),
-                position=self._length - 1,
-                budget=budget,
-                max_depth=self.config.depth,
-                level_0=compiled_ints(window.level_0),
-                column_0=compiled_ints(window.column_0),
-            ),
-            price or TokenPrice.free(budget),
+        rooms = step.rooms
+        price = step.price or self._free
+        own = StepInput(
+            newest=self._newest(),
+            position=self._length - 1,
+            budget=rooms[step.rank],
+            max_depth=self.config.depth,
+            level_0=compiled_ints(step.window.level_0),
+            column_0=compiled_ints(step.window.column_0),
+            rank=step.rank,
+            block_ends=compiled_array(np.cumsum(rooms) / max(sum(rooms), 1)),
         )
+        trunk = self._grow_trunk(own, price) if len(rooms) > 1 else 0
+        taken = grow(self._tables, self._predictor, self._tree, trunk, own, price)
         tree = self._tree
-        return DraftTree(
-            tokens=np.asarray(tree.tokens)[1:nodes].tolist(),
-            parents=(np.asarray(tree.parents)[1:nodes] - 1).tolist(),
-            accept_probs=np.asarray(tree.accept_probs)[1:nodes].tolist(),
+        order = np.asarray(tree.order)[1:taken]
+        draft = DraftTree(
+            tokens=np.asarray(tree.tokens)[order].tolist(),
+            parents=(np.asarray(tree.places)[np.asarray(tree.parents)[order]] - 1).tolist(),
+            accept_probs=np.asarray(tree.accept_probs)[order].tolist(),
         )
+        tokens = np.asarray(tree.tokens)[1:trunk].tolist()
+        return Share(draft, DraftTree(tokens, (np.asarray(tree.parents)[1:trunk] - 1).tolist()))
+
+    def _grow_trunk(self, own: StepInput, price: TokenPrice) -> int:
+        """Grow and divide what all ranks have alike, whatever their windows and prices; returns its nodes."""
+        alike = own._replace(budget=TRUNK_NODES - 1, level_0=NOTHING, column_0=NOTHING)
+        free = self._free._replace(calibration=price.calibration, depth_discount=price.depth_discount)
+        trunk = grow(self._tables, self._predictor, self._tree, 0, alike, free)
+        divide(self._tree, trunk, own)
+        return int(trunk)
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """Remember the logits behind the prompt's tokens."""
