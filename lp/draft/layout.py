@@ -185,7 +185,7 @@ class StepLayout:
         return tokens, positions, visible
 
     def _window_children(self) -> dict[tuple[int, int], int]:
-        """Those of level 0 and column 0, which may begin with the same tokens: then the node of level 0 stands for both."""
+        """Those of level 0 and column 0; where both begin with the same tokens, the node of level 0 stands for both."""
         children: dict[tuple[int, int], int] = {}
         stands_for = {0: 0}
         for node in sorted(self._window.on_walk)[1:]:
