@@ -20,7 +20,7 @@ from lp.draft.layout import StepLayout
 from lp.draft.share import Share
 from lp.draft.source import DraftSource, ShareInput, StepSamples, share_proposer
 from lp.draft.tree import DraftTree
-from lp.draft.union import Outcome, UnionTree
+from lp.draft.verify import Outcome, UnionTree
 from lp.draft.window import LookaheadWindow, WindowSlice, slice_window
 from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer

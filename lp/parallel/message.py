@@ -21,7 +21,7 @@ import torch
 
 from lp.config import MAX_STEP_TOKENS
 from lp.draft.layout import StepLayout
-from lp.draft.union import RankTrees
+from lp.draft.verify import RankTrees
 from lp.errors import UserError
 from lp.parallel.agreement import check_calls
 from lp.sampling.sampler import INVALID_TOKEN
