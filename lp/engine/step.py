@@ -30,6 +30,7 @@ from lp.errors import RanksParted
 from lp.models.kv_cache import CacheTooLarge
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
+from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, best_logits, gather, pack
 from lp.sampling.sampler import INVALID_TOKEN, check_sampled
@@ -74,7 +75,7 @@ class Generation:
         self.propose_share = share_proposer(source)
         self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
         self.union = UnionTree(context.world_size, budget.step_tokens)
-        self.rounding = float(torch.finfo(runner.model.dtype).eps) ** 0.5  # half of the digits
+        self.rounding = logit_rounding(runner.model)
         runner.follow()
         self.cache = runner.new_cache(request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks

@@ -6,7 +6,10 @@ For whatever is not refused here by name, the probe runs the model itself.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
+
+import torch
 
 from lp.attention.masks import layer_kinds
 from lp.errors import UserError
@@ -15,6 +18,8 @@ from lp.errors import UserError
 RECURRENT = {"rwkv", "xlstm"}
 # Methods that quantise activations by a scale that several tokens of a forward pass may share.
 SHARED_SCALES = {"fbgemm_fp8", "fp_quant", "nvfp4"}
+# Of float32 products, by torch.get_float32_matmul_precision(): float32's own, TF32's, bfloat16's.
+FLOAT32_PRECISION = {"highest": 2.0**-23, "high": 2.0**-10, "medium": 2.0**-7}
 
 
 def check_supported(config: Any) -> None:
@@ -87,6 +92,24 @@ def inexact_quantisation(config: Any) -> str | None:
     if method in SHARED_SCALES or "DynamicActivation" in text or '"dynamic": true' in text:
         return f"{method} quantises activations while it runs"
     return None
+
+
+def logit_rounding(model: Any) -> float:
+    """By what share of the largest logit the logits of a token may differ with the tokens beside it, and no more.
+
+    It is the root of the precision that the model computes in: half of the digits. Kernels that are chosen by the number
+    of tokens round differently. A router of a mixture of experts may take another expert where two are as good: its
+    models are trusted with bfloat16's precision at most. Quantised activations that depend on the tokens beside them
+    have no bound.
+    """
+    if inexact_quantisation(model.config):
+        return math.inf
+    precision = torch.finfo(model.dtype).eps
+    if model.dtype == torch.float32:
+        precision = FLOAT32_PRECISION[torch.get_float32_matmul_precision()]
+    if any("expert" in name for name in vars(model.config.get_text_config())):
+        precision = max(precision, torch.finfo(torch.bfloat16).eps)
+    return math.sqrt(precision)
 
 
 def _flat(fields: dict[str, Any]) -> str:
