@@ -97,10 +97,9 @@ def inexact_quantisation(config: Any) -> str | None:
 def logit_rounding(model: Any) -> float:
     """By what share of the largest logit the logits of a token may differ with the tokens beside it, and no more.
 
-    It is the root of the precision that the model computes in: half of the digits. Kernels that are chosen by the number
-    of tokens round differently. A router of a mixture of experts may take another expert where two are as good: its
-    models are trusted with bfloat16's precision at most. Quantised activations that depend on the tokens beside them
-    have no bound.
+    It is the root of the precision that the model computes in, half of the digits: kernels for other numbers of tokens
+    round differently. The router of a mixture of experts may take either of two experts that are as good, so that
+    bfloat16's precision is the most to ask. Quantised activations that depend on the tokens beside them have no bound.
     """
     if inexact_quantisation(model.config):
         return math.inf
