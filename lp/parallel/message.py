@@ -147,19 +147,21 @@ def best_logits(logits: torch.Tensor) -> torch.Tensor:
 
 def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
     """This rank's message (P,), on the device of what was sampled."""
-    nodes = layout.sampled_nodes
+    count = len(layout)
     known = np.zeros(shape.size, np.int64)
-    known[:BEST] = (*header, len(layout))
-    words = known[HEADER : HEADER + len(layout)]
-    words |= np.array([max(parent, 0) for parent in layout.parents]) << PARENT_SHIFT
+    known[:BEST] = (*header, count)
+    words = known[HEADER : HEADER + count]
+    words[1:] = layout.parents[1:]
+    words <<= PARENT_SHIFT
     words |= np.array(layout.tokens) << DRAFT_SHIFT
     words |= _prob_codes(layout.accept_probs)
-    if len(nodes) < len(layout):
+    at: slice | torch.Tensor = slice(count)
+    if len(layout.sampled_nodes) < count:
         words |= INVALID_TOKEN << SAMPLED_SHIFT
-        words[nodes] ^= INVALID_TOKEN << SAMPLED_SHIFT
+        words[layout.sampled_nodes] ^= INVALID_TOKEN << SAMPLED_SHIFT
+        at = torch.tensor(layout.sampled_nodes, device=sampled.tokens.device)
     message = torch.from_numpy(known).to(sampled.tokens.device)
-    at = torch.tensor(nodes, device=message.device)
-    message[HEADER + at] |= sampled.tokens << SAMPLED_SHIFT
+    message[HEADER : HEADER + shape.nodes][at] |= sampled.tokens << SAMPLED_SHIFT
     if sampled.top_logits.numel():
         message[HEADER + shape.nodes :].view(shape.nodes, shape.num_logits)[at] = sampled.top_logits
     if sampled.best is not None:
@@ -169,9 +171,8 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
 
 def _prob_codes(probs: Sequence[float]) -> np.ndarray:
     values = np.array(probs)
-    with np.errstate(divide="ignore"):
-        steps = np.rint(-PROB_STEPS * np.log2(values)) + 1
-    return np.where(values > 0, np.clip(steps, 1, len(PROBS) - 1), 0).astype(np.int64)
+    steps = np.rint(-PROB_STEPS * np.log2(np.maximum(values, PROBS[-1])))
+    return np.where(values > 0, steps + 1, 0).astype(np.int64)
 
 
 def gather(message: torch.Tensor, shape: MessageShape, all_gather: AllGather, step: int, rounding: float) -> Gathered:
