@@ -134,7 +134,7 @@ def test_decoder_is_exact_and_replays(cases: Callable[[int, int], range]) -> Non
         assert (output.tokens, output.finish_reason) == (plain.tokens, plain.finish_reason)
         assert all(step.num_draft <= config.max_tokens for step in output.step_stats)
         run = replay(SuffixTree(config, ids), ids, output.tokens, config.max_tokens, max_new_tokens=50)
-        assert (run.steps, run.rows) == (output.steps, output.mean_tokens)
+        assert (run.steps, run.tokens_a_step) == (output.steps, output.mean_tokens)
 
 
 @needs_tree
