@@ -90,7 +90,7 @@ def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
         rank = context.rank
     return Plan(
         prefix=config.prefix,
-        sizes=tuple(config.rows),
+        sizes=tuple(config.tokens),
         max_new_tokens=config.max_new_tokens,
         rounds=config.rounds,
         ranks=1 if ranks is None else ranks,

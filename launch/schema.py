@@ -261,7 +261,7 @@ class ProfileConfig(Common):
 
     shape: ScaleSchema = field(default_factory=ScaleSchema)
     prefix: int = 1024
-    rows: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     R: int | None = None
     rank: int | None = None
     rounds: int = 9
