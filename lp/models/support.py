@@ -81,13 +81,9 @@ def inexact_quantisation(config: Any) -> str | None:
         return None
     fields = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
-    text = _flat(fields)
+    text = json.dumps(fields, default=lambda value: getattr(value, "__dict__", None) or str(value))
     if method == "bitsandbytes" and fields.get("load_in_8bit"):
         return "bitsandbytes int8 picks its outlier columns over all tokens of a forward pass"
     if method in SHARED_SCALES or "DynamicActivation" in text or '"dynamic": true' in text:
         return f"{method} quantises activations while it runs"
     return None
-
-
-def _flat(fields: dict[str, Any]) -> str:
-    return json.dumps(fields, default=lambda value: getattr(value, "__dict__", None) or str(value))
