@@ -18,8 +18,10 @@ PROMPT = "LP_PROMPT"
 STDIN = "LP_STDIN"  # what launch/torchrun.py has read for its ranks, which have no stdin of their own
 OVERRIDE = re.compile(r"(~[\w./@:+-]+$)|([~+]{0,2}[\w./@:-]+=)")
 # Options of Hydra that take a value, which is no text to continue.
-WITH_VALUE = {"--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"}
-WITH_VALUE |= {"--experimental-rerun", "--info", "-i"}
+WITH_VALUE = {
+    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    *("--experimental-rerun", "--info", "-i"),
+}
 
 
 def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
@@ -61,7 +63,7 @@ def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
     if prompts:
         if any(other.startswith("prompt=") for other in others):
             raise UserError("the prompt is given twice, by itself and as prompt=...; give it once")
-        os.environ[PROMPT] = _without_null(_text(prompts[0]))
+        os.environ[PROMPT] = _text(prompts[0])
     return others
 
 
@@ -80,15 +82,11 @@ def read_stdin() -> str:
 
 
 def _text(prompt: str) -> str:
-    if prompt != "-":
-        return prompt
-    return os.environ[STDIN] if STDIN in os.environ else read_stdin()
-
-
-def _without_null(text: str) -> str:
-    if "\0" in text:
+    if prompt == "-":
+        prompt = os.environ[STDIN] if STDIN in os.environ else read_stdin()
+    if "\0" in prompt:
         raise UserError("the prompt has a null character; put the text into a file: prompt_file=...")
-    return text
+    return prompt
 
 
 def closest(name: str, known: Iterable[str], prefix: str = "") -> str:

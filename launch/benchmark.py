@@ -13,8 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 
@@ -24,7 +22,7 @@ from .bench.prompts import Prompt
 from .bench.records import Record, RecordFile, digest
 from .bench.session import Bench, ModelCache, on_main, open_bench
 from .bench.summary import totals
-from .bench.table import ProgressBar, print_totals, summary
+from .bench.table import ProgressBar, console_on, print_totals, summary
 from .cli import start
 from .schema import BenchmarkConfig, Output
 from .session import WARM_UP_TOKENS
@@ -71,7 +69,7 @@ def _shared_model() -> ModelCache:
 def _measure_all(bench: Bench, file: RecordFile | None) -> None:
     todo = _todo(bench, bench.of_rank_0(file.done if file else None))
     if todo:
-        _warm_up(bench, todo[0][1])
+        alternate(_runs(bench, todo[0][1], WARM_UP_TOKENS), 1)
     if file and file.records:
         print(f"{len(file.records)} records kept in {bench.path}; {len(todo)} prompts to measure", file=sys.stderr)
     with ProgressBar(bench.context.is_main, len(todo), file.records if file else []) as bar:
@@ -104,10 +102,6 @@ def _todo(bench: Bench, done: dict[str, str]) -> list[tuple[int, Prompt]]:
     return [(index, prompt) for index, prompt in bench.fitting() if str(index) not in done]
 
 
-def _warm_up(bench: Bench, prompt: Prompt) -> None:
-    alternate(_runs(bench, prompt, WARM_UP_TOKENS), 1)
-
-
 def _runs(bench: Bench, prompt: Prompt, tokens: int) -> dict[str, Callable[[], GenerationOutput]]:
     ids = bench.encode(prompt)
     return {name: partial(once, ids, tokens) for name, once in bench.runs.items()}
@@ -126,8 +120,7 @@ def _show(bench: Bench, file: RecordFile) -> float:
         if bench.config.output is Output.json:
             print(json.dumps({**summary(found), "records": str(file.path)}, ensure_ascii=False), file=out, flush=True)
         else:
-            console = Console(file=out)
-            print_totals(found, console if console.is_terminal else Console(file=out, width=120))
+            print_totals(found, console_on(out, 120))
             print(f"records: {file.path}", file=out, flush=True)
     return found[0].tokens_per_s
 

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import lp
@@ -85,6 +85,8 @@ class Chat:
         settings: as they are now.
         keyboard: gives lines, on rank 0.
         pen: writes.
+        totals: of all answers.
+        ended: nothing more is read.
     """
 
     config: ChatConfig
@@ -95,10 +97,8 @@ class Chat:
     settings: Settings
     keyboard: Keyboard | None
     pen: Pen
-
-    def __post_init__(self) -> None:
-        self.totals = Totals()
-        self.ended = False
+    totals: Totals = field(default_factory=Totals)
+    ended: bool = False
 
     def run(self) -> None:
         """Greet, then read, do and answer until the end."""

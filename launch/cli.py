@@ -69,10 +69,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def usage() -> str:
     """The apps with a line each."""
-    lines = ["usage: lp APP [KEY=VALUE ...]", "", "apps:"]
-    lines += [f"  {name:<10} {app.summary}" for name, app in APPS.items()]
-    lines += ["", "lp APP --help lists the keys of an app; lp --version prints the version."]
-    return "\n".join(lines)
+    apps = "\n".join(f"  {name:<10} {app.summary}" for name, app in APPS.items())
+    return (
+        f"usage: lp APP [KEY=VALUE ...]\n\napps:\n{apps}\n\n"
+        "lp APP --help lists the keys of an app; lp --version prints the version."
+    )
 
 
 def start(name: str, args: Sequence[str]) -> None:
@@ -80,8 +81,7 @@ def start(name: str, args: Sequence[str]) -> None:
     app = APPS[name]
 
     def task(config: Any) -> float | None:
-        function = getattr(import_module(f".{name}", __package__), app.function)
-        return function(config)
+        return getattr(import_module(f".{name}", __package__), app.function)(config)
 
     with reported():
         overrides = take_prompt(args, positional=name == "generate") if app.prompts else list(args)

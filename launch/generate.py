@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TextIO
 
-from rich.console import Console
-
 import lp
 from lp.engine.output import GenerationOutput
 from lp.engine.signals import sigterm_raises
 
 from .bench.compare import alternate, differences
 from .bench.prompts import Prompt
+from .bench.table import console_on
 from .builders import PLAIN
 from .cli import start
 from .report import Report, Result, as_json, describe, print_table
@@ -60,7 +59,7 @@ def _continue_all(session: Session[Config], pen: Pen, report: Report) -> None:
         pen.legend()
     one = [(0, session.prompts[0])]  # too long, it has an error that counts its tokens
     prompts = session.fitting() if len(session.prompts) > 1 else one
-    _warm_up(session, prompts[0][1])
+    alternate(_runs(session, session.encode(prompts[0][1]), WARM_UP_TOKENS), 1)
     _explain(session, report.method, pen, 0)
     for _, prompt in prompts:
         with _marked(pen, report):
@@ -78,9 +77,8 @@ def _marked(pen: Pen, report: Report) -> Iterator[None]:
         raise
 
 
-def _warm_up(session: Session, prompt: Prompt) -> None:
-    ids = session.encode(prompt)
-    alternate({name: partial(session.run, d, ids, WARM_UP_TOKENS) for name, d in session.decoders.items()}, 1)
+def _runs(session: Session, ids: list[int], tokens: int) -> dict[str, Callable[[], GenerationOutput]]:
+    return {name: partial(session.run, decoder, ids, tokens) for name, decoder in session.decoders.items()}
 
 
 def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Report) -> None:
@@ -119,11 +117,7 @@ def _head(prompt: Prompt, tokens: int, pen: Pen, config: Config) -> None:
 
 def _compare(session: Session[Config], ids: list[int], pen: Pen, result: Result) -> None:
     pen.note("measuring, in alternation: " + ", ".join(session.decoders))
-    tokens = session.config.max_new_tokens
-    runs: dict[str, Callable[[], GenerationOutput]] = {
-        name: partial(session.run, decoder, ids, tokens) for name, decoder in session.decoders.items()
-    }
-    result.measured = alternate(runs, session.config.repeats)
+    result.measured = alternate(_runs(session, ids, session.config.max_new_tokens), session.config.repeats)
     pen.note("")
     new = {name: measured.output.tokens for name, measured in result.measured.items()}
     result.differences = differences(session.loaded.model, ids, new, PLAIN, session.sampling)
@@ -133,8 +127,7 @@ def _show(report: Report, config: Config, file: TextIO) -> None:
     if config.output is Output.json:
         print(as_json(report), file=file)
     else:
-        console = Console(file=file)
-        print_table(report, console if console.is_terminal else Console(file=file, width=100))
+        print_table(report, console_on(file, 100))
 
 
 if __name__ == "__main__":

@@ -29,11 +29,9 @@ class Keyboard:
         if sys.stdin is None:
             raise UserError("stdin is closed; give the chat a terminal, or a pipe with a line for every turn")
         self._terminal = sys.stdin.isatty()
-        self._history: Path | None = None
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # one bad byte must not end a chat
-        if self._terminal:
-            self._history = _edit_lines(history_file)
+        self._history = _edit_lines(history_file) if self._terminal else None
 
     def close(self) -> None:
         """Save the lines that were typed, if there is a file for them."""

@@ -34,6 +34,7 @@ from .bench.profile_report import Report, as_json, draw, print_tables
 from .bench.prompts import load_builtin
 from .bench.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .bench.speed import speeds, transformers_greedy
+from .bench.table import console_on
 from .builders import PLAIN, decoder_builders
 from .cli import start
 from .schema import Output, ProfileConfig
@@ -74,8 +75,7 @@ def profile_model(config: ProfileConfig) -> None:
         if config.output is Output.json:
             print(as_json(report), file=file)
         else:
-            console = Console(file=file)
-            print_tables(report, console if console.is_terminal else Console(file=file, width=100))
+            print_tables(report, console_on(file, 100))
 
 
 def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
@@ -90,7 +90,7 @@ def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
         rank = context.rank
     return Plan(
         prefix=config.prefix,
-        sizes=tuple(config.rows),
+        sizes=tuple(config.tokens),
         max_new_tokens=config.max_new_tokens,
         rounds=config.rounds,
         ranks=1 if ranks is None else ranks,

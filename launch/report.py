@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 import lp
 from lp.engine.output import GenerationOutput
 
+from .bench.ceilings import device_name
 from .bench.compare import Difference, Measured
 from .bench.prompts import Prompt
+from .bench.table import empty_table
 from .builders import PLAIN
 from .session import Session
 
@@ -84,14 +85,13 @@ class Report:
         found = [self._totals_of(name) for name in names]
         unfinished = [(result.shown, result.shown.decode_s) for result in self.results if not result.measured]
         if unfinished:
-            found.append(replace(_total(self.method, unfinished), interrupted=True))
+            found.append(_total(self.method, unfinished, interrupted=True))
         return found
 
     def _totals_of(self, name: str) -> MethodTotals:
         runs = [result.measured[name] for result in self.finished]
-        totals = _total(name, [(run.output, run.decode_s) for run in runs])
-        totals.differing = sum(difference.method == name for _, difference in self.differences)
-        return totals
+        differing = sum(difference.method == name for _, difference in self.differences)
+        return _total(name, [(run.output, run.decode_s) for run in runs], differing=differing)
 
 
 @dataclass
@@ -117,28 +117,41 @@ class MethodTotals:
         return self.tokens / self.decode_s if self.decode_s else 0.0
 
 
-def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]]) -> MethodTotals:
+def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]], **verdict: Any) -> MethodTotals:
     outputs, times_s = zip(*runs, strict=True)
-    tokens, steps = sum(len(o.tokens) - o.resumed for o in outputs), sum(o.steps for o in outputs)
-    return MethodTotals(method=method, prompts=len(outputs), tokens=tokens, steps=steps, decode_s=sum(times_s))
+    return MethodTotals(
+        method=method,
+        prompts=len(outputs),
+        tokens=sum(len(output.tokens) - output.resumed for output in outputs),
+        steps=sum(output.steps for output in outputs),
+        decode_s=sum(times_s),
+        **verdict,
+    )
 
 
 def describe(session: Session[Any]) -> dict[str, Any]:
     """The setting a figure was measured in; W, N, G are those of the lookahead decoder, if it runs."""
-    config, model = session.config, session.loaded.model
-    setting = {"model": config.model.name, "parameters": model.num_parameters(), "dtype": _short(model.dtype)}
-    setting |= {"device": _device(model.device), "threads": torch.get_num_threads()}
-    setting |= {"ranks": session.context.world_size}
-    runners = [decoder.runner for decoder in session.decoders.values() if isinstance(decoder, lp.LookaheadDecoder)]
-    setting |= {"exact": all(runner.exact for runner in runners)}
-    setting |= {"attention": str(runners[0].attention) if runners else None}
-    setting |= {"captured": bool(runners and runners[0].captured)}
-    lookahead = next((d for name, d in session.decoders.items() if name in ("lookahead", "lookahead_auto")), None)
-    if isinstance(lookahead, lp.LookaheadDecoder):
-        shape = lookahead.config
-        setting |= {"W": shape.window_size, "N": shape.ngram_size, "G": shape.guess_set_size}
-    setting |= {"sampling": session.sampling and asdict(session.sampling), "stop_strings": config.stop_strings}
-    return setting | {"max_new_tokens": config.max_new_tokens, "repeats": config.repeats}
+    config = session.config
+    model = session.loaded.model
+    decoders = {name: d for name, d in session.decoders.items() if isinstance(d, lp.LookaheadDecoder)}
+    runners = [decoder.runner for decoder in decoders.values()]
+    shapes = [decoder.config for name, decoder in decoders.items() if name in ("lookahead", "lookahead_auto")]
+    return {
+        "model": config.model.name,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(model.device),
+        "threads": torch.get_num_threads(),
+        "ranks": session.context.world_size,
+        "exact": all(runner.exact for runner in runners),
+        "attention": str(runners[0].attention) if runners else None,
+        "captured": bool(runners and runners[0].captured),
+        **({"W": shapes[0].window_size, "N": shapes[0].ngram_size, "G": shapes[0].guess_set_size} if shapes else {}),
+        "sampling": session.sampling and asdict(session.sampling),
+        "stop_strings": config.stop_strings,
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+    }
 
 
 def describe_sampling(sampling: lp.SamplingParams | None) -> str:
@@ -151,22 +164,13 @@ def describe_sampling(sampling: lp.SamplingParams | None) -> str:
     return "sampled with " + " ".join(f"{name}={'null' if values[name] is None else values[name]}" for name in shown)
 
 
-def _device(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def as_table(report: Report) -> Table:
     """The totals, a line a method."""
     count = len(report.results)
     prompts = "1 prompt" if count == 1 else f"{count} prompts"
-    table = Table(box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    table.title = f"{prompts}, {'sampled' if report.sampling else 'greedy'}, decoding only"
-    for name in ("method", "tokens", "steps", "S", "tokens/s", "vs plain", "output"):
-        table.add_column(name, justify="left" if name in ("method", "output") else "right", no_wrap=True)
+    title = f"{prompts}, {'sampled' if report.sampling else 'greedy'}, decoding only"
+    heads = ("method", "tokens", "steps", "S", "tokens/s", "vs plain", "output")
+    table = empty_table(heads, ("method", "output"), title=title, title_style="bold")
     found = report.totals()
     plain = next((totals.tokens_per_s for totals in found if totals.method == PLAIN), 0.0)
     for totals in found:
@@ -233,33 +237,48 @@ def _print_line(text: str, console: Console) -> None:
 
 def as_json(report: Report) -> str:
     """The same as one JSON object on one line."""
-    methods = {totals.method: _method(totals, report) for totals in report.totals() if not totals.interrupted}
-    prompts = [_prompt(result) for result in report.results]
-    head = {
+    found = {
         **report.setting,
         "method": report.method,
         "equal": report.equal,
         "interrupted": report.interrupted,
         "partial": report.partial,
+        "methods": {totals.method: _method(totals, report) for totals in report.totals() if not totals.interrupted},
+        "prompts": [_prompt(result) for result in report.results],
     }
-    return json.dumps({**head, "methods": methods, "prompts": prompts}, ensure_ascii=False)
+    return json.dumps(found, ensure_ascii=False)
 
 
 def _method(totals: MethodTotals, report: Report) -> dict[str, Any]:
-    figures = {"prompts": totals.prompts, "tokens": totals.tokens, "steps": totals.steps, "S": totals.compression}
-    equal = None if report.equal is None else not totals.differing
-    return {**figures, "decode_s": totals.decode_s, "tokens_per_s": totals.tokens_per_s, "equal": equal}
+    return {
+        "prompts": totals.prompts,
+        "tokens": totals.tokens,
+        "steps": totals.steps,
+        "S": totals.compression,
+        "decode_s": totals.decode_s,
+        "tokens_per_s": totals.tokens_per_s,
+        "equal": None if report.equal is None else not totals.differing,
+    }
 
 
 def _prompt(result: Result) -> dict[str, Any]:
-    methods = {name: _run(run.output, run.decode_s) for name, run in result.measured.items()}
-    head = {"task_id": result.prompt.task_id, "prompt_tokens": result.prompt_tokens, "text": result.text}
-    differences = [asdict(difference) for difference in result.differences]
-    shown = _run(result.shown, result.shown.decode_s)
-    return {**head, "shown": shown, "methods": methods, "differences": differences}
+    return {
+        "task_id": result.prompt.task_id,
+        "prompt_tokens": result.prompt_tokens,
+        "text": result.text,
+        "shown": _run(result.shown, result.shown.decode_s),
+        "methods": {name: _run(run.output, run.decode_s) for name, run in result.measured.items()},
+        "differences": [asdict(difference) for difference in result.differences],
+    }
 
 
 def _run(output: GenerationOutput, decode_s: float) -> dict[str, Any]:
-    figures = {"tokens": len(output.tokens), "steps": output.steps, "S": output.compression}
-    times = {"prefill_s": output.prefill_s, "decode_s": decode_s}
-    return {**figures, **times, "finish_reason": output.finish_reason, "resumed": output.resumed}
+    return {
+        "tokens": len(output.tokens),
+        "steps": output.steps,
+        "S": output.compression,
+        "prefill_s": output.prefill_s,
+        "decode_s": decode_s,
+        "finish_reason": output.finish_reason,
+        "resumed": output.resumed,
+    }

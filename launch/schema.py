@@ -261,7 +261,7 @@ class ProfileConfig(Common):
 
     shape: ScaleSchema = field(default_factory=ScaleSchema)
     prefix: int = 1024
-    rows: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     R: int | None = None
     rank: int | None = None
     rounds: int = 9
@@ -369,16 +369,27 @@ def _refuse_extras(node: Any, prefix: str) -> None:
 
 def register() -> None:
     """Put the schemas where the defaults lists of conf/ find them, group `schema`; and what conf/ has no files for."""
-    schemas: dict[str, type] = {"generate": Config, "chat": ChatConfig, "profile": ProfileConfig, "tune": TuneConfig}
-    schemas |= {"benchmark": BenchmarkConfig, "scaling": ScalingConfig}
-    schemas |= {"model": ModelSchema, "attention": AttentionSchema, "parallel": ParallelSchema, "task": TaskSchema}
-    schemas |= {"greedy": GreedySchema, "sample": mirror(SamplingParams, "sample")}
-    for name, schema in schemas.items():
-        ConfigStore.instance().store(group="schema", name=name, node=schema)
+    schemas = {
+        "generate": Config,
+        "chat": ChatConfig,
+        "profile": ProfileConfig,
+        "tune": TuneConfig,
+        "benchmark": BenchmarkConfig,
+        "scaling": ScalingConfig,
+        "model": ModelSchema,
+        "attention": AttentionSchema,
+        "parallel": ParallelSchema,
+        "task": TaskSchema,
+        "greedy": GreedySchema,
+        "sample": mirror(SamplingParams, "sample"),
+    }
     decoders = {name: choice.schema(name) for name, choice in decoder_choices().items()}
-    for name, schema in {"autoregressive": AutoregressiveSchema, **decoders}.items():
-        ConfigStore.instance().store(group="decoder", name=name, node=schema)
-    for name in attention_choices():
-        ConfigStore.instance().store(group="attention", name=name, node=AttentionSchema(name=name))
-    for name in SHAPES:
-        ConfigStore.instance().store(group="model", name=name, node=ModelSchema(name=name, dtype="bfloat16"))
+    groups: dict[str, dict[str, Any]] = {
+        "schema": schemas,
+        "decoder": {"autoregressive": AutoregressiveSchema, **decoders},
+        "attention": {name: AttentionSchema(name=name) for name in attention_choices()},
+        "model": {name: ModelSchema(name=name, dtype="bfloat16") for name in SHAPES},
+    }
+    for group, nodes in groups.items():
+        for name, node in nodes.items():
+            ConfigStore.instance().store(group=group, name=name, node=node)

@@ -61,12 +61,11 @@ class Settings:
 
     def _with(self, key: str, text: str) -> Settings:
         if key == "max_new_tokens":
-            tokens = int(text) if text.isdecimal() else text
-            check_int(key, tokens, 1, float("inf"), "ask for at least one token")
-            return replace(self, max_new_tokens=int(tokens))
-        if key not in self._sampling_keys():
-            known = ", ".join([*self._sampling_keys(), "max_new_tokens"])
-            raise UserError(f"unknown setting {key!r}; known: {known}")
+            given = int(text) if text.isdecimal() else text
+            return replace(self, max_new_tokens=check_int(key, given, 1, float("inf"), "ask for at least one token"))
+        known = [item.name for item in fields(lp.SamplingParams)]
+        if key not in known:
+            raise UserError(f"unknown setting {key!r}; known: {', '.join([*known, 'max_new_tokens'])}")
         values = OmegaConf.structured(mirror(lp.SamplingParams, "sample")(**asdict(self.sampling)))
         try:
             values[key] = None if text == "null" else text
@@ -75,10 +74,6 @@ class Settings:
         if key == "temperature" and values[key] == 0:
             return replace(self, greedy=True)
         return replace(self, sampling=frozen(lp.SamplingParams, OmegaConf.to_object(values)), greedy=False)
-
-    @staticmethod
-    def _sampling_keys() -> list[str]:
-        return [item.name for item in fields(lp.SamplingParams)]
 
     def __str__(self) -> str:
         values = {**asdict(self.sampling), "max_new_tokens": self.max_new_tokens}

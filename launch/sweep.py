@@ -58,12 +58,12 @@ def relaunch(nproc: int, app: str | None = None, instead: Sequence[str] | None =
     hydra = HydraConfig.get()
     overrides = hydra.overrides.task if instead is None else instead
     torchrun = [sys.executable, "-m", f"{__package__}.torchrun", "--standalone", "--nproc-per-node", str(nproc)]
-    command = [*torchrun, "-m", f"{__package__}.cli", app or str(hydra.job.config_name)]
-    command += [*overrides, "parallel.nproc=null", "hydra.mode=RUN"]
+    cli = ["-m", f"{__package__}.cli", app or str(hydra.job.config_name)]
+    kept = {key: value for key, value in os.environ.items() if key not in (*OF_A_LAUNCH, "HYDRA_FULL_ERROR")}
     with tempfile.TemporaryDirectory(prefix="lp-") as folder:
         objective = Path(folder) / "objective"
-        env = {key: value for key, value in os.environ.items() if key not in (*OF_A_LAUNCH, "HYDRA_FULL_ERROR")}
-        env |= {OBJECTIVE: str(objective), "LP_RUN_DIR": str(folder_of_run()), **_import_path()}
+        env = {**kept, OBJECTIVE: str(objective), "LP_RUN_DIR": str(folder_of_run()), **_import_path()}
+        command = [*torchrun, *cli, *overrides, "parallel.nproc=null", "hydra.mode=RUN"]
         code = subprocess.run(command, env=env, check=False).returncode
         if code:
             raise SystemExit(code if code > 0 else 128 - code)
@@ -161,12 +161,8 @@ class SweepEnd(Callback):
         failed = sorted((folder / FAILED).glob("*.txt"), key=lambda note: int(note.stem.split("-")[0]))
         if not failed:
             return
-        lines = []
-        codes = set()
-        for note in failed:
-            number, code = note.stem.split("-")
-            codes.add(int(code))
-            lines.append(f"job {int(number) + 1} failed with exit code {code}: {note.read_text()}")
+        ends = [(*note.stem.split("-"), note.read_text()) for note in failed]
+        lines = [f"job {int(number) + 1} failed with exit code {code}: {overrides}" for number, code, overrides in ends]
         lines.append(f"{len(failed)} failed; their reasons are above, the other jobs are not affected")
         print_once("\n".join(lines))
-        raise SystemExit(USER_ERROR if codes == {USER_ERROR} else 1)
+        raise SystemExit(USER_ERROR if {code for _, code, _ in ends} == {str(USER_ERROR)} else 1)

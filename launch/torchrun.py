@@ -43,16 +43,6 @@ def signal_children(number: int) -> None:
             os.killpg(int(pid), number)  # torchrun gives every rank a session of its own
 
 
-def kill_children() -> None:
-    """End what outlived torchrun, which forgets its ranks when one more Ctrl-C interrupts its wait for them."""
-    signal_children(signal.SIGKILL)
-
-
-def forward_ctrl_c() -> None:
-    """Ctrl-C is for the ranks to act upon, such as a chat that stops an answer and goes on: torchrun would end them."""
-    signal.signal(signal.SIGINT, lambda number, frame: signal_children(number))
-
-
 def main(args: list[str]) -> int:
     # Until torchrun has ranks to end, and a handler that ends them, Ctrl-C needs no traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -67,7 +57,8 @@ def main(args: list[str]) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
     if os.environ.get("LP_CTRL_C") == "forward" and hasattr(options, "signals_to_handle"):
-        forward_ctrl_c()
+        # A chat's ranks act upon Ctrl-C: they stop an answer and go on. torchrun would end them.
+        signal.signal(signal.SIGINT, lambda number, frame: signal_children(number))
         args = ["--signals-to-handle", "SIGTERM,SIGHUP,SIGQUIT", *args]
     if "-" in options.training_script_args:  # a prompt, which every rank needs and one process can read
         try:
@@ -88,7 +79,7 @@ def main(args: list[str]) -> int:
     except SignalException as error:
         return exit_code(-error.sigval)
     finally:
-        kill_children()
+        signal_children(signal.SIGKILL)  # torchrun forgets its ranks when one more Ctrl-C interrupts its wait for them
     return 0
 
 

@@ -16,14 +16,13 @@ from typing import Any
 import matplotlib
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 import lp
 from lp.budget.step_times import StepTimes
 
 from .bench.compare import alternate
+from .bench.table import console_on, empty_table
 from .bench.tune import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
 from .builders import PLAIN
 from .cli import start
@@ -65,8 +64,7 @@ def tune(config: TuneConfig) -> None:
     if config.output is Output.json:
         print(json.dumps(found), flush=True)
         return
-    console = Console()
-    console = console if console.is_terminal else Console(width=110)
+    console = console_on(sys.stdout, 110)
     dtype = str(model.dtype).removeprefix("torch.")
     where = f"{config.model.name}, {dtype}, {model.device}, ranks: {context.world_size}"
     console.print(
@@ -103,9 +101,8 @@ def _speeds(step_times: StepTimes, tried: list[SettingResult], ranks: int) -> li
 
 
 def _table(tried: list[SettingResult], title: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
-    for name in ("setting", "tokens a step", "S", "tokens/s", "vs plain"):
-        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
+    heads = ("setting", "tokens a step", "S", "tokens/s", "vs plain")
+    table = empty_table(heads, ("setting",), title=title, title_style="bold")
     plain = tried[-1].tokens_per_s
     for index, t in enumerate(tried):
         if index == len(tried) - 3:

@@ -79,13 +79,9 @@ def _sources_digest() -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-jit: Any
-U64: Any  # unsigned 64-bit arithmetic: wrap it with & MASK, which Python's ints need
-I64: Any
-if COMPILED:
-    jit, U64, I64 = _compiled, np.uint64, np.int64
-else:
-    jit, U64, I64 = (lambda function: function), int, int
+jit: Any = _compiled if COMPILED else lambda function: function
+U64: Any = np.uint64 if COMPILED else int  # unsigned 64-bit arithmetic: wrap it with & MASK, which Python's ints need
+I64: Any = np.int64 if COMPILED else int
 
 
 def compiled_array(array: np.ndarray) -> Any:

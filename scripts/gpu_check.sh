@@ -18,7 +18,7 @@ setup
 cd "$root"
 
 dry='' wheels=${LP_WHEELS:-} out=''
-profile=(model=codellama_7b prefix=1024 "rows=[1,2,4,8,16,32,64,128]" W=16 N=2 G=44 max_new_tokens=64)
+profile=(model=codellama_7b prefix=1024 "tokens=[1,2,4,8,16,32,64,128]" W=16 N=2 G=44 max_new_tokens=64)
 while [ $# -gt 0 ]; do
   case $1 in
     --dry-run) dry=1 ;;
@@ -47,7 +47,7 @@ print(*(name for name in sys.argv[1:] if util.find_spec(name) is None))' \
 [ -z "$lacking" ] || die "$python has no $lacking; carry wheels in a folder: --wheels DIR"
 if [ -n "$dry" ]; then
   export LP_GPU_DRY_RUN=1 CUDA_VISIBLE_DEVICES=
-  profile+=(model.dtype=float32 shape.layers=2 shape.divide=16 prefix=64 "rows=[1,16]" W=4 G=12 max_new_tokens=8 rounds=3)
+  profile+=(model.dtype=float32 shape.layers=2 shape.divide=16 prefix=64 "tokens=[1,16]" W=4 G=12 max_new_tokens=8 rounds=3)
 else
   "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     die "torch sees no GPU; --dry-run runs on a CPU"

@@ -36,19 +36,10 @@ class AcceptanceModel:
     Args:
         alpha: in [0, 1].
         f: at least 1.
-
-    Raises:
-        ValueError: one of them out of range.
     """
 
     alpha: float
     f: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.alpha <= 1:
-            raise UserError(f"alpha is {self.alpha}; it must be a probability in [0, 1]; fit it to what was measured")
-        if not 1 <= self.f < float("inf"):
-            raise UserError(f"f is {self.f}; it must be at least 1; 1 means that every step finds good n-grams")
 
     def expected_tokens(self, drafts: int, depth: int) -> float:
         """E[tokens] of a step that verifies good n-grams, the bonus token included (equation 4)."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -71,10 +72,8 @@ def alternate(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int
 
 def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> int | None:
     """Index of the first token that differs, or where the shorter one ends; None if they are equal."""
-    for index, (token, other) in enumerate(zip(tokens, plain, strict=False)):
-        if token != other:
-            return index
-    return None if len(tokens) == len(plain) else min(len(tokens), len(plain))
+    pairs = enumerate(zip_longest(tokens, plain))
+    return next((index for index, (token, other) in pairs if token != other), None)
 
 
 def differences(

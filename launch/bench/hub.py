@@ -42,13 +42,15 @@ def load_hub(
         reason = str(error).strip().split("\n")[0]
         remedy = "or give task.path=<JSONL file>"
         raise UserError(f"cannot load the data set {name!r}: {reason}; {remedy}") from error
-    prompts = []
-    for number, record in enumerate(islice(records, limit)):
-        continuation = _filled(reference, record) if reference else None
-        id_ = _filled(task_id, record) if task_id else str(number)
-        text = _filled(prompt, record)
-        prompts.append(Prompt(task_id=id_, text=text, reference=continuation, source=name))
-    return prompts
+    return [
+        Prompt(
+            reference=_filled(reference, record) if reference else None,
+            task_id=_filled(task_id, record) if task_id else str(number),
+            text=_filled(prompt, record),
+            source=name,
+        )
+        for number, record in enumerate(islice(records, limit))
+    ]
 
 
 def _filled(template: str, record: Mapping[str, Any]) -> str:

@@ -48,6 +48,11 @@ def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Itera
         drawn.savefig(path)
 
 
+def _look(number: int, label: str) -> dict[str, Any]:
+    """Of one of several lines."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": "so^vD"[number % 5], "label": label}
+
+
 def scaling_plots(lines: Sequence[Line], caption: str, folder: Path) -> list[Path]:
     """Speed-up by ranks, and the parts of a step's time."""
     return [_speedups(lines, caption, folder / "speedup.png"), _step_times(lines, caption, folder / "step_time.png")]
@@ -61,15 +66,12 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
             series.sort(key=lambda line: line.ranks)
             projected = bool(series) and series[0].kind == PROJECTED
             look: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "none"} if projected else {}
-            look |= {"color": COLOURS[number % len(COLOURS)], "marker": "so^vD"[number % 5], "label": name}
-            axes.plot([line.ranks for line in series], [line.speedup for line in series], **look)
+            axes.plot([line.ranks for line in series], [line.speedup for line in series], **look, **_look(number, name))
         ranks = sorted({line.ranks for line in lines})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(number) for number in ranks])
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel="ranks", ylabel="speed-up over plain\ndecoding on one device (x)", ylim=(0, None))
         axes.axhline(1, color="0.7", linewidth=0.6, zorder=0)
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("speed-up over plain\ndecoding on one device (x)")
         drawn.legend(**LEGEND | {"ncols": 1})
     return path
 
@@ -138,8 +140,7 @@ def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
             axes.text(widths.index(w), sizes.index(n), text, ha="center", va="center", fontsize=5.5, color=colour)
         axes.set_xticks(range(len(widths)), map(str, widths))
         axes.set_yticks(range(len(sizes)), map(str, sizes))
-        axes.set_xlabel("W, columns of the window")
-        axes.set_ylabel("N, tokens of an n-gram")
+        axes.set(xlabel="W, columns of the window", ylabel="N, tokens of an n-gram")
         quantity = "speed-up over plain decoding (x)" if timed else "S (generated tokens a step)"
         drawn.colorbar(image, ax=axes).set_label(f"{found[0].method}:\n{quantity}", fontsize=6)
     return path
@@ -150,15 +151,13 @@ def tokens_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
     with figure(path, caption, 2.5) as (drawn, (axes,)):
         for number, method in enumerate(dict.fromkeys(total.method for total in found)):
             of_method = sorted((t for t in found if t.method == method), key=lambda total: total.tokens_a_step)
-            look = {"color": COLOURS[number % len(COLOURS)], "marker": "so^vD"[number % 5], "label": method}
             several_n = len(of_method) > 2 and len({t.setting["N"] for t in of_method}) > 1
             step_tokens = [total.tokens_a_step for total in of_method]
             compressions = [total.compression for total in of_method]
-            axes.plot(step_tokens, compressions, linestyle="none" if several_n else "-", **look)
+            axes.plot(step_tokens, compressions, linestyle="none" if several_n else "-", **_look(number, method))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_ylim(0, 1.08 * max(total.compression for total in found))
-        axes.set_xlabel("tokens a step (log scale)")
-        axes.set_ylabel("S (generated tokens a step)")
+        highest = max(total.compression for total in found)
+        axes.set(xlabel="tokens a step (log scale)", ylabel="S (generated tokens a step)", ylim=(0, 1.08 * highest))
         drawn.legend(**LEGEND)
     return path

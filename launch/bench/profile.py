@@ -61,8 +61,8 @@ class Plan:
     def __post_init__(self) -> None:
         check_count(self, "prefix", 1, float("inf"), "try 1024")
         if not self.sizes:
-            raise UserError("rows is empty; name at least one T, as in rows=[1,64]")
-        sizes = tuple(check_int("rows", size, 1, 4096, "try rows=[1,8,64]") for size in self.sizes)
+            raise UserError("tokens is empty; name at least one T, as in tokens=[1,64]")
+        sizes = tuple(check_int("tokens", size, 1, 4096, "try tokens=[1,8,64]") for size in self.sizes)
         set_field(self, "sizes", sizes)
         check_count(self, "max_new_tokens", 2, float("inf"), "try 32")
         check_count(self, "rounds", 1, float("inf"), "measure at least once")
@@ -86,7 +86,7 @@ class Plan:
         if limit is not None and needed > limit:
             raise UserError(
                 f"prefix is {self.prefix}, with the text and the step behind it {needed} positions; the model's "
-                f"context is {limit}: take a shorter prefix or smaller rows="
+                f"context is {limit}: take a shorter prefix or smaller tokens="
             )
         vocabulary = model.get_output_embeddings().weight.shape[0]
         caches = 3 if self.ranks == 1 else 3 + self.ranks

@@ -31,13 +31,15 @@ class Prompt:
 
 def load_builtin(limit: int | None = None) -> list[Prompt]:
     """The prompts that come with the package; only the first `limit` ones."""
-    return [_read_builtin(path) for path in sorted(BUILTIN.glob("*.txt"))[:limit]]
-
-
-def _read_builtin(path: Path) -> Prompt:
     # Editors end a file with a newline; a prompt ends with its last character, so that the model writes the newline.
-    text = path.read_text(encoding="utf-8").removesuffix("\n")
-    return Prompt(task_id=f"builtin/{path.stem}", text=text, source="written for lp")
+    return [
+        Prompt(
+            task_id=f"builtin/{path.stem}",
+            text=path.read_text(encoding="utf-8").removesuffix("\n"),
+            source="written for lp",
+        )
+        for path in sorted(BUILTIN.glob("*.txt"))[:limit]
+    ]
 
 
 def load_jsonl(path: str | Path, limit: int | None = None) -> list[Prompt]:

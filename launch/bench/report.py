@@ -43,7 +43,7 @@ def write_report(folder: Path) -> list[Path]:
     pictures: list[Path] = []
     if found:
         parts.append(_table([*shown(found), *HEADS], [cells(total, shown(found)) for total in found]))
-        pictures += _plots(found, folder)
+        pictures += _plots(found, setting, folder)
     if lines:
         parts.append(_table(SCALING_HEADS, [line.cells() for line in lines]))
         pictures += scaling_plots(lines, setting, folder)
@@ -70,10 +70,9 @@ def _line(record: dict[str, str]) -> Line:
     return Line(**values)  # type: ignore[arg-type]
 
 
-def _plots(found: Sequence[Total], folder: Path) -> list[Path]:
+def _plots(found: Sequence[Total], setting: str, folder: Path) -> list[Path]:
     """By task where one setting was run on them; over W, N and step tokens where these vary."""
     differ = {*varying(found)}
-    setting = caption(found)
     pictures: list[Path] = []
     ours = [total for total in found if total.method.startswith("lookahead")]
     if not {"W", "N", "G", "ranks"} & differ:

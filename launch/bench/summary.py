@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -43,20 +42,17 @@ class Total:
         """Of every record, which a run that was resumed elsewhere has several of."""
         return "; ".join(dict.fromkeys(record["hardware"] for record in self.records))
 
-    def _sum(self, name: str) -> float:
-        return float(sum(record[name] for record in self.records))
-
     @property
     def prompts(self) -> int:
         return len(self.records)
 
     @property
     def tokens(self) -> int:
-        return int(self._sum("tokens"))
+        return sum(record["tokens"] for record in self.records)
 
     @property
     def steps(self) -> int:
-        return int(self._sum("steps"))
+        return sum(record["steps"] for record in self.records)
 
     @property
     def compression(self) -> float:
@@ -66,11 +62,7 @@ class Total:
     @property
     def tokens_per_s(self) -> float:
         """Decode speed, without the prefill."""
-        return self.tokens / self._sum("decode_s")
-
-    @property
-    def prefill_s(self) -> float:
-        return self._sum("prefill_s")
+        return self.tokens / sum(record["decode_s"] for record in self.records)
 
     @property
     def tokens_a_step(self) -> float:
@@ -83,14 +75,6 @@ class Total:
         return self.tokens_per_s / self.plain_tokens_per_s if self.plain_tokens_per_s else None
 
     @property
-    def accepted(self) -> dict[int, int]:
-        """Steps by how many tokens they accepted."""
-        counts: Counter[int] = Counter()
-        for record in self.records:
-            counts.update({int(length): count for length, count in record["accepted"].items()})
-        return dict(sorted(counts.items()))
-
-    @property
     def differing(self) -> int | None:
         """Prompts whose tokens are not plain decoding's; None where nothing was promised or compared."""
         equal = [record["equal"] for record in self.records]
@@ -99,15 +83,23 @@ class Total:
     def quality(self, name: str, key: str | None = None) -> float | None:
         """Mean over prompts of a figure that quality=true adds; None where it was not asked for."""
         found = [record["quality"][name] for record in self.records if record.get("quality")]
-        values = [value[key] if key is not None and value else value for value in found]
+        values = [value if key is None else value[key] for value in found if value is not None]
         values = [value for value in values if value is not None]
         return fmean(values) if values else None
 
     def figures(self) -> dict[str, Any]:
         """For a line of JSON or CSV."""
-        head = {"method": self.method, "prompts": self.prompts, "tokens": self.tokens, "steps": self.steps}
-        speeds = {"S": self.compression, "tokens_per_s": self.tokens_per_s, "speedup": self.speedup}
-        return {**head, **speeds, "tokens_a_step": self.tokens_a_step, "differing": self.differing}
+        return {
+            "method": self.method,
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "S": self.compression,
+            "tokens_per_s": self.tokens_per_s,
+            "speedup": self.speedup,
+            "tokens_a_step": self.tokens_a_step,
+            "differing": self.differing,
+        }
 
 
 def totals(records: Iterable[Record]) -> list[Total]:
@@ -155,9 +147,17 @@ def cells(total: Total, names: Sequence[str]) -> list[str]:
     """A line of a table: the settings named, then the figures of HEADS."""
     speed = f"{total.speedup:.2f}x" if total.speedup else "-"
     output = {None: "-", 0: "equal"}.get(total.differing, f"differs on {total.differing} of {total.prompts}")
-    figures = [total.method, str(total.prompts), str(total.tokens), f"{total.compression:.2f}"]
-    figures += [f"{total.tokens_a_step:.1f}", f"{total.tokens_per_s:.1f}", speed, output]
-    return [*(short(total.setting.get(name)) for name in names), *figures]
+    return [
+        *(short(total.setting.get(name)) for name in names),
+        total.method,
+        str(total.prompts),
+        str(total.tokens),
+        f"{total.compression:.2f}",
+        f"{total.tokens_a_step:.1f}",
+        f"{total.tokens_per_s:.1f}",
+        speed,
+        output,
+    ]
 
 
 HEADS = ("method", "prompts", "tokens", "S", "tokens a step", "tokens/s", "vs plain", "output")

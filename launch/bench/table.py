@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -58,12 +58,24 @@ class ProgressBar:
         return f"S = {self._tokens / self._steps:.2f}" if self._steps else "S = ?"
 
 
+def console_on(file: TextIO, width: int) -> Console:
+    """A console on this file, so many characters wide where it is no terminal."""
+    console = Console(file=file)
+    return console if console.is_terminal else Console(file=file, width=width)
+
+
+def empty_table(heads: Sequence[str], left: Sequence[str], **look: Any) -> Table:
+    """A table with these columns, the figures on the right and `left` on the left."""
+    table = Table(box=SIMPLE_HEAD, title_justify="left", **look)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", no_wrap=True)
+    return table
+
+
 def print_totals(found: Sequence[Total], console: Console) -> None:
     """A line for each setting and method, and the settings that they share."""
     names = shown(found)
-    table = Table(box=SIMPLE_HEAD)
-    for head in (*names, *HEADS):
-        table.add_column(head, justify="left" if head in ("method", "output") else "right", no_wrap=True)
+    table = empty_table((*names, *HEADS), ("method", "output"))
     for total in found:
         table.add_row(*cells(total, names))
     console.print(table)
@@ -86,7 +98,7 @@ def show_sweep(folder: Path) -> None:
         found = ordered(totals(load_records(folder)))
     except ValueError:  # every job failed
         return
-    console = Console()
-    print_totals(found, console if console.is_terminal else Console(width=160))
+    console = console_on(sys.stdout, 160)
+    print_totals(found, console)
     for path in write_report(folder):
         console.print(str(path), markup=False, highlight=False, soft_wrap=True)

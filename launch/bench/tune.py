@@ -109,10 +109,14 @@ def search(
     best = _fastest(tried)
     assert best is not None
     g = best.guess_set_size
-    around = [replace(best, window_size=w) for w in (2, 8, 16)]
-    around += [replace(best, window_size=4, ngram_size=3, guess_set_size=max(g // 2, 1))]
-    around += [replace(best, draft_depth=12), replace(best, num_logits=8)]
-    second = {_name(c): c for c in (best, *around)}
+    around = [
+        best,
+        *(replace(best, window_size=w) for w in (2, 8, 16)),
+        replace(best, window_size=4, ngram_size=3, guess_set_size=max(g // 2, 1)),
+        replace(best, draft_depth=12),
+        replace(best, num_logits=8),
+    ]
+    second = {_name(c): c for c in around}
     tried += time_settings(second, {name: build(c) for name, c in second.items()}, run, prompts, rounds, from_rank_0)[
         1:
     ]

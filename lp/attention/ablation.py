@@ -25,7 +25,6 @@ class WithoutAttention:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.called = False
-        self.before = model.config._attn_implementation
         AttentionInterface.register(NAME, self._pass_queries)
         AttentionMaskInterface.register(NAME, sdpa_mask)
 

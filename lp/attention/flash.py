@@ -195,8 +195,10 @@ class Flash(AttentionBackend):
     def unfit(self, model: PreTrainedModel) -> str | None:
         device = model.device.type
         if device == "cuda" and model.dtype not in HALVES:
-            reason = f"takes float16 and bfloat16 on a GPU, and this model is {model.dtype}"
-            return f"attention=flash {reason}; choose attention=sdpa"
+            return (
+                f"attention=flash takes float16 and bfloat16 on a GPU, and this model is {model.dtype}; "
+                "choose attention=sdpa"
+            )
         if device not in ("cpu", "cuda"):
             return f"attention=flash runs on CPUs and CUDA devices, not on {device!r}; choose attention=sdpa"
         return score_obstacle(model, self.name)

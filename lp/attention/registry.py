@@ -52,11 +52,6 @@ def register_attention(name: str) -> Callable[[Backend], Backend]:
     return register
 
 
-def unregister_attention(name: str) -> None:
-    """Forget a backend, for tests."""
-    del _backends[name]
-
-
 def attention_choices() -> list[str]:
     """What `attention` may be: "auto" and the names of all backends."""
     return list(dict.fromkeys([AUTO, *BUILT_IN, *_backends]))

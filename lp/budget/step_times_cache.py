@@ -80,8 +80,7 @@ def cache_folder() -> Path:
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else ""
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     capability = torch.backends.cpu.get_cpu_capability()
     return f"{platform.machine()} {name or platform.processor()} {os.cpu_count()} {capability}"
 

@@ -40,7 +40,6 @@ class DraftConfig(Protocol):
 
     def shape(self) -> LookaheadConfig:
         """The steps that it takes: the window, the largest draft tree, and how ranks share KV."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +68,9 @@ class SourceFactory(Protocol):
 
     def new_source(self, call: Call, /) -> DraftSource:
         """The source of one call."""
-        ...
 
     def call_ended(self, is_main: bool, /) -> None:
         """A text is complete; `is_main` on the one rank that may write files."""
-        ...
 
 
 class _OneEachCall:
@@ -141,11 +138,6 @@ def register_factory(name: str, config: type) -> Callable[[T], T]:
         return factory
 
     return register
-
-
-def unregister_source(name: str) -> None:
-    """Forget a source, for tests."""
-    del _entries[name]
 
 
 def sources() -> tuple[SourceEntry, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
@@ -32,8 +33,16 @@ from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
 # What transformers hands over by itself, and what changes no token.
-KNOWN = {"attention_mask", "position_ids", "cache_position", "past_key_values", "use_cache", "logits_to_keep"}
-KNOWN |= {"return_dict", "output_router_logits"}
+KNOWN = {
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+    "output_router_logits",
+}
 
 
 def generate(
@@ -90,16 +99,17 @@ def generate(
         streamer.put(input_ids.cpu())
 
     def decode(index: int, new: int, criteria: list[StoppingCriteria]) -> GenerationOutput:
-        row, padding = input_ids[index].tolist(), paddings[index]
+        ids = input_ids[index].tolist()
+        padding = paddings[index]
         return decoder.generate(
-            row[padding:],
+            ids[padding:],
             new,
             sampling,
-            logits_processor=[_of_row(processor, index) for processor in logits_processor or ()],
+            logits_processor=[_of_prompt(processor, index) for processor in logits_processor or ()],
             eos_token_id=() if eos is None else eos.flatten().tolist(),
             stopping_criteria=criteria,
             on_tokens=None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
-            padding=row[:padding],
+            padding=ids[:padding],
             sequence=index,
             output_scores=bool(config.return_dict_in_generate and config.output_scores),
             output_logits=bool(config.return_dict_in_generate and config.output_logits),
@@ -122,14 +132,15 @@ def generate(
     finally:
         if streamer is not None:
             streamer.end()  # which gives out the last word, and frees who waits for more
-    news = _padded([output.tokens for output in outputs], config)
-    sequences = torch.cat([input_ids, input_ids.new_tensor(news)], dim=1)
+    texts = [input_ids.new_tensor(output.tokens) for output in outputs]
+    new = pad_sequence(texts, batch_first=True, padding_value=_pad_id(config))
+    sequences = torch.cat([input_ids, new], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    scores, logits = [output.scores for output in outputs], [output.logits for output in outputs]
-    device = input_ids.device
     return GenerateDecoderOnlyOutput(
-        sequences=sequences, scores=_by_step(scores, device), logits=_by_step(logits, device)
+        sequences=sequences,
+        scores=_by_step([output.scores for output in outputs], input_ids.device),
+        logits=_by_step([output.logits for output in outputs], input_ids.device),
     )
 
 
@@ -217,7 +228,7 @@ def _seed(seed: int | None) -> int:
     return int(torch.randint(2**63 - 1, (1,))) if seed is None else seed
 
 
-def _of_row(processor: LogitsProcessor, index: int) -> LogitsProcessor:
+def _of_prompt(processor: LogitsProcessor, index: int) -> LogitsProcessor:
     """A processor prepared for the batch, for one of its sequences."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, torch.Tensor):
@@ -225,14 +236,12 @@ def _of_row(processor: LogitsProcessor, index: int) -> LogitsProcessor:
     return processor
 
 
-def _by_step(rows: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:
+def _by_step(texts: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:
     """From (new tokens, V) a prompt to transformers' T times (B, V), in float32; zeros behind the end of a text."""
-    given = [row.to(device, torch.float32) for row in rows if row is not None]
-    return tuple(torch.nn.utils.rnn.pad_sequence(given)) if given else None
+    given = [logits.to(device, torch.float32) for logits in texts if logits is not None]
+    return tuple(pad_sequence(given)) if given else None
 
 
-def _padded(news: list[list[int]], config: GenerationConfig) -> list[list[int]]:
-    longest = max(map(len, news))
+def _pad_id(config: GenerationConfig) -> int:
     pad = getattr(config, "_pad_token_tensor", None)
-    pad_id = int(pad) if pad is not None else config.pad_token_id or 0
-    return [new + [pad_id] * (longest - len(new)) for new in news]
+    return int(pad) if pad is not None else config.pad_token_id or 0

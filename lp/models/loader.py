@@ -57,8 +57,11 @@ def load(
     offline = not Path(source).expanduser().is_dir() and not _hub_answers()
     config = _config(source, trust_remote_code, offline)
     check_supported(config)
-    kwargs: dict[str, Any] = {"dtype": DTYPES.get(dtype, "auto"), "trust_remote_code": trust_remote_code}
-    kwargs["local_files_only"] = offline
+    kwargs: dict[str, Any] = {
+        "dtype": DTYPES.get(dtype, "auto"),
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": offline,
+    }
     if attn_implementation:
         kwargs["attn_implementation"] = attn_implementation
     quantised = getattr(config, "quantization_config", None) is not None

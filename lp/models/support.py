@@ -86,7 +86,7 @@ def inexact_quantisation(config: Any) -> str | None:
         return None
     fields = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
     method = str(getattr(fields.get("quant_method"), "value", fields.get("quant_method")))
-    text = _flat(fields)
+    text = json.dumps(fields, default=lambda value: getattr(value, "__dict__", None) or str(value))
     if method == "bitsandbytes" and fields.get("load_in_8bit"):
         return "bitsandbytes int8 picks its outlier columns over all tokens of a forward pass"
     if method in SHARED_SCALES or "DynamicActivation" in text or '"dynamic": true' in text:
@@ -109,7 +109,3 @@ def logit_rounding(model: Any) -> float:
     if any("expert" in name for name in vars(model.config.get_text_config())):
         precision = max(precision, torch.finfo(torch.bfloat16).eps)
     return math.sqrt(precision)
-
-
-def _flat(fields: dict[str, Any]) -> str:
-    return json.dumps(fields, default=lambda value: getattr(value, "__dict__", None) or str(value))

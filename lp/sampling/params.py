@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lp.checks import as_float, check_choice, check_count, set_field
 from lp.errors import UserError
@@ -66,20 +67,15 @@ class SamplingParams:
         """transformers' processors for these settings, in its order."""
         import transformers as tf  # takes seconds, and the apps' --help needs no processor
 
-        made: list[LogitsProcessor] = []
-        if self.repetition_penalty != 1:
-            made.append(tf.RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        if self.temperature != 1:
-            made.append(tf.TemperatureLogitsWarper(self.temperature))
-        if self.top_k:
-            made.append(tf.TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            made.append(tf.TopPLogitsWarper(self.top_p))
-        if self.min_p > 0:
-            made.append(tf.MinPLogitsWarper(self.min_p))
-        if self.typical_p < 1:
-            made.append(tf.TypicalLogitsWarper(self.typical_p))
-        return made
+        settings: tuple[tuple[Callable[[Any], LogitsProcessor], float, float], ...] = (  # the last: changes nothing
+            (tf.RepetitionPenaltyLogitsProcessor, self.repetition_penalty, 1),
+            (tf.TemperatureLogitsWarper, self.temperature, 1),
+            (tf.TopKLogitsWarper, self.top_k, 0),
+            (tf.TopPLogitsWarper, self.top_p, 1),
+            (tf.MinPLogitsWarper, self.min_p, 0),
+            (tf.TypicalLogitsWarper, self.typical_p, 1),
+        )
+        return [processor(value) for processor, value, neutral in settings if value != neutral]
 
 
 def _check_above(config: SamplingParams, name: str, high: float, remedy: str) -> None:

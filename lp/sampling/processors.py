@@ -77,6 +77,7 @@ class BranchProcessors:
 
     Attributes:
         temperature: product of the temperatures: all that is applied to a node that no walk can reach.
+        full_vocabulary_temperature: the same where nothing else is applied; 0 where other processors are.
         prefix_free: whether every processor is a function of the scores alone.
     """
 
@@ -85,7 +86,7 @@ class BranchProcessors:
         self._padding = list(padding)
         temperatures = [p.temperature for p in self._processors if isinstance(p, tf.TemperatureLogitsWarper)]
         self.temperature = math.prod(temperatures)
-        self.only_temperature = len(temperatures) == len(self._processors)
+        self.full_vocabulary_temperature = self.temperature if len(temperatures) == len(self._processors) else 0.0
         self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self._processors)
 
     def __len__(self) -> int:

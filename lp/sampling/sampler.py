@@ -36,10 +36,13 @@ class Sampler:
     Attributes:
         uses_drafts: whether a node's token depends on the draft tokens behind it.
         noise_key: (seed, sequence) of the noise that the text is sampled under, None without.
+        full_vocabulary_temperature: the temperature where every token may be sampled; 0 for greedy sampling, or if
+            warpers leave tokens out.
     """
 
     uses_drafts = False
     noise_key: tuple[int, int] | None = None
+    full_vocabulary_temperature = 0.0
 
     def __init__(self, processors: BranchProcessors) -> None:
         self.processors = processors
@@ -48,11 +51,6 @@ class Sampler:
     def prefix_free(self) -> bool:
         """Whether no processor looks at a node's prefix."""
         return self.processors.prefix_free
-
-    @property
-    def full_vocabulary_temperature(self) -> float:
-        """The temperature where every token may be sampled; 0 for greedy sampling, or if warpers leave tokens out."""
-        return 0.0
 
     @property
     def is_argmax(self) -> bool:
@@ -116,10 +114,7 @@ class CoupledSampler(Sampler):
         self.noise = noise
         self.noisy_guesses = noisy_guesses
         self.noise_key = (noise.seed, noise.sequence)
-
-    @property
-    def full_vocabulary_temperature(self) -> float:
-        return self.processors.temperature if self.processors.only_temperature else 0.0
+        self.full_vocabulary_temperature = processors.full_vocabulary_temperature
 
     def sample(
         self,
@@ -147,10 +142,7 @@ class RejectionSampler(Sampler):
     def __init__(self, processors: BranchProcessors, generator: torch.Generator) -> None:
         super().__init__(processors)
         self.generator = generator
-
-    @property
-    def full_vocabulary_temperature(self) -> float:
-        return self.processors.temperature if self.processors.only_temperature else 0.0
+        self.full_vocabulary_temperature = processors.full_vocabulary_temperature
 
     def sample(
         self,

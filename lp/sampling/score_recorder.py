@@ -27,12 +27,9 @@ class RecordingSampler(Sampler):
         self.inner = inner
         self.uses_drafts = inner.uses_drafts
         self.noise_key = inner.noise_key
+        self.full_vocabulary_temperature = inner.full_vocabulary_temperature
         self._recorded: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         self._step: dict[str, torch.Tensor] = {}
-
-    @property
-    def full_vocabulary_temperature(self) -> float:
-        return self.inner.full_vocabulary_temperature
 
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]

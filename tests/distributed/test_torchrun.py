@@ -61,25 +61,6 @@ def test_a_user_error_is_said_once(processes: Processes, settings: list[str], tm
     assert processes.wait_for_end() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_reach_the_ranks(
-    processes: Processes, settings: list[str], tmp_path: Path, number: signal.Signals
-) -> None:
-    """What was generated is shown, with its figures, and nothing keeps running."""
-    asked = [*settings, "max_new_tokens=1500", "compare=false"]
-    process = processes.start(processes.torchrun(2, APP, *asked), _run_dir(tmp_path))
-    assert process.stdout is not None
-    seen = ""
-    while "===" not in seen:  # the first prompt has begun
-        seen += process.stdout.readline()
-    time.sleep(0.5)
-    os.kill(process.pid, number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, err
-    assert "interrupted" in out and "tokens" in out
-    assert processes.wait_for_end(20) == []
-
-
 def _in_a_text(processes: Processes, settings: list[str], folder: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
     """A launch on two ranks that has begun to print a long text, and its rank 1."""
     asked = [*settings, "max_new_tokens=1500", "compare=false"]
@@ -89,6 +70,19 @@ def _in_a_text(processes: Processes, settings: list[str], folder: Path) -> tuple
         assert process.poll() is None, "it ended before its first text"
     time.sleep(0.5)
     return process, next(p for p in processes.alive() if p.environ().get("RANK") == "1" and "launch.cli" in p.cmdline())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_ranks(
+    processes: Processes, settings: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    """What was generated is shown, with its figures, and nothing keeps running."""
+    process, _ = _in_a_text(processes, settings, tmp_path)
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert "interrupted" in out and "tokens" in out
+    assert processes.wait_for_end(20) == []
 
 
 def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, settings: list[str], tmp_path: Path) -> None:

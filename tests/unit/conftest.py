@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra.core.config_store import ConfigStore
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lp
 from lp.budget.measure import SIZES
@@ -21,6 +22,7 @@ from lp.budget.step_times import StepTimes
 from lp.config import LookaheadConfig
 from lp.engine.memory import largest_step_tokens
 from lp.models.loader import DEMO_MODEL
+from tests.tiny_models import tiny_model
 
 CONTEXT = 256
 
@@ -76,6 +78,23 @@ def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = 
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def with_template(source: Path, folder: Path, template: str) -> Path:
+    """A copy of a model's folder with a chat template."""
+    shutil.copytree(source, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    """A random Llama in float64, which pads a batch with token 0."""
+    model = tiny_model()
+    model.generation_config.pad_token_id = 0
+    return model
 
 
 @pytest.fixture(scope="session")

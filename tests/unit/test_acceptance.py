@@ -40,8 +40,5 @@ def test_edges() -> None:
     """Nothing accepted is plain decoding; everything accepted is the whole depth."""
     assert AcceptanceModel(alpha=0, f=2).compression(9, 4) == 1
     assert AcceptanceModel(alpha=1, f=1).compression(1, 4) == 5
-    for bad in ({"alpha": 1.1, "f": 1}, {"alpha": 0.5, "f": 0.9}):
-        with pytest.raises(ValueError, match="it must be"):
-            AcceptanceModel(**bad)
     with pytest.raises(ValueError, match="measure some"):
         AcceptanceModel.fitted([])

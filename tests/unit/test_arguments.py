@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,14 +18,6 @@ from launch.arguments import PROMPT, STDIN, take_prompt
 from tests.conftest import ROOT
 
 CODE = "def f(a, b=2): return '${x}' # \u65e5\u672c"
-
-
-@pytest.fixture(autouse=True)
-def no_prompt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (PROMPT, STDIN):
-        monkeypatch.setenv(name, "")  # so that what a test sets is taken back
-        monkeypatch.delenv(name)
-    yield
 
 
 @pytest.mark.parametrize(

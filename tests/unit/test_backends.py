@@ -17,8 +17,9 @@ from launch.app import CONF
 from launch.builders import decoder_builders
 from launch.schema import register as register_configs
 from launch.schema import settings
+from lp.attention import registry
 from lp.attention.base import AttentionBackend
-from lp.attention.registry import attention_choices, backend_named, unregister_attention
+from lp.attention.registry import attention_choices, backend_named
 from lp.models.runner import ModelRunner
 from tests.tiny_models import drawn_text, plain_greedy, tiny_model
 
@@ -67,7 +68,7 @@ class Loop(AttentionBackend):
 def loop() -> Iterator[None]:
     lp.register_attention("loop")(Loop)
     yield
-    unregister_attention("loop")
+    del registry._backends["loop"]
 
 
 @pytest.mark.parametrize("arch", ["llama", "mistral_sliding", "gemma3"])

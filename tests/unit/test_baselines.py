@@ -18,7 +18,7 @@ from tests.tiny_models import plain_greedy, tiny_model
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 1, 4, 1, 5, 9]
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {},
-    "static": {"cache": "static"},
+    "static": {"static": True},
     "prompt_lookup": {"prompt_lookup": 5},
     "draft": {"draft": None},  # a copy of the model, so that every draft is right
     "bad_draft": {"draft": 1},  # another one, so that hardly any is
@@ -89,10 +89,6 @@ def test_refusals() -> None:
         BASELINES["hf_assisted"].build(model, alone, options)
     with pytest.raises(ValueError, match="give one of the same family"):
         load_draft("demo", model)
-    with pytest.raises(ValueError, match="must be one of"):
-        HFGenerateDecoder(model, cache="paged")
-    with pytest.raises(ValueError, match="takes no drafts"):
-        HFGenerateDecoder(model, cache="static", prompt_lookup=3)
     if torch.cuda.device_count() < 2:
         with pytest.raises(ValueError, match=f"torch sees {torch.cuda.device_count()}: leave it out here"):
             BASELINES["accelerate_pp"].build(model, alone, options)

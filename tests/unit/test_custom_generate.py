@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,34 +19,21 @@ from transformers import (
     PreTrainedModel,
     QuantizedCache,
     StaticCache,
-    StoppingCriteria,
     StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 
 import lp
-from tests.tiny_models import drawn_text, tiny_model
+from tests.tiny_models import drawn_text
 
 LOOKAHEAD: dict[str, Any] = {"custom_generate": lp.generate, "window_size": 7, "ngram_size": 5, "guess_set_size": 7}
 IDS = torch.tensor([[0, 0, 0, 5, 6, 7, 1, 2], [1, 2, 3, 4, 1, 2, 3, 4]])
 MASK = (torch.arange(8)[None] >= torch.tensor([[3], [0]])).long()  # the first prompt is padded on the left
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
-    model = tiny_model()
-    model.generation_config.pad_token_id = 0
-    return model
-
-
-class _AtToken(StoppingCriteria):
-    """Ends a row at this token."""
-
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] == self.token
+def _at_token(token: int) -> Callable[..., torch.Tensor]:
+    """A criterion that ends a row at this token."""
+    return lambda input_ids, scores, **kwargs: input_ids[:, -1] == token
 
 
 @pytest.mark.parametrize(
@@ -80,8 +68,8 @@ def test_criteria_and_dict(model: PreTrainedModel, eos: int | None) -> None:
     asked |= {"repetition_penalty": 1.4, "return_dict_in_generate": True, "output_scores": True}
     uneven = 0
     for token in (8, 40, 33, 13):
-        expected = model.generate(IDS, **asked, stopping_criteria=[_AtToken(token)])
-        output = model.generate(IDS, **asked, **LOOKAHEAD, stopping_criteria=[_AtToken(token)])
+        expected = model.generate(IDS, **asked, stopping_criteria=[_at_token(token)])
+        output = model.generate(IDS, **asked, **LOOKAHEAD, stopping_criteria=[_at_token(token)])
         assert output.sequences.tolist() == expected.sequences.tolist()
         new = expected.sequences[:, IDS.shape[1] :]
         assert new.shape[1] < 40 and (new[:, -1] == token).any()
@@ -94,7 +82,7 @@ def test_criteria_and_dict(model: PreTrainedModel, eos: int | None) -> None:
 def test_a_time_limit_lets_no_row_go_on(model: PreTrainedModel) -> None:
     """Rows run one after another, so time that is up for a row is up for the rest of it: padded, not run again."""
     asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK, "repetition_penalty": 1.4}
-    given = {"max_time": 1e6, "stopping_criteria": [_AtToken(8)]}
+    given = {"max_time": 1e6, "stopping_criteria": [_at_token(8)]}
     ended = model.generate(IDS, **asked, **LOOKAHEAD, **given)[:, IDS.shape[1] :]
     for row, whole in zip(ended.tolist(), model.generate(IDS, **asked)[:, IDS.shape[1] :].tolist(), strict=True):
         end = whole.index(8) + 1

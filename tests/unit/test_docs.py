@@ -20,7 +20,9 @@ from launch.app import CONF, import_plugins, register_resolvers
 from launch.arguments import take_prompt
 from launch.cli import APPS
 from launch.schema import register, settings
-from lp.draft.registry import sources, unregister_source
+from lp.attention import registry as attention_registry
+from lp.draft import registry as source_registry
+from lp.draft.registry import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -65,7 +67,7 @@ def clean_registries() -> Iterator[None]:
     before = {entry.name for entry in sources()}
     yield
     for name in {entry.name for entry in sources()} - before:
-        unregister_source(name)
+        del source_registry._entries[name]
 
 
 @pytest.fixture
@@ -127,15 +129,13 @@ def test_extending_with_a_plugin(clean_registries: None, tmp_path: Path, monkeyp
 
 def test_extending_with_an_attention_backend(configs: None) -> None:
     """The page's backend decodes exactly, and is a choice of the apps."""
-    from lp.attention.registry import unregister_attention
-
     run_python(EXTENDING, "An attention backend")
     try:
         register()
         (config,) = run_commands("An attention backend")
         assert config.attention.name == "float64"  # type: ignore[attr-defined]
     finally:
-        unregister_attention("float64")
+        del attention_registry._backends["float64"]
 
 
 def test_extending_with_a_model() -> None:

@@ -59,13 +59,13 @@ def _branch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelRunner, "forward", leaky)
 
 
-def _stale(patch: pytest.MonkeyPatch) -> None:
-    """The last accepted row keeps the KV of the row that lay in its place."""
+def _stale(patch: pytest.MonkeyPatch, cached: int = 0) -> None:
+    """The last accepted row keeps the KV of the row that lay in its place, behind at least so many cached rows."""
     commit = StaticKVCache.commit
 
     def lazy(self: Any, rows: Any) -> None:
         rows = [*rows]
-        commit(self, [*rows[:-1], len(rows) - 1] if rows else rows)
+        commit(self, [*rows[:-1], len(rows) - 1] if rows and self.length >= cached else rows)
 
     patch.setattr(StaticKVCache, "commit", lazy)
 
@@ -100,13 +100,7 @@ def _far_merge(patch: pytest.MonkeyPatch) -> None:
 
 def _far_commit(patch: pytest.MonkeyPatch) -> None:
     """Behind many cached rows the last accepted row keeps the KV of the row that lay in its place."""
-    commit = StaticKVCache.commit
-
-    def lazy(self: Any, rows: Any) -> None:
-        rows = [*rows]
-        commit(self, [*rows[:-1], len(rows) - 1] if rows and self.length >= SHORT else rows)
-
-    patch.setattr(StaticKVCache, "commit", lazy)
+    _stale(patch, SHORT)
 
 
 @pytest.mark.parametrize("fault", [_far_mask, _far_merge, _far_commit], ids=lambda fault: fault.__name__.strip("_"))

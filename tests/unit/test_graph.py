@@ -32,6 +32,12 @@ def _uncompiled(model: PreTrainedModel, attention: str) -> ModelRunner:
     return runner
 
 
+def _captured(model: PreTrainedModel) -> lp.LookaheadDecoder:
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
+    decoder.runner.captured = CapturedSteps(decoder.runner.model, decoder.runner.masks, Capture.OFF)
+    return decoder
+
+
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.compile with a cache of its own: the user's may have what a killed process left half written."""
@@ -72,15 +78,13 @@ def test_logits_are_those_of_an_open_shape(arch: str, backend: str) -> None:
 def test_texts_one_after_the_other() -> None:
     """What an earlier text left in the cache, or a longer one that needs a larger cache, must not show."""
     model = tiny_model("llama")
-    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
-    decoder = lp.LookaheadDecoder(model, config)
-    decoder.runner.captured = CapturedSteps(decoder.runner.model, decoder.runner.masks, Capture.OFF)
+    decoder = _captured(model)
     rng, capacities = random.Random(0), set()
     for length in (5, 60, 5, 400, 5):
         ids = drawn_text(rng, length)
         plain = lp.AutoregressiveDecoder(model).generate(ids, 30)
         assert decoder.generate(ids, 30).tokens == plain.tokens
-        assert decoder.runner.captured.cache is not None
+        assert decoder.runner.captured and decoder.runner.captured.cache is not None
         capacities.add(decoder.runner.captured.cache.capacity)
     assert len(capacities) == 2
     decoder.runner.captured.release()
@@ -140,12 +144,6 @@ def test_a_step_that_no_graph_takes(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         decoder.generate(ids, 20)
 
 
-def _captured(model: PreTrainedModel) -> lp.LookaheadDecoder:
-    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
-    decoder.runner.captured = CapturedSteps(decoder.runner.model, decoder.runner.masks, Capture.OFF)
-    return decoder
-
-
 def test_a_text_within_a_text() -> None:
     """A callback that generates with the same decoder would find the cache of the text that it interrupts."""
     model = tiny_model("llama")
@@ -176,16 +174,6 @@ def test_a_nan_stays_in_its_text() -> None:
     with torch.no_grad():
         weight.copy_(before)
     assert decoder.generate(ids, 20).tokens == plain.tokens
-
-
-def test_decoders_of_one_model_take_turns() -> None:
-    """Each has an attention of its own, over the same weights."""
-    model, ids = tiny_model("llama"), drawn_text(random.Random(3), 30)
-    plain = lp.AutoregressiveDecoder(model).generate(ids, 20).tokens
-    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
-    decoders = [lp.LookaheadDecoder(model, config, attention=name) for name in ("auto", "sdpa", "eager")]
-    for decoder in (*decoders, *decoders):
-        assert decoder.generate(ids, 20).tokens == plain
 
 
 def test_caches_end_with_their_texts() -> None:

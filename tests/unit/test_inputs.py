@@ -140,17 +140,21 @@ def test_wrong_numbers_of_sampling(name: str) -> None:
 
 
 def test_eos(model: tf.PreTrainedModel, decoder: lp.LookaheadDecoder) -> None:
-    """An array's elements, or numpy's ints in a list, are ints like any other."""
+    """An array's or a tensor's elements, or numpy's ints in a list, are ints like any other."""
     whole = plain_greedy(model, IDS, 20)
     eos = whole[7]
     ended = whole[: whole.index(eos) + 1]
     arrays = [np.array(eos), np.array([eos]), np.array([[60, eos]]), np.int64(eos), np.uint8(eos)]
     for given in (
         *arrays,
+        eos,
+        [eos],
+        {eos},
         [np.int64(eos)],
         {np.int32(eos)},
         (i for i in [eos]),
         torch.tensor(eos),
+        torch.tensor([eos]),
         [torch.tensor(eos)],
     ):
         assert decoder.generate(IDS, 20, eos_token_id=given).tokens == ended

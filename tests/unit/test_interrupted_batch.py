@@ -13,19 +13,12 @@ from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria, pipel
 from transformers.generation.streamers import BaseStreamer
 
 import lp
-from tests.tiny_models import plain_greedy, tiny_model
+from tests.tiny_models import plain_greedy
 
 LOOKAHEAD: dict[str, Any] = {"custom_generate": lp.generate, "window_size": 5, "ngram_size": 4, "guess_set_size": 5}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 BATCH = [PROMPT, PROMPT[::-1], PROMPT[:10] * 2]
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    model = tiny_model()
-    model.generation_config.pad_token_id = 0
-    return model
 
 
 class _Sends(StoppingCriteria):

@@ -19,7 +19,7 @@ from lp.engine.journal import Journal
 from lp.engine.signals import DeferredSignals, Terminated, asked_to_end
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
-from tests.tiny_models import plain_greedy, tiny_model
+from tests.tiny_models import plain_greedy
 
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
@@ -32,11 +32,6 @@ DECODERS = {
 }
 every_decoder = pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS)
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
-
-
-@pytest.fixture
-def model() -> PreTrainedModel:
-    return tiny_model()
 
 
 @every_decoder

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from lp.engine.signals import Terminated
 from lp.models.loader import Loaded, load
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
-from tests.unit.conftest import Ran
+from tests.unit.conftest import Ran, with_template
 
 SMALL = ["model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "limit=3"]
 METHODS = ["lookahead", "autoregressive", "prompt_lookup"]
@@ -266,12 +265,10 @@ def test_a_question_is_asked_in_the_models_template(
     bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path
 ) -> None:
     """A chat model that is not addressed as such writes something else; code to complete is no question."""
-    task, chatty = tmp_path / "t.jsonl", tmp_path / "chatty"
+    task = tmp_path / "t.jsonl"
     task.write_text('{"prompt": "hello"}\n')
-    shutil.copytree(tiny_folder, chatty)
+    chatty = with_template(tiny_folder, tmp_path / "chatty", "Q: {{ messages[0]['content'] }} A:")
     tokenizer = AutoTokenizer.from_pretrained(chatty)
-    tokenizer.chat_template = "Q: {{ messages[0]['content'] }} A:"
-    tokenizer.save_pretrained(chatty)
     said = []
     for name, chat in [(chatty, "true"), (chatty, "false"), (tiny_folder, "true")]:
         asked = ["task=gsm8k", f"task.chat={chat}", f"task.path={task}", "methods=[autoregressive]", "output=json"]

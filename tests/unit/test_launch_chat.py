@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from lp.checks import check_int
 from lp.models.loader import load
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
-from tests.unit.conftest import CONTEXT, Ran
+from tests.unit.conftest import CONTEXT, Ran, with_template
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=12")
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -32,18 +31,10 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system 
 FIGURES = re.compile(r"(\d+) tokens, (\d+) steps, S ([\d.]+), ([\d.]+) tokens/s")
 
 
-def _with_template(source: Path, folder: Path, template: str) -> Path:
-    shutil.copytree(source, folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def chat_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a chat template."""
-    return _with_template(tiny_folder, tmp_path_factory.mktemp("chat") / "model", TEMPLATE)
+    return with_template(tiny_folder, tmp_path_factory.mktemp("chat") / "model", TEMPLATE)
 
 
 @pytest.fixture
@@ -174,7 +165,7 @@ def test_a_start_that_cannot_be(
     launch_chat: Callable[..., Ran], tiny_folder: Path, tmp_path: Path, overrides: str
 ) -> None:
     """Found before the first line is typed, not after."""
-    folder = _with_template(tiny_folder, tmp_path / "model", NO_SYSTEM)
+    folder = with_template(tiny_folder, tmp_path / "model", NO_SYSTEM)
     ran = launch_chat("a\n", *SMALL[:-1], f"model.name={folder}", *overrides.split(" "))
     assert ran.code == 2 and ran.out == ""
     assert ran.err.startswith("error: ") and STARTS[overrides] in ran.err and ran.err.count("\n") == 1

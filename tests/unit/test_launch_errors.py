@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -133,24 +132,6 @@ def test_a_prompt_longer_than_the_context(launch_generate: Launch, tiny_folder: 
     file.write_text("x = 1\n" * CONTEXT)
     ran = launch_generate("model=hf", f"model.name={tiny_folder}", f"prompt_file={file}")
     _assert_user_error(ran, f"the model's context {CONTEXT}")
-
-
-MODELS = {
-    "a folder without a config": (None, "cannot read a model config"),
-    "an encoder": ({"model_type": "vit"}, "is a 'vit' model, which is not a causal LM"),
-    "an encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, "'t5'"),
-    "bloom": ({"model_type": "bloom"}, "'bloom' uses alibi"),
-    "falcon with alibi": ({"model_type": "falcon", "alibi": True}, "'falcon' uses alibi"),
-}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_model_that_cannot_be_used(launch_generate: Launch, tmp_path: Path, kind: str) -> None:
-    """Refused by its name before any weight is read."""
-    config, message = MODELS[kind]
-    if config is not None:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    _assert_user_error(launch_generate("model=hf", f"model.name={tmp_path}"), message)
 
 
 def test_a_tokenizer_larger_than_the_model(launch_generate: Launch, tmp_path: Path) -> None:

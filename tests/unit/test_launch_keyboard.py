@@ -117,11 +117,8 @@ def test_lines_are_kept_in_a_file_only_if_asked(typed: Callable[..., Keyboard], 
 @pytest.mark.parametrize("text", ["naïve 🙂\n", "", None, "x" * 10000])
 def test_every_rank_gets_the_text_of_rank_0(text: str | None) -> None:
     """The length goes first: ranks do not know it; an empty text is not the end."""
-
-    def body(context: ParallelContext) -> str | None:
-        return context.share_text(text if context.is_main else "not looked at")
-
-    assert run_lockstep(3, body) == [text] * 3
+    shared = run_lockstep(3, lambda context: context.share_text(text if context.is_main else "not looked at"))
+    assert shared == [text] * 3
     assert ParallelContext().share_text(text) == text
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.conftest import Ran
 
-SMALL = ("prefix=24", "rows=[1,3]", "rounds=1", "max_new_tokens=4")
+SMALL = ("prefix=24", "tokens=[1,3]", "rounds=1", "max_new_tokens=4")
 SHAPE = ("model=codellama_34b", "model.dtype=float32", "shape.layers=2", "shape.divide=64", "W=4", "N=3", "G=3")
 
 
@@ -63,8 +63,8 @@ BAD = {
     "R=0": "R is 0",
     "prefix=0": "prefix is 0",
     "prefix=2040": "the model's context is 2048",
-    "rows=[]": "rows is empty",
-    "rows=[1,0]": "rows is 0",
+    "tokens=[]": "tokens is empty",
+    "tokens=[1,0]": "tokens is 0",
     "rounds=0": "rounds is 0",
     "max_new_tokens=1": "max_new_tokens is 1; it must be an integer >= 2",
     "shape.layers=2": "shape.layers and shape.divide scale a shape, not demo",

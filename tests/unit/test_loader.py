@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
 import lp
 from lp.models.digests import model_digests
@@ -44,8 +45,25 @@ def _without(pattern: str) -> Change:
     return lambda folder: [path.unlink() for path in folder.glob(pattern)]
 
 
+def _without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+def _sharded_without_shards(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 DAMAGED: dict[str, tuple[Change, str]] = {
     "weights cut short": (_truncated(WEIGHTS, -100), "model.safetensors is damaged or incomplete"),
+    "not safetensors": (lambda folder: (folder / WEIGHTS).write_text("hello" * 99), "is damaged or incomplete"),
+    "a tensor missing": (_without_a_tensor, r"weights have no model.layers.1.mlp.up_proj.weight \(of 1 missing\); use"),
+    "shards missing": (_sharded_without_shards, "cannot load .*model-00001-of-00002"),
+    "no config": (_without("config.json"), "cannot read a model config"),
+    "an unknown type": (_config(model_type="nonesuch"), "cannot read a model config .*nonesuch"),
     "a cut header": (_truncated(WEIGHTS, 100), "model.safetensors is damaged or incomplete"),
     "an empty file": (_truncated(WEIGHTS, 0), "model.safetensors is damaged or incomplete"),
     "no weights": (_without(WEIGHTS), "no file named model.safetensors"),
@@ -57,6 +75,9 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "a config of another type": (_config(hidden_size="x"), "model config .*'hidden_size'.* expected int, got str"),
     "an impossible config": (_config(num_attention_heads=5), r"model config .*not a multiple of .* heads \(5\)"),
     "a cut config": (_truncated("config.json", 20), "config.json' is not a valid JSON file"),
+    "an encoder": (_config(model_type="vit"), "is a 'vit' model, which is not a causal LM"),
+    "an encoder-decoder": (_config(model_type="t5", is_encoder_decoder=True), "'t5'"),
+    "bloom": (_config(model_type="bloom"), "'bloom' uses alibi"),
     "mpt": (_config(model_type="mpt"), "'mpt' uses alibi"),
     "gpt_neo": (
         _config(model_type="gpt_neo", num_layers=2, attention_types=[[["global", "local"], 1]]),
@@ -164,10 +185,7 @@ def test_a_known_object_as_quantisation_config() -> None:
 @pytest.mark.parametrize("kind", ["weights", "activations"])
 def test_torchao_int8(kind: str, tmp_path: Path) -> None:
     """A quantised weight is a tensor that takes no view and lies in a layer that is no plain Linear."""
-    if importlib.util.find_spec("torchao") is None:
-        pytest.skip("torchao is not installed; pip install torchao")
-    from torchao import quantization
-
+    quantization = pytest.importorskip("torchao.quantization")
     name = {"weights": "Int8WeightOnlyConfig", "activations": "Int8DynamicActivationInt8WeightConfig"}[kind]
     tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path)
     model = tf.AutoModelForCausalLM.from_pretrained(
@@ -193,12 +211,9 @@ def test_torchao_int8(kind: str, tmp_path: Path) -> None:
 
 def test_quantised_checkpoints_load(tmp_path: Path, tiny_folder: Path) -> None:
     """`load` must leave a quantised model where transformers put it."""
-    if importlib.util.find_spec("torchao") is None:
-        pytest.skip("torchao is not installed; pip install torchao")
-    from torchao.quantization import Int8WeightOnlyConfig
-
+    quantization = pytest.importorskip("torchao.quantization")
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
-    config = tf.TorchAoConfig(Int8WeightOnlyConfig())
+    config = tf.TorchAoConfig(quantization.Int8WeightOnlyConfig())
     tf.AutoModelForCausalLM.from_pretrained(tiny_folder, quantization_config=config).save_pretrained(folder)
     loaded = load(folder)
     assert type(loaded.model.model.layers[0].self_attn.q_proj.weight).__name__ == "Int8Tensor"

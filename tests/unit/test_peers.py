@@ -68,19 +68,18 @@ def test_peers_are_exact_on_one_rank_and_two(
     assert accepted > 5, "hardly anything was ever accepted"
 
 
-def test_settings_that_differ_are_named() -> None:
+@pytest.mark.parametrize(
+    ("config", "setting"), [(lp.PaperConfig, "guess_set_size"), (lp.RecyclingConfig, "successors")]
+)
+def test_settings_that_differ_are_named(config: Any, setting: str) -> None:
     """As for lookahead itself: ranks would lay out different steps."""
     model = tiny_model()
 
-    def paper(context: ParallelContext) -> None:
-        lp.LookaheadDecoder(model, lp.PaperConfig(guess_set_size=3 + context.rank), context).generate([1, 2], 4)
+    def body(context: ParallelContext) -> None:
+        lp.LookaheadDecoder(model, config(**{setting: 3 + context.rank}), context).generate([1, 2], 4)
 
-    def recycling(context: ParallelContext) -> None:
-        lp.LookaheadDecoder(model, lp.RecyclingConfig(successors=3 + context.rank), context).generate([1, 2], 4)
-
-    for body, setting in ((paper, "guess_set_size"), (recycling, "successors")):
-        with pytest.raises(ValueError, match=f"the {setting} of rank 1 differs"):
-            run_lockstep(2, body)
+    with pytest.raises(ValueError, match=f"the {setting} of rank 1 differs"):
+        run_lockstep(2, body)
 
 
 def test_paper_paths_lie_side_by_side(cases: Callable[[int, int], range]) -> None:

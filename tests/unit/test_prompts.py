@@ -1,4 +1,4 @@
-"""Prompts: the built-in ones and JSONL files."""
+"""Prompts: the built-in ones and JSONL files; bad ones are in test_bad_inputs.py."""
 
 from __future__ import annotations
 
@@ -40,32 +40,6 @@ def test_jsonl_needs_only_a_prompt(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"prompt": "x", "reference": null}\n')
     assert load_jsonl(path) == [Prompt(task_id=f"{path}, line 1", text="x")]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"prompt": "x"}\n{"prompt": ', "line 2 is not JSON"),
-        ('\n["x"]\n', "line 2 is not a JSON object but list"),
-        ('{"text": "x"}\n', "line 1 has no text under 'prompt'"),
-        ('{"prompt": ""}\n', "line 1 has no text under 'prompt'"),
-        ("\n", "holds no prompt"),
-    ],
-)
-def test_a_bad_line_is_named_by_its_number(tmp_path: Path, content: str, message: str) -> None:
-    """A file of thousands of lines is not searched by eye."""
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        load_jsonl(path)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.jsonl does not exist"):
-        load_jsonl(tmp_path / "none.jsonl")
-    (tmp_path / "latin").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"prompt_file .*latin is not UTF-8 \(byte 3\)"):
-        read_text(tmp_path / "latin", "prompt_file")
 
 
 def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

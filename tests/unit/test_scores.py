@@ -25,13 +25,6 @@ LOOKAHEAD: dict[str, Any] = {"custom_generate": lp.generate, "window_size": 7, "
 CLOSE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6}
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
-    model = tiny_model()
-    model.generation_config.pad_token_id = 0
-    return model
-
-
 def _assert_rows_equal(ours: Any, theirs: Any, length: int) -> None:
     """Sequences, and rows as far as a text goes; zeros behind."""
     assert ours.sequences.tolist() == theirs.sequences.tolist()

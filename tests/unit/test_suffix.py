@@ -142,10 +142,8 @@ def test_on_ranks() -> None:
     """Every rank grows its own tree from the same text: they must propose alike, and settings that differ be named."""
     model, (ids, config) = tiny_model(), _drawn(random.Random(3))
 
-    def body(context: ParallelContext) -> list[int]:
-        return lp.LookaheadDecoder(model, config, context).generate(ids, 40).tokens
-
-    assert run_lockstep(3, body) == [plain_greedy(model, ids, 40)] * 3
+    texts = run_lockstep(3, lambda context: lp.LookaheadDecoder(model, config, context).generate(ids, 40).tokens)
+    assert texts == [plain_greedy(model, ids, 40)] * 3
 
     def differ(context: ParallelContext) -> None:
         lp.LookaheadDecoder(model, lp.SuffixConfig(max_tokens=8 + context.rank // 2), context).generate(ids, 40)

@@ -17,12 +17,7 @@ from .registry import BaselineOptions, register_baseline
 
 @register_baseline("accelerate_pp")
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Plain decoding with the pipeline."""
-    return AutoregressiveDecoder(pipelined(model))
-
-
-def pipelined(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model with its layers balanced over every GPU that this process sees.
+    """Plain decoding by a copy of the model with its layers balanced over every GPU that this process sees.
 
     Raises:
         ValueError: fewer than two GPUs, or no accelerate.
@@ -38,4 +33,4 @@ def pipelined(model: PreTrainedModel) -> PreTrainedModel:
     layers = list(getattr(model, "_no_split_modules", None) or [])
     memory = get_balanced_memory(model, no_split_module_classes=layers, dtype=model.dtype)
     device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=layers, dtype=model.dtype)
-    return dispatch_model(copy.deepcopy(model).cpu(), device_map)
+    return AutoregressiveDecoder(dispatch_model(copy.deepcopy(model).cpu(), device_map))

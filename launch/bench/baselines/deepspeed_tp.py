@@ -19,12 +19,7 @@ from .registry import BaselineOptions, register_baseline
 
 @register_baseline("deepspeed_tp", all_ranks=True)
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Plain decoding with the model split over all ranks."""
-    return AutoregressiveDecoder(deepspeed_shard(model, context), context)
-
-
-def deepspeed_shard(model: PreTrainedModel, context: ParallelContext) -> PreTrainedModel:
-    """A copy of the model whose matrices are split over all ranks; each rank calls this.
+    """Plain decoding by a copy of the model whose matrices are split over all ranks; each rank calls this.
 
     Raises:
         ValueError: a single rank, no DeepSpeed, or a dtype it refuses on this device.
@@ -46,4 +41,4 @@ def deepspeed_shard(model: PreTrainedModel, context: ParallelContext) -> PreTrai
             dtype=model.dtype,
             replace_with_kernel_inject=False,
         )
-    return engine.module
+    return AutoregressiveDecoder(engine.module, context)

@@ -31,8 +31,6 @@ from lp.parallel.message import Stop
 
 from .registry import BaselineOptions, register_baseline
 
-CACHES = ("dynamic", "static")
-
 
 @register_baseline("hf_generate")
 def build_dynamic(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
@@ -43,7 +41,7 @@ def build_dynamic(model: PreTrainedModel, context: ParallelContext, options: Bas
 @register_baseline("hf_static")
 def build_static(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
     """With a cache of fixed size, whose step transformers compiles on a GPU."""
-    return HFGenerateDecoder(model, cache="static")
+    return HFGenerateDecoder(model, static=True)
 
 
 @register_baseline("hf_prompt_lookup")
@@ -78,28 +76,21 @@ class HFGenerateDecoder(Decoder):
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        cache: "dynamic" or "static"; transformers compiles the step of a static one on a GPU.
+        static: a cache of fixed size, with which transformers takes no drafts, and compiles the step on a GPU.
         prompt_lookup: tokens that prompt lookup copies a step; None copies none.
         draft: a model that drafts; None for none.
-
-    Raises:
-        ValueError: an unknown cache, or a static one with drafts, which transformers does not take.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         *,
-        cache: str = "dynamic",
+        static: bool = False,
         prompt_lookup: int | None = None,
         draft: PreTrainedModel | None = None,
     ) -> None:
         super().__init__(model)
-        if cache not in CACHES:
-            raise UserError(f"cache is {cache!r}; it must be one of {list(CACHES)}")
-        if cache == "static" and (prompt_lookup or draft is not None):
-            raise UserError("cache is 'static', with which transformers takes no drafts; use cache='dynamic'")
-        self.cache = cache
+        self.static = static
         self.prompt_lookup = prompt_lookup
         self.draft = draft
 
@@ -116,7 +107,8 @@ class HFGenerateDecoder(Decoder):
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
                 generation_config=self._config(request),
-                logits_processor=LogitsProcessorList(_processors(request)),
+                # None for bare greedy decoding, which `generate` does itself.
+                logits_processor=LogitsProcessorList([] if request.sampler.is_argmax else [_Sampled(request)]),
                 stopping_criteria=StoppingCriteriaList([steps]),
                 assistant_model=self.draft,
             )
@@ -135,7 +127,7 @@ class HFGenerateDecoder(Decoder):
     def _prefilled(self, ids: torch.Tensor, request: Request) -> Cache:
         """With the KV of the prompt but its last token; without where rotary frequencies need the whole prompt."""
         cache: Cache = DynamicCache(config=self.model.config)
-        if self.cache == "static":
+        if self.static:
             cache = StaticCache(config=self.model.config, max_cache_len=len(request.prompt) + request.max_new_tokens)
         if request.boundary is None:
             for part in ids[:, :-1].split(request.prefill_chunk, dim=1):
@@ -157,11 +149,6 @@ class HFGenerateDecoder(Decoder):
             pad_token_id=0,
             **drafts,
         )
-
-
-def _processors(request: Request) -> list[LogitsProcessor]:
-    """None for bare greedy decoding, which `generate` does itself."""
-    return [] if request.sampler.is_argmax else [_Sampled(request)]
 
 
 class _Sampled(LogitsProcessor):

@@ -31,7 +31,6 @@ class Build(Protocol):
 
     def __call__(self, model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
         """From the model, the ranks and the options."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

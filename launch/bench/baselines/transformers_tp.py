@@ -18,12 +18,7 @@ from .registry import BaselineOptions, register_baseline
 
 @register_baseline("transformers_tp", all_ranks=True)
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """Plain decoding with the model split over all ranks."""
-    return AutoregressiveDecoder(transformers_shard(model, context), context)
-
-
-def transformers_shard(model: PreTrainedModel, context: ParallelContext) -> PreTrainedModel:
-    """A copy of the model whose matrices are split over all ranks; each rank calls this.
+    """Plain decoding by a copy of the model whose matrices are split over all ranks; each rank calls this.
 
     Raises:
         ValueError: a single rank, a model class without a plan, or a release of transformers without the function.
@@ -43,4 +38,4 @@ def transformers_shard(model: PreTrainedModel, context: ParallelContext) -> PreT
     if head.weight is embeddings.weight:  # it splits the one and not the other
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     apply_tensor_parallelism(shard, mesh, shard._expand_parallel_plan(shard.tp_plan))
-    return shard
+    return AutoregressiveDecoder(shard, context)

@@ -76,10 +76,9 @@ def page() -> str:
     for config, names in names_by_config.items():
         title = " and ".join(f"decoder={name}" for name in names)
         parts += [f"## {title}\n", f"{summary(config)}.\n", table(config_keys(config, "decoder", names))]
+    sampling = table(config_keys(SamplingParams, "sampling", ["sample"]))
     parts += ["## decoder=autoregressive\n", "Plain decoding, one token a step. It has no keys.\n"]
-    parts += ["## sampling=sample\n", f"{summary(SamplingParams)}.\n"]
-    parts += [table(config_keys(SamplingParams, "sampling", ["sample"]))]
-    return "\n".join(parts)
+    return "\n".join([*parts, "## sampling=sample\n", f"{summary(SamplingParams)}.\n", sampling])
 
 
 def table(keys: Sequence[Key]) -> str:
@@ -90,15 +89,13 @@ def table(keys: Sequence[Key]) -> str:
 
 def groups() -> str:
     """The choices of every config group."""
+    names = ("model", "decoder", "attention", "sampling", "parallel", "task", "experiment")
     lines = [
         "### Groups\n",
         "A group is a set of keys that is chosen by name, as in `model=llama31_8b`.\n",
         "| group | choices |",
         "|---|---|",
-    ]
-    for group in ("model", "decoder", "attention", "sampling", "parallel", "task", "experiment"):
-        lines.append(f"| `{group}=` | {', '.join(f'`{name}`' for name in choices(group))} |")
-    lines += [
+        *(f"| `{group}=` | {', '.join(f'`{name}`' for name in choices(group))} |" for group in names),
         "",
         f"Of the models, {', '.join(f'`{name}`' for name in SHAPES)} are shapes without weights, for `lp profile`.",
         "",

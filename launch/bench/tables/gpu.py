@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+
+from ..table import empty_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +59,18 @@ def parity(report: Path) -> list[Figure]:
 
 
 def _parity(name: str, cases: list[dict[str, str]]) -> Figure:
-    failed = sum("failure" in case for case in cases)
-    refused = sum("skipped" in case for case in cases)
-    errors = [float(case["error"]) for case in cases if "tolerance" in case]
-    tolerance = max((float(case["tolerance"]) for case in cases if "tolerance" in case), default=None)
-    counts = [f"{len(cases)} tests"]
-    if failed:
-        counts.append(f"{failed} FAILED")
-    if refused:
-        counts.append(f"{refused} refused")
-    return Figure(name=name, value=max(errors, default=None), limit=tolerance, note=", ".join(counts))
+    counts = {
+        "tests": len(cases),
+        "FAILED": sum("failure" in case for case in cases),
+        "refused": sum("skipped" in case for case in cases),
+    }
+    measured = [case for case in cases if "tolerance" in case]
+    return Figure(
+        name=name,
+        value=max((float(case["error"]) for case in measured), default=None),
+        limit=max((float(case["tolerance"]) for case in measured), default=None),
+        note=", ".join(f"{count} {what}" for what, count in counts.items() if count),
+    )
 
 
 def figures(profile: dict[str, Any]) -> Iterator[Figure]:
@@ -109,9 +111,7 @@ def run(args: argparse.Namespace) -> None:
         measured = [replace(figure, limit=None) for figure in measured]
     lines = [*parity(args.parity), *measured]
     title = f"{profile['device']}: {profile['model']}, {profile['dtype']}"
-    table = Table(box=SIMPLE_HEAD, title_justify="left", title=title)
-    for column in ("figure", "value", "at most", "", "note"):
-        table.add_column(column, justify="right" if column in ("value", "at most") else "left", no_wrap=True)
+    table = empty_table(("figure", "value", "at most", "", "note"), ("figure", "", "note"), title=title)
     for line in lines:
         value = "-" if line.value is None else f"{line.value:.3g}"
         limit = "" if line.limit is None else f"{line.limit:.3g}"
