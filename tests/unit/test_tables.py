@@ -101,7 +101,7 @@ def test_sets_are_compared_one_by_one_and_together(tmp_path: Path, capsys: pytes
         for name, count in (("first", 1), ("second", 1), ("all sets", 2))
     ]
     for each in results:
-        assert each["tokens"] == each["one_tokens"] == 8 * each["prompts"] and not each["differing"]
+        assert 0 < each["tokens"] == each["one_tokens"] and not each["differing"]
         assert each["most_tokens"] <= 6 and each["ratio"] == pytest.approx(each["one_steps"] / each["steps"])
 
 
