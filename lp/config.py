@@ -72,7 +72,7 @@ class LookaheadConfig:
         window_noise: under sampling, the window iterates under the sampler's own noise; False guesses greedily.
         warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1; for ablations.
         kv_sync: how ranks get each other's accepted KV.
-        adaptive: W and G are bounds, within which every step takes what pays on this machine; None is true if none of
+        adaptive: W and G are bounds of each rank's step, which takes what pays on this machine; None is true if none of
             W, N and G is given. Never None once the config is made.
 
     Raises:

@@ -17,7 +17,10 @@ from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 from lp.parallel.lockstep import run_lockstep
-from lp.parallel.message import HEADER
+from lp.parallel.message import COUNT, DIGEST, HEADER, SAMPLED_SHIFT, TOKEN_BITS
+
+# The bits of a word that are known before the forward pass.
+LAYOUT_BITS = ~((1 << TOKEN_BITS) - 1 << SAMPLED_SHIFT)
 
 Build = Callable[[ParallelContext], LookaheadDecoder]
 Decode = Callable[[LookaheadDecoder], GenerationOutput]
@@ -72,8 +75,9 @@ class _RecordingContext(ParallelContext):
 class _ReplayContext(ParallelContext):
     """A rank whose collectives return recorded results; they take as long as those of a single rank.
 
-    The header of its message is its own, so that a rank that does something else fails, and Ctrl-C ends the text. Its
-    samples are the recorded ones: captured steps may round otherwise.
+    The header of its message is its own, so that a rank whose state is another fails, and Ctrl-C ends the text. Its
+    nodes must be the recorded ones, which the others have merged. Its samples are the recorded ones: captured steps may
+    round otherwise.
     """
 
     recorded: RecordedCollectives = field(default_factory=RecordedCollectives)
@@ -81,8 +85,15 @@ class _ReplayContext(ParallelContext):
     def all_gather(self, message: torch.Tensor) -> torch.Tensor:
         own = super().all_gather(message)  # the copy to the host, which also waits for the device
         messages = self.recorded.next().clone()
+        if own[0, DIGEST] == messages[self.rank, DIGEST]:
+            self._check_layout(own[0], messages[self.rank])
         messages[self.rank, :HEADER] = own[0, :HEADER]
         return messages
+
+    def _check_layout(self, own: torch.Tensor, recorded: torch.Tensor) -> None:
+        words = slice(HEADER, HEADER + int(recorded[COUNT]))
+        if own[COUNT] != recorded[COUNT] or ((own[words] ^ recorded[words]) & LAYOUT_BITS).any():
+            raise RuntimeError(f"rank {self.rank} lays out other nodes than in the recorded run: it is no replay of it")
 
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
         messages = self.recorded.next().clone()

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lp.draft.layout import StepLayout
 from lp.models.runner import ModelRunner
-from lp.parallel.sharding import RankShare
 
 from .ceilings import Call
 
@@ -40,10 +40,11 @@ class Passes:
         """T tokens, each behind the one before, all sampled."""
         return self._call(range(num_tokens), np.tri(num_tokens, dtype=bool), range(num_tokens))
 
-    def share(self, share: RankShare, count: int) -> Call:
-        """The first `count` tokens of a rank's: nodes come before those that see them, so these are a step as well."""
-        offsets = [position - share.positions[0] for position in share.positions[:count]]
-        return self._call(offsets, share.visible[:count, :count], sampled_of(share, count))
+    def share(self, layout: StepLayout, count: int) -> Call:
+        """The first `count` tokens of a rank's step: nodes come before those that see them, so they are a step too."""
+        _, positions, visible = layout.step_tokens(layout.num_tokens)
+        offsets = [position - positions[0] for position in positions[:count]]
+        return self._call(offsets, visible[:count, :count], sampled_of(layout, count))
 
     def _call(self, offsets: Sequence[int], visible: np.ndarray, sample_at: Sequence[int]) -> Call:
         start = len(self.prefix)
@@ -52,9 +53,10 @@ class Passes:
         return partial(self.runner.forward, tokens, positions, visible, self.cache, list(sample_at))
 
 
-def sampled_of(share: RankShare, count: int) -> list[int]:
-    """Which of the first `count` tokens are sampled."""
-    return [index for index in share.sample_at if index < count]
+def sampled_of(layout: StepLayout, count: int) -> list[int]:
+    """Which of the first `count` tokens of a rank's step are sampled."""
+    missing = len(layout.catch_up)
+    return [missing + node for node in layout.sampled_nodes if missing + node < count]
 
 
 def head_call(model: PreTrainedModel, num_tokens: int) -> Call:

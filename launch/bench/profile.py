@@ -1,10 +1,11 @@
 """Where the time of a step goes: t(T) against the device's ceilings, the parts of a step, and tokens a second.
 
-T: tokens of a step, L: cached tokens (the prefix), R: ranks.
+T: tokens of a step, L: cached tokens (the prefix), R: ranks, B: most step tokens of a rank.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,14 +17,17 @@ from transformers import PreTrainedModel
 
 from lp.attention.ablation import WithoutAttention
 from lp.checks import check_count, check_int, set_field
-from lp.draft.layout import StepLayout, largest_layout
+from lp.config import KVSync, LookaheadConfig
+from lp.draft.layout import StepLayout
+from lp.draft.registry import Call as SourceCall
+from lp.draft.tree import DraftTreeBuilder
+from lp.draft.window import LookaheadWindow, slice_window
 from lp.engine.decoder import Decoder
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
-from lp.models.loader import context_limit
+from lp.models.loader import context_limit, vocabulary_size
 from lp.parallel.context import ParallelContext
-from lp.parallel.sharding import RankShare, ShardPlan
 from lp.sampling.params import SamplingParams
 
 from .ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
@@ -74,7 +78,7 @@ class Plan:
 
         Args:
             model: to be profiled, or its sketch.
-            step: tokens of the largest step.
+            step: B.
             weights: bytes of weights that are still to be allocated there.
 
         Raises:
@@ -121,7 +125,7 @@ class Step:
 
     Args:
         num_tokens: that this rank computed, its catch-up among them.
-        max_tokens: of the largest step there can be, without catch-up.
+        max_tokens: B, catch-up among them.
         steps, compression: of a decode, and its S; of random weights S says nothing.
         seconds: of a step.
         parts: seconds by name, which add up to `seconds`. Exchange, host and forward are the loop's own; of the last,
@@ -172,9 +176,35 @@ class Profile:
         return asdict(self) | {"over_weights": self.over_weights, "shares": self.step.shares}
 
 
-def largest_step(decoder: LookaheadDecoder) -> StepLayout:
-    """All columns, and the largest draft tree."""
-    return largest_layout(decoder.config)
+def largest_step(config: LookaheadConfig, budget: int, ranks: int, rank: int, catch_up: int) -> StepLayout:
+    """A rank's step of B tokens: catch-up, its columns of the window, and draft paths that share nothing.
+
+    Args:
+        config: of the decoder.
+        budget: B.
+        ranks, rank: R, and whose step it is.
+        catch_up: accepted tokens that every rank lacks; fewer than B.
+    """
+    columns = slice_window(config.window_size, config.ngram_size, (budget - catch_up,) * ranks)[rank]
+    draft = DraftTreeBuilder(max(budget - catch_up - columns.num_nodes, 0))
+    for first in range(0, draft.budget, config.depth):
+        draft.add_path(-1 - index for index in range(first, first + config.depth))
+    window = LookaheadWindow(config.window_size, config.ngram_size, [0])
+    return StepLayout(window, columns, draft.build(), 0, 0, sys.maxsize, [0] * catch_up)
+
+
+def step_budget(decoder: LookaheadDecoder, ids: Sequence[int], ranks: int) -> int:
+    """B of a decoder behind this text, if it were one of R ranks."""
+    call = SourceCall(
+        prompt=ids,
+        vocabulary_size=vocabulary_size(decoder.model),
+        max_length=len(ids),
+        noise=None,
+        step_tokens=None,
+        check_same=lambda _: None,
+    )
+    decoder.context = ParallelContext(world_size=ranks, device=decoder.model.device)
+    return decoder.budget(decoder.factory.new_source(call)).step_tokens
 
 
 def profile(
@@ -196,33 +226,33 @@ def profile(
     """
     device = model.device
     alone = partial(build, ParallelContext(device=device))
-    layout = largest_step(alone())
-    plan.check_room(model, len(layout), device)
-    shard = ShardPlan.build(layout, plan.ranks)
-    max_tokens = len(shard.nodes[plan.rank])
+    decoder = alone()
+    budget = step_budget(decoder, ids, plan.ranks)
+    plan.check_room(model, budget, device)
     decode = _decode(build, plain, ids, plan, context)
     outputs: list[GenerationOutput] = []
-    count = _typical_size([decode()])
-    catch_up = [0] * (count - max_tokens)  # among many ranks that is most of a step; which tokens costs the same
-    share = RankShare.build(layout, shard, plan.rank, catch_up)
+    first = decode()
+    count = _typical_size([first])
+    catch_up = min(_typical_catch_up(first, decoder.config, plan.ranks), count - 1)
+    layout = largest_step(decoder.config, budget, plan.ranks, plan.rank, catch_up)
     ceilings = CeilingCalls(device, model.dtype)
     with torch.inference_mode():
-        most = max(len(layout), *plan.sizes)
+        most = max(budget, *plan.sizes)
         whole, bare = (Passes(alone().runner, ids[:-1], most, PREFILL_CHUNK) for _ in range(2))
         left_out = WithoutAttention(bare.runner.model)
         calls: dict[str, Call] = {
             **ceilings.calls(),
             "decode": lambda: outputs.append(decode()),
-            "model": whole.share(share, count),
-            "bare": bare.share(share, count),
-            "head": head_call(model, len(sampled_of(share, count))),
+            "model": whole.share(layout, count),
+            "bare": bare.share(layout, count),
+            "head": head_call(model, len(sampled_of(layout, count))),
             **{_name(size): whole.chain(size) for size in plan.sizes},
         }
         times = alternated(calls, plan.rounds, device, {"bare": left_out})
     work = Work.of(model)
     found = ceilings.read(times)
     del outputs[:WARM_UP]
-    step = _step(outputs, times, max_tokens, left_out.called, context.world_size > 1)
+    step = _step(outputs, times, budget, left_out.called, context.world_size > 1)
     return Profile(ceilings=found, work=work, step_times=_step_times(times, plan, work, found), step=step)
 
 
@@ -245,6 +275,13 @@ def _decode(
 
 def _typical_size(outputs: Sequence[GenerationOutput]) -> int:
     return round(median(step.num_tokens for output in outputs for step in output.step_stats))
+
+
+def _typical_catch_up(output: GenerationOutput, config: LookaheadConfig, ranks: int) -> int:
+    """Accepted tokens of a step that a rank lacks, if each of them lay on one rank, and on any of them as often."""
+    if config.kv_sync is KVSync.BROADCAST:
+        return 0
+    return round((output.compression - 1) * (ranks - 1) / ranks)
 
 
 def _step_times(times: Mapping[str, float], plan: Plan, work: Work, ceilings: Ceilings) -> list[Point]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -13,12 +14,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import lp
 from launch.bench.ceilings import WARM_UP, CeilingCalls, Ceilings, Work, alternated
 from launch.bench.one_rank import Build, record, replayed
-from launch.bench.profile import Plan, profile
+from launch.bench.passes import sampled_of
+from launch.bench.profile import Plan, largest_step, profile, step_budget
 from launch.bench.shapes import build_shape, shape_config
 from launch.bench.speed import speeds, transformers_greedy
 from lp.attention.ablation import WithoutAttention
 from lp.budget.policy import FixedBudget
 from lp.budget.step_times import StepTimes
+from lp.draft.pool.ngram_pool import NGramPool
+from lp.draft.share import Share, step_tokens
+from lp.draft.source import ShareInput
+from lp.draft.tree import DraftTree
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.parallel.context import ParallelContext
@@ -139,7 +145,7 @@ def test_a_replay_of_another_decode_fails() -> None:
     recorded = record(build, _decode, 3)
 
     def decode(decoder: lp.LookaheadDecoder) -> GenerationOutput:
-        decoder.budget = lambda temperature: FixedBudget(replace(CONFIG, window_size=3))  # type: ignore[method-assign]
+        decoder.budget = lambda *_: FixedBudget(replace(CONFIG, window_size=3))  # type: ignore[method-assign]
         return _decode(decoder)
 
     with pytest.raises(RuntimeError, match="rank 1 differs from rank 0, 2 at step 0"):
@@ -168,6 +174,42 @@ def test_a_pool_of_other_texts_has_no_tape() -> None:
     for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "make it false")):
         with pytest.raises(ValueError, match=remedy):
             record(partial(lp.LookaheadDecoder, model, config, step_times=StepTimes.constant(0.01, 64)), _decode, 2)
+
+
+def test_a_replay_of_other_nodes_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have merged what was recorded: the rank would commit the KV of other tokens."""
+    build = _build(tiny_model())
+    recorded = record(build, _decode, 3)
+    whole = NGramPool.propose_share
+
+    def shorter(pool: NGramPool, text: Sequence[int], step: ShareInput) -> Share:
+        share = whole(pool, text, step)
+        tree = share.draft
+        return Share(DraftTree(tree.tokens[:-1], tree.parents[:-1]), share.common)
+
+    monkeypatch.setattr(NGramPool, "propose_share", shorter)
+    with pytest.raises(RuntimeError, match="rank 1 lays out other nodes than in the recorded run"):
+        replayed(build, _decode, 1, 3, recorded)()
+
+
+@pytest.mark.parametrize("catch_up", [0, 3])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_the_largest_step_is_a_whole_budget(ranks: int, catch_up: int) -> None:
+    """Of fewer tokens, or without the rank's columns, another step would be timed."""
+    budget = step_budget(_build(tiny_model())(ParallelContext()), IDS, ranks)
+    assert budget == step_tokens(CONFIG, ranks)
+    columns = 0
+    for rank in range(ranks):
+        layout = largest_step(CONFIG, budget, ranks, rank, catch_up)
+        assert layout.num_tokens == budget and len(layout.catch_up) == catch_up
+        columns += layout.columns.num_columns
+        tokens = layout.step_tokens(budget)[0]
+        sampled = sampled_of(layout, budget)
+        assert [tokens[index] for index in sampled] == [layout.tokens[node] for node in layout.sampled_nodes]
+        assert sampled_of(layout, 5) == [index for index in sampled if index < 5]
+    assert columns == 6 or catch_up
+    lookup = lp.LookaheadDecoder(tiny_model(), lp.PromptLookupConfig(num_tokens=4))
+    assert step_budget(lookup, IDS, ranks) == 5  # its path cannot be divided
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (3, 2)])

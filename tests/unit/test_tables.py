@@ -14,7 +14,8 @@ import pytest
 
 from launch.bench import tables
 from launch.bench.replay import load_texts
-from launch.bench.tables import docstring, main, table_names
+from launch.bench.tables import docstring, main, shares, shares_compression, table_names
+from lp.draft.share import step_tokens
 from tests.conftest import ROOT
 
 
@@ -54,6 +55,7 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["nothing"], "invalid choice: 'nothing'"),
         (["methods", str(tmp_path / "none.jsonl")], "nothing was measured; give --tasks"),
         (["link"], "one rank has no other to gather from"),
+        (["shares_compression", "--window", "9", "--budget", "8"], "--budget 8 has no room for --window 9"),
         (["report", str(tmp_path)], "holds no records"),
     ):
         with pytest.raises(SystemExit, match="2"):
@@ -66,7 +68,41 @@ def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / "tables.py"), "shares", "5", "4", "2", "--ranks", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "| level 0 |" in done.stdout and "| draft 2 |" in done.stdout
+    assert "| level 1 |  | 0 | (0) | (1) | (1) | (1) |  |" in done.stdout and "| 1 | 3 | 11 | 1 |" in done.stdout
+
+
+def test_shares_are_those_of_a_fixed_budget() -> None:
+    """The page's table, by hand: 120 tokens on one rank; on more, B is rounded up, and a column needs W + N - 2."""
+    lines = {line.split(" | ")[0]: line for line in shares.table(15, 5, 15).splitlines()}
+    assert lines["| 1"] == f"| 1 | 120 | 15 | {8 * (8 + 120 * 17):,} | 120 |"
+    assert lines["| 2"] == f"| 2 | 61 | 0, 15 | {8 * (8 + 61 * 17):,} | 122 |"
+    assert lines["| 64"].startswith("| 64 | 18 | 0 (56 ranks), 1, 4, ") and lines["| 64"].endswith(" | 1152 |")
+    assert shares.table(16, 2, 104, 0).splitlines()[2] == f"| 1 | 120 | 16 | {8 * (8 + 120):,} | 120 |"
+
+
+@pytest.mark.parametrize(("window", "ranks", "budget"), [(0, 1, 1), (0, 8, 64), (4, 3, 7), (7, 3, 7), (1, 5, 2)])
+def test_every_rank_gets_exactly_the_budget(window: int, ranks: int, budget: int) -> None:
+    """S of another number of tokens would be compared."""
+    assert step_tokens(shares_compression.fixed_config(window, ranks, budget), ranks) == budget
+
+
+def test_sets_are_compared_one_by_one_and_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line a set and one of all, by temperature; ranks write the text of one rank, within their budget."""
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": f"def {name}(a):\n    return"}) + "\n")
+    args = ["--data", str(tmp_path), "--sets", "first,second", "--temperatures", "0,0.8", "--max-new-tokens", "8"]
+    main(["shares_compression", *args, "--ranks", "2", "--budget", "6", "--window", "2"])
+    printed = capsys.readouterr().out
+    assert "| set | prompts | S of 2 ranks x 6 tokens | S of one rank x 12 | ratio |" in printed
+    results = json.loads(printed.splitlines()[-1])["results"]
+    assert [(each["name"], each["temperature"], each["prompts"]) for each in results] == [
+        (name, temperature, count)
+        for temperature in (0, 0.8)
+        for name, count in (("first", 1), ("second", 1), ("all sets", 2))
+    ]
+    for each in results:
+        assert 0 < each["tokens"] == each["one_tokens"] and not each["differing"]
+        assert each["most_tokens"] <= 6 and each["ratio"] == pytest.approx(each["one_steps"] / each["steps"])
 
 
 SHORT = ["--limit", "1", "--max-new-tokens", "6"]
