@@ -131,6 +131,20 @@ def ballot(pool: NGramPool, text: Sequence[int]) -> Ballot:
     return Ballot(np.asarray(predictor.tokens)[:choices].tolist(), list(map(tuple, pairs)), accept_probs)
 
 
+def drawn_pool(rng: random.Random, **config: Any) -> tuple[NGramPool, list[int]]:
+    """A pool with drawn weights that has seen a few steps of a text of few tokens, and the text."""
+    text = [rng.randrange(20) for _ in range(20)]
+    config = {"num_logits": 8, "learn": False, **config}
+    weights = np.array([rng.gauss(0, 1.5) for _ in range(FEATURES)])
+    noise = (rng.randrange(9), 0) if rng.random() < 0.5 else None
+    pool = pool_of(text, noise, empty_tables(pool_of([1], **config).config, weights), **config)
+    for _ in range(rng.randint(0, 20)):
+        new, seen = drawn_step(rng, text, 20, pool.num_logits)
+        text += new
+        pool.observe(text, len(new), seen)
+    return pool, text
+
+
 def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[DraftTree], list[Tables]]]:
     """Pools alike through drawn steps: after each, what every one of them proposes and remembers."""
     rng = random.Random(seed)

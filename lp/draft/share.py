@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from lp.config import LookaheadConfig
 from lp.draft.tree import DraftTree
@@ -32,7 +31,8 @@ def step_tokens(config: LookaheadConfig, ranks: int = 1) -> int:
         window = sum(each.num_nodes for each in slices)
         return slices[-1].end == w and window + config.draft_budget <= ranks * budget
 
-    return next(budget for budget in count(least) if fits(budget))
+    sizes = range(least, max(w, 1) + w * (n - 2) + config.draft_budget)
+    return least + bisect_left(sizes, True, key=fits)
 
 
 NO_DRAFT = DraftTree()

@@ -74,13 +74,16 @@ def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> tuple
         holder = max(range(ranks), key=lambda rank: (rooms[rank], rank))
         columns = max(min(columns, rooms[holder]), 0)
         return tuple(WindowSlice(0, columns if rank == holder else 0, 1) for rank in range(ranks))
-    slices = [WindowSlice(0, 0, levels)] * ranks
-    end = columns
-    for rank in reversed(range(ranks)):
-        fitting = min(max(rooms[rank] - end, 0) // (levels - 1), end)
-        slices[rank] = WindowSlice(end - fitting, end, levels)
-        end -= fitting
-    return tuple(slices) if end == 0 else slice_window(columns - 1, ngram_size, rooms)
+    while True:
+        slices = [WindowSlice(0, 0, levels)] * ranks
+        end = columns
+        for rank in reversed(range(ranks)):
+            fitting = min(max(rooms[rank] - end, 0) // (levels - 1), end)
+            slices[rank] = WindowSlice(end - fitting, end, levels)
+            end -= fitting
+        if end == 0:
+            return tuple(slices)
+        columns -= 1
 
 
 class LookaheadWindow:

@@ -103,6 +103,7 @@ class StepTimingDecoder(Decoder):
         return GenerationOutput([], "length", [])
 
     def _prefilled(self, request: Request, budget: FixedBudget) -> Generation:
+        budget.step_tokens = self.max_tokens  # its message and its cache are made for the largest step
         tables = fresh_tables(self.config, vocabulary_size(self.model))
         source = RejectedDrafts(self.config, request.prompt, None, tables)
         generation = Generation(self.config, self.context, self.runner, source, request, budget)

@@ -9,7 +9,6 @@ import copy
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -17,7 +16,7 @@ from lp.config import Capture
 from lp.draft.layout import StepLayout
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN
-from tests.layouts import chains, layout_of, row_0
+from tests.layouts import chains, layout_of, row_0, visible_of
 
 DEVICE = torch.device("cpu" if GPU_DRY_RUN else "cuda")
 VOCABULARY = 97
@@ -103,7 +102,7 @@ def attended(model: PreTrainedModel, attention: str, flip: bool = False) -> dict
     for prefix in PREFIXES:
         cache.length = prefix
         for name, layout in layouts().items():
-            visible = np.array(layout.visible())
+            visible = visible_of(layout)
             if flip and len(layout) > 2:
                 visible[-1, 1] = not visible[-1, 1]
             positions = [prefix + at - layout.positions[0] for at in layout.positions]

@@ -9,7 +9,6 @@ import copy
 import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +19,7 @@ from lp.config import Capture
 from lp.models.runner import ModelRunner
 from tests.conftest import GPU_DRY_RUN
 from tests.gpu.parity import DTYPES, PREFIXES, TOLERANCE, VOCABULARY, layouts, model_of, text
+from tests.layouts import visible_of
 
 pytestmark = pytest.mark.gpu
 GRAPH = Capture.OFF if GPU_DRY_RUN else Capture.GRAPH
@@ -42,7 +42,7 @@ def _logits(
         cache.length = prefix
         positions = [prefix + at - layout.positions[0] for at in layout.positions]
         tokens = [token % VOCABULARY for token in layout.tokens]
-        found.append(runner.forward(tokens, positions, np.array(layout.visible()), cache, layout.sampled_nodes).clone())
+        found.append(runner.forward(tokens, positions, visible_of(layout), cache, layout.sampled_nodes).clone())
     return found
 
 

@@ -16,7 +16,7 @@ from lp.attention.flex import block_mask
 from lp.attention.masks import StepMasks
 from lp.attention.registry import backend_named
 from lp.models.runner import ModelRunner
-from tests.layouts import drawn_layout
+from tests.layouts import drawn_layout, visible_of
 from tests.tiny_models import drawn_text, tiny_config, tiny_model
 
 HEADS = [(4, 4), (4, 2), (6, 1)]  # query heads, KV heads
@@ -48,7 +48,7 @@ def _drawn(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values as a model lays them out, the last two as views of larger buffers, and what is seen."""
     torch.manual_seed(rng.randrange(2**31))
-    visible = torch.from_numpy(drawn_layout(rng).visible())
+    visible = torch.from_numpy(visible_of(drawn_layout(rng)))
     num_tokens = len(visible)
     q = torch.randn(1, num_tokens, heads[0], dim).transpose(1, 2)
     k, v = (torch.randn(1, heads[1], prefix + num_tokens + 9, dim)[:, :, : prefix + num_tokens] for _ in range(2))
@@ -129,7 +129,7 @@ def test_masks_show_what_the_step_sees(backend: str) -> None:
     masks = StepMasks(config, torch.float32, torch.device("cpu"), backend_named(backend))
     for seed in range(30):
         rng = random.Random(seed)
-        visible = torch.from_numpy(drawn_layout(rng).visible())
+        visible = torch.from_numpy(visible_of(drawn_layout(rng)))
         num_tokens = len(visible)
         length = rng.choice([0, 1, 17])
         slots = length + torch.arange(num_tokens)
@@ -176,7 +176,7 @@ def test_full_masks_go_to_sdpa() -> None:
 def test_backends_give_the_same_logits(arch: str) -> None:
     """Through a whole model, past the length at which flash splits the keys, and through prefill in chunks."""
     text = drawn_text(random.Random(5), SHORT + 40)
-    visible = np.array(drawn_layout(random.Random(4)).visible())
+    visible = visible_of(drawn_layout(random.Random(4)))
     positions = [len(text) + int(row.sum()) - 1 for row in visible]
     logits = []
     for backend in ("sdpa", "flash", "eager"):

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -18,7 +17,7 @@ import lp
 from lp.config import Capture
 from lp.models.captured_steps import BUCKETS, CapturedSteps, CaptureFailed
 from lp.models.runner import ModelRunner
-from tests.layouts import drawn_layout
+from tests.layouts import drawn_layout, visible_of
 from tests.tiny_models import drawn_text, tiny_model
 
 ARCHS = ["llama", "gpt_neox", "mistral_sliding", "gemma3", "gpt2"]
@@ -60,7 +59,7 @@ def test_logits_are_those_of_an_open_shape(arch: str, backend: str) -> None:
             for runner, cache in zip((plain, static), caches, strict=True):
                 runner.prefill(text, cache, 16)
             for _ in range(3):
-                visible = np.array(drawn_layout(rng).visible())
+                visible = visible_of(drawn_layout(rng))
                 tokens = drawn_text(rng, len(visible))
                 positions = [caches[0].length + int(row.sum()) - 1 for row in visible]
                 logits_indices = sorted(rng.sample(range(len(tokens)), rng.randint(1, len(tokens))))

@@ -17,7 +17,18 @@ from lp.draft.pool.growth import MIN_PROB
 from lp.draft.pool.mixture import FEATURES, GAPS, LEARNING_RATE, LOGITS_0
 from lp.draft.window import WindowDrafts
 from lp.sampling.noise import _keyed, _signed, _uniform, gumbel, sequence_key
-from tests.pools import TEXT_ONLY, Ballot, ballot, drawn_step, empty_tables, logits_of, pool_of, reads_of
+from tests.layouts import tree_paths
+from tests.pools import (
+    TEXT_ONLY,
+    Ballot,
+    ballot,
+    drawn_pool,
+    drawn_step,
+    empty_tables,
+    logits_of,
+    pool_of,
+    reads_of,
+)
 
 
 def test_noise_is_the_samplers() -> None:
@@ -48,25 +59,11 @@ def test_logarithm_and_exponential() -> None:
         assert compiled.exp(value) == pytest.approx(math.exp(value), rel=1e-9, abs=1e-300)
 
 
-def _drawn_pool(rng: random.Random, **config: Any) -> tuple[Any, list[int]]:
-    """A pool with drawn weights that has seen a few steps of a text of few tokens, and the text."""
-    text = [rng.randrange(20) for _ in range(20)]
-    config = {"num_logits": 8, "learn": False, **config}
-    weights = np.array([rng.gauss(0, 1.5) for _ in range(FEATURES)])
-    noise = (rng.randrange(9), 0) if rng.random() < 0.5 else None
-    pool = pool_of(text, noise, empty_tables(pool_of([1], **config).config, weights), **config)
-    for _ in range(rng.randint(0, 20)):
-        new, seen = drawn_step(rng, text, 20, pool.num_logits)
-        text += new
-        pool.observe(text, len(new), seen)
-    return pool, text
-
-
 def test_chances_add_up_to_one() -> None:
     """A chance that is none would spend rows on the wrong branch; each is the softmax of its votes' weights."""
     sources = set()
     for seed in range(100):
-        pool, text = _drawn_pool(random.Random(seed))
+        pool, text = drawn_pool(random.Random(seed))
         seen = ballot(pool, text)
         sources |= seen.sources()
         assert math.fsum(seen.accept_probs) == pytest.approx(1, abs=1e-12) and min(seen.accept_probs) > 0
@@ -76,28 +73,21 @@ def test_chances_add_up_to_one() -> None:
     assert sources == {"text", "window", "guess", "logits"}
 
 
-def _paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
-
-
 def test_tree_is_the_likeliest_within_its_budget() -> None:
     """Rows are what a step costs: every one goes to the likeliest token left, and what the window has is free."""
     free_nodes = full = 0
     for seed in range(200):
         rng = random.Random(seed)
         depth = rng.choice([1, 2, 5, 12])
-        pool, text = _drawn_pool(rng, draft_depth=depth, guess_set_size=10)
+        pool, text = drawn_pool(rng, draft_depth=depth, guess_set_size=10)
         budget = rng.choice([0, 1, 7, 40])
         known = pool.propose(text, 40)
-        along = rng.choice([[], *_paths(known.tokens, known.parents)])  # a window that guesses what the pool does
+        along = rng.choice([[], *tree_paths(known)])  # a window that guesses what the pool does
         row, column = [text[-1], *along, 3, 4], [text[-1], *along[:1], 5]
         if rng.random() < 0.3:
             row, column = [], []
         tree = pool.propose(text, budget, WindowDrafts(row, column))
-        paths = _paths(tree.tokens, tree.parents)
+        paths = tree_paths(tree)
         chains = {tuple(chain[1:end]) for chain in (row, column) for end in range(2, len(chain) + 1)}
         paid = sum(path not in chains for path in paths)
         assert len(set(paths)) == len(paths) and paid <= budget
@@ -119,9 +109,9 @@ def test_tree_is_the_likeliest_within_its_budget() -> None:
 def test_node_chance_is_the_product_along_its_path() -> None:
     """The chance that a row is accepted is that all before it are too."""
     for seed in range(30):
-        pool, text = _drawn_pool(random.Random(seed))
+        pool, text = drawn_pool(random.Random(seed))
         tree = pool.propose(text, 30)
-        for path, chance in zip(_paths(tree.tokens, tree.parents), tree.accept_probs, strict=True):
+        for path, chance in zip(tree_paths(tree), tree.accept_probs, strict=True):
             product = 1.0
             for depth, token in enumerate(path):
                 at = ballot(pool, [*text, *path[:depth]])
@@ -180,7 +170,7 @@ def test_learning_follows_the_gradient() -> None:
     shared = 0
     for seed in range(30):
         rng = random.Random(seed)
-        pool, text = _drawn_pool(rng)
+        pool, text = drawn_pool(rng)
         tables, squares = pool._tables, 1e12  # so large that the step is the gradient times a constant
         for truth in [*ballot(pool, text).tokens[:4], 999]:
             seen, weights = ballot(pool, text), np.array(tables.weights)
