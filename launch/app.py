@@ -25,7 +25,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
 
-from lp.engine.signals import asked_to_end
+from lp.engine.interrupts import asked_to_end
 from lp.errors import RankLost, UserError
 
 from .arguments import closest

@@ -16,16 +16,16 @@ from functools import partial
 
 import lp
 from lp.engine.decoder import Decoder
+from lp.engine.interrupts import DeferredSignals
 from lp.engine.output import GenerationOutput
-from lp.engine.signals import DeferredSignals
 from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
 
 from .app import explain
 from .builders import decoder_builders
+from .chat_input import Keyboard
 from .cli import start
 from .history import History
-from .keyboard import Keyboard
 from .report import describe_sampling
 from .schema import ChatConfig
 from .session import check_common, open_model

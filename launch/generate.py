@@ -13,8 +13,8 @@ from functools import partial
 from typing import TextIO
 
 import lp
+from lp.engine.interrupts import sigterm_raises
 from lp.engine.output import GenerationOutput
-from lp.engine.signals import sigterm_raises
 
 from .bench.compare import alternate, differences
 from .bench.prompts import Prompt

@@ -9,9 +9,9 @@ from typing import NamedTuple, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
+from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
-from lp.engine.signals import Interrupted
 from lp.parallel.context import ParallelContext
 
 CONTEXT = 8  # prompt tokens decoded along, since some tokenizers drop the space before the first word of a text

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from lp.draft.token_recycling import RecyclingConfig
     from lp.engine.autoregressive import AutoregressiveDecoder
     from lp.engine.decoder import Decoder
+    from lp.engine.interrupts import Interrupted
     from lp.engine.lookahead import LookaheadDecoder
     from lp.engine.output import GenerationOutput, StepStats
-    from lp.engine.signals import Interrupted
     from lp.errors import UserError
     from lp.integrations.custom_generate import generate
     from lp.models.loader import load
@@ -71,7 +71,7 @@ _NAMES = {
     "lp.engine.decoder": "Decoder",
     "lp.engine.lookahead": "LookaheadDecoder",
     "lp.engine.output": "GenerationOutput StepStats",
-    "lp.engine.signals": "Interrupted",
+    "lp.engine.interrupts": "Interrupted",
     "lp.errors": "UserError",
     "lp.integrations.custom_generate": "generate",
     "lp.models.loader": "load",

@@ -21,7 +21,7 @@ from lp.attention.flash import SHORT
 from lp.models.loader import context_limit
 from lp.models.support import check_supported
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_step_times, drawn_switches
 from tests.processors import Alternating, Noise, SumCriterion
 from tests.tiny_models import (

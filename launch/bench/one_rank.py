@@ -16,8 +16,8 @@ from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
 from lp.parallel.message import COUNT, DIGEST, HEADER, SAMPLED_SHIFT, TOKEN_BITS
+from lp.parallel.thread_ranks import run_lockstep
 
 # The bits of a word that are known before the forward pass.
 LAYOUT_BITS = ~((1 << TOKEN_BITS) - 1 << SAMPLED_SHIFT)

@@ -18,8 +18,8 @@ import torch
 
 import lp
 from lp.engine.decoder import Decoder
+from lp.engine.interrupts import Terminated
 from lp.engine.output import GenerationOutput
-from lp.engine.signals import Terminated
 from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange

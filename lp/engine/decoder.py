@@ -12,9 +12,9 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from lp.checks import check_int, flat_list
 from lp.engine.inputs import Eos, Prompt, check_model, eos_ids, prompt_ids
+from lp.engine.interrupts import DeferredSignals, Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens, Request
-from lp.engine.signals import DeferredSignals, Interrupted
 from lp.engine.stopping import Stopping
 from lp.errors import UserError
 from lp.models.loader import context_limit, vocabulary_size

@@ -25,9 +25,9 @@ from lp.checks import check_int
 from lp.digest import text_digest
 from lp.engine.decoder import Decoder
 from lp.engine.inputs import Prompt, prompt_ids
+from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
-from lp.engine.signals import Interrupted
 from lp.errors import UserError
 from lp.models.digests import model_digests
 from lp.models.rope import rope_boundary

@@ -1,4 +1,4 @@
-"""The lookahead decoder: THE loop of `lp.engine.step` over any registered draft source."""
+"""The lookahead decoder: THE loop of `lp.engine.decode_loop` over any registered draft source."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lp.config import Capture, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.registry import Call, DraftConfig, source_of
 from lp.draft.source import DraftSource
+from lp.engine.decode_loop import Generation
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats
 from lp.engine.request import Request
-from lp.engine.step import Generation
 from lp.engine.step_timing import decoder_step_times
 from lp.models.digests import model_digests
 from lp.models.loader import vocabulary_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lp.engine.signals import DeferredSignals
+from lp.engine.interrupts import DeferredSignals
 from lp.engine.stopping import Stopping
 from lp.models.rope import RopeBoundary
 from lp.sampling.sampler import Sampler

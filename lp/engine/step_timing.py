@@ -17,11 +17,11 @@ from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.share import Share, step_tokens
 from lp.draft.source import ShareInput
 from lp.draft.tree import DraftTree
+from lp.engine.decode_loop import Generation
 from lp.engine.decoder import Decoder
+from lp.engine.interrupts import interruption
 from lp.engine.output import GenerationOutput
 from lp.engine.request import Request
-from lp.engine.signals import interruption
-from lp.engine.step import Generation
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext

@@ -26,9 +26,9 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from lp.config import LookaheadConfig
+from lp.engine.interrupts import Interrupted
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
-from lp.engine.signals import Interrupted
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 

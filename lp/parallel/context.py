@@ -22,7 +22,8 @@ from lp.checks import check_real, env_int
 from lp.config import DEFAULT_TIMEOUT_S
 from lp.errors import RankLost, UserError
 from lp.parallel import agreement
-from lp.parallel.rendezvous import announce, choose_backend, join, leave, local_device, roll_call
+from lp.parallel.lost_ranks import announce, roll_call
+from lp.parallel.rendezvous import choose_backend, join, leave, local_device
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=365)

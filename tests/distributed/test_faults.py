@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import lp
-from lp.parallel.rendezvous import ROLL_CALL_S
+from lp.parallel.lost_ranks import ROLL_CALL_S
 from tests.conftest import LONG, Processes
 from tests.distributed.launches import ON_CPU, check_kill, pid_of
 from tests.distributed.workers.faults import IDS, STEP

@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 import lp
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 SHAPE = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6)

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import lp
 from lp.errors import CallsDiffer
-from lp.parallel import agreement, rendezvous
+from lp.parallel import agreement, lost_ranks
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import Processes
 from tests.distributed.workers.calls import CALLS, CONFIG, ENDED, IDS, SEED, ends, error_of
 from tests.tiny_models import plain_greedy, tiny_model
@@ -96,14 +96,14 @@ time.sleep(100)
 @pytest.fixture
 def store(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subprocess.Popen[str]]:
     """A process that holds the store, in which these ranks answer."""
-    monkeypatch.setattr(rendezvous, "ROLL_CALL_S", 0.5)
+    monkeypatch.setattr(lost_ranks, "ROLL_CALL_S", 0.5)
 
     def start(*ranks: int) -> subprocess.Popen[str]:
         holder = processes.start([sys.executable, "-c", STORE, *map(str, ranks)], {"CUDA_VISIBLE_DEVICES": ""})
         assert holder.stdout
         port = int(holder.stdout.readline())
         client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
-        monkeypatch.setattr(rendezvous, "_store", lambda: client)
+        monkeypatch.setattr(lost_ranks, "_store", lambda: client)
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
         return holder
@@ -113,11 +113,11 @@ def store(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
 def test_the_roll_call_names_who_is_silent(store: Callable[..., subprocess.Popen[str]]) -> None:
     store(1)
-    rendezvous.announce(0, "making a decoder")
-    assert rendezvous.roll_call(0, 3) == "rank 2 does not answer"
+    lost_ranks.announce(0, "making a decoder")
+    assert lost_ranks.roll_call(0, 3) == "rank 2 does not answer"
     late = "a rank came too late, or an exchange failed"
-    assert rendezvous.roll_call(0, 1) == late
-    assert rendezvous.roll_call(0, 2).startswith(f"{late} (rank 0 is making a decoder, rank 1 is making a cake; give")
+    assert lost_ranks.roll_call(0, 1) == late
+    assert lost_ranks.roll_call(0, 2).startswith(f"{late} (rank 0 is making a decoder, rank 1 is making a cake; give")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -135,7 +135,7 @@ def test_a_store_that_is_gone_is_no_fault_of_ranks(
     os.kill(process.pid, number)
     if number == signal.SIGKILL:
         process.wait()
-    said = rendezvous.roll_call(1, 2)
+    said = lost_ranks.roll_call(1, 2)
     assert said.startswith(f"the store at 127.0.0.1:{os.environ['MASTER_PORT']}, which {holder} holds, is gone")
     assert "rank 1" not in said
 

@@ -22,7 +22,7 @@ from lp.draft.window import WindowDrafts
 from lp.engine.request import Request
 from lp.models.loader import DEMO_MODEL, load
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.top_logits import TopLogits
 from tests.layouts import path_tree
 from tests.pools import drawn_step, drawn_step_times, pool_of

@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 import lp
 from lp.attention.flash import SHORT
-from lp.engine.step import Generation
+from lp.engine.decode_loop import Generation
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_step_times, drawn_switches
 from tests.tiny_models import BOUNDARY, drawn_text, tiny_model
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lp
 from launch.bench.compare import Prediction, alternate, differences, first_difference, logit_gap
+from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
-from lp.engine.signals import Interrupted
 
 
 def _recorder(calls: list[str], name: str, times_s: list[float]) -> Callable[[], GenerationOutput]:

@@ -12,7 +12,7 @@ import lp
 from launch.bench.compare import first_difference, logit_gap
 from launch.bench.prompts import load_builtin, load_jsonl
 from lp.models.loader import DEMO_MODEL, Loaded, load
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import plain_greedy
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))

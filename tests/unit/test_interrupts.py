@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 import lp
 from launch.bench.baselines.hf_generate import HFGenerateDecoder
+from lp.engine.interrupts import DeferredSignals, Terminated, asked_to_end
 from lp.engine.journal import Journal
-from lp.engine.signals import DeferredSignals, Terminated, asked_to_end
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import plain_greedy
 
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5)

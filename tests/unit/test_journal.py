@@ -15,7 +15,7 @@ from transformers import StoppingCriteria
 import lp
 from lp.engine.journal import Journal
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_switches
 from tests.tiny_models import VOCABULARY, drawn_text, tiny_model
 from tests.unit.conftest import Ran

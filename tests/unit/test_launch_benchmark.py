@@ -26,10 +26,10 @@ from launch.bench.summary import totals
 from launch.benchmark import benchmark
 from launch.schema import BenchmarkConfig
 from lp.engine.decoder import Decoder
-from lp.engine.signals import Terminated
+from lp.engine.interrupts import Terminated
 from lp.models.loader import Loaded, load
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.unit.conftest import Ran, with_template
 
 SMALL = ["model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "limit=3"]

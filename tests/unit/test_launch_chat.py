@@ -21,7 +21,7 @@ from launch.stream import Pen
 from lp.checks import check_int
 from lp.models.loader import load
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.unit.conftest import CONTEXT, Ran, with_template
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=12")

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHead
 import lp
 from lp.budget.step_times import StepTimes
 from lp.draft.tree import DraftTree
-from lp.engine.step import Generation
+from lp.engine.decode_loop import Generation
 from lp.models.loader import DEMO_MODEL
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_step_times, drawn_switches
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 

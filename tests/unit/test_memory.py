@@ -15,7 +15,7 @@ import torch
 import lp
 from lp.models.memory import format_bytes, free_bytes
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=16, ngram_size=3, guess_set_size=40)

@@ -15,7 +15,7 @@ from lp.draft.token_recycling import TokenRecycling, _static_tree
 from lp.draft.verify import walk
 from lp.draft.window import LookaheadWindow
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.layouts import NOTHING
 from tests.pools import logits_of, reads_of
 from tests.tiny_models import drawn_text, tiny_model

@@ -12,7 +12,7 @@ import lp
 from lp.budget.backoff import LONGEST_BACK_OFF
 from lp.budget.step_times import StepTimes
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import BOUNDARY, VOCABULARY, drawn_text, tiny_model
 
 ADAPTIVE = lp.LookaheadConfig(adaptive=True)

@@ -16,7 +16,7 @@ from lp.budget.step_times import StepTimes
 from lp.draft.pool.factory import PoolFactory, fresh_tables, load_tables, tables_digest
 from lp.engine.lookahead import LookaheadDecoder
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 SAMPLING = lp.SamplingParams(temperature=0.7, seed=11)

@@ -28,7 +28,7 @@ from lp.draft.tree import DraftTree
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import plain_greedy, tiny_model
 
 CPU = torch.device("cpu")

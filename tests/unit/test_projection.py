@@ -17,10 +17,10 @@ import lp
 from launch.bench.projection import Link, Projected, Projection
 from launch.bench.report import read_lines
 from launch.bench.scaling import MEASURED, errors, projected_lines, with_efficiency
+from lp.engine.decode_loop import Generation
 from lp.engine.output import StepStats
-from lp.engine.step import Generation
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import LockstepContext, run_lockstep
+from lp.parallel.thread_ranks import LockstepContext, run_lockstep
 from tests.tiny_models import tiny_model
 from tests.unit.conftest import Ran
 

@@ -17,7 +17,7 @@ import lp
 from lp.config import windowless
 from lp.draft import registry
 from lp.draft.registry import register_source, sources
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import plain_greedy, tiny_model
 from tests.unit.conftest import Ran
 

@@ -15,7 +15,7 @@ import lp
 from lp.models.loader import context_limit
 from lp.models.rope import RopeBoundary, rope_boundary
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import BOUNDARY, VOCABULARY, plain_greedy, tiny_config, tiny_model
 
 ARCHS = ["llama_dynamic", "llama_longrope", "phi3_longrope"]

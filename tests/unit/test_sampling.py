@@ -16,7 +16,7 @@ import transformers as tf
 import lp
 import lp.sampling.sampler as sampling_module
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.noise import NoiseCache, gumbel
 from lp.sampling.processors import BranchProcessors
 from lp.sampling.sampler import CoupledSampler

@@ -13,7 +13,7 @@ import transformers as tf
 from transformers import PreTrainedModel
 
 import lp
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import VOCABULARY, tiny_model
 
 IDS = torch.tensor([[0, 0, 0, 5, 6, 7, 1, 2], [1, 2, 3, 4, 1, 2, 3, 4]])
@@ -131,7 +131,7 @@ def test_rows_argmax_to_their_tokens_in_bfloat16() -> None:
 
 def test_rows_of_a_text_that_was_stopped_at_once(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """No token, no row; but of the right width, so that nothing downstream falls over."""
-    monkeypatch.setattr(lp.engine.signals.DeferredSignals, "requested", True)
+    monkeypatch.setattr(lp.engine.interrupts.DeferredSignals, "requested", True)
     with pytest.raises(lp.Interrupted) as caught:
         lp.LookaheadDecoder(model).generate([1, 2, 3], 9, output_logits=True)
     output = caught.value.output

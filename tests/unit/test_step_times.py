@@ -12,7 +12,7 @@ from lp.budget.measure import measure_step_times
 from lp.budget.step_times import StepTimes
 from lp.budget.step_times_cache import load_or_measure, machine_key
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import tiny_model
 
 BUMP = StepTimes((1, 8, 31, 32, 64), (10.0, 12.0, 14.0, 5.0, 7.0), 9.0)

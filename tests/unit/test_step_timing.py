@@ -11,11 +11,11 @@ import pytest
 
 import lp
 from lp.budget.step_times import StepTimes
-from lp.engine.signals import DeferredSignals, Terminated
+from lp.engine.interrupts import DeferredSignals, Terminated
 from lp.engine.step_timing import StepTimingDecoder
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import tiny_model
 
 

@@ -16,7 +16,7 @@ import lp
 from launch.bench.replay import replay
 from lp.draft.suffix import SuffixTree, native_tree
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import ROOT, Processes
 from tests.layouts import NOTHING
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model

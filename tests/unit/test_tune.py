@@ -28,7 +28,7 @@ from lp.budget.step_times import StepTimes
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats
 from lp.parallel.context import ParallelContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import tiny_model
 from tests.unit.conftest import Ran
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import lp
 from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 
 from ..prompts import load_builtin, load_jsonl
 from ..summary import markdown

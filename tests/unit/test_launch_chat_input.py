@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from launch.keyboard import Keyboard
+from launch.chat_input import Keyboard
 from lp.errors import RankLost
 from lp.parallel.context import ParallelContext, _ProcessContext
-from lp.parallel.lockstep import run_lockstep
+from lp.parallel.thread_ranks import run_lockstep
 
 
 class Terminal(io.StringIO):
