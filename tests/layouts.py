@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from lp.budget.calibration import DraftRecord
 from lp.draft.layout import StepLayout
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree, DraftTreeBuilder
+from lp.draft.verify import Outcome, RankTrees, UnionTree
 from lp.draft.window import LookaheadWindow, WindowSlice, slice_window
+from lp.sampling.sampler import INVALID_TOKEN
 from lp.sampling.top_logits import TopLogits
 
 NOTHING = StepSamples([], [], [], [], [], TopLogits.empty(), [])  # what a source learns besides the text
@@ -67,6 +70,56 @@ def paths_of(tokens: Sequence[int], parents: Sequence[int]) -> list[Path]:
 def tree_paths(tree: DraftTree) -> list[Path]:
     """The same of a draft tree."""
     return paths_of(tree.tokens, tree.parents)
+
+
+def trees_of(layouts: Sequence[StepLayout], sampled: Sequence[Mapping[int, int]], budget: int) -> RankTrees:
+    """What the ranks' messages have in them; what lies behind a rank's nodes is what was there before.
+
+    Args:
+        layouts: by rank.
+        sampled: by rank, what its sampled nodes sampled.
+        budget: B.
+    """
+    rng = np.random.default_rng(len(layouts))
+    shape = len(layouts), budget
+    parents, tokens, chosen = (rng.integers(0, budget, shape) for _ in range(3))
+    probs = rng.random(shape)
+    for rank, (layout, own) in enumerate(zip(layouts, sampled, strict=True)):
+        size = len(layout)
+        parents[rank, :size] = [max(parent, 0) for parent in layout.parents]
+        tokens[rank, :size] = layout.tokens
+        probs[rank, :size] = layout.accept_probs
+        chosen[rank, :size] = [own.get(node, INVALID_TOKEN) for node in range(size)]
+    return RankTrees(parents, tokens, chosen, probs, np.array([len(layout) for layout in layouts]))
+
+
+def walk_alone(
+    layout: StepLayout, sampled: Mapping[int, int], most: int = FAR, merge: bool = True
+) -> tuple[Outcome, list[int]]:
+    """The walk of one rank alone: its outcome, and the nodes of its path."""
+    union = UnionTree(1, len(layout))
+    union.merge(trees_of([layout], [sampled], len(layout)), [layout.columns], merge)
+    return union.walk(0, most)
+
+
+def expected_and_accepted(probs: Mapping[Path, float], new_tokens: Sequence[int]) -> tuple[float, int]:
+    """Along new tokens, what the children of each node expected, given the node; and what the text has of them."""
+    node: Path = ()
+    expected, accepted = 0.0, 0
+    for token in new_tokens:
+        above = probs[node] if node else 1.0
+        expected += sum(prob / above for path, prob in probs.items() if path[:-1] == node)
+        node = (*node, token)
+        if node not in probs:
+            break
+        accepted += 1
+    return expected, min(accepted, len(new_tokens) - 1)  # the last token is the model's own
+
+
+def record_of(tree: DraftTree, new_tokens: Sequence[int]) -> DraftRecord:
+    """What became of a draft tree in a step that added these tokens."""
+    probs = dict(zip(tree_paths(tree), tree.accept_probs, strict=True))
+    return DraftRecord(sorted(probs.values(), reverse=True), *expected_and_accepted(probs, new_tokens))
 
 
 def path_tree(accept_probs: Sequence[float]) -> DraftTree:

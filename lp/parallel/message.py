@@ -243,9 +243,10 @@ def check_best(best: np.ndarray, step: int, rounding: float) -> None:
     tokens, logits = unpack_top_logits(best)
     gaps = np.array([[_gap(tokens, logits, one, other) for other in range(len(best))] for one in range(len(best))])
     limit = rounding * max(1.0, float(np.abs(logits[np.isfinite(logits)]).max(initial=0.0)))
-    if gaps.max() <= limit:
+    alike = gaps <= limit
+    if alike.all(1).any():  # all are like one of them, though two of them may lie on either side of it
         return
-    odd, rest = _odd_ones(gaps <= limit)
+    odd, rest = _odd_ones(alike)
     raise RuntimeError(
         f"the model of rank {odd} computes other logits than that of rank {rest} at step {step}: they differ by "
         f"{gaps.max():.3g}, where rounding allows {limit:.3g}, so the job stops before a wrong token is used; give "

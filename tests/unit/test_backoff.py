@@ -11,14 +11,14 @@ import torch
 
 import lp
 from lp.budget.backoff import FIRST_TRIAL_STEPS, HIGH_TEMPERATURE_BACK_OFF, SHORTEST_BACK_OFF, TRIAL_STEPS
+from lp.budget.calibration import DraftRecord
 from lp.budget.policy import AdaptiveBudget
 from lp.budget.step_times import StepTimes
-from lp.draft.tree import DraftTree
 from lp.sampling.sampler import build_sampler
 from tests.tiny_models import tiny_model
 
 ADAPTIVE = lp.LookaheadConfig(adaptive=True)
-NOTHING = DraftTree()
+NOTHING = DraftRecord()
 NEW = count(10_000)  # tokens that no text had
 LOSING = StepTimes((1, 120), (1.08, 30.0), 1.0)  # a step that is not plain loses 8 %
 

@@ -13,7 +13,8 @@ import pytest
 
 import lp
 from launch.bench.prompts import load_builtin
-from lp.budget.policy import AdaptiveBudget
+from lp.budget.calibration import DraftRecord
+from lp.budget.policy import AdaptiveBudget, FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.compiled import compiled_array
 from lp.draft.source import DraftSource, StepSamples, TokenPrice
@@ -24,11 +25,11 @@ from lp.models.loader import DEMO_MODEL, load
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.top_logits import TopLogits
-from tests.layouts import path_tree
+from tests.layouts import path_tree, record_of, tree_paths
 from tests.pools import drawn_step, drawn_step_times, pool_of
 from tests.tiny_models import drawn_text, tiny_model
 
-NOTHING = DraftTree()
+NOTHING = DraftRecord()
 MAX_DRAFT = 100  # draft tokens of a trace's trees
 STEP_TIMES = {
     "constant": StepTimes.constant(0.01, 128),
@@ -98,10 +99,7 @@ def test_a_tree_is_calibrated_and_discounted_by_depth() -> None:
 
 
 def _by_path(tree: DraftTree) -> dict[tuple[int, ...], float]:
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.tokens, tree.parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return dict(zip(paths, tree.accept_probs, strict=True))
+    return dict(zip(tree_paths(tree), tree.accept_probs, strict=True))
 
 
 @dataclass
@@ -193,11 +191,13 @@ def _adaptive_s(trace: list[Position], times: StepTimes) -> float:
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True, window_size=0, guess_set_size=MAX_DRAFT), times)
     at, seconds = 0, 0.0
     while at < len(trace):
-        tree = trace[at].corrected(budget.price)
-        num_draft = 0 if budget.idle else _cut(tree.accept_probs, budget.price)
+        price = budget.price(1, 0)
+        tree = trace[at].corrected(price)
+        num_draft = 0 if budget.idle else _cut(tree.accept_probs, price)
         tokens = 1 + sum(node < num_draft for node in trace[at].accepted)
         seconds += times.plain_s if budget.idle else times.step_s(1 + num_draft)
-        budget.record_step(trace[at].text[:tokens], 1 + num_draft, _first(tree, num_draft))
+        new_tokens = trace[at].text[:tokens]
+        budget.record_step(new_tokens, 1 + num_draft, record_of(_first(tree, num_draft), new_tokens))
         at += tokens
     return seconds
 
@@ -247,23 +247,38 @@ def test_paths_that_break_are_cut_short() -> None:
     budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), StepTimes((1, 100), (0.01, 0.04), 0.01))
     sizes = []
     for _ in range(12):
-        price = budget.price
+        price = budget.price(1, 0)
         probs = [(0.99 * price.calibration) ** depth / (1 + price.depth_discount * depth) for depth in range(1, 97)]
         tree = path_tree(probs)
         cut = _first(tree, _cut(tree.accept_probs, price))
         sizes.append(len(cut))
-        budget.record_step([1] * 4 + [2], 1 + len(cut), cut)
+        budget.record_step([1] * 4 + [2], 1 + len(cut), record_of(cut, [1] * 4 + [2]))
     assert sizes[0] > 40 and all(4 <= size <= 12 for size in sizes[-3:]), sizes
     for _ in range(12):
-        budget.record_step([1] * 30, 31, _first(tree, 29))
-    assert budget.price.calibration > 0.95, "paths that hold again are trusted again"
+        budget.record_step([1] * 30, 31, record_of(_first(tree, 29), [1] * 30))
+    assert budget.price(1, 0).calibration > 0.95, "paths that hold again are trusted again"
 
 
-def test_a_rank_pads_its_share() -> None:
-    """Step times count the tokens of all ranks: padded up to all of them, each rank would compute what one did."""
+def test_a_rank_pads_its_own_tokens() -> None:
+    """Step times count the tokens of a rank: as many ranks as there are, a rank's step is as large as that of one."""
     config = lp.LookaheadConfig(adaptive=True)
-    one, two = (AdaptiveBudget(config, STEP_TIMES["a bump below 32"], ranks) for ranks in (1, 2))
-    assert (one.padded_size(20), two.padded_size(11), two.padded_size(40)) == (32, 17, 40)
+    for ranks in (1, 2, 8):
+        budget = AdaptiveBudget(config, STEP_TIMES["a bump below 32"], ranks)
+        assert (budget.padded_size(20), budget.padded_size(32), budget.padded_size(40)) == (32, 32, 40)
+        assert budget.step_tokens == 16 + 104, "the bounds are a rank's"
+        assert FixedBudget(config, ranks).padded_size(20) == 20
+
+
+def test_a_second_is_shared_by_the_ranks_tokens() -> None:
+    """While one rank computes a token more all of them may: each is worth its time at a fraction of the probability."""
+    times = STEP_TIMES["linear"]
+    one, four = (AdaptiveBudget(lp.LookaheadConfig(adaptive=True), times, ranks) for ranks in (1, 4))
+    alone, shared = one.price(1, 0), four.price(3, 9)
+    assert shared.tokens_per_s == alone.tokens_per_s / 4
+    assert (shared.base_tokens, shared.least_tokens, alone.base_tokens, alone.least_tokens) == (3, 9, 1, 0)
+    for budget in (one, four):
+        budget.record_step([1] * 9, 2, DraftRecord([0.9], 0.9, 1))
+    assert four.tokens_per_s == one.tokens_per_s > 1 / times.plain_s, "S and time are those of the step"
 
 
 def test_columns_follow_the_step_times() -> None:

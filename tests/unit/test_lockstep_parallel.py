@@ -5,23 +5,41 @@ That R ranks give one rank's tokens, over drawn shapes; tests/distributed has th
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 import lp
 from lp.budget.step_times import StepTimes
+from lp.draft import registry
+from lp.draft.layout import StepLayout
+from lp.draft.registry import sources
+from lp.draft.share import Share
 from lp.draft.tree import DraftTree
 from lp.engine.decode_loop import Generation
 from lp.models.loader import DEMO_MODEL
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from tests.layouts import drawn_tree
 from tests.pools import drawn_step_times, drawn_switches
-from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
+from tests.tiny_models import VOCABULARY, drawn_text, letters, plain_greedy, tiny_model
 
 ARCHS = ["llama", "llama", "llama", "gemma3", "mistral_sliding", "gpt_neox"]
 
@@ -48,8 +66,23 @@ def on_ranks(
     return run_lockstep(ranks, body)
 
 
-def test_ranks_give_plain_greedy(cases: Callable[[int, int], range]) -> None:
-    """A wrong share, owner, catch-up or broadcast changes a token, or what is accepted, on some rank of some case."""
+@pytest.fixture
+def largest_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Of every rank and step, its step tokens and B."""
+    forward = Generation._forward
+    seen: list[tuple[int, int]] = []
+
+    def counted(self: Any, layout: StepLayout, *args: Any, **kwargs: Any) -> Any:
+        seen.append((layout.num_tokens, self.budget.step_tokens))
+        return forward(self, layout, *args, **kwargs)
+
+    monkeypatch.setattr(Generation, "_forward", counted)
+    return seen
+
+
+def test_ranks_give_plain_greedy(cases: Callable[[int, int], range], largest_steps: list[tuple[int, int]]) -> None:
+    """A wrong share, speaker, catch-up or broadcast changes a token, or what is accepted, on some rank of some case."""
+    accepted = 0
     for case in cases(25, 200):
         rng = random.Random(f"lockstep-{case}")
         model = tiny_model(rng.choice(ARCHS), seed=rng.randrange(8))
@@ -57,7 +90,7 @@ def test_ranks_give_plain_greedy(cases: Callable[[int, int], range]) -> None:
         plain = plain_greedy(model, ids, new)
         eos = rng.choice(plain) if rng.random() < 0.5 else None
         expected = plain[: plain.index(eos) + 1] if eos is not None else plain
-        ranks = 2 + case % 7  # each of 2..8, one rank being what the others are compared with
+        ranks = 1 + case % 8
         config = lp.LookaheadConfig(
             window_size=rng.randint(0, 12),
             ngram_size=rng.randint(2, 6),
@@ -67,17 +100,107 @@ def test_ranks_give_plain_greedy(cases: Callable[[int, int], range]) -> None:
             **drawn_switches(rng),
         )
         step_times = drawn_step_times(rng)
-        alone = lp.LookaheadDecoder(model, config, step_times=step_times).generate(ids, new, eos_token_id=eos)
-        accepted = [step.accepted for step in alone.step_stats]
-        for rank, output in enumerate(
-            on_ranks(ranks, model, config, ids, new, step_times=step_times, eos_token_id=eos)
-        ):
+        largest_steps.clear()
+        outputs = on_ranks(ranks, model, config, ids, new, step_times=step_times, eos_token_id=eos)
+        for rank, output in enumerate(outputs):
             where = f"case {case}, rank {rank} of {ranks}: {config}, prompt {len(ids)}, new {new}, eos {eos}"
             assert isinstance(output, lp.GenerationOutput), where
-            assert output.tokens == alone.tokens == expected, where
-            assert output.finish_reason == alone.finish_reason == ("length" if eos is None else "eos"), where
-            assert [step.accepted for step in output.step_stats] == accepted, where
-            assert output.compression == alone.compression, where
+            assert output.tokens == expected, where
+            assert output.finish_reason == ("length" if eos is None else "eos"), where
+            assert _alike(output) == _alike(outputs[0]), where
+            accepted += sum(step.accepted for step in output.step_stats)
+        bounds = {budget for _, budget in largest_steps}
+        assert len(bounds) == 1 and max(tokens for tokens, _ in largest_steps) <= max(bounds), f"case {case}: {config}"
+        least = config.window_size + config.ngram_size - 2 if config.window_size and not config.adaptive else 1
+        assert min(bounds) >= least
+    assert accepted > 100
+
+
+def _alike(output: lp.GenerationOutput | BaseException) -> list[tuple[int, int, int, bool]]:
+    """What all ranks must have alike of every step."""
+    assert isinstance(output, lp.GenerationOutput)
+    return [(step.accepted, step.num_draft, step.columns, step.idle) for step in output.step_stats]
+
+
+def test_more_ranks_take_fewer_steps() -> None:
+    """Bounds are a rank's: ranks that all drafted the same, or whose drafts did not count, would save nothing."""
+    model = tiny_model()
+    config = lp.LookaheadConfig(adaptive=True, window_size=4, ngram_size=3, guess_set_size=4, draft_depth=12)
+    times = StepTimes.constant(0.01, 40)
+    steps = {}
+    for ranks in (1, 8):
+        steps[ranks] = 0
+        for seed in range(6):
+            output = on_ranks(ranks, model, config, drawn_text(random.Random(seed), 40), 60, step_times=times)[0]
+            assert isinstance(output, lp.GenerationOutput)
+            steps[ranks] += output.steps
+    assert steps[8] < 0.95 * steps[1], steps
+
+
+SOURCES: dict[str, Any] = {
+    "lookahead": lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=5, draft_depth=6),
+    "lookahead_adaptive": lp.LookaheadConfig(adaptive=True, window_size=4, guess_set_size=20),
+    "lookahead_paper": lp.PaperConfig(window_size=4, ngram_size=3, guess_set_size=4),
+    "prompt_lookup": lp.PromptLookupConfig(num_tokens=6),
+    "token_recycling": lp.RecyclingConfig(successors=4, nodes=12),
+    "suffix": lp.SuffixConfig(max_tokens=8, max_spec_factor=2.0, tree=True),
+    "test_repeat": None,  # the toy, which is imported for its test alone
+}
+STOPS = ["abc", "ba", "cc", "aab"]
+
+
+@pytest.fixture
+def toy() -> Iterator[ModuleType]:
+    """A source that a user might register, which has no shares of its own; afterwards it never was."""
+    yield importlib.import_module("tests.toy_source")
+    del registry._entries["test_repeat"]
+    del sys.modules["tests.toy_source"]
+
+
+def test_every_source_is_decoded_on_ranks(toy: ModuleType) -> None:
+    """A source that is registered and not here would never have been tried on ranks."""
+    assert {entry.name for entry in sources()} <= {*SOURCES}
+
+
+@pytest.mark.parametrize("kv_sync", list(lp.KVSync))
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_give_plain_decoding_on_any_ranks(
+    name: str,
+    kv_sync: lp.KVSync,
+    toy: ModuleType,
+    cases: Callable[[int, int], range],
+    largest_steps: list[tuple[int, int]],
+) -> None:
+    """Greedy and coupled, with processors and stop strings: the tokens are those of plain decoding."""
+    config = SOURCES[name] or toy.RepeatConfig(num_tokens=5)
+    if name == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        pytest.skip("arctic-inference is not installed")
+    if hasattr(config, "kv_sync"):
+        config = replace(config, kv_sync=kv_sync)
+    elif kv_sync is lp.KVSync.BROADCAST:
+        pytest.skip("it has no such setting")
+    accepted = 0
+    for case in cases(8, 64):
+        rng = random.Random(f"{name} {kv_sync} {case}")
+        ranks = 1 + case % 8
+        model = tiny_model(rng.choice(ARCHS), seed=rng.randrange(8))
+        ids = drawn_text(rng, rng.randint(5, 40))
+        coupled = lp.SamplingParams(temperature=0.6, top_p=0.95, seed=case)
+        asked: dict[str, Any] = {"sampling": coupled if case % 2 else None}
+        if case % 4 >= 2:
+            asked["logits_processor"] = [RepetitionPenaltyLogitsProcessor(1.1), NoRepeatNGramLogitsProcessor(5)]
+        if case % 3 == 2:
+            asked |= {"stop_strings": rng.sample(STOPS, 2), "tokenizer": letters(VOCABULARY)}
+        plain = lp.AutoregressiveDecoder(model).generate(ids, 24, **asked)
+        outputs = on_ranks(ranks, model, config, ids, 24, step_times=drawn_step_times(rng), **asked)
+        for rank, output in enumerate(outputs):
+            where = f"case {case}, rank {rank} of {ranks}"
+            assert isinstance(output, lp.GenerationOutput)
+            assert (output.tokens, output.finish_reason) == (plain.tokens, plain.finish_reason), where
+            assert _alike(output) == _alike(outputs[0]), where
+            accepted += sum(step.accepted for step in output.step_stats)
+    assert all(tokens <= budget for tokens, budget in largest_steps), "a rank took more than B"
+    assert accepted, "nothing was ever accepted"
 
 
 SHAPE = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=4)
@@ -95,7 +218,7 @@ def _corrupt(generation: Any, what: str) -> bool:
         generation.window.levels[1][2] ^= 1
     else:
         tree = DraftTree([VOCABULARY - 1], [-1])
-        generation.source.propose = lambda *asked: tree
+        generation.propose_share = lambda *asked: Share(tree, tree)
     return True
 
 
@@ -123,14 +246,115 @@ def test_a_corrupted_token_stops_the_job(ranks: int, bad: int, what: str, monkey
     assert max(seen) == corrupted[0] + 1, "a step was taken after the corruption"
 
 
+@pytest.mark.parametrize("kv_sync", list(lp.KVSync))
+def test_a_rank_may_draft_anything(kv_sync: lp.KVSync, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks go by what the others say that they computed: to guess it from their own state would be a wrong text."""
+    propose = Generation._propose
+
+    def anything(self: Any, slices: Any) -> Share:
+        share = propose(self, slices)
+        rank, step = self.context.rank, len(self.stats)
+        if rank != step % 3:
+            return share
+        rng = random.Random(step)
+        room = self.budget.step_tokens - self.catch_up_counts[rank] - slices[rank].num_nodes
+        right = [*plain[len(self.tokens) :][: rng.randrange(4)], rng.randrange(VOCABULARY)][:room]
+        path = DraftTree(right, range(-1, len(right) - 1))
+        return replace(share, draft=rng.choice([path, drawn_tree(rng, room, VOCABULARY, first=0)]))
+
+    monkeypatch.setattr(Generation, "_propose", anything)
+    model, ids = tiny_model(), drawn_text(random.Random(11), 30)
+    plain = plain_greedy(model, ids, 60)
+    outputs = on_ranks(3, model, replace(SHAPE, kv_sync=kv_sync), ids, 60)
+    for output in outputs:
+        assert isinstance(output, lp.GenerationOutput)
+        assert output.tokens == plain and _alike(output) == _alike(outputs[0])
+
+
+def _copies(ranks: int, **options: Any) -> list[PreTrainedModel]:
+    """A model for every rank."""
+    return [tiny_model(**options) for _ in range(ranks)]
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize(("ranks", "bad"), [(2, 0), (2, 1), (3, 0), (3, 2), (5, 3)])
+def test_a_changed_weight_is_an_error_that_names_the_rank(ranks: int, bad: int, idle: bool) -> None:
+    """Weights are compared when a decoder is made: what a user changes later gave a wrong text, alike on all ranks."""
+    models, ids = _copies(ranks), drawn_text(random.Random(12), 30)
+    config = lp.LookaheadConfig(adaptive=True) if idle else SHAPE
+    sampling = lp.SamplingParams(temperature=2.0, seed=1) if idle else None  # at which texts begin with plain steps
+    taken = [0] * ranks
+
+    def body(context: ParallelContext) -> None:
+        model = models[context.rank]
+        decoder = lp.LookaheadDecoder(model, config, context, step_times=StepTimes.constant(0.01, 120))
+        assert decoder.generate(ids, 10, sampling).tokens
+        if context.rank == bad:
+            with torch.no_grad():
+                model.lm_head.weight[:, 3] += 0.01 * torch.arange(VOCABULARY)
+
+        def on_tokens(tokens: list[int], step: int) -> None:
+            taken[context.rank] += 1
+
+        decoder.generate(ids, 10, sampling, on_tokens=on_tokens)
+
+    with pytest.raises(RuntimeError) as error:
+        run_lockstep(ranks, body)
+    others = ", ".join(str(rank) for rank in range(ranks) if rank != bad)
+    odd, rest = (bad, others) if ranks > 2 else (1, 0)  # of two, nobody can tell which is right
+    assert f"the model of rank {odd} computes other logits than that of rank {rest} at step 0" in str(error.value)
+    assert taken == [0] * ranks
+
+
+def _tied(model: PreTrainedModel, gap: float) -> PreTrainedModel:
+    """Every row's second-best logit is so much above its best, as another processor's rounding might have it."""
+
+    def tie(module: Any, args: Any, output: Any) -> Any:
+        best, at = output.logits.topk(2)
+        output.logits = output.logits.scatter(-1, at[..., 1:], best[..., :1] + gap)
+        return output
+
+    model.register_forward_hook(tie)
+    return model
+
+
+@pytest.mark.parametrize("kv_sync", list(lp.KVSync))
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_near_tie_settles_alike_on_all_ranks(bad: int, kv_sync: lp.KVSync) -> None:
+    """Ranks round differently: whichever token a near-tie gives, all of them must have the same."""
+    accepted = 0
+    for seed in range(4):
+        models = [_tied(model, 1e-11 if rank == bad else -1e-11) for rank, model in enumerate(_copies(3, seed=seed))]
+        ids = drawn_text(random.Random(seed), 40)
+        plain = [lp.AutoregressiveDecoder(models[rank]).generate(ids, 40).tokens for rank in (bad, (bad + 1) % 3)]
+        assert plain[0] != plain[1], "there was no tie"
+
+        def body(context: ParallelContext, settings: Any = (models, ids)) -> lp.GenerationOutput:
+            models, ids = settings
+            config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=8, draft_depth=8, kv_sync=kv_sync)
+            return lp.LookaheadDecoder(models[context.rank], config, context).generate(ids, 40)
+
+        outputs = run_lockstep(3, body)
+        assert all(output.tokens == outputs[0].tokens for output in outputs)
+        assert all(_alike(output) == _alike(outputs[0]) for output in outputs)
+        text = torch.tensor([[*ids, *outputs[0].tokens]])
+        with torch.inference_mode():
+            logits = models[0](text).logits[0, len(ids) - 1 : -1]
+        ranked = logits.argsort(-1, descending=True)[:, :2].tolist()
+        assert all(token in best for token, best in zip(outputs[0].tokens, ranked, strict=True))
+        accepted += sum(step.accepted for step in outputs[0].step_stats)
+    assert accepted
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("when", ["first", "third", "last"])
 def test_a_failing_callback_stops_every_rank(bad: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that wait for one that has left hang until a timeout."""
     monkeypatch.setattr("lp.parallel.context.DEFAULT_TIMEOUT_S", 20)
     model, ids, new = tiny_model(), drawn_text(random.Random(5), 30), 24
-    alone = lp.LookaheadDecoder(model, SHAPE).generate(ids, new)
-    step = {"first": 0, "third": 2, "last": alone.steps - 1}[when]
+    undisturbed = on_ranks(3, model, SHAPE, ids, new)[0]
+    assert isinstance(undisturbed, lp.GenerationOutput)
+    step = {"first": 0, "third": 2, "last": undisturbed.steps - 1}[when]
     streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
     def by_rank(rank: int) -> dict[str, Any]:
@@ -151,7 +375,7 @@ def test_a_failing_callback_stops_every_rank(bad: int, when: str, monkeypatch: p
                 assert isinstance(output, lp.Interrupted)
                 output = output.output
             assert isinstance(output, lp.GenerationOutput)
-            assert output.tokens == streamed[rank] == kept == alone.tokens[: len(kept)]
+            assert output.tokens == streamed[rank] == kept == undisturbed.tokens[: len(kept)]
             assert output.finish_reason == ("length" if when == "last" else "interrupted")
             assert output.steps == step + 1
 

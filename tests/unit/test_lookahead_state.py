@@ -8,9 +8,8 @@ import pytest
 from lp.draft.layout import StepLayout, ancestors
 from lp.draft.prompt_lookup import PromptLookup, PromptLookupConfig
 from lp.draft.tree import DraftTree, DraftTreeBuilder
-from lp.draft.verify import walk
-from lp.draft.window import LookaheadWindow
-from tests.layouts import NOTHING
+from lp.draft.window import LookaheadWindow, WindowSlice
+from tests.layouts import NOTHING, layout_of, node_of, path_to, visible_of, walk_alone, window_of
 
 
 def _tree(*paths: list[int], budget: int = 100) -> DraftTree:
@@ -18,12 +17,6 @@ def _tree(*paths: list[int], budget: int = 100) -> DraftTree:
     for path in paths:
         builder.add_path(path)
     return builder.build()
-
-
-def _layout(w: int, n: int, tree: DraftTree, limit: int = 10**6, position: int = 9) -> StepLayout:
-    window = LookaheadWindow(w, n, [5])
-    window.levels = [[100 * k + j for j in range(w)] for k in range(n - 1)]  # every entry says where it stands
-    return StepLayout(window, tree, 5, position, limit)
 
 
 @pytest.mark.parametrize(("w", "n"), [(1, 2), (4, 2), (1, 5), (5, 3), (6, 5)])
@@ -72,22 +65,67 @@ def test_ngrams_follow_columns() -> None:
 
 def test_layout_positions_and_visibility() -> None:
     """The tree of lp/draft/layout.py, node by node: each sees the path that leads to it, nothing of another branch."""
-    layout = _layout(4, 4, _tree([41, 42, 43], [41, 49], [100, 200, 50]), position=20)
-    visible = layout.visible()
+    layout = layout_of(4, 4, [[41, 42, 43], [41, 49], [100, 200, 50]], position=20)
+    visible = visible_of(layout)
     for j in range(4):
         for k in range(3):
-            node = layout.window_node(k, j)
+            node = node_of(layout, k, j)
             assert layout.positions[node] == 20 + j + k
-            seen = {layout.window_node(0, i) for i in range(j + 1)} | {
-                layout.window_node(i, j) for i in range(1, k + 1)
-            }
+            seen = {node_of(layout, 0, i) for i in range(j + 1)} | {node_of(layout, i, j) for i in range(1, k + 1)}
             assert set(np.flatnonzero(visible[node])) == seen
     own = range(layout.num_window, len(layout))
     assert [layout.tokens[s] for s in own] == [41, 42, 43, 49, 50]  # 100, 200 are column 0's nodes already
     for node in own:
         assert layout.positions[node] == layout.positions[layout.parents[node]] + 1
-        assert set(np.flatnonzero(visible[node])) == set(layout.path(node))
-    assert layout.parents[layout.num_window + 4] == layout.window_node(2, 0)
+        assert set(np.flatnonzero(visible[node])) == set(path_to(layout, node))
+    assert layout.parents[layout.num_window + 4] == node_of(layout, 2, 0)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 1), (0, 3), (2, 3), (3, 6), (5, 6)])
+def test_a_slice_is_part_of_the_whole_window(n: int, first: int, end: int) -> None:
+    """A rank's columns are those of the whole window, to the token, the position and all that they see."""
+    whole, slice_ = layout_of(6, n, []), WindowSlice(first if n > 2 else 0, end, n - 1)
+    drafts = _tree([41, 42], [1, 50])  # the second begins as level 0 does, if the rank has it
+    layout = StepLayout(window_of(6, n), slice_, drafts, 5, 9, 10**6, catch_up=[7, 8])
+    assert layout.num_window == slice_.num_nodes
+    entries = [(0, j) for j in range(slice_.level_0_nodes)]
+    entries += [(k, j) for k in range(1, n - 1) for j in range(slice_.first, slice_.end)]
+    nodes = [node_of(whole, k, j) for k, j in entries]
+    assert [layout.tokens[node] for node in range(layout.num_window)] == [whole.tokens[node] for node in nodes]
+    assert [layout.positions[node] for node in range(layout.num_window)] == [whole.positions[node] for node in nodes]
+    tokens, positions, visible = layout.step_tokens(0)
+    missing, window = 2, layout.num_window
+    assert (
+        visible[missing : missing + window, missing : missing + window] == visible_of(whole)[np.ix_(nodes, nodes)]
+    ).all()
+    assert visible[missing:, :missing].all() and (visible[:missing] == np.tri(2, len(tokens), dtype=bool)).all()
+    assert tokens == [7, 8, *layout.tokens] and positions == [7, 8, *layout.positions]
+    assert layout.num_tokens == len(tokens) == 2 + len(layout)
+    if slice_.num_columns:
+        sampling = range(slice_.first_of_last_level, slice_.first_of_last_level + slice_.num_columns)
+        assert [layout.tokens[node] for node in sampling] == window_of(6, n).levels[-1][slice_.first : slice_.end] or (
+            n == 2 and sampling[0] == 0
+        )
+        assert set(sampling) <= set(layout.sampled_nodes)
+    reached = {node for node, (k, j) in enumerate(entries) if k == 0 or j == 0} | set(range(window, len(layout)))
+    assert {node for node in range(len(layout)) if layout.reachable(node)} == reached <= set(layout.sampled_nodes)
+    shares_level_0 = slice_.level_0_nodes > 1
+    assert len(layout) == window + 4 - shares_level_0
+    at_50 = layout.tokens.index(50)
+    assert layout.branch_tokens(at_50) == [1, 50] and layout.reachable(layout.parents[at_50])
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+def test_padding_is_seen_by_nothing(missing: int) -> None:
+    """Tokens that make a step as large as a faster one must not change what the others see."""
+    layout = StepLayout(window_of(3, 3), WindowSlice(0, 3, 2), _tree([41, 42]), 5, 9, 10**6, catch_up=[1] * missing)
+    tokens, positions, visible = layout.step_tokens(0)
+    more_tokens, more_positions, more_visible = layout.step_tokens(len(tokens) + 4)
+    size = len(tokens)
+    assert (more_tokens[:size], more_positions[:size]) == (tokens, positions) and len(more_tokens) == size + 4
+    assert (more_visible[:size, :size] == visible).all() and not more_visible[:size, size:].any()
+    assert (more_visible[size:, size:] == np.eye(4, dtype=bool)).all() and not more_visible[size:, :size].any()
 
 
 @pytest.mark.parametrize("w", [0, 1, 5])
@@ -95,11 +133,9 @@ def test_layout_positions_and_visibility() -> None:
 @pytest.mark.parametrize("room", [0, 1, 2, 4, 30])
 def test_layout_stays_below_the_limit(w: int, n: int, room: int) -> None:
     """A node at or past the limit has no position embedding; `c` alone is always there."""
-    layout = _layout(w, n, _tree([1, 2, 3, 4, 5]), limit=10 + room, position=9)
+    layout = layout_of(w, n, [[1, 2, 3, 4, 5]], limit=10 + room, position=9)
     assert max(layout.positions) < 10 + room
     assert layout.positions[0] == 9 and 0 in layout.sampled_nodes
-    assert len(layout.last_level()) == layout.columns <= w
-    assert set(layout.last_level()) <= set(layout.sampled_nodes)
     assert layout.sampled_nodes == sorted(set(layout.sampled_nodes))
 
 
@@ -113,36 +149,50 @@ def test_ancestors_extend_a_known_part() -> None:
 
 def test_walk_follows_the_truth_only() -> None:
     """Accepting a child the model did not choose is the one unforgivable fault."""
-    layout = _layout(3, 3, _tree([1, 2, 3], [4, 5]))
+    layout = layout_of(3, 3, [[1, 2, 3], [4, 5]])
     read = dict.fromkeys(layout.sampled_nodes, 77)
-    assert walk(layout, read).tokens == [77]
+    assert walk_alone(layout, read)[0].tokens == [77]
     node = {layout.tokens[s]: s for s in range(layout.num_window, len(layout))}
     read |= {0: 4, node[4]: 5, node[5]: 6}
-    outcome = walk(layout, read)
-    assert (outcome.tokens, outcome.path, outcome.accepted) == ([4, 5, 6], [0, node[4], node[5]], 2)
-    assert walk(layout, read, depth=0).tokens == [4]
-    assert walk(layout, read, depth=1).tokens == [4, 5]
+    outcome, own = walk_alone(layout, read)
+    assert (outcome.tokens, own, outcome.accepted) == ([4, 5, 6], [0, node[4], node[5]], 2)
+    assert walk_alone(layout, read, most=0)[0].tokens == [4]
+    assert walk_alone(layout, read, most=1)[0].tokens == [4, 5]
 
 
 def test_walk_through_row_0_and_column_0() -> None:
-    """Both are candidates at no extra row; where both carry the token, the deeper one must be found."""
+    """Both are candidates at no extra node; where both carry the token, the deeper one must be found."""
     window = LookaheadWindow(3, 4, [5])
     window.levels = [[5, 1, 2], [1, 101, 102], [200, 201, 202]]  # row 0 and column 0 agree on the next token
-    layout = StepLayout(window, _tree(), 5, 9, 10**6)
+    layout = StepLayout(window, WindowSlice(0, 3, 3), _tree(), 5, 9, 10**6)
     read = dict.fromkeys(layout.sampled_nodes, 0) | {
         0: 1,
         1: 200,
-        layout.window_node(1, 0): 200,
-        layout.window_node(2, 0): 33,
+        node_of(layout, 1, 0): 200,
+        node_of(layout, 2, 0): 33,
     }
-    outcome = walk(layout, read)
+    outcome, own = walk_alone(layout, read)
     assert outcome.tokens == [1, 200, 33]
-    assert outcome.path == [0, layout.window_node(1, 0), layout.window_node(2, 0)]
-    assert outcome.sampled_at == [
-        0,
-        layout.window_node(0, 1),
-        layout.window_node(2, 0),
-    ]  # row 0's word was taken, column 0's path was
+    assert own == [0, 1, node_of(layout, 2, 0)]  # row 0's node stands for both that carry the token
+
+
+def test_drafts_behind_a_node_are_those_of_its_walk() -> None:
+    """Rejection sampling tries them one by one: one that is missing or twice there gives another distribution."""
+    window = LookaheadWindow(3, 4, [5])
+    window.levels = [[5, 1, 2], [1, 101, 102], [200, 201, 202]]
+    layout = StepLayout(window, WindowSlice(0, 3, 3), _tree([1, 9], [4], [1, 200]), 5, 9, 10**6)
+    nine, four = layout.num_window, layout.num_window + 1
+    assert (
+        layout.drafts() == {0: [1, 4], 1: [2, 200, 9]}
+        and layout.tokens[nine:] == [9, 4]
+        and four not in layout.drafts()
+    )
+    without = StepLayout(window, WindowSlice(1, 3, 3), _tree([1, 9], [4]), 5, 9, 10**6)
+    assert without.drafts() == {0: [1, 4], 1: [2, 9]}, "column 0 is another rank's"
+    apart = DraftTree([1, 9, 1, 8], [-1, 0, -1, 2], merge=False)
+    side_by_side = StepLayout(window, WindowSlice(0, 3, 3), apart, 5, 9, 10**6)
+    first = side_by_side.num_window
+    assert side_by_side.drafts() == {0: [1], first: [9], first + 2: [8]}
 
 
 def test_tree_shares_prefixes_within_budget() -> None:

@@ -36,11 +36,9 @@ def most_columns(w: int, n: int, rooms: Sequence[int]) -> int:
     def fits(rank: int, start: int, columns: int) -> bool:
         if rank == len(rooms):
             return start == columns
-        ends = [
-            start,
-            *(end for end in range(start + 1, columns + 1) if nodes_of(end - start, end, n - 1) <= rooms[rank]),
-        ]
-        return any(fits(rank + 1, end, columns) for end in ends_that_fit)
+        ends = range(start + 1, columns + 1)
+        fitting = (end for end in ends if nodes_of(end - start, end, n - 1) <= rooms[rank])
+        return any(fits(rank + 1, end, columns) for end in (start, *fitting))
 
     return next(columns for columns in range(w, -1, -1) if fits(0, 0, columns))
 
@@ -258,7 +256,7 @@ def paid(share: Share, window: WindowDrafts) -> int:
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_pool_shares_divide_one_tree(ranks: int, cases: Callable[[int, int], range]) -> None:
-    """Shares of trees that differ would be of no use to each other, or look like drift; a node on two ranks is waste."""
+    """Shares of trees that differ do not add up, and look like drift; a node on two ranks is waste."""
     nodes = shared = 0
     for seed in cases(40, 400):
         rng = random.Random(f"{seed} {ranks}")

@@ -5,19 +5,24 @@ from __future__ import annotations
 import pytest
 
 import lp
+from lp.budget.calibration import DraftRecord
 from lp.budget.policy import PRICE_MARGIN, AdaptiveBudget
 from lp.budget.step_times import StepTimes
-from lp.budget.window_policy import HALF_GAIN_COLUMNS, LARGEST_GAIN
-from lp.draft.tree import DraftTree
-from tests.layouts import path_tree
+from lp.budget.window_policy import HALF_GAIN_COLUMNS, LARGEST_GAIN, WindowPolicy
+from tests.layouts import path_tree, record_of
 
-NOTHING = DraftTree()
+NOTHING = DraftRecord()
 ADAPTIVE = lp.LookaheadConfig(adaptive=True)
 
 
-def _likely(num_draft: int) -> DraftTree:
-    """A tree of one path that is all but certain."""
-    return path_tree([0.99] * num_draft)
+def _likely(num_draft: int) -> DraftRecord:
+    """A tree of one path that is all but certain, of which two tokens were accepted."""
+    return record_of(path_tree([0.99] * num_draft), [1] * 3)
+
+
+def _room(budget: AdaptiveBudget, ngram: int = 2) -> int:
+    """Draft tokens that a rank may have beside the window."""
+    return budget.step_tokens - max(budget.columns, 1) - budget.columns * (ngram - 2)
 
 
 @pytest.mark.parametrize(("window", "ngram"), [(128, 5), (64, 9), (512, 2)])
@@ -26,7 +31,7 @@ def test_a_window_leaves_room(window: int, ngram: int) -> None:
     config = lp.LookaheadConfig(adaptive=True, window_size=window, ngram_size=ngram, guess_set_size=128)
     budget = AdaptiveBudget(config, StepTimes.constant(0.01, 512))
     for _ in range(12):
-        assert budget.columns > 0 and budget.draft_tokens >= min(config.draft_budget, 256)
+        assert budget.columns > 0 and _room(budget, ngram) >= min(config.draft_budget, 256)
         budget.record_step([1], 512, NOTHING)
 
 
@@ -36,14 +41,14 @@ def test_columns_do_not_crowd_draft_tokens_out() -> None:
     assert budget.columns == 16
     for _ in range(30):
         budget.record_step([1] * 3, 100, _likely(96))
-    assert budget.columns == 4 and budget.draft_tokens == 96
+    assert budget.columns == 4 and _room(budget) == 96
 
 
 def test_draft_tokens_stay_within_the_step_times() -> None:
     """Past the end of the tables compiled code would read prices from anywhere."""
-    for max_tokens, draft_tokens in ((2, 1), (40, 24), (500, 104)):
+    for max_tokens, room in ((2, 1), (40, 24), (500, 104)):
         budget = AdaptiveBudget(ADAPTIVE, StepTimes.constant(0.01, max_tokens))
-        assert budget.draft_tokens == draft_tokens <= max_tokens - max(budget.columns, 1)
+        assert _room(budget) == room and budget.step_tokens <= max_tokens
 
 
 def test_columns_are_priced_as_draft_tokens_are() -> None:
@@ -60,20 +65,20 @@ def test_the_rate_is_at_least_plain_decodings() -> None:
     step_times = StepTimes((1, 120), (1.08, 30.0), 1.0)
     budget = AdaptiveBudget(ADAPTIVE, step_times)
     for token in range(5):
-        budget.record_step([token], 40, _likely(39))
+        budget.record_step([token], 40, record_of(path_tree([0.99] * 39), [token + 2]))
     assert budget.tokens_per_s == 1 / step_times.plain_s
 
 
 def test_columns_are_priced_beside_every_tree() -> None:
     """Steps of one token and steps of seven are four on average, beside which two columns look free here."""
     step_times = StepTimes((1, 2, 8, 120), (1.0, 1.3, 1.3, 40.0), 1.0)
-    tree = path_tree([0.9] * 6)
+    tree = record_of(path_tree([0.9] * 6), [1] * 3)
     chosen = []
     for trees in ([tree, tree], [tree, NOTHING]):
         budget = AdaptiveBudget(ADAPTIVE, step_times)
         for step in range(40):
             used = trees[step % 2]
-            budget.record_step([1] * 3, 1 + len(used), used)
+            budget.record_step([1] * 3, 1 + len(used.accept_probs), used)
         chosen.append(budget.columns)
     assert chosen == [2, 0]
 
@@ -81,7 +86,22 @@ def test_columns_are_priced_beside_every_tree() -> None:
 def test_a_column_may_replace_a_poor_draft_token() -> None:
     """The tree was cut to fit beside the last window; beside another it would be cut elsewhere."""
     budget = AdaptiveBudget(ADAPTIVE, StepTimes((1, 2, 8, 9, 120), (1, 1.3, 1.3, 9, 90), 1.0))
-    tree = path_tree([0.9] * 6 + [0.01])
+    tree = record_of(path_tree([0.9] * 6 + [0.01]), [1] * 3)
     for _ in range(40):
         budget.record_step([1] * 3, 8, tree)
     assert budget.columns == 2
+
+
+def test_ranks_share_what_a_window_takes() -> None:
+    """The window lies on one rank, and draft tokens fill the others up to it: columns are cheaper, never free."""
+    step_times = StepTimes((1, 2, 100), (0.01, 0.011, 0.2), 0.01)
+    tree = [0.9 * 0.97**at for at in range(60)]
+    window = []
+    for ranks in (1, 2, 8):
+        policy = WindowPolicy(ADAPTIVE, step_times, 50.0, ranks)
+        for _ in range(40):
+            policy.record_step(tree, 50.0)
+        window.append(policy.columns(3.0))
+    assert window == sorted(window) and window[0] < window[-1]
+    alone = WindowPolicy(ADAPTIVE, StepTimes((1, 2, 100), (0.01, 0.02, 1.0), 0.01), 100.0, 8)
+    assert alone.columns(3.0) == 0, "without drafts beside it the largest rank is the window's"

@@ -19,10 +19,9 @@ NOT_CALLS = {"is_", "get_", "supports", "Reduce"}  # prefixes of names that hold
 
 @dataclass
 class Step:
-    """One decode step: collectives as (name, bytes this rank sends), and what the plan had in store."""
+    """One decode step: collectives as (name, bytes this rank sends), and what ranks lacked after it."""
 
     calls: list[tuple[str, int]] = field(default_factory=list)
-    max_owned: int = 0
     lacking: bool = False  # some rank had not computed the whole accepted path
 
 
@@ -76,6 +75,5 @@ class Watch:
         if not self._begun:  # what start-up and prefill called is none of the steps'
             self._begun, self.before, self.now = True, self.now, Step()
 
-    def _committed(self, generation: Generation, layout: Any, plan: Any, rows: Any, outcome: Any, *rest: Any) -> None:
-        self.now.max_owned = plan.max_owned
-        self.now.lacking = any(outcome.path[-1] not in nodes for nodes in plan.nodes)
+    def _committed(self, generation: Generation, layout: Any, outcome: Any, own_path: Any) -> None:
+        self.now.lacking = min(outcome.held) < len(outcome.path)
