@@ -56,7 +56,7 @@ class NGramPool:
         tables.clock[1] += 1
         nodes = 2 + config.draft_budget + config.window_size + config.ngram_size
         self._tree = new_tree(nodes)
-        self._free = TokenPrice.free(max(nodes, TRUNK_NODES))
+        self._free = TokenPrice.free(len(self._tree.tokens))
         self._text = np.zeros(2 * len(prompt) + 1024, np.int64)
         self._length = 0
         self._extend(prompt)
