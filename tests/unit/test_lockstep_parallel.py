@@ -137,6 +137,25 @@ def test_more_ranks_take_fewer_steps() -> None:
     assert steps[8] < 0.95 * steps[1], steps
 
 
+def test_the_window_is_that_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column that takes another one's sample guesses wrongly for ever after: the text stays exact, and slow."""
+    learn = Generation._learn
+    windows: dict[int, list[list[list[int]]]] = {}
+
+    def noted(self: Any, *args: Any) -> None:
+        learn(self, *args)
+        windows.setdefault(self.context.rank, []).append([*self.window.levels])
+
+    monkeypatch.setattr(Generation, "_learn", noted)
+    config = lp.LookaheadConfig(window_size=9, ngram_size=4, guess_set_size=4, warmup_steps=99)  # a token a step
+    model, ids = tiny_model(), drawn_text(random.Random(13), 30)
+    on_ranks(1, model, config, ids, 30)
+    alone = windows.pop(0)
+    for ranks in (2, 3, 5):
+        on_ranks(ranks, model, config, ids, 30)
+        assert [windows.pop(rank) for rank in range(ranks)] == [alone] * ranks, ranks
+
+
 SOURCES: dict[str, Any] = {
     "lookahead": lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=5, draft_depth=6),
     "lookahead_adaptive": lp.LookaheadConfig(adaptive=True, window_size=4, guess_set_size=20),
