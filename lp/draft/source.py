@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from lp.compiled import compiled_array
+from lp.config import MAX_STEP_TOKENS
 from lp.draft.share import Share, cut_tree
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
@@ -83,6 +84,7 @@ class ShareInput(NamedTuple):
         base_tokens: by rank, step tokens without a draft: catch-up tokens, `c` and the rank's part of the window.
         window: what the rank's part of the window proposes at no cost.
         price: of the rank's step tokens; None: they cost nothing.
+        max_draft: the most draft tokens of every rank.
     """
 
     rank: int
@@ -90,11 +92,12 @@ class ShareInput(NamedTuple):
     base_tokens: Sequence[int]
     window: WindowDrafts
     price: TokenPrice | None
+    max_draft: int = MAX_STEP_TOKENS
 
     @property
     def rooms(self) -> list[int]:
         """By rank, how many draft tokens it may have."""
-        return [max(self.budget - base, 0) for base in self.base_tokens]
+        return [max(min(self.budget - base, self.max_draft), 0) for base in self.base_tokens]
 
 
 class DraftSource(Protocol):
@@ -134,8 +137,9 @@ def share_proposer(source: DraftSource) -> ProposeShare:
     """What gives one rank's share of a source's draft tree: its own `propose_share`, or a cut through the whole."""
 
     def cut_whole(text: Sequence[int], step: ShareInput) -> Share:
-        window = step.window if len(step.base_tokens) == 1 else WindowDrafts()  # else it is not alike on all ranks
-        tree = source.propose(text, sum(step.rooms), window, step.price)
+        alone = len(step.base_tokens) == 1  # else window and price are the rank's own, and the tree is to be all ranks'
+        window = step.window if alone else WindowDrafts()
+        tree = source.propose(text, sum(step.rooms), window, step.price if alone else None)
         return cut_tree(tree, step.budget, step.base_tokens, step.rank)
 
     own: ProposeShare | None = getattr(source, "propose_share", None)

@@ -26,7 +26,7 @@ from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.stopping import FINISH_REASON
-from lp.errors import RanksParted
+from lp.errors import RanksParted, UserError
 from lp.models.kv_cache import CacheTooLarge
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
@@ -75,7 +75,7 @@ class Generation:
         self.propose_share = share_proposer(source)
         self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
         self.union = UnionTree(context.world_size, budget.step_tokens)
-        self.rounding = logit_rounding(runner.model)
+        self.rounding = logit_rounding(runner.model) if context.world_size > 1 else 0.0
         runner.follow()
         self.cache = runner.new_cache(request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens))
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
@@ -155,6 +155,7 @@ class Generation:
 
     def plain_step(self) -> Stop:
         """The same of `c` alone, on every rank: nothing is drafted or learned, so it takes what plain decoding does."""
+        assert not self.catch_up
         self.timer.restart()
         self._cross_rope_boundary()
         layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), DraftTree())
@@ -208,7 +209,8 @@ class Generation:
         drafts_nothing = self._warming_up or self.budget.idle
         step = ShareInput(
             rank=rank,
-            budget=0 if drafts_nothing else self.budget.step_tokens,
+            budget=self.budget.step_tokens,
+            max_draft=0 if drafts_nothing else self.config.draft_budget,
             base_tokens=base_tokens,
             window=self.window.drafts(slices[rank]),
             price=self.budget.price(base_tokens[rank], largest if len(slices) > 1 else 0),
@@ -217,7 +219,13 @@ class Generation:
 
     def _layout(self, columns: WindowSlice, draft: DraftTree) -> StepLayout:
         position = len(self.text) - 1
-        return StepLayout(self.window, columns, draft, self.text[-1], position, self._limit, self.catch_up)
+        layout = StepLayout(self.window, columns, draft, self.text[-1], position, self._limit, self.catch_up)
+        if layout.num_tokens > self.message_shape.nodes:
+            raise UserError(
+                f"{type(self.source).__name__} proposed {len(draft)} draft tokens, which makes a step of "
+                f"{layout.num_tokens} tokens; the budget is {self.message_shape.nodes}: propose no more than asked for"
+            )
+        return layout
 
     def _forward(self, layout: StepLayout, num_logits: int | None = None) -> Sampled:
         """Run this rank's step tokens and sample its nodes; zeros if that fails: what failed is in the header.

@@ -13,6 +13,7 @@ from lp.budget.step_times import StepTimes
 from lp.config import Capture, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.registry import Call, DraftConfig, source_of
+from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
 from lp.engine.decode_loop import Generation
 from lp.engine.decoder import Decoder
@@ -87,7 +88,7 @@ class LookaheadDecoder(Decoder):
     @property
     def span(self) -> int:
         """Window and draft tree, whichever goes further."""
-        return self.config.window_size + self.config.ngram_size + self.config.draft_budget
+        return step_tokens(self.config)
 
     @property
     def noisy_guesses(self) -> bool:

@@ -90,8 +90,10 @@ class StepTimingDecoder(Decoder):
 
         def step(num_tokens: int) -> float:
             nonlocal generation, reason
-            if reason or len(generation.tokens) > (request.limit - len(request.prompt)) // 2:
-                generation = self._prefilled(request, budget)  # so that deep trees have room
+            no_room = len(generation.tokens) > (request.limit - len(request.prompt)) // 2  # for deep trees
+            lacks_kv = any(generation.catch_up_counts)  # of a draft token that was right, for all that
+            if reason or no_room or lacks_kv:
+                generation = self._prefilled(request, budget)
             budget.step_tokens = max(num_tokens, 1)
             reason = generation.step() if num_tokens else generation.plain_step()
             if reason is Stop.INTERRUPTED:
@@ -119,5 +121,5 @@ class RejectedDrafts(NGramPool):
         share = super().propose_share(text, step)
         missing = step.rooms[step.rank] - len(share.draft)
         tokens = [token - 1 if token else 1 for token in share.draft.tokens]
-        tree = DraftTree([*tokens, *range(missing)], [*share.draft.parents, *[-1] * missing], merge=False)
+        tree = DraftTree([*tokens, *[0] * missing], [*share.draft.parents, *[-1] * missing], merge=False)
         return Share(tree, share.common)

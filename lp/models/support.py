@@ -103,9 +103,13 @@ def logit_rounding(model: Any) -> float:
     """
     if inexact_quantisation(model.config):
         return math.inf
-    precision = torch.finfo(model.dtype).eps
-    if model.dtype == torch.float32:
-        precision = FLOAT32_PRECISION[torch.get_float32_matmul_precision()]
-    if any("expert" in name for name in vars(model.config.get_text_config())):
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    precision = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if dtypes == {torch.float32}:
+        try:
+            precision = FLOAT32_PRECISION[torch.get_float32_matmul_precision()]
+        except RuntimeError:  # set by torch.backends' own switches, which this call does not read
+            precision = FLOAT32_PRECISION["medium"]
+    if any("expert" in name for name in vars(model.config.get_text_config()) if not name.startswith("_")):
         precision = max(precision, torch.finfo(torch.bfloat16).eps)
     return math.sqrt(precision)

@@ -142,7 +142,7 @@ def best_logits(logits: torch.Tensor) -> torch.Tensor:
         logits: (n, V), before any processor; the first are those of `c`.
     """
     packed = pack_top_logits(logits[:1], NUM_BEST)[0]
-    return torch.nn.functional.pad(packed, (0, NUM_BEST - len(packed)), mode="constant", value=int(packed[-1]))
+    return packed if len(packed) == NUM_BEST else packed[torch.arange(NUM_BEST).clamp(max=len(packed) - 1)]
 
 
 def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
@@ -171,7 +171,7 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
 
 def _prob_codes(probs: Sequence[float]) -> np.ndarray:
     values = np.array(probs)
-    steps = np.rint(-PROB_STEPS * np.log2(np.maximum(values, PROBS[-1])))
+    steps = np.rint(-PROB_STEPS * np.log2(np.clip(values, PROBS[-1], 1.0)))
     return np.where(values > 0, steps + 1, 0).astype(np.int64)
 
 

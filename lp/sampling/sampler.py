@@ -134,7 +134,7 @@ class RejectionSampler(Sampler):
 
     Args:
         processors: of the call.
-        generator: of the draws; a node's owner alone draws for it.
+        generator: of the rank's own draws.
     """
 
     uses_drafts = True
