@@ -90,20 +90,12 @@ def _preorder_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _divide(paths: Sequence[tuple[int, ...]], size: int, base_tokens: Sequence[int]) -> tuple[list[set[int]], int]:
     """By rank, the nodes of steps of at most `size` tokens; and how many of the paths have found room."""
-    shares: list[set[int]] = []
-    placed = 0
-    waiting = list(paths)
+    shares = []
+    at = 0
     for base in base_tokens:
         share: set[int] = set()
-        is_last = len(shares) == len(base_tokens) - 1
-        for at, path in enumerate(waiting):
-            if len(share.union(path)) <= size - base:
-                share.update(path)
-                placed += 1
-            elif not is_last:  # the next rank goes on from here; the last one takes what else fits
-                waiting = waiting[at:]
-                break
-        else:
-            waiting = []
+        while at < len(paths) and len(share.union(paths[at])) <= size - base:
+            share.update(paths[at])
+            at += 1
         shares.append(share)
-    return shares, placed
+    return shares, at
