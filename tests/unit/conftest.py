@@ -19,7 +19,7 @@ import lp
 from lp.budget.measure import SIZES
 from lp.budget.step_times import StepTimes
 from lp.config import LookaheadConfig
-from lp.engine.memory import largest_step_tokens
+from lp.draft.share import step_tokens
 from lp.models.loader import DEMO_MODEL
 
 CONTEXT = 256
@@ -33,7 +33,7 @@ def given_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def fixed(runner: object, config: LookaheadConfig, context: object) -> StepTimes:
-        sizes = tuple(sorted({1, min(largest_step_tokens(config), SIZES[-1])}))
+        sizes = tuple(sorted({1, min(step_tokens(config), SIZES[-1])}))
         return StepTimes(sizes, tuple(1e-3 + 1e-5 * size for size in sizes), 1e-3)
 
     monkeypatch.setattr("lp.engine.lookahead.decoder_step_times", fixed)
