@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from lp.budget.step_times import StepTimes
 from lp.config import LookaheadConfig
 from lp.draft.share import step_tokens
 from lp.models.loader import DEMO_MODEL
+
+if TYPE_CHECKING:
+    from tests.simulated_cuda import SimulatedCuda
 
 CONTEXT = 256
 
@@ -56,6 +60,17 @@ def clean_environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimulatedCuda]:
+    """A simulated CUDA device: "cuda" may be used within the test, and what is asked of it is counted."""
+    from tests.simulated_cuda import simulated_cuda, why_not  # here: most tests need none
+
+    if reason := why_not():
+        pytest.skip(reason)
+    with simulated_cuda() as simulated:
+        yield simulated
 
 
 def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = CONTEXT) -> Path:
