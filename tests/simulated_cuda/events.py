@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -15,6 +14,7 @@ LAUNCH = "launch"  # something is put into the device's queue: a kernel, a copy,
 PAGEABLE = "pageable"  # a copy to the device from memory that is not pinned: the driver copies it twice
 KINDS = (SYNC, LAUNCH, PAGEABLE)
 _ROOT = Path(lp.__file__).resolve().parent
+_names: dict[str, str | None] = {}  # of files, those in lp/ from there
 
 
 class Events(Counter[tuple[str, str, str]]):
@@ -38,13 +38,14 @@ def line_of_lp() -> str:
     """The innermost line of lp/ that runs now, as "lp/engine/step.py:123"; "?" outside of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if name := _name_in_lp(frame.f_code.co_filename):
+        path = frame.f_code.co_filename
+        if path not in _names:
+            _names[path] = _name_in_lp(Path(path))
+        if name := _names[path]:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
-@cache
-def _name_in_lp(filename: str) -> str | None:
-    path = Path(filename)
+def _name_in_lp(path: Path) -> str | None:
     return path.relative_to(_ROOT.parent).as_posix() if path.is_relative_to(_ROOT) else None

@@ -33,16 +33,13 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
 
     Threads that are started within it enter a `SimulatedCuda` of their own.
     """
-    lifts = torch._C._only_lift_cpu_tensors()
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     with guard.lent(), patch.multiple(torch.cuda, **_replacements()):
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") copies where it is seen
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes parameters anew
         try:
             with SimulatedCuda() as here:
                 yield here
         finally:
-            torch._C._set_only_lift_cpu_tensors(lifts)
             torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
             forget_pinned()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tests.simulated_cuda.graphs import Recording
 
 CPU = torch.device("cpu")
-_here = threading.local()  # .simulations: those that this thread has entered, the innermost last
+_here = (
+    threading.local()
+)  # .simulations: those that this thread has entered, the innermost last, and how torch was before
 
 
 class DeviceError(RuntimeError):
@@ -72,7 +74,7 @@ def simulation() -> SimulatedCuda:
     entered = getattr(_here, "simulations", [])
     if not entered:
         raise DeviceError("a simulated CUDA tensor is used outside of the simulation")
-    return entered[-1]
+    return entered[-1][0]
 
 
 class SimulatedCuda(TorchDispatchMode):
@@ -99,12 +101,18 @@ class SimulatedCuda(TorchDispatchMode):
     def __enter__(self) -> SimulatedCuda:
         if not hasattr(_here, "simulations"):
             _here.simulations = []
-        _here.simulations.append(self)
+        _here.simulations.append((self, torch._C._only_lift_cpu_tensors()))
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") copies where it is seen
         return super().__enter__()
 
     def __exit__(self, *failure: object) -> None:
-        _here.simulations.pop()
+        _, lifts = _here.simulations.pop()
+        torch._C._set_only_lift_cpu_tensors(lifts)
         super().__exit__(*failure)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what skips it takes longer than most operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.handle(func, args, kwargs or {})
@@ -137,7 +145,9 @@ class SimulatedCuda(TorchDispatchMode):
         """Run one operation."""
         op = operator(func)
         device = self._device_asked_for(args, kwargs)
-        tensors = list(_tensors((args, kwargs)))
+        tensors = _tensors(args, [])
+        if kwargs:
+            _tensors(kwargs, tensors)
         on_cuda = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
         for_cuda = device is not None and device.type == "cuda"
         if op.composite and (on_cuda or for_cuda):  # inference mode hands them over whole
@@ -162,7 +172,11 @@ class SimulatedCuda(TorchDispatchMode):
         return self._launch(func, op, args, kwargs, target)
 
     def _device_asked_for(self, args: Any, kwargs: dict[str, Any]) -> torch.device | None:
-        found = kwargs.get("device") or next((arg for arg in args if isinstance(arg, torch.device)), None)
+        found = kwargs.get("device")
+        if found is None:
+            for arg in args:
+                if isinstance(arg, torch.device):
+                    found = arg
         if found is not None and (found.type == "meta" or (found.type, found.index) == ("cuda", None)):
             return torch.device("cuda", self.index)  # "cuda" becomes "meta" where torch asks the lent guard
         return found
@@ -284,7 +298,7 @@ class SimulatedCuda(TorchDispatchMode):
             kwargs = kwargs | {"device": CPU}
         kwargs.pop("pin_memory", None)
         if op.view:
-            base = next(_tensors(args))
+            base = _tensors(args, [])[0]
             with torch._C._InferenceMode(base.is_inference()):  # a view of a normal tensor is one, wherever it is made
                 return self._wrapped(func(*_unwrapped(args), **_unwrapped(kwargs)), device)
         targets = op.targets(args, kwargs)
@@ -320,16 +334,17 @@ class SimulatedCuda(TorchDispatchMode):
         return out
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors among the arguments of an operation."""
+def _tensors(value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Add all tensors among the arguments of an operation to those found."""
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            _tensors(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            _tensors(item, found)
+    return found
 
 
 def _unwrapped(value: Any) -> Any:
