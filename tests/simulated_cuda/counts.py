@@ -45,7 +45,7 @@ def most(steps: list[Events]) -> tuple[int, ...]:
 
 def captured_decoder() -> lp.LookaheadDecoder:
     """Of a tiny Llama on the simulated GPU."""
-    return lp.LookaheadDecoder(copy.deepcopy(tiny_model()).to("cuda"), CONFIG, capture="graph")  # type: ignore[arg-type]
+    return lp.LookaheadDecoder(copy.deepcopy(tiny_model()).to("cuda"), CONFIG, capture="graph")
 
 
 def row(name: str, figures: tuple[int, ...]) -> str:

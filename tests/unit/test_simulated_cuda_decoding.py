@@ -109,7 +109,7 @@ def test_what_a_call_may_ask_for_on_a_gpu(capture: str, gpu: SimulatedCuda) -> N
         logits_processor=processors,
         output_scores=True,
         output_logits=True,
-        stopping_criteria=[criterion],  # type: ignore[list-item]
+        stopping_criteria=[criterion],
     )
     assert output.tokens == plain.tokens
     assert output.scores is not None and plain.scores is not None and output.logits is not None
