@@ -186,7 +186,8 @@ class CapturedSteps:
 
 def _recorded(forward: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
     """The forward pass as a CUDA graph over the same buffers."""
-    with torch.cuda.device(device):
+    # A capture that fails leaves its stream the current one: the outer block makes it what it was.
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

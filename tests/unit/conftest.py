@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from lp.config import LookaheadConfig
 from lp.draft.share import step_tokens
 from lp.models.loader import DEMO_MODEL
 from tests.tiny_models import tiny_model
+
+if TYPE_CHECKING:
+    from tests.simulated_cuda import SimulatedCuda
 
 CONTEXT = 256
 
@@ -58,6 +62,17 @@ def clean_environment() -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimulatedCuda]:
+    """A simulated CUDA device: "cuda" may be used within the test, and what is asked of it is counted."""
+    from tests.simulated_cuda import simulated_cuda, why_not  # here: most tests need none
+
+    if reason := why_not():
+        pytest.skip(reason)
+    with simulated_cuda() as simulated:
+        yield simulated
 
 
 def save_tiny_model(folder: Path, vocab_size: int | None = None, context: int = CONTEXT) -> Path:

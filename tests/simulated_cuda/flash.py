@@ -1,0 +1,64 @@
+"""The kernel behind `torch.nn.attention.varlen`, which no CPU has: its conditions, and its result in float32.
+
+H: query heads, G: KV heads, D: head dimension, T: queries, N: keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def varlen_attention(
+    q_THD: torch.Tensor,
+    k_NGD: torch.Tensor,
+    v_NGD: torch.Tensor,
+    query_bounds: torch.Tensor,
+    key_bounds: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Any = None,
+    enable_gqa: bool = False,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of one sequence without a mask: (T, H, D), its log-sum-exp (H, T), and the state of no dropout.
+
+    Args:
+        seqused_k: int32 (1,), keys to be read: data, so that a graph may hold a longer buffer.
+        block_table: int32 (1, pages), the pages of k and v, which are then (pages, page, G, D).
+    """
+    _require(q_THD.dtype in HALVES, f"takes float16 and bfloat16, not {q_THD.dtype}")
+    _require(q_THD.dtype == k_NGD.dtype == v_NGD.dtype, "takes one dtype")
+    _require(all(x.stride(-1) == 1 for x in (q_THD, k_NGD, v_NGD)), "takes rows without gaps")
+    _require(q_THD.shape[-1] % 8 == 0 and q_THD.shape[-1] <= 256, f"takes no head dimension of {q_THD.shape[-1]}")
+    bounds = [x for x in (query_bounds, key_bounds, seqused_k, block_table) if x is not None]
+    _require(all(x.dtype is torch.int32 for x in bounds), "takes int32 for bounds, lengths and pages")
+    _require(not is_causal and len(query_bounds) == 2, "is simulated for one sequence without a causal mask")
+    _require(enable_gqa or q_THD.shape[1] == k_NGD.shape[-2], "takes enable_gqa where KV heads are fewer")
+    if block_table is not None:
+        _require(k_NGD.shape[1] % 256 == 0, f"takes no pages of {k_NGD.shape[1]}")
+        k_NGD = k_NGD[block_table[0].long()].flatten(0, 1)
+        v_NGD = v_NGD[block_table[0].long()].flatten(0, 1)
+    used = int(seqused_k[0]) if seqused_k is not None else int(key_bounds[1])
+    heads = q_THD.shape[1]
+    rng_state = torch.zeros(2, dtype=torch.uint64)
+    if used == 0:
+        return torch.zeros_like(q_THD), q_THD.new_full((heads, len(q_THD)), torch.inf, dtype=torch.float32), rng_state
+    q_HTD = q_THD.float().transpose(0, 1)
+    repeats = heads // k_NGD.shape[1]
+    k_HND, v_HND = (x[:used].float().transpose(0, 1).repeat_interleave(repeats, 0) for x in (k_NGD, v_NGD))
+    scores_HTN = q_HTD @ k_HND.mT * (scale or q_THD.shape[-1] ** -0.5)
+    out_THD = (scores_HTN.softmax(-1) @ v_HND).transpose(0, 1).to(q_THD.dtype).contiguous()
+    return out_THD, scores_HTN.logsumexp(-1), rng_state
+
+
+def _require(met: bool, condition: str) -> None:
+    if not met:
+        raise RuntimeError(f"FlashAttention {condition}")

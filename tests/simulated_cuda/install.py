@@ -1,0 +1,70 @@
+"""Puts the simulation in the place of torch.cuda for the time of a test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tests.simulated_cuda import guard
+from tests.simulated_cuda.graphs import CUDAGraph, graph
+from tests.simulated_cuda.memory import forget_pinned
+from tests.simulated_cuda.simulation import SimulatedCuda, simulation
+from tests.simulated_cuda.streams import (
+    CurrentDevice,
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    set_device,
+    set_stream,
+)
+
+why_not = guard.why_not
+GIB = 1 << 30
+
+
+@contextlib.contextmanager
+def simulated_cuda() -> Iterator[SimulatedCuda]:
+    """CUDA devices are simulated within the block; yields what this thread asks of its own.
+
+    Threads that are started within it enter a `SimulatedCuda` of their own.
+    """
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    with guard.lent(), patch.multiple(torch.cuda, **_replacements()):
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes parameters anew
+        try:
+            with SimulatedCuda() as here:
+                yield here
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+            forget_pinned()
+
+
+def _replacements() -> dict[str, Any]:
+    """What replaces the attributes of torch.cuda."""
+    return {
+        "CUDAGraph": CUDAGraph,
+        "Event": Event,
+        "Stream": Stream,
+        "_lazy_init": lambda: None,
+        "current_device": lambda: simulation().index,
+        "current_stream": current_stream,
+        "device": CurrentDevice,
+        "empty_cache": lambda: None,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "a simulated GPU",
+        "graph": graph,
+        "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: simulation().recording is not None,
+        "mem_get_info": lambda device=None: (60 * GIB, 80 * GIB),
+        "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "set_device": set_device,
+        "set_stream": set_stream,
+        "stream": StreamContext,
+        "synchronize": lambda device=None: simulation().wait("cuda.synchronize"),
+    }

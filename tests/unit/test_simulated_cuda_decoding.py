@@ -1,0 +1,200 @@
+"""The decode loop on a simulated GPU gives the tokens of plain decoding on the CPU, with and without captured steps.
+
+It raises where a GPU would: tensors of two devices in one operation, a host tensor in a collective, waiting in a
+capture. What a graph baked in, or memory that nothing has written, changes a token.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor, PreTrainedModel, RepetitionPenaltyLogitsProcessor
+
+import lp
+from lp.budget.step_times import StepTimes
+from lp.parallel.context import ParallelContext
+from tests.simulated_cuda import SimulatedCuda, run_on_gpus
+from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_model
+
+CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
+NEW = 16
+# They take no tree mask.
+REFUSED = {"bloom", "falcon_alibi", "roformer", "rwkv", "gpt_neo", "mpt", "t5", "mamba", "qwen3_next", "llama4"}
+# Their rotary frequencies change with the length, so that `auto` does not try to capture them.
+SHIFTING = {"llama_dynamic", "llama_longrope", "phi3_longrope"}
+# Their forward pass waits for the GPU: plain experts ask which are used, Falcon's rotary asks whether to scale.
+WAITING = {
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "falcon",
+}  # fmt: skip
+
+
+def on_gpu(model: PreTrainedModel, index: int = 0) -> Any:
+    """A copy of a model."""
+    return copy.deepcopy(model).to(f"cuda:{index}")
+
+
+def prompts(seed: str) -> list[list[int]]:
+    """Of two lengths: what a graph baked in with the first is wrong in the second."""
+    rng = random.Random(seed)
+    return [drawn_text(rng, 9), drawn_text(rng, 30)]
+
+
+@pytest.mark.parametrize("arch", [arch for arch in MATRIX if arch not in REFUSED])
+def test_an_architecture_on_a_gpu(arch: str, gpu: SimulatedCuda) -> None:
+    """What a model does with a cache, a mask or a position that the CPU forgives and a GPU does not."""
+    model = tiny_model(arch)
+    texts = prompts(arch)
+    expected = [plain_greedy(model, ids, NEW) for ids in texts]
+    moved = on_gpu(model)
+    decoder = lp.LookaheadDecoder(moved, CONFIG, capture="off")
+    assert decoder.generate(texts[1], NEW, eos_token_id=()).tokens == expected[1]
+    decoder = lp.LookaheadDecoder(moved, CONFIG, capture="auto")
+    assert [decoder.generate(ids, NEW, eos_token_id=()).tokens for ids in texts] == expected
+    captured = decoder.runner.captured is not None
+    assert captured == (arch not in SHIFTING | WAITING), f"captured: {captured}; sort {arch} into the right set"
+    assert torch.cuda.current_stream() is gpu.default_stream, "a capture left its stream the current one"
+
+
+SAMPLING: dict[str, lp.SamplingParams] = {
+    "coupled": lp.SamplingParams(temperature=0.8, seed=3),
+    "top-k": lp.SamplingParams(temperature=0.9, top_k=20, seed=4),
+    "top-p": lp.SamplingParams(temperature=0.9, top_p=0.8, seed=5),
+    "min-p and typical": lp.SamplingParams(min_p=0.02, typical_p=0.9, seed=6),
+    "repetition penalty": lp.SamplingParams(temperature=0.8, repetition_penalty=1.3, seed=7),
+}
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+@pytest.mark.parametrize("how", SAMPLING)
+def test_sampled_text_on_a_gpu(how: str, capture: str, gpu: SimulatedCuda) -> None:
+    """Noise, warpers and penalties make tensors of their own; one on the host is found when it meets the scores."""
+    model = tiny_model()
+    plain = lp.AutoregressiveDecoder(model)
+    decoder = lp.LookaheadDecoder(on_gpu(model), CONFIG, capture=capture)
+    for ids in prompts(how):
+        assert decoder.generate(ids, NEW, SAMPLING[how]).tokens == plain.generate(ids, NEW, SAMPLING[how]).tokens
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+def test_rejection_on_a_gpu(capture: str, gpu: SimulatedCuda) -> None:
+    """Draws are the host's, probabilities the GPU's: the same draws as on the CPU give the same tokens."""
+    model = tiny_model()
+    sampling = lp.SamplingParams(temperature=0.8, seed=8, verifier=lp.Verifier.REJECTION)
+    on_cpu = lp.LookaheadDecoder(model, CONFIG)
+    decoder = lp.LookaheadDecoder(on_gpu(model), CONFIG, capture=capture)
+    for ids in prompts("rejection"):
+        assert decoder.generate(ids, NEW, sampling).tokens == on_cpu.generate(ids, NEW, sampling).tokens
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+def test_what_a_call_may_ask_for_on_a_gpu(capture: str, gpu: SimulatedCuda) -> None:
+    """Processors of the caller, scores that are returned and criteria that see the text each bring tensors along."""
+    model = tiny_model()
+    ids = prompts("asked")[1]
+    processors: list[LogitsProcessor] = [RepetitionPenaltyLogitsProcessor(1.2)]
+    seen: list[torch.device] = []
+
+    def criterion(input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+        seen.append(input_ids.device)
+        return False
+
+    plain = lp.AutoregressiveDecoder(model).generate(ids, NEW, logits_processor=processors, output_scores=True)
+    output = lp.LookaheadDecoder(on_gpu(model), CONFIG, capture=capture).generate(
+        ids,
+        NEW,
+        logits_processor=processors,
+        output_scores=True,
+        output_logits=True,
+        stopping_criteria=[criterion],
+    )
+    assert output.tokens == plain.tokens
+    assert output.scores is not None and plain.scores is not None and output.logits is not None
+    assert torch.allclose(output.scores.cpu(), plain.scores) and not output.logits.isnan().any()
+    assert {device.type for device in seen} == {"cuda"}, "transformers' criteria see the text on the model's device"
+
+
+def test_plain_decoding_on_a_gpu(gpu: SimulatedCuda) -> None:
+    """The oracle of tests on real GPUs."""
+    model = tiny_model()
+    ids = prompts("plain")[1]
+    for sampling in (None, SAMPLING["top-p"]):
+        plain = lp.AutoregressiveDecoder(model).generate(ids, NEW, sampling)
+        assert lp.AutoregressiveDecoder(on_gpu(model)).generate(ids, NEW, sampling).tokens == plain.tokens
+
+
+TIMES = StepTimes((1, 8, 16, 32, 64), (1e-3, 1.1e-3, 1.2e-3, 1.6e-3, 2.5e-3), 1e-3)
+SLOW = StepTimes((1, 8, 16), (1e-3, 8e-3, 16e-3), 1e-3)  # nothing pays: plain steps
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+@pytest.mark.parametrize("times", [TIMES, SLOW], ids=["rows are cheap", "rows are dear"])
+def test_adaptive_steps_on_a_gpu(times: StepTimes, capture: str, gpu: SimulatedCuda) -> None:
+    """Steps of many sizes, padded ones and plain ones among them, each with a graph of its own."""
+    model = tiny_model()
+    decoder = lp.LookaheadDecoder(on_gpu(model), lp.LookaheadConfig(), capture=capture, step_times=times)
+    for ids in prompts("adaptive"):
+        for sampling in (None, SAMPLING["coupled"]):
+            plain = lp.AutoregressiveDecoder(model).generate(ids, 2 * NEW, sampling).tokens
+            assert decoder.generate(ids, 2 * NEW, sampling).tokens == plain
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+@pytest.mark.parametrize("attention", ["flash", "auto"])
+def test_flash_attention_on_a_gpu(attention: str, capture: str, gpu: SimulatedCuda) -> None:
+    """The GPU's own path: a length that is data, grouped heads, a prefix of nothing; rounded as bfloat16 is."""
+    model = tiny_model(hidden_size=64, dtype=torch.bfloat16, sharpness=5.0)
+    decoder = lp.LookaheadDecoder(on_gpu(model), CONFIG, attention=attention, capture=capture)
+    assert decoder.runner.attention == "flash"
+    for ids in [[5], *prompts("flash")]:
+        assert decoder.generate(ids, NEW).tokens == lp.AutoregressiveDecoder(model).generate(ids, NEW).tokens
+
+
+RANK_CASES: dict[str, tuple[dict[str, Any], lp.SamplingParams | None]] = {
+    "recompute": ({}, None),
+    "broadcast": ({"kv_sync": lp.KVSync.BROADCAST}, None),
+    "sampled": ({}, SAMPLING["top-p"]),
+    "adaptive": ({"adaptive": True}, SAMPLING["coupled"]),
+}
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+@pytest.mark.parametrize("case", RANK_CASES)
+def test_ranks_with_a_gpu_each(case: str, capture: str, gpu: SimulatedCuda) -> None:
+    """NCCL refuses host tensors, and tensors of another rank's GPU; messages between steps stay on the host."""
+    fields, sampling = RANK_CASES[case]
+    config = lp.LookaheadConfig(**{"window_size": 4, "ngram_size": 3, "guess_set_size": 6} | fields)
+    model = tiny_model()
+    texts = prompts(case)
+    expected = [lp.AutoregressiveDecoder(model).generate(ids, NEW, sampling).tokens for ids in texts]
+    models = [on_gpu(model, rank) for rank in range(2)]
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> list[list[int]]:
+        times = TIMES if config.adaptive else None
+        decoder = lp.LookaheadDecoder(models[context.rank], config, context, capture=capture, step_times=times)
+        tokens = [decoder.generate(ids, NEW, sampling).tokens for ids in texts]
+        assert context.share_text("done" if context.is_main else None) == "done"
+        return tokens
+
+    assert run_on_gpus(2, body) == [expected, expected]
+
+
+def test_ranks_measure_step_times_on_gpus(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring broadcasts seconds, and times steps through the ranks' own loop."""
+    from lp.budget import measure
+    from lp.engine.step_timing import StepTimingDecoder
+
+    monkeypatch.setattr(measure, "ROUNDS", 1)
+    model = tiny_model()
+    models = [on_gpu(model, rank) for rank in range(2)]
+    config = lp.LookaheadConfig(window_size=2, ngram_size=2, guess_set_size=2, adaptive=True)
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> StepTimes:
+        decoder = lp.LookaheadDecoder(models[context.rank], config, context, step_times=TIMES)
+        return StepTimingDecoder(decoder.runner, config, context).measure()
+
+    first, second = run_on_gpus(2, body)
+    assert first == second and first.plain_s > 0

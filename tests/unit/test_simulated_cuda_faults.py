@@ -1,0 +1,159 @@
+"""Faults of a GPU, planted in the decode loop: each must show on the simulated one.
+
+A simulation that passes everything would let `test_simulated_cuda_decoding.py` pass whatever the loop does. The sixth,
+a copy from pageable memory in every step, is in `test_simulated_cuda_counts.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import lp
+from lp.attention.masks import StepMasks
+from lp.errors import RankLost
+from lp.models import captured_steps
+from lp.models.captured_steps import CapturedSteps, CaptureFailed
+from lp.models.kv_cache import _PreallocatedLayer
+from lp.parallel.context import ParallelContext, _ProcessContext
+from lp.sampling.score_recorder import RecordingSampler
+from tests.simulated_cuda import DeviceError, SimulatedCuda, run_on_gpus
+from tests.tiny_models import drawn_text, plain_greedy, tiny_model
+
+CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
+NEW = 16
+TEXTS = [drawn_text(random.Random("faults"), length) for length in (9, 30)]
+
+
+def decoded(capture: str = "graph", **asked: Any) -> list[lp.GenerationOutput]:
+    """What a decoder on the GPU gives for both texts."""
+    model: Any = copy.deepcopy(tiny_model()).to("cuda")
+    decoder = lp.LookaheadDecoder(model, CONFIG, capture=capture)
+    return [decoder.generate(ids, NEW, **asked) for ids in TEXTS]
+
+
+def expected() -> list[list[int]]:
+    return [plain_greedy(tiny_model(), ids, NEW) for ids in TEXTS]
+
+
+@pytest.mark.parametrize("what", ["all_gather", "broadcast"])
+def test_a_host_tensor_in_a_collective(what: str, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo takes it; NCCL does not."""
+    carried = _ProcessContext._carried
+
+    def on_the_host(self: _ProcessContext, tensor: torch.Tensor) -> torch.Tensor:
+        broadcasts = tensor.is_floating_point()  # KV; the messages of steps are integers
+        return tensor.contiguous().cpu() if broadcasts == (what == "broadcast") else carried(self, tensor)
+
+    monkeypatch.setattr(_ProcessContext, "_carried", on_the_host)
+    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6, kv_sync=lp.KVSync.BROADCAST)
+    models: list[Any] = [copy.deepcopy(tiny_model()).to(f"cuda:{rank}") for rank in range(2)]
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> list[int]:
+        return lp.LookaheadDecoder(models[context.rank], config, context).generate(TEXTS[1], NEW).tokens
+
+    with pytest.raises(RankLost, match="No backend type associated with device type cpu"):
+        run_on_gpus(2, body)
+
+
+def test_an_item_in_a_captured_region(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is a number like any other."""
+    build = StepMasks.build
+
+    def waiting(self: StepMasks, visible: Any, positions: Any, length: int, slot_mapping: Any = None) -> Any:
+        if slot_mapping is not None:
+            slot_mapping[0].item()
+        return build(self, visible, positions, length, slot_mapping)
+
+    monkeypatch.setattr(StepMasks, "build", waiting)
+    with pytest.raises(CaptureFailed, match="previous error during capture"):
+        decoded()
+    assert [output.tokens for output in decoded("auto")] == expected()  # goes on uncaptured
+
+
+def test_a_length_that_a_graph_bakes_in(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same slots are written in every step, those of the step that was captured."""
+    update = _PreallocatedLayer.update
+
+    def by_length(self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.extent.slot_mapping_T is None:
+            return update(self, key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.extent.length
+        self.keys[:, :, start : start + key_states.shape[2]] = key_states
+        self.values[:, :, start : start + key_states.shape[2]] = value_states
+        return self.keys, self.values
+
+    monkeypatch.setattr(_PreallocatedLayer, "update", by_length)
+    assert [output.tokens for output in decoded()] != expected()
+
+
+def test_an_input_that_is_replaced(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph knows the memory that it was captured with, not the tensor that has its name now."""
+    run = CapturedSteps.run
+
+    def replacing(self: CapturedSteps, *args: Any) -> torch.Tensor:
+        for step in self._steps.values():
+            object.__setattr__(step, "visible_BB", step.visible_BB.clone())
+        return run(self, *args)
+
+    monkeypatch.setattr(CapturedSteps, "run", replacing)
+    with pytest.raises(DeviceError, match=r"memory that was freed; it was allocated at lp/models/captured_steps.py:\d"):
+        decoded()
+    kept: list[Any] = []  # the old memory lives on, so that only the tokens tell
+
+    def keeping(self: CapturedSteps, *args: Any) -> torch.Tensor:
+        kept.extend(self._steps.values())
+        kept.extend(step.inputs_4B for step in self._steps.values())
+        for step in self._steps.values():
+            object.__setattr__(step, "inputs_4B", step.inputs_4B.clone())
+        return run(self, *args)
+
+    monkeypatch.setattr(CapturedSteps, "run", keeping)
+    assert [output.tokens for output in decoded()] != expected()
+
+
+def test_a_buffer_that_only_the_capture_filled(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture computes nothing: the first step of every size must be replayed too."""
+    recorded = captured_steps._recorded
+
+    def without_the_first_replay(forward: Callable[[], torch.Tensor], device: torch.device) -> Any:
+        logits: list[torch.Tensor] = []
+
+        def noted() -> torch.Tensor:
+            logits.append(forward())
+            return logits[-1]
+
+        replay = recorded(noted, device)
+        runs = iter([lambda: logits[-1]])
+        return lambda: next(runs, replay)()
+
+    monkeypatch.setattr(captured_steps, "_recorded", without_the_first_replay)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        decoded()
+
+
+def test_a_buffer_that_a_later_replay_overwrites(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's logits are valid until the next one: who needs them longer copies them."""
+    model = tiny_model()
+    right = [lp.AutoregressiveDecoder(model).generate(ids, NEW, output_logits=True).logits for ids in TEXTS]
+
+    def compared() -> list[bool]:
+        found = [output.logits for output in decoded(output_logits=True)]
+        return [
+            a is not None and b is not None and torch.allclose(a.cpu(), b) for a, b in zip(found, right, strict=True)
+        ]
+
+    def holding(self: RecordingSampler, nodes: Sequence[int], sampled_at: Sequence[int]) -> None:
+        for name, steps in self._recorded.items():
+            steps += [self._step[name][nodes.index(node)][None] for node in sampled_at]  # views, where a copy is due
+
+    assert all(compared())
+    monkeypatch.setattr(RecordingSampler, "record", holding)
+    assert not any(compared())
