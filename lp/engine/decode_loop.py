@@ -122,6 +122,12 @@ class Generation:
             tokens, FINISH_REASON[reason], self.stats, prefill_s, timer.restart(), self.cache.nbytes()
         )
 
+    def capture_steps(self) -> None:
+        """Before the first one, where steps are captured: those of all sizes that may come. Once for a model."""
+        largest = max(self.budget.step_tokens, self.budget.max_padded_tokens)
+        kinds = sorted({0, self.num_logits})  # a plain step takes none
+        self._attempt(lambda: self.step_pass.capture(largest, kinds))
+
     def prefill(self) -> None:
         """Cache the prompt. Its top-k logits are rank 0's on every rank, since ranks may round them differently."""
         prompt = self.request.prompt

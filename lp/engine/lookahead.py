@@ -122,6 +122,7 @@ class LookaheadDecoder(Decoder):
         self.runner.follow()
         with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:
             generation = Generation(self.config, self.context, self.runner, source, request, budget, cache)
+            generation.capture_steps()
             with self.context.stepping(generation.message_shape.size):
                 output = generation.run()
         self._last = output.step_stats

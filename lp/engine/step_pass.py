@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -64,6 +64,21 @@ class StepPass:
             sampler.share_noise(runner.captured.shared)
         self._on_host: torch.Tensor | None = None
         self._clock = _Clock() if runner.device.type == "cuda" else None
+
+    def capture(self, num_tokens: int, num_logits: Sequence[int]) -> None:
+        """Capture steps of all buckets up to so many tokens, so that none is captured while text is generated.
+
+        Args:
+            num_tokens: of the largest step.
+            num_logits: how many top-k logits steps may take of every node.
+        """
+        for step in self.runner.captured_steps(num_tokens, self.cache):
+            if self._capture_key is not None and any(self._tail_key(k) not in step.tails for k in num_logits):
+                logits_BV = step.run()
+                for k in num_logits:
+                    self._tail(step, logits_BV, k)
+        if self.runner.captured:
+            self.runner.captured.settle()
 
     def run(
         self, layout: StepLayout, header: Header, text: Sequence[int], step_tokens: int, num_logits: int
@@ -123,13 +138,13 @@ class StepPass:
         """The captured tail of a captured step; None if the sampler has none, or it can't be captured."""
         if self._capture_key is None:
             return None
-        compared = self.context.world_size > 1
-        key = (self._capture_key, self.shape, num_logits, compared)
+        key = self._tail_key(num_logits)
         if key not in step.tails:
             if len(step.tails) == MOST_TAILS:
                 del step.tails[next(iter(step.tails))]
             assert self.runner.captured
             recorder = self.runner.captured.recorder
+            compared = self.context.world_size > 1
             try:
                 step.tails[key] = CapturedTail(
                     recorder, logits_BV, self.sampler, self.shape, num_logits, compared, to_host=not compared
@@ -139,6 +154,9 @@ class StepPass:
                 step.tails[key] = None
         tail: CapturedTail | None = step.tails[key]
         return tail
+
+    def _tail_key(self, num_logits: int) -> Hashable:
+        return self._capture_key, self.shape, num_logits, self.context.world_size > 1
 
     def _sampled_nodes(self, layout: StepLayout) -> tuple[list[int], list[bool], list[int]]:
         """What a tail is to know of the nodes that are sampled."""

@@ -115,6 +115,7 @@ class StepTimingDecoder(Decoder):
         source = RejectedDrafts(self.config, request.prompt, None, tables)
         cache.clear()
         generation = Generation(self.config, self.context, self.runner, source, request, budget, cache)
+        generation.capture_steps()
         generation.prefill()
         return generation
 

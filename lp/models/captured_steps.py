@@ -217,6 +217,15 @@ class CapturedSteps:
             step = self._steps[self.cache.capacity, bucket] = self._capture(self.cache, bucket)
         return step
 
+    def steps_up_to(self, num_tokens: int) -> list[CapturedStep]:
+        """The steps of all buckets up to that of so many tokens.
+
+        Raises:
+            CaptureFailed: one can't be captured.
+        """
+        largest = next((size for size in BUCKETS if size >= num_tokens), BUCKETS[-1])
+        return [self.step_of(bucket) for bucket in BUCKETS if bucket <= largest]
+
     def settle(self) -> None:
         """Wait for a step that was cut: the device may still read its block."""
         if self.device.type == "cuda":
@@ -264,6 +273,9 @@ class CapturedSteps:
             )
             return output.logits[0]
 
+        if not cache.claimed:  # layers take their buffers in the first pass, which no compiled one can do
+            with cache.writing_to(slot_mapping_B):
+                forward()
         # Every bucket of every model is a compilation of its own, or torch would take one for a change of another.
         options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
         compiled = torch.compile(forward, **options) if self.mode is Capture.COMPILE else forward

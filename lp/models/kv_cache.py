@@ -197,6 +197,11 @@ class StaticKVCache(Cache):
         """Keys and values of all layers that have their own, since layers may share those of another: (n, G, C, D)."""
         return [buffer for buffers in self._extent.buffers.values() for buffer in buffers]
 
+    @property
+    def claimed(self) -> bool:
+        """Whether layers have taken their buffers, as they do in the first pass."""
+        return bool(self._extent.claimed)
+
     def allocate(self) -> None:
         """The buffers of all layers whose kinds are known, before a step needs them.
 

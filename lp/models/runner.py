@@ -257,11 +257,25 @@ class ModelRunner:
         try:
             return self.captured.staged(tokens, positions, visible, logits_indices)
         except CaptureFailed as error:
-            if not self._fallback:
-                raise
-            logger.warning("steps run uncaptured: %s", error)
-            self.captured = None
+            self._give_up_capturing(error)
             return None
+
+    def captured_steps(self, num_tokens: int, cache: StaticKVCache) -> list[CapturedStep]:
+        """The captured steps of all buckets up to that of so many tokens, over an empty cache."""
+        if not self.captures(cache):
+            return []
+        assert self.captured
+        try:
+            return self.captured.steps_up_to(num_tokens)
+        except CaptureFailed as error:
+            self._give_up_capturing(error)
+            return []
+
+    def _give_up_capturing(self, error: CaptureFailed) -> None:
+        if not self._fallback:
+            raise error
+        logger.warning("steps run uncaptured: %s", error)
+        self.captured = None
 
     def forward(
         self,
