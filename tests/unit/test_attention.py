@@ -11,9 +11,10 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lp
-from lp.attention.flash import BLOCK, SHORT, flash_attention_forward, masked_attention, merge, step_attention
+from lp.attention.flash import BLOCK, SHORT, flash_attention_forward, step_attention
 from lp.attention.flex import block_mask
 from lp.attention.masks import StepMasks
+from lp.attention.merging import masked_attention, merge
 from lp.attention.registry import backend_named
 from lp.models.runner import ModelRunner
 from tests.layouts import drawn_layout, visible_of
