@@ -22,8 +22,16 @@ from lp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # an import of it is blocked
+        return False
+
+
 HALVES = (torch.float16, torch.bfloat16)
-TRITON = find_spec("triton") is not None
+TRITON = _is_installed("triton")
 DTYPES = (*HALVES, torch.float32) if TRITON else HALVES  # that some kernel here takes
 PAGE = 256  # cache slots, the unit of FlashAttention's block tables
 # A trial's largest error of a token, relative to its size: four times an eps, of which a right kernel makes half. In
