@@ -13,25 +13,17 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 
 from lp.attention.merging import masked_attention, merge
 from lp.errors import UserError
+from lp.optional import is_installed
 
 logger = logging.getLogger(__name__)
 
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # an import of it is blocked
-        return False
-
-
 HALVES = (torch.float16, torch.bfloat16)
-TRITON = _is_installed("triton")
+TRITON = is_installed("triton")
 DTYPES = (*HALVES, torch.float32) if TRITON else HALVES  # that some kernel here takes
 PAGE = 256  # cache slots, the unit of FlashAttention's block tables
 # A trial's largest error of a token, relative to its size: four times an eps, of which a right kernel makes half. In

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [
-    {"lp.errors", "lp.digest", "lp.compiled"},
+    {"lp.errors", "lp.digest", "lp.compiled", "lp.optional"},
     {"lp.checks"},
     {"lp.config"},
     {"lp.sampling"},

@@ -8,14 +8,13 @@ import sys
 import pytest
 import torch
 
+from tests.compiled_kernels import SHARED_KB, compiled
 from tests.conftest import Processes
 from tests.tree_kernel_cases import SMALL
 
 triton = pytest.importorskip("triton", reason="the tree kernel needs Triton")
 
 from lp.attention import tree_kernel  # noqa: E402  (it needs Triton)
-
-SHARED_KB = {80: 163, 90: 227}  # of a program at most, by compute capability
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def test_it_compiles_within_shared_memory(num_rows: int, dim: int, dtype: str, c
         "fp32": triton.language.float32,
     }[dtype]
     flags = {"HAS_SLOTS": True, "SPLIT": True, "ADDITIVE": True, "PRODUCTS": products}
-    kernel = _compiled(
+    kernel = compiled(
         tree_kernel._split_kernel,
         {"R": 4, "D": dim, "E": dim, **flags, **sizes},
         {"slots_base": "*i64", "out_base": "*fp32", "lse_base": "*fp32", "scale": "fp32"},
@@ -77,35 +76,8 @@ def test_it_compiles_within_shared_memory(num_rows: int, dim: int, dtype: str, c
 def test_the_combination_compiles(capability: int) -> None:
     constants = {"R": 4, "E": 80, "BE": 128, "BS": tree_kernel.LARGEST_SPLITS}
     types = {"parts_base": "*fp32", "lse_base": "*fp32"}
-    kernel = _compiled(tree_kernel._combine_kernel, constants, types, "bf16", capability, {})
+    kernel = compiled(tree_kernel._combine_kernel, constants, types, "bf16", capability, {})
     assert kernel.metadata.shared <= SHARED_KB[capability] * 1024
-
-
-def _compiled(
-    kernel: object,
-    constants: dict[str, object],
-    types: dict[str, str],
-    dtype: str,
-    capability: int,
-    options: dict[str, int],
-) -> object:
-    """For a GPU that need not be there; pointers and strides are aligned, as those of caches are."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {}
-    for name in names:
-        default = f"*{dtype}" if name.endswith("_base") else "i32"
-        signature[name] = "constexpr" if name in constants else types.get(name, default)
-    aligned = [["tt.divisibility", 16]]
-    attributes = {
-        (at,): aligned for at, name in enumerate(names) if name.endswith("_base") or name.startswith("stride_")
-    }
-    source = ASTSource(
-        kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attributes
-    )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def test_splits_fill_the_gpu() -> None:
