@@ -128,11 +128,11 @@ def flash_attention_forward(
 
 @register_attention("flash")
 class Flash(AttentionBackend):
-    """The two parts and their merge; `auto` takes it for models that were loaded with sdpa."""
+    """The two parts and their merge; `auto` takes it for models that were loaded with sdpa, flash attention or flex."""
 
     implementation = "lp_tree"  # transformers takes a name with "flash" in it for the flash-attn package
     alternative = "sdpa"
-    replaces = ("sdpa",)
+    replaces = ("sdpa", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4")
     omits_trivial_masks = True
 
     def unfit(self, model: PreTrainedModel) -> str | None:

@@ -190,6 +190,12 @@ def test_a_kernel_that_is_wrong_on_this_gpu_is_not_used(
         flash_cuda.kernel_for.__wrapped__(*shape)
 
 
+def test_a_dtype_that_no_kernel_takes(gpu: SimulatedCuda) -> None:
+    """`auto` says that it takes another backend, and why."""
+    with pytest.warns(UserWarning, match=r"attention is sdpa: .* on a GPU, and this model is torch.float64"):
+        assert lp.LookaheadDecoder(on_gpu(tiny_model()), CONFIG).runner.attention == "sdpa"
+
+
 RANK_CASES: dict[str, tuple[dict[str, Any], lp.SamplingParams | None]] = {
     "recompute": ({}, None),
     "broadcast": ({"kv_sync": lp.KVSync.BROADCAST}, None),
