@@ -86,6 +86,11 @@ class LookaheadDecoder(Decoder):
         return f"{describe_budget(self.config, self.step_times)}\n{describe_steps(self._last)}"
 
     @property
+    def attention(self) -> str:
+        """The name of the backend that the runner took."""
+        return self.runner.attention
+
+    @property
     def span(self) -> int:
         """Window and draft tree, whichever goes further."""
         return step_tokens(self.config)

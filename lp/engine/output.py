@@ -95,6 +95,8 @@ class GenerationOutput:
         cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
         logits, scores: (tokens, V), that the tokens were sampled from, if asked for.
         resumed: first tokens that no step of this call made: a journal had them.
+        attention: what computed it, such as "flash", the backend that `auto` took, or "transformers' sdpa" of plain
+            decoding; empty where nothing was computed.
     """
 
     tokens: list[int]
@@ -106,6 +108,7 @@ class GenerationOutput:
     logits: torch.Tensor | None = field(default=None, repr=False)
     scores: torch.Tensor | None = field(default=None, repr=False)
     resumed: int = 0
+    attention: str = ""
 
     @property
     def steps(self) -> int:

@@ -120,7 +120,8 @@ class ModelRunner:
         return self.backend.name
 
     def _choose_backend(self, backends: Sequence[AttentionBackend], probe: bool) -> None:
-        """Take the first backend that the model honours a tree mask with."""
+        """Take the first backend that the model honours a tree mask with; a warning says why not an earlier one."""
+        refusals = []
         for backend in backends:
             try:
                 set_attention(self.model, backend)
@@ -129,9 +130,12 @@ class ModelRunner:
                 if probe:
                     check_tree_mask(self)
                 break
-            except ValueError:
+            except ValueError as error:
                 if backend is backends[-1]:
                     raise
+                refusals.append(str(error))
+        if refusals:
+            warnings.warn(f"attention is {self.attention}: {'; '.join(refusals)}", stacklevel=2)
         logger.info("attention is %s", self.attention)
 
     def _capture_steps(self, mode: Capture, probe: bool) -> None:
