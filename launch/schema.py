@@ -127,8 +127,15 @@ class TaskSchema:
 
 
 @dataclass
-class AutoregressiveSchema:
+class PlainSchema:
     """Plain decoding has nothing to set."""
+
+    name: str = "plain"
+
+
+@dataclass
+class AutoregressiveSchema:
+    """The oracle has nothing to set."""
 
     name: str = "autoregressive"
 
@@ -314,7 +321,7 @@ class DecoderChoice:
 
 
 def decoder_choices() -> dict[str, DecoderChoice]:
-    """The config group `decoder`, plain decoding aside: every draft source by its name, lookahead by its presets."""
+    """The config group `decoder` but for plain decoding: every draft source by its name, lookahead by its presets."""
     choices: dict[str, DecoderChoice] = {}
     for entry in sources():
         presets = LOOKAHEAD_PRESETS if entry.config is LookaheadConfig else {entry.name: {}}
@@ -386,7 +393,7 @@ def register() -> None:
     decoders = {name: choice.schema(name) for name, choice in decoder_choices().items()}
     groups: dict[str, dict[str, Any]] = {
         "schema": schemas,
-        "decoder": {"autoregressive": AutoregressiveSchema, **decoders},
+        "decoder": {"plain": PlainSchema, "autoregressive": AutoregressiveSchema, **decoders},
         "attention": {name: AttentionSchema(name=name) for name in attention_choices()},
         "model": {name: ModelSchema(name=name, dtype="bfloat16") for name in SHAPES},
     }

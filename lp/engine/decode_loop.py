@@ -252,7 +252,8 @@ class Generation:
             drafts = [behind.get(node, []) for node in nodes]
             best = best_logits(logits) if self.context.world_size > 1 else None
             scores = sampler.scores(logits, branches, self.text)
-            return Sampled(sampler.sample(scores, positions, branches, drafts), pack_top_logits(scores, k), best)
+            top_logits = pack_top_logits(scores, k) if k else self._zeros(len(nodes), 0)  # a top-0 takes time too
+            return Sampled(sampler.sample(scores, positions, branches, drafts), top_logits, best)
 
         with self.timer.forward:
             sampled = self._attempt(forward)
