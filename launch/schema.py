@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lp.attention.registry import attention_choices
 from lp.checks import env_int
-from lp.config import DEFAULT_TIMEOUT_S, LookaheadConfig
+from lp.config import DEFAULT_SETUP_TIMEOUT_S, DEFAULT_TIMEOUT_S, LookaheadConfig
 from lp.draft.registry import sources
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams
@@ -90,11 +90,13 @@ class ParallelSchema:
         backend: of collectives: nccl, gloo, or auto for nccl where every rank has a GPU of its own, else gloo.
         nproc: an app that runs alone launches so many ranks of itself; null: the ranks are torchrun's.
         timeout_s: seconds that a rank waits for the others, at the start and in a step, before it ends with an error.
+        setup_timeout_s: the same while ranks compile and capture steps ahead.
     """
 
     backend: str = "auto"
     nproc: int | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
+    setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S
 
 
 @dataclass

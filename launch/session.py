@@ -188,7 +188,7 @@ def open_context(config: Common) -> lp.ParallelContext:
     if config.seed is not None:
         torch.manual_seed(config.seed)
     parallel, device = config.parallel, known_device(config.model.device)
-    return lp.ParallelContext.from_env(parallel.backend, device, parallel.timeout_s)
+    return lp.ParallelContext.from_env(parallel.backend, device, parallel.timeout_s, parallel.setup_timeout_s)
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
