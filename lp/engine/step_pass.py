@@ -173,8 +173,9 @@ class StepPass:
         drafts = [behind.get(node, []) for node in nodes]
         best = best_logits(logits) if self.context.world_size > 1 else None
         scores = sampler.scores(logits, branches, text)
-        positions = [layout.positions[node] for node in nodes]
-        return Sampled(sampler.sample(scores, positions, branches, drafts), pack_top_logits(scores, num_logits), best)
+        sampled = sampler.sample(scores, [layout.positions[node] for node in nodes], branches, drafts)
+        top_logits = pack_top_logits(scores, num_logits) if num_logits else sampled.new_zeros(len(nodes), 0)
+        return Sampled(sampled, top_logits, best)  # the top 0 would take time, too
 
     def _branches(self, layout: StepLayout) -> list[list[int] | None]:
         """The tokens behind `c` that processors see of every sampled node; None where no walk can reach it."""
