@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 
@@ -127,7 +128,9 @@ class LookaheadDecoder(Decoder):
         self.runner.follow()
         with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:
             generation = Generation(self.config, self.context, self.runner, source, request, budget, cache)
-            generation.capture_steps()
+            on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it
+            with self.context.setting_up("capturing steps") if on_gpu else nullcontext():
+                generation.capture_steps()
             with self.context.stepping(generation.message_shape.size):
                 output = generation.run()
         self._last = output.step_stats

@@ -21,6 +21,7 @@ from lp.attention.base import AttentionBackend
 from lp.attention.masks import StepMasks
 from lp.config import Capture
 from lp.errors import UserError
+from lp.models.compile_options import compile_options
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 
@@ -276,9 +277,7 @@ class CapturedSteps:
         if not cache.claimed:  # layers take their buffers in the first pass, which no compiled one can do
             with cache.writing_to(slot_mapping_B):
                 forward()
-        # Every bucket of every model is a compilation of its own, or torch would take one for a change of another.
-        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
-        compiled = torch.compile(forward, **options) if self.mode is Capture.COMPILE else forward
+        compiled = torch.compile(forward, **compile_options()) if self.mode is Capture.COMPILE else forward
 
         def step() -> torch.Tensor:
             block.copy_(host, non_blocking=True)
