@@ -19,6 +19,7 @@ from lp.attention.base import AttentionBackend
 from lp.attention.masks import StepMasks
 from lp.config import Capture
 from lp.errors import UserError
+from lp.models.fused import FusedModel
 from lp.models.kv_cache import StaticKVCache
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens
@@ -72,7 +73,7 @@ class CapturedSteps:
     Generations of one decoder take turns at the cache; one that starts within another gets one of its own, uncaptured.
 
     Args:
-        model: on its device.
+        model: on its device; or its fused layers.
         masks: of its backend.
         mode: GRAPH records the model's own kernels, COMPILE what torch.compile makes of them (recorded on a GPU); OFF
             runs them over the same buffers, as they are: for the probe, and where there is no GPU.
@@ -81,7 +82,7 @@ class CapturedSteps:
         reserved: a running generation has the cache.
     """
 
-    def __init__(self, model: PreTrainedModel, masks: StepMasks, mode: Capture) -> None:
+    def __init__(self, model: PreTrainedModel | FusedModel, masks: StepMasks, mode: Capture) -> None:
         self.model = model
         self.masks = masks
         self.mode = mode
