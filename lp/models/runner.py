@@ -121,9 +121,9 @@ class ModelRunner:
         except ValueError as error:
             if not self.fused:
                 raise
-            self._may_fuse = False
-            self._take_up_weights()
+            self.network = self.model
             check_tree_mask(self)
+            self._may_fuse = False
             logger.warning("layers are not fused: %s", error)
 
     def _capture_steps(self, mode: Capture, probe: bool) -> None:

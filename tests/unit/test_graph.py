@@ -27,13 +27,13 @@ BACKENDS = ["sdpa", "eager", "flash"]
 def _uncompiled(model: PreTrainedModel, attention: str) -> ModelRunner:
     """Captured steps without a compiler or a GPU: static buffers, padding, cache slots, the model's own kernels."""
     runner = ModelRunner(model, attention)
-    runner.captured = CapturedSteps(runner.model, runner.masks, Capture.OFF)
+    runner.captured = CapturedSteps(runner.network, runner.masks, Capture.OFF)
     return runner
 
 
 def _captured(model: PreTrainedModel) -> lp.LookaheadDecoder:
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
-    decoder.runner.captured = CapturedSteps(decoder.runner.model, decoder.runner.masks, Capture.OFF)
+    decoder.runner.captured = CapturedSteps(decoder.runner.network, decoder.runner.masks, Capture.OFF)
     return decoder
 
 
