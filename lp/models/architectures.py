@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -51,11 +52,11 @@ class Architecture:
     capped_logits: bool = False
 
 
-_AFTER: dict[str, tuple[str | None, str | None]] = {
+_AFTER: dict[str, Any] = {
     "attention_norms": (None, "post_attention_layernorm"),
     "mlp_norms": (None, "post_feedforward_layernorm"),
 }
-_AROUND: dict[str, tuple[str | None, str | None]] = {
+_AROUND: dict[str, Any] = {
     "attention_norms": ("input_layernorm", "post_attention_layernorm"),
     "mlp_norms": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
 }

@@ -88,8 +88,7 @@ class FusedModel:
             raise Unknown("its weights have several dtypes or devices")
         self._layers = [_Layer(layer, self.architecture) for layer in layers]
         self._norm = _Norm(model.model.norm, self.architecture.norm)
-        by_kind = self.architecture.rotary_by_kind
-        self._rotary_kinds = sorted({layer.kind for layer in self._layers}) if by_kind else [None]
+        self._rotary_kinds = {layer.kind if self.architecture.rotary_by_kind else None for layer in self._layers}
         self._eager = sys.modules[type(model).__module__].eager_attention_forward
 
     def __call__(
@@ -168,7 +167,7 @@ class _Attend:
 class _Layer:
     """One decoder layer over merged weights."""
 
-    def __init__(self, layer: nn.Module, architecture: Architecture) -> None:
+    def __init__(self, layer: Any, architecture: Architecture) -> None:
         attention = self.attention = layer.self_attn
         kinds = getattr(attention.config, "layer_types", None)
         self.kind: str | None = kinds[attention.layer_idx] if kinds else None
@@ -182,7 +181,7 @@ class _Layer:
         self.num_kv_heads = self.num_heads // attention.num_key_value_groups  # G
         if len(self.qkv.weight) != (self.num_heads + 2 * self.num_kv_heads) * attention.head_dim:
             raise Unknown("its projections have other sizes than its heads")
-        modules: dict[str | None, nn.Module] = {**layer._modules, **attention._modules}
+        modules: dict[str | None, Any] = {**layer._modules, **attention._modules}
         places = (*architecture.attention_norms, *architecture.mlp_norms, "q_norm", "k_norm")
         norms = [_Norm(modules[place], architecture.norm) if place in modules else None for place in places]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.q_norm, self.k_norm = norms
@@ -236,7 +235,7 @@ class _Layer:
 class _Mlp:
     """A gated MLP, of which the caller adds the last product."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: Any) -> None:
         names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
         self.gate_up = _Projection(mlp, *names)
         self.down = _Projection(mlp, "down_proj")
@@ -267,8 +266,8 @@ class _Projection:
 class _Norm:
     """A norm by the root mean square, in float32 whatever the dtype, as transformers' RMSNorm classes."""
 
-    def __init__(self, norm: nn.Module, rule: NormRule) -> None:
-        self.weight = norm.weight
+    def __init__(self, norm: Any, rule: NormRule) -> None:
+        self.weight: torch.Tensor = norm.weight
         self.eps: float = norm.eps if rule is NormRule.OFFSET else norm.variance_epsilon
         self.rule = rule
 

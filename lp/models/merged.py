@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 _LOCK = Lock()  # ranks that are threads share a model
 
 
-def is_mergeable(linears: Sequence[nn.Module]) -> bool:
+def is_mergeable(linears: Sequence[Any]) -> bool:
     """Whether these are plain linear layers of one dtype on one device, whose weights may move in memory."""
     if any(type(linear) is not nn.Linear for linear in linears):
         return False
@@ -28,7 +29,7 @@ def is_mergeable(linears: Sequence[nn.Module]) -> bool:
     )
 
 
-def _is_plain(parameter: torch.Tensor) -> bool:
+def _is_plain(parameter: Any) -> bool:
     return (
         type(parameter) is nn.Parameter
         and parameter.is_floating_point()

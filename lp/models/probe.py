@@ -49,8 +49,10 @@ class StepRunner(Protocol):
     device: torch.device
     backend: AttentionBackend
     captured: CapturedSteps | None
-    fused: bool
     exact: bool
+
+    @property
+    def fused(self) -> bool: ...
 
     def new_cache(self, capacity: int) -> StaticKVCache: ...
 
