@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from lp.to_device import to_device
+
 BELOW_1 = 1 - 2.0**-53  # the largest double below 1
 _MASK = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
@@ -71,8 +73,11 @@ class NoiseCache:
 
     Args:
         seed, sequence, vocabulary, device: as in `gumbel`.
-        capacity: positions held, at least as many as a step spans.
+        capacity: C, positions held, at least as many as a step spans.
         dtype: of the noise handed out.
+
+    Attributes:
+        noise_SV: the ring buffer, then a row of zeros for what is sampled without noise: S = C + 1.
     """
 
     def __init__(
@@ -80,17 +85,48 @@ class NoiseCache:
     ) -> None:
         self.seed = seed
         self.sequence = sequence
-        self._noise_CV = torch.empty(capacity, vocabulary, device=device, dtype=dtype)  # C: capacity
+        self.capacity = capacity
+        self.vocabulary = vocabulary
+        self.device = device
+        self.dtype = dtype
+        self.noise_SV: torch.Tensor | None = None
         self._positions = [-1] * capacity
 
-    def at(self, positions: Sequence[int]) -> torch.Tensor:
-        """Noise of these positions: (len(positions), V)."""
-        capacity, vocabulary = self._noise_CV.shape
+    @property
+    def no_noise(self) -> int:
+        """The row of zeros."""
+        return self.capacity
+
+    @property
+    def shape(self) -> tuple[int, int, torch.dtype]:
+        """S, V and the dtype of the buffer."""
+        return self.capacity + 1, self.vocabulary, self.dtype
+
+    def buffer(self) -> torch.Tensor:
+        """A new ring buffer, of zeros."""
+        return torch.zeros(*self.shape[:2], device=self.device, dtype=self.dtype)
+
+    def use(self, noise_SV: torch.Tensor) -> None:
+        """Compute into this buffer from now on: a captured step reads the one that it was captured with."""
+        if noise_SV is not self.noise_SV:
+            self.noise_SV = noise_SV
+            self._positions = [-1] * self.capacity
+
+    def rows(self, positions: Sequence[int]) -> list[int]:
+        """The rows of the buffer that hold the noise of these positions."""
+        if self.noise_SV is None:
+            self.use(self.buffer())
+        assert self.noise_SV is not None
         for position in positions:
-            index = position % capacity
-            if self._positions[index] != position:
-                noise_V = gumbel(self.seed, self.sequence, position, vocabulary, self._noise_CV.device)
-                self._noise_CV[index] = noise_V.to(self._noise_CV.dtype)
-                self._positions[index] = position
-        indices = [position % capacity for position in positions]
-        return self._noise_CV[torch.tensor(indices, dtype=torch.long, device=self._noise_CV.device)]
+            row = position % self.capacity
+            if self._positions[row] != position:
+                noise_V = gumbel(self.seed, self.sequence, position, self.vocabulary, self.device)
+                self.noise_SV[row] = noise_V.to(self.dtype)
+                self._positions[row] = position
+        return [position % self.capacity for position in positions]
+
+    def at(self, positions: Sequence[int]) -> torch.Tensor:
+        """The noise of these positions: (len(positions), V)."""
+        rows = to_device(self.rows(positions), self.device)
+        assert self.noise_SV is not None
+        return self.noise_SV.index_select(0, rows)

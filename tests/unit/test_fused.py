@@ -20,7 +20,6 @@ import lp.models.fused
 from lp.attention.ablation import WithoutAttention
 from lp.config import Capture
 from lp.models.architectures import NormRule
-from lp.models.captured_steps import CapturedSteps
 from lp.models.fused import FusedModel, fuse
 from lp.models.runner import ModelRunner
 from lp.models.support import check_supported
@@ -110,8 +109,8 @@ def test_logits_are_those_of_transformers_layers(arch: str, backend: str) -> Non
     for seed in range(3):
         assert _error(_steps(fused, seed), _steps(plain, seed)) < 1e-12
     if fused.boundary is None:
-        fused.captured = CapturedSteps(fused.network, fused.masks, Capture.OFF)
-        plain.captured = CapturedSteps(plain.network, plain.masks, Capture.OFF)
+        fused._capture_steps(Capture.OFF, probe=False)
+        plain._capture_steps(Capture.OFF, probe=False)
         assert _error(_steps(fused, 3), _steps(plain, 3)) < 1e-12
 
 
@@ -249,7 +248,7 @@ def test_a_change_between_texts_is_followed(change: Callable[[PreTrainedModel], 
     decoder = lp.LookaheadDecoder(model, CONFIG)
     runner = decoder.runner
     if capture:
-        runner.captured = CapturedSteps(runner.network, runner.masks, Capture.OFF)
+        runner._capture_steps(Capture.OFF, probe=False)
     assert runner.fused and decoder.generate(IDS, NEW).tokens == before
     change(model)
     expected = plain_greedy(model, IDS, NEW)

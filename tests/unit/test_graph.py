@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.config import Capture
-from lp.models.captured_steps import BUCKETS, CapturedSteps, CaptureFailed
+from lp.models.captured_steps import BUCKETS, CapturedSteps
+from lp.models.graph_recorder import CaptureFailed
 from lp.models.runner import ModelRunner
+from tests.captured import captured_runner
 from tests.layouts import drawn_layout, visible_of
 from tests.tiny_models import drawn_text, tiny_model
 
@@ -25,15 +27,14 @@ BACKENDS = ["sdpa", "eager", "flash"]
 
 
 def _uncompiled(model: PreTrainedModel, attention: str) -> ModelRunner:
-    """Captured steps without a compiler or a GPU: static buffers, padding, cache slots, the model's own kernels."""
     runner = ModelRunner(model, attention)
-    runner.captured = CapturedSteps(runner.network, runner.masks, Capture.OFF)
+    runner._capture_steps(Capture.OFF, probe=False)
     return runner
 
 
 def _captured(model: PreTrainedModel) -> lp.LookaheadDecoder:
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
-    decoder.runner.captured = CapturedSteps(decoder.runner.network, decoder.runner.masks, Capture.OFF)
+    captured_runner(decoder)
     return decoder
 
 
@@ -71,7 +72,7 @@ def test_logits_are_those_of_an_open_shape(arch: str, backend: str) -> None:
                 assert logits[0].shape == logits[1].shape
                 tolerance = 1e-5 if backend == "eager" else 1e-12  # eager takes its softmax in float32
                 assert float((logits[0] - logits[1]).abs().max()) < tolerance
-    assert static.captured and set(static.captured._steps) <= set(BUCKETS)
+    assert static.captured and {bucket for _, bucket in static.captured._steps} <= set(BUCKETS)
 
 
 def test_texts_one_after_the_other() -> None:
