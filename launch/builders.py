@@ -13,15 +13,16 @@ from lp.errors import UserError
 
 from .schema import SHAPE_KEYS, Common, decoder_choices, frozen
 
-PLAIN = "autoregressive"  # the oracle the others are held against
+PLAIN = "plain"  # one token a step on the same engine: what speeds are compared with
+ORACLE = "autoregressive"  # one token a step without that engine: what tokens are compared with
 METHODS = ("lookahead_auto", PLAIN, "prompt_lookup")  # compared with the one chosen
 Builder = Callable[[Any, lp.ParallelContext], Decoder]
 Builders = dict[str, Builder]
 
 
 def decoder_names() -> tuple[str, ...]:
-    """Names of all decoders: plain decoding and every registered draft source."""
-    return tuple(dict.fromkeys([*METHODS, *decoder_choices()]))
+    """Names of all decoders: plain decoding, the oracle and every registered draft source."""
+    return tuple(dict.fromkeys([*METHODS, ORACLE, *decoder_choices()]))
 
 
 def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
@@ -43,11 +44,13 @@ def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
 
 
 def _builder(name: str, config: Common) -> Builder:
-    if name == PLAIN:
+    attention, capture = config.attention.name, config.attention.capture
+    if name == ORACLE:
         return lambda model, context: lp.AutoregressiveDecoder(model, context)
+    if name == PLAIN:
+        return lambda model, context: lp.PlainDecoder(model, context, attention, capture)
     settings = _settings(name, config)
     source_of(settings).factory(settings)  # a package that is missing is refused before the model is loaded
-    attention, capture = config.attention.name, config.attention.capture
     return lambda model, context: lp.LookaheadDecoder(model, settings, context, attention, capture)
 
 

@@ -19,7 +19,6 @@ from lp.engine.output import GenerationOutput
 from .bench.compare import alternate, differences
 from .bench.prompts import Prompt
 from .bench.table import console_on
-from .builders import PLAIN
 from .cli import start
 from .report import Report, Result, as_json, describe, print_table
 from .schema import Config, Output
@@ -117,10 +116,15 @@ def _head(prompt: Prompt, tokens: int, pen: Pen, config: Config) -> None:
 
 def _compare(session: Session[Config], ids: list[int], pen: Pen, result: Result) -> None:
     pen.note("measuring, in alternation: " + ", ".join(session.decoders))
-    result.measured = alternate(_runs(session, ids, session.config.max_new_tokens), session.config.repeats)
+    tokens = session.config.max_new_tokens
+    measured = alternate(_runs(session, ids, tokens), session.config.repeats)
+    if not session.in_distribution:
+        outputs = {name: run.output for name, run in measured.items()}
+        plain = session.oracle_tokens(ids, tokens, outputs)
+        new = {name: output.tokens for name, output in outputs.items()}
+        result.differences = differences(session.loaded.model, ids, new, plain, session.sampling)
+    result.measured = measured  # last: what Ctrl-C leaves uncompared must not be taken for equal
     pen.note("")
-    new = {name: measured.output.tokens for name, measured in result.measured.items()}
-    result.differences = differences(session.loaded.model, ids, new, PLAIN, session.sampling)
 
 
 def _show(report: Report, config: Config, file: TextIO) -> None:

@@ -35,7 +35,7 @@ from .bench.prompts import load_builtin
 from .bench.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .bench.speed import speeds, transformers_greedy
 from .bench.table import console_on
-from .builders import PLAIN, decoder_builders
+from .builders import ORACLE, PLAIN, decoder_builders
 from .cli import start
 from .schema import Output, ProfileConfig
 from .session import check_common, load_model, open_context, sampling_of, seeded
@@ -51,10 +51,9 @@ def profile_model(config: ProfileConfig) -> None:
         ValueError: a user error.
     """
     check_common(config)
-    if config.decoder.name == PLAIN:
-        raise UserError(
-            "decoder.name is 'autoregressive', which runs no lookahead steps; W=0 G=0 is plain decoding here"
-        )
+    if config.decoder.name in (PLAIN, ORACLE):
+        name = config.decoder.name
+        raise UserError(f"decoder.name is {name!r}, which runs no lookahead steps; compare=true times plain decoding")
     builder = _builder(config)
     plain_builder = _builder(_uncaptured(config))
     context = open_context(config)
@@ -136,17 +135,14 @@ def _methods(
     """Ways to decode the same text, by name; those that capture steps without that too."""
     context = lp.ParallelContext(device=model.device)
     tokens = config.max_new_tokens
-    single = lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
-    decoders: dict[str, lp.LookaheadDecoder] = {}
+    decoders: dict[str, lp.LookaheadDecoder | lp.PlainDecoder] = {}
     for variant, suffix in ((config, ""), (_uncaptured(config), ", not captured")):
         decoder = _builder(variant)(model, context)
         if suffix and not decoders[config.decoder.name].runner.captured:
             break
         decoders[config.decoder.name + suffix] = decoder
         backend = variant.attention
-        decoders["one token a step" + suffix] = lp.LookaheadDecoder(
-            model, single, context, backend.name, backend.capture
-        )
+        decoders[PLAIN + suffix] = lp.PlainDecoder(model, context, backend.name, backend.capture)
     methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
     return {TRANSFORMERS: partial(transformers_greedy, model, ids, tokens), **methods}
 

@@ -18,7 +18,7 @@ from .bench.ceilings import device_name
 from .bench.compare import Difference, Measured
 from .bench.prompts import Prompt
 from .bench.table import empty_table
-from .builders import PLAIN
+from .builders import ORACLE, PLAIN
 from .session import Session
 
 
@@ -134,7 +134,7 @@ def describe(session: Session[Any]) -> dict[str, Any]:
     config = session.config
     model = session.loaded.model
     decoders = {name: d for name, d in session.decoders.items() if isinstance(d, lp.LookaheadDecoder)}
-    runners = [decoder.runner for decoder in decoders.values()]
+    runners = [d.runner for d in session.decoders.values() if isinstance(d, lp.LookaheadDecoder | lp.PlainDecoder)]
     shapes = [decoder.config for name, decoder in decoders.items() if name in ("lookahead", "lookahead_auto")]
     return {
         "model": config.model.name,
@@ -186,7 +186,7 @@ def _verdict(report: Report, totals: MethodTotals) -> str:
         return "interrupted"
     if not report.compared:
         return "not compared"
-    if totals.method == PLAIN:
+    if totals.method == ORACLE:
         return "the reference"
     if report.in_distribution:
         return "equal in distribution only"

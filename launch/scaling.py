@@ -31,7 +31,7 @@ from .bench.projection import Link, Projection, Run, check_projectable
 from .bench.records import Record, digest, load_records
 from .bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
 from .bench.session import Bench, ModelCache, methods_of, open_bench
-from .bench.summary import markdown
+from .bench.summary import PLAIN, markdown
 from .cli import start
 from .schema import Output, ScalingConfig, frozen
 from .sweep import folder_of_run, relaunch
@@ -58,7 +58,7 @@ def scaling(config: ScalingConfig) -> None:
         lines += [line for records in found for line in measured_lines(records)]
         caption = _caption(found[0][0])
     if config.project:
-        bench = open_bench(replace(config, methods=["lookahead", "autoregressive"]), ModelCache())
+        bench = open_bench(replace(config, methods=["lookahead", PLAIN]), ModelCache())
         lines += project_all(config, bench)
         caption = caption or f"{os.cpu_count()} cores, torch {torch.__version__}, model {config.model.name}"
     report(with_efficiency(lines), caption, folder, config.output is Output.table)
@@ -130,7 +130,7 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
     runs: dict[tuple[bool, int], list[list[Run]]] = {key: [] for key in jobs}  # by round and prompt
     speeds: list[float] = []
     for _ in range(1 + ROUNDS):
-        plain = [text(bench.decoders["autoregressive"]) for text in texts]
+        plain = [text(bench.decoders[PLAIN]) for text in texts]
         speeds.append(sum(len(output.tokens) for output in plain) / sum(output.decode_s for output in plain))
         for key, of_prompts in jobs.items():
             runs[key].append([job.run() for job in of_prompts])

@@ -18,7 +18,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lp.attention.registry import attention_choices
 from lp.checks import env_int
-from lp.config import DEFAULT_TIMEOUT_S, LookaheadConfig
+from lp.config import DEFAULT_SETUP_TIMEOUT_S, DEFAULT_TIMEOUT_S, LookaheadConfig
 from lp.draft.registry import sources
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams
@@ -91,11 +91,13 @@ class ParallelSchema:
         backend: of collectives: nccl, gloo, or auto for nccl where every rank has a GPU of its own, else gloo.
         nproc: an app that runs alone launches so many ranks of itself; null: the ranks are torchrun's.
         timeout_s: seconds that a rank waits for the others, at the start and in a step, before it ends with an error.
+        setup_timeout_s: the same while ranks compile and capture steps ahead.
     """
 
     backend: str = "auto"
     nproc: int | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
+    setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S
 
 
 @dataclass
@@ -128,8 +130,15 @@ class TaskSchema:
 
 
 @dataclass
-class AutoregressiveSchema:
+class PlainSchema:
     """Plain decoding has nothing to set."""
+
+    name: str = "plain"
+
+
+@dataclass
+class AutoregressiveSchema:
+    """The oracle has nothing to set."""
 
     name: str = "autoregressive"
 
@@ -315,7 +324,7 @@ class DecoderChoice:
 
 
 def decoder_choices() -> dict[str, DecoderChoice]:
-    """The config group `decoder`, plain decoding aside: every draft source by its name, lookahead by its presets."""
+    """The config group `decoder` but for plain decoding: every draft source by its name, lookahead by its presets."""
     choices: dict[str, DecoderChoice] = {}
     for entry in sources():
         presets = LOOKAHEAD_PRESETS if entry.config is LookaheadConfig else {entry.name: {}}
@@ -387,7 +396,7 @@ def register() -> None:
     decoders = {name: choice.schema(name) for name, choice in decoder_choices().items()}
     groups: dict[str, dict[str, Any]] = {
         "schema": schemas,
-        "decoder": {"autoregressive": AutoregressiveSchema, **decoders},
+        "decoder": {"plain": PlainSchema, "autoregressive": AutoregressiveSchema, **decoders},
         "attention": {name: AttentionSchema(name=name) for name in attention_choices()},
         "model": {name: ModelSchema(name=name, dtype="bfloat16") for name in SHAPES},
     }

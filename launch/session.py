@@ -27,7 +27,7 @@ from .arguments import closest
 from .bench.hub import load_hub
 from .bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
 from .bench.shapes import SHAPES
-from .builders import METHODS, Builders, decoder_builders
+from .builders import METHODS, ORACLE, Builders, decoder_builders
 from .schema import Common, Config, Tasked, frozen
 
 WARM_UP_TOKENS = 8  # enough to touch every code path once
@@ -92,6 +92,17 @@ class Session(Generic[C]):
         if self.journal is None:
             return self.run(decoder, ids, tokens, on_tokens)
         return self.journal.generate(decoder, ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
+
+    def oracle_tokens(self, ids: list[int], tokens: int, outputs: Mapping[str, GenerationOutput]) -> list[int]:
+        """What the oracle continues a prompt by: in its run among these outputs, or in one that nobody times."""
+        if ORACLE in outputs:
+            return outputs[ORACLE].tokens
+        return self.run(lp.AutoregressiveDecoder(self.loaded.model), ids, tokens).tokens
+
+    @property
+    def in_distribution(self) -> bool:
+        """Whether texts are equal in distribution only: nothing follows from tokens that differ."""
+        return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
     def of_rank_0(self, value: Any) -> Any:
         """Rank 0's value on every rank, as JSON has it."""
@@ -177,7 +188,7 @@ def open_context(config: Common) -> lp.ParallelContext:
     if config.seed is not None:
         torch.manual_seed(config.seed)
     parallel, device = config.parallel, known_device(config.model.device)
-    return lp.ParallelContext.from_env(parallel.backend, device, parallel.timeout_s)
+    return lp.ParallelContext.from_env(parallel.backend, device, parallel.timeout_s, parallel.setup_timeout_s)
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lp.engine.interrupts import Interrupted
     from lp.engine.lookahead import LookaheadDecoder
     from lp.engine.output import GenerationOutput, StepStats
+    from lp.engine.plain import PlainDecoder
     from lp.errors import UserError
     from lp.integrations.custom_generate import generate
     from lp.models.loader import load
@@ -42,6 +43,7 @@ __all__ = [
     "LookaheadDecoder",
     "PaperConfig",
     "ParallelContext",
+    "PlainDecoder",
     "PoolScope",
     "PromptLookupConfig",
     "RecyclingConfig",
@@ -71,6 +73,7 @@ _NAMES = {
     "lp.engine.decoder": "Decoder",
     "lp.engine.lookahead": "LookaheadDecoder",
     "lp.engine.output": "GenerationOutput StepStats",
+    "lp.engine.plain": "PlainDecoder",
     "lp.engine.interrupts": "Interrupted",
     "lp.errors": "UserError",
     "lp.integrations.custom_generate": "generate",

@@ -14,6 +14,7 @@ from lp.checks import check_choice, check_count, set_field
 from lp.errors import UserError
 
 DEFAULT_TIMEOUT_S = 120.0  # for which ranks wait for each other
+DEFAULT_SETUP_TIMEOUT_S = 1800.0  # the same while they compile and capture, which may take minutes on one of them
 MAX_STEP_TOKENS = 8192  # a step's mask has their square
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 
@@ -38,7 +37,6 @@ def alternated(
     calls: Mapping[str, Call],
     rounds: int,
     device: torch.device,
-    around: Mapping[str, AbstractContextManager[object]] | None = None,
 ) -> dict[str, float]:
     """Median seconds of every call, run in turn, each round beginning with another one.
 
@@ -46,14 +44,12 @@ def alternated(
         calls: by name.
         rounds: counted ones, after WARM_UP others.
         device: that they keep busy.
-        around: what to be in, unmeasured, while a call runs.
     """
     names = list(calls)
     taken = {name: list[float]() for name in calls}
     for turn in range(WARM_UP + rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            with (around or {}).get(name, nullcontext()):
-                taken[name].append(seconds(calls[name], device))
+            taken[name].append(seconds(calls[name], device))
     return {name: median(times[WARM_UP:]) for name, times in taken.items()}
 
 

@@ -80,27 +80,23 @@ def differences(
     model: Any,
     prompt: Sequence[int],
     tokens: Mapping[str, list[int]],
-    plain: str,
+    plain: list[int],
     sampling: SamplingParams | None = None,
 ) -> list[Difference]:
-    """Compare every method's tokens with those of the method named `plain`.
+    """Compare every method's tokens with plain decoding's.
 
     Args:
         model: the causal LM that wrote them; forwarded once for each difference.
         prompt: the prompt's tokens.
         tokens: the new tokens of each method.
-        plain: which of the methods is the oracle.
+        plain: new tokens of the oracle, `lp.AutoregressiveDecoder`.
         sampling: of all of them; None is greedy. Rejection sampling promises equal distributions, not equal tokens,
             so nothing counts as a difference.
     """
     if sampling is not None and sampling.verifier is Verifier.REJECTION:
         return []
-    found = ((name, first_difference(new, tokens[plain])) for name, new in tokens.items())
-    return [
-        _describe(model, prompt, name, tokens[name], tokens[plain], at, sampling)
-        for name, at in found
-        if at is not None
-    ]
+    found = ((name, first_difference(new, plain)) for name, new in tokens.items())
+    return [_describe(model, prompt, name, tokens[name], plain, at, sampling) for name, at in found if at is not None]
 
 
 def _describe(

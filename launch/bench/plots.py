@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from .scaling import PROJECTED, Line
-from .summary import PLAIN, Total
+from .summary import ORACLE, PLAIN, Total
 
 WIDTH_IN, DPI = 3.3, 300  # a column of a two-column paper
 STYLE: Any = {
@@ -59,7 +59,7 @@ def scaling_plots(lines: Sequence[Line], caption: str, folder: Path) -> list[Pat
 
 
 def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
-    names = [name for name in dict.fromkeys(line.series for line in lines) if name != PLAIN]
+    names = [name for name in dict.fromkeys(line.series for line in lines) if name not in (PLAIN, ORACLE)]
     with figure(path, caption, 2.2 + 0.13 * len(names)) as (drawn, (axes,)):
         for number, name in enumerate(names):
             series = [line for line in lines if line.series == name and line.speedup]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -236,10 +237,13 @@ def profile(
     catch_up = min(_typical_catch_up(first, decoder.config, plan.ranks), count - 1)
     layout = largest_step(decoder.config, budget, plan.ranks, plan.rank, catch_up)
     ceilings = CeilingCalls(device, model.dtype)
-    with torch.inference_mode():
+    with torch.inference_mode(), ExitStack() as stack:
         most = max(budget, *plan.sizes)
-        whole, bare = (Passes(alone().runner, ids[:-1], most, PREFILL_CHUNK) for _ in range(2))
-        left_out = WithoutAttention(bare.runner.model)
+        whole = Passes(alone().runner, ids[:-1], most, PREFILL_CHUNK)
+        bare_runner = alone().runner
+        # From here on: a step that was captured with attention would replay it.
+        attention = stack.enter_context(WithoutAttention(bare_runner.model))
+        bare = Passes(bare_runner, ids[:-1], most, PREFILL_CHUNK)
         calls: dict[str, Call] = {
             **ceilings.calls(),
             "decode": lambda: outputs.append(decode()),
@@ -248,11 +252,11 @@ def profile(
             "head": head_call(model, len(sampled_of(layout, count))),
             **{_name(size): whole.chain(size) for size in plan.sizes},
         }
-        times = alternated(calls, plan.rounds, device, {"bare": left_out})
+        times = alternated(calls, plan.rounds, device)
     work = Work.of(model)
     found = ceilings.read(times)
     del outputs[:WARM_UP]
-    step = _step(outputs, times, budget, left_out.called, context.world_size > 1)
+    step = _step(outputs, times, budget, attention.called, context.world_size > 1)
     return Profile(ceilings=found, work=work, step_times=_step_times(times, plan, work, found), step=step)
 
 

@@ -13,7 +13,7 @@ from .plots import dataset_plot, heat_map, scaling_plots, tokens_plot
 from .records import load_records
 from .scaling import HEADS as SCALING_HEADS
 from .scaling import Line
-from .summary import HEADS, PLAIN, Total, caption, cells, common, ordered, shown, totals, varying
+from .summary import HEADS, ORACLE, PLAIN, Total, caption, cells, common, ordered, shown, totals, varying
 
 STYLE = """body { font: 15px/1.4 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .7em; border-bottom: 1px solid #ddd }
@@ -76,7 +76,7 @@ def _plots(found: Sequence[Total], setting: str, folder: Path) -> list[Path]:
     pictures: list[Path] = []
     ours = [total for total in found if total.method.startswith("lookahead")]
     if not {"W", "N", "G", "ranks"} & differ:
-        others = [total for total in found if total.method != PLAIN]
+        others = [total for total in found if total.method not in (PLAIN, ORACLE)]
         pictures.append(dataset_plot(others or found, setting, folder / "by_task.png"))
     if {"W", "N"} & differ and ours:
         first = [total for total in ours if total.method == ours[0].method]

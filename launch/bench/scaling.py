@@ -9,7 +9,7 @@ from typing import Any
 
 from .projection import Link, Projected
 from .records import Record
-from .summary import PLAIN, Total, totals
+from .summary import ORACLE, PLAIN, Total, totals
 
 MEASURED, PROJECTED = "measured", "projected"
 HEADS = (
@@ -79,7 +79,7 @@ def measured_lines(records: Sequence[Record]) -> list[Line]:
         shaped = total.method.startswith("lookahead")
         line = Line(
             method=total.method,
-            ranks=total.setting["ranks"] if total.method != PLAIN and "@" not in total.method else 1,
+            ranks=1 if total.method in (PLAIN, ORACLE) or "@" in total.method else total.setting["ranks"],
             kind=MEASURED,
             link=None,
             W=total.setting["W"] if shaped else None,

@@ -24,7 +24,7 @@ from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
-from ..builders import METHODS, PLAIN, decoder_names
+from ..builders import METHODS, ORACLE, PLAIN, decoder_names
 from ..schema import BenchmarkConfig
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
@@ -73,8 +73,12 @@ class Bench(Session[BenchmarkConfig]):
         """The records of one prompt, one a method."""
         ids = self.encode(prompt)
         new = {name: result.output.tokens for name, result in measured.items()}
-        compared = PLAIN in new and not self._in_distribution
-        found = differences(self.loaded.model, ids, new, PLAIN, self.sampling) if compared else []
+        compared = not new.keys().isdisjoint((PLAIN, ORACLE)) and not self.in_distribution
+        found = []
+        if compared:
+            outputs = {name: result.output for name, result in measured.items()}
+            plain = self.oracle_tokens(ids, self.config.max_new_tokens, outputs)
+            found = differences(self.loaded.model, ids, new, plain, self.sampling)
         by_method = {difference.method: difference for difference in found}
         head = {"task": self.config.task.name, "index": index, "task_id": prompt.task_id}
         head |= {"prompt_digest": digest(prompt.text), "prompt_tokens": len(ids)}
@@ -91,10 +95,6 @@ class Bench(Session[BenchmarkConfig]):
                 )
             records.append(record | {"settings": self.settings, "hardware": hardware(self), "versions": versions()})
         return records
-
-    @property
-    def _in_distribution(self) -> bool:
-        return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
 
 def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
@@ -199,7 +199,7 @@ def _bare(name: str) -> str:
 
 def _together(name: str) -> bool:
     """Whether all ranks share its steps."""
-    if name.endswith(ALONE) or name == PLAIN:
+    if name.endswith(ALONE) or name in (PLAIN, ORACLE):
         return False
     return BASELINES[name].all_ranks if name in BASELINES else True
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from .records import Record, digest
 
-PLAIN = "autoregressive"
+PLAIN = "plain"  # what speeds are compared with
+ORACLE = "autoregressive"  # what tokens are compared with
 HIDDEN = ("decoder", "methods", "chat", "parameters")  # settings that tables leave out: long, or implied by others
 
 
@@ -19,7 +20,8 @@ class Total:
 
     Args:
         records: of the file, one a prompt.
-        plain_tokens_per_s: plain decoding's in the same run, None if it did not run.
+        plain_tokens_per_s: of plain decoding in the same run: of `plain`, or where that did not run of the oracle, as
+            in records from before there was `plain`; None if neither did.
     """
 
     records: list[Record]
@@ -76,7 +78,7 @@ class Total:
 
     @property
     def differing(self) -> int | None:
-        """Prompts whose tokens are not plain decoding's; None where nothing was promised or compared."""
+        """Prompts whose tokens are not the oracle's; None where nothing was promised or compared."""
         equal = [record["equal"] for record in self.records]
         return None if None in equal else equal.count(False)
 
@@ -109,7 +111,7 @@ def totals(records: Iterable[Record]) -> list[Total]:
         grouped.setdefault(digest(record["settings"]), {}).setdefault(record["method"], []).append(record)
     found = []
     for methods in grouped.values():
-        plain = methods.get(PLAIN)
+        plain = methods.get(PLAIN) or methods.get(ORACLE)
         speed = Total(records=plain, plain_tokens_per_s=None).tokens_per_s if plain else None
         found += [Total(records=of_method, plain_tokens_per_s=speed) for of_method in methods.values()]
     return found

@@ -17,7 +17,7 @@ from lp.engine.output import GenerationOutput
 
 from .compare import alternate
 
-PLAIN, ADAPTIVE = "plain decoding", "adaptive"
+PLAIN, ADAPTIVE = "plain", "adaptive"
 BUDGETS = (4, 8, 16, 32, 64, 104)  # G at N = 2
 PAYS = 1.02  # times the speed without it: a further rank that brings less is not worth its power
 

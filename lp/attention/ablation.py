@@ -5,6 +5,8 @@ T: step tokens, H: query heads, D: head dimension.
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -15,8 +17,10 @@ NAME = "lp_without_attention"
 class WithoutAttention:
     """Within its `with` block the model takes queries for attention's result; keys and values are still cached.
 
+    Captured steps replay what they were captured with: enter it before the first one.
+
     Args:
-        model: whose attention to leave out.
+        model: whose attention to leave out; of a ModelRunner its own view, `runner.model`.
 
     Attributes:
         called: whether the model called it; if not, its attention does not go through transformers' registry.
@@ -28,9 +32,10 @@ class WithoutAttention:
         AttentionInterface.register(NAME, self._pass_queries)
         AttentionMaskInterface.register(NAME, sdpa_mask)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self.before = self.model.config._attn_implementation
         self.model.set_attn_implementation(NAME)
+        return self
 
     def __exit__(self, *failure: object) -> None:
         self.model.set_attn_implementation(self.before)

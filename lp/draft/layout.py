@@ -37,6 +37,8 @@ def ancestors(parents: Sequence[int], known: np.ndarray | None = None) -> np.nda
         parents: parent of every node, -1 for the root.
         known: the same for the first nodes, if computed before.
     """
+    if known is not None and len(known) == len(parents):
+        return known.copy()
     visible = np.zeros((len(parents), len(parents)), dtype=np.bool_)
     done = 0 if known is None else len(known)
     if known is not None:

@@ -44,6 +44,11 @@ class StepTimer:
         self.forward.total_s = self.exchange.total_s = 0.0
         return elapsed_s
 
+    def count_as_exchange(self, seconds: float) -> None:
+        """Of the time in the model, so much was the exchange: a GPU's queue holds both, and the host waits once."""
+        self.forward.total_s -= seconds
+        self.exchange.total_s += seconds
+
     def seconds(self) -> tuple[float, float, float]:
         """In the model, in collectives, and on the host."""
         forward_s, exchange_s = self.forward.total_s, self.exchange.total_s

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lp.checks import check_real, env_int
-from lp.config import DEFAULT_TIMEOUT_S
+from lp.config import DEFAULT_SETUP_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from lp.errors import RankLost, UserError
 from lp.parallel import agreement
 from lp.parallel.lost_ranks import announce, roll_call
-from lp.parallel.rendezvous import choose_backend, join, leave, local_device
+from lp.parallel.rendezvous import join, leave, local_device, set_timeout
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=365)
@@ -57,19 +57,25 @@ class ParallelContext:
 
     @classmethod
     def from_env(
-        cls, backend: str = "auto", device: str = "auto", timeout_s: float = DEFAULT_TIMEOUT_S
+        cls,
+        backend: str = "auto",
+        device: str = "auto",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S,
     ) -> ParallelContext:
         """The context torchrun describes in the environment; a single rank where there is none.
 
         Args:
-            backend: "auto" is nccl when every rank of the node has a GPU of its own, else gloo.
+            backend: "auto" is nccl when every rank has a GPU of its own, else gloo.
             device: "auto" is this rank's GPU if there is one; "cuda" lets ranks share GPUs, in turn.
             timeout_s: seconds a collective may wait before it is an error.
+            setup_timeout_s: the same within `setting_up`; at least timeout_s.
 
         Raises:
             ValueError: an incomplete environment, or a backend that is not available.
         """
         timeout_s = check_real("timeout_s", timeout_s, 1, 86400, f"try {DEFAULT_TIMEOUT_S:g} (seconds)")
+        setup_timeout_s = check_real("setup_timeout_s", setup_timeout_s, 1, 86400, f"try {DEFAULT_SETUP_TIMEOUT_S:g}")
         world_size = env_int("WORLD_SIZE", 1, low=1)
         if world_size == 1:
             return cls.single(device)
@@ -78,13 +84,13 @@ class ParallelContext:
             raise UserError(f"WORLD_SIZE is {world_size} but {', '.join(missing)} is not set; launch with torchrun")
         rank, local_rank = env_int("RANK", 0, high=world_size - 1), env_int("LOCAL_RANK", 0)
         where = local_device(device, local_rank)
-        backend = choose_backend(backend, where)
         if where.type == "cuda":
             torch.cuda.set_device(where)
-        join(backend, rank, world_size, timeout_s)
+        backend = join(backend, where, rank, world_size, timeout_s)
         mesh = init_device_mesh("cpu" if backend == "gloo" else "cuda", (world_size, 1), mesh_dim_names=("lp", "tp"))
         messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return _ProcessContext(rank, world_size, local_rank, where, backend, mesh, messages=messages)
+        timeouts = timeout_s, max(timeout_s, setup_timeout_s)
+        return _ProcessContext(rank, world_size, local_rank, where, backend, mesh, messages=messages, timeouts=timeouts)
 
     @property
     def is_main(self) -> bool:
@@ -107,6 +113,22 @@ class ParallelContext:
             yield
         finally:
             self.step_sizes.pop()
+
+    @contextlib.contextmanager
+    def setting_up(self, call: str = "setting up") -> Iterator[None]:
+        """Ranks wait for each other longer within it: for what takes minutes on one of them, as compiling or capturing.
+
+        All ranks enter it, outside of generations, and leave it together: the first step has its own, shorter time-out.
+        It is not for use within itself.
+
+        Args:
+            call: what it is for, the same on every rank.
+
+        Raises:
+            CallsDiffer: another rank is in another call.
+            RankLost: a rank did not come to its end in `setup_timeout_s`.
+        """
+        yield
 
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
         """Every rank's message of `lp.parallel.agreement`, which between generations are all of one size.
@@ -153,9 +175,11 @@ class _ProcessContext(ParallelContext):
     Attributes:
         messages: the group of messages between steps, on the host, where waiting keeps no GPU busy. A message and a
             step's message, which differ in size, would abort the process where they meet in one group.
+        timeouts: seconds that a collective may wait, and within `setting_up`.
     """
 
     messages: dist.ProcessGroup | None = None
+    timeouts: tuple[float, float] = (DEFAULT_TIMEOUT_S, DEFAULT_SETUP_TIMEOUT_S)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -187,6 +211,17 @@ class _ProcessContext(ParallelContext):
             announce(self.rank, call)
             self.messages.allgather([gathered], [message], options).wait()
         return torch.stack(gathered)
+
+    @contextlib.contextmanager
+    def setting_up(self, call: str = "setting up") -> Iterator[None]:
+        assert self.messages is not None
+        usual, longer = self.timeouts
+        set_timeout(longer, self._group, self.messages)
+        try:
+            yield
+            agreement.exchange(self, call)  # or the first to leave would wait for the others with the usual time-out
+        finally:
+            set_timeout(usual, self._group, self.messages)
 
     def _from_main(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._answered():

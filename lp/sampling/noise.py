@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lp.optional import is_installed
+from lp.to_device import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,11 @@ class NoiseCache:
 
     Args:
         seed, sequence, vocabulary, device: as in `gumbel`.
-        capacity: positions held, at least as many as a step spans.
+        capacity: C, positions held, at least as many as a step spans.
         dtype: of the noise handed out.
+
+    Attributes:
+        noise_SV: the ring buffer, then a row of zeros for what is sampled without noise: S = C + 1.
     """
 
     def __init__(
@@ -149,19 +153,51 @@ class NoiseCache:
     ) -> None:
         self.seed = seed
         self.sequence = sequence
-        self._noise_CV = torch.empty(capacity, vocabulary, device=device, dtype=dtype)  # C: capacity
+        self.capacity = capacity
+        self.vocabulary = vocabulary
+        self.device = device
+        self.dtype = dtype
+        self.noise_SV: torch.Tensor | None = None
         self._positions = [-1] * capacity
 
-    def at(self, positions: Sequence[int]) -> torch.Tensor:
-        """Noise of these positions: (len(positions), V)."""
-        capacity = len(self._positions)
-        missing = sorted({position for position in positions if self._positions[position % capacity] != position})
+    @property
+    def no_noise(self) -> int:
+        """The row of zeros."""
+        return self.capacity
+
+    @property
+    def shape(self) -> tuple[int, int, torch.dtype]:
+        """S, V and the dtype of the buffer."""
+        return self.capacity + 1, self.vocabulary, self.dtype
+
+    def buffer(self) -> torch.Tensor:
+        """A new ring buffer, of zeros."""
+        return torch.zeros(*self.shape[:2], device=self.device, dtype=self.dtype)
+
+    def use(self, noise_SV: torch.Tensor) -> None:
+        """Compute into this buffer from now on: a captured step reads the one that it was captured with."""
+        if noise_SV is not self.noise_SV:
+            self.noise_SV = noise_SV
+            self._positions = [-1] * self.capacity
+
+    def rows(self, positions: Sequence[int]) -> list[int]:
+        """The rows of the buffer that hold the noise of these positions."""
+        if self.noise_SV is None:
+            self.use(self.buffer())
+        assert self.noise_SV is not None
+        missing = sorted({position for position in positions if self._positions[position % self.capacity] != position})
         for first, count in _ranges(missing):
-            gumbel_rows(self._noise_CV, _signed(sequence_key(self.seed, self.sequence)), first, count)
+            key = _signed(sequence_key(self.seed, self.sequence))
+            gumbel_rows(self.noise_SV[: self.capacity], key, first, count)
         for position in missing:
-            self._positions[position % capacity] = position
-        indices = [position % capacity for position in positions]
-        return self._noise_CV[torch.tensor(indices, dtype=torch.long, device=self._noise_CV.device)]
+            self._positions[position % self.capacity] = position
+        return [position % self.capacity for position in positions]
+
+    def at(self, positions: Sequence[int]) -> torch.Tensor:
+        """The noise of these positions: (len(positions), V)."""
+        rows = to_device(self.rows(positions), self.device)
+        assert self.noise_SV is not None
+        return self.noise_SV.index_select(0, rows)
 
 
 def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -24,12 +24,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_sweep_of_launches(processes: Processes, settings: list[str], tmp_path: Path) -> None:
     """Rows of two ranks, a failed job named at the end, one table of the others, and plots."""
     asked = ["-m", *settings, "W=2", "parallel.nproc=2,0", f"out={tmp_path}"]
-    asked += ["methods=[lookahead,lookahead@1,autoregressive,transformers_tp]"]
+    asked += ["methods=[lookahead,lookahead@1,plain,transformers_tp]"]
     env = ON_CPU | {"LP_RUN_DIR": str(tmp_path)}
     ran = processes.run([sys.executable, "-m", "launch.benchmark", *asked], env, timeout_s=240)
     assert ran.returncode == 2 and "job 2 failed with exit code 2" in ran.stderr, ran.stderr
     found = totals(load_records(tmp_path))
-    assert [total.method for total in found] == ["lookahead", "lookahead@1", "autoregressive", "transformers_tp"]
+    assert [total.method for total in found] == ["lookahead", "lookahead@1", "plain", "transformers_tp"]
     assert all(total.differing == 0 and total.setting["ranks"] == 2 for total in found)
     ours, alone, plain, _ = found
     assert ours.compression == alone.compression > plain.compression == 1
@@ -42,13 +42,13 @@ def test_a_job_that_fails_on_rank_0_leaves_the_next_one(
     processes: Processes, settings: list[str], tmp_path: Path
 ) -> None:
     """Rank 0 alone makes the draft model: the others must not wait for it with other methods."""
-    asked = ["-m", *settings, "W=2", "methods=[hf_assisted],[lookahead,autoregressive]", "limit=1", f"out={tmp_path}"]
+    asked = ["-m", *settings, "W=2", "methods=[hf_assisted],[lookahead,plain]", "limit=1", f"out={tmp_path}"]
     asked = [each for each in asked if each != "limit=2"]
     ran = processes.run(processes.torchrun(2, "launch.benchmark", *asked), ON_CPU, timeout_s=240)
     assert ran.returncode == 2 and ran.stderr.count("job 1 failed with exit code 2") == 1, ran
     assert ran.stderr.count("1 failed;") == 1, "every rank has the list"
     assert [(t.method, t.setting["ranks"], t.differing) for t in totals(load_records(tmp_path))] == [
-        ("lookahead", 2, 0), ("autoregressive", 2, 0)
+        ("lookahead", 2, 0), ("plain", 2, 0)
     ]  # fmt: skip
     assert processes.wait_for_end(5) == []
 
@@ -62,7 +62,7 @@ def test_scaling_measures_ranks_and_holds_a_projection_against_them(
     assert ran.returncode == 0, ran.stderr
     lines = [(line.method, line.ranks, line.kind) for line in read_lines(tmp_path / "scaling.csv")]
     assert lines.count(("lookahead", 2, "projected")) == 4
-    measured = {("autoregressive", 1, "measured"), ("lookahead", 2, "measured"), ("transformers_tp", 2, "measured")}
+    measured = {("plain", 1, "measured"), ("lookahead", 2, "measured"), ("transformers_tp", 2, "measured")}
     assert measured == {line for line in lines if line[2] == "measured"}
     assert "lookahead on 2 ranks: projected" in (tmp_path / "scaling.md").read_text()
     assert processes.wait_for_end() == []

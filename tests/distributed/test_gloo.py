@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import LONG, Processes
 from tests.distributed.launches import ON_CPU, check_cases
 from tests.distributed.workers.calls import CALLS, SETTINGS, error_of
+from tests.distributed.workers.setup import TIMEOUT_S
 
 LAUNCHES = [(2, 0, 12), (4, 12, 20)] + ([(3, 20, 28), (8, 28, 36), (5, 36, 44), (2, 44, 90)] if LONG else [])
 
@@ -35,4 +36,13 @@ def test_ranks_in_different_calls_all_learn_of_both(processes: Processes, tmp_pa
         doing = "rank 0 is beginning Broken.generate, rank 1 is making a LookaheadDecoder"
         assert found["left alone"].startswith(f"a rank came too late, or an exchange failed ({doing};"), found
         assert f"so rank {rank} stops" in found["left alone"]
+    assert processes.wait_for_end() == []
+
+
+def test_setting_up_has_a_time_out_of_its_own(processes: Processes, tmp_path: Path) -> None:
+    """One rank may compile for minutes; a step that waits so long has lost a rank."""
+    ran = processes.run(processes.torchrun(2, "tests.distributed.workers.setup", str(tmp_path)), ON_CPU, timeout_s=240)
+    ended = [(tmp_path / f"{rank}.ended").read_text().split() for rank in range(2)]
+    assert ended[0][1] == "lost", ran.stderr
+    assert all(float(waited_s) >= 2 * TIMEOUT_S - 0.5 for waited_s, _ in ended), "the first left before the last"
     assert processes.wait_for_end() == []

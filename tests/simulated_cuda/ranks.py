@@ -43,7 +43,9 @@ def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda]
             gloo.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    with patch.multiple(context_module, dist=_Distributed(), announce=_nothing, roll_call=_nobody):
+    with patch.multiple(
+        context_module, dist=_Distributed(), announce=_nothing, roll_call=_nobody, set_timeout=_nothing
+    ):
         for thread in threads:
             thread.start()
         for thread in threads:

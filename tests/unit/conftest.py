@@ -194,3 +194,17 @@ def wrong_prompt_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
         return output
 
     monkeypatch.setattr(lp.LookaheadDecoder, "generate", wrong)
+
+
+@pytest.fixture
+def wrong_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: plain decoding on our engine says another token at new token 5."""
+    honest = lp.PlainDecoder.generate
+
+    def wrong(self: lp.PlainDecoder, *args: object, **options: object) -> lp.GenerationOutput:
+        output = honest(self, *args, **options)  # type: ignore[arg-type]
+        if len(output.tokens) > 5:  # else it only warms up
+            output.tokens[5] += 1
+        return output
+
+    monkeypatch.setattr(lp.PlainDecoder, "generate", wrong)

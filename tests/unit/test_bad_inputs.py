@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lp.parallel.rendezvous import choose_backend
+from lp.parallel.rendezvous import check_backend, choose_backend, device_id
 from tests.unit.conftest import CONTEXT, Ran
 
 Launch = Callable[..., Ran]
@@ -212,14 +213,25 @@ def test_a_bad_environment(
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL takes one rank a GPU and says so late, with a traceback; "auto" takes gloo."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    with pytest.raises(ValueError, match="4 ranks share 2 GPUs; use NPROC=2 or backend=gloo"):
-        choose_backend("nccl", torch.device("cuda:0"))
-    assert choose_backend("auto", torch.device("cuda:0")) == "gloo"
+    with pytest.raises(ValueError, match="4 ranks share 2 GPUs; start 2 ranks or use backend=gloo"):
+        choose_backend("nccl", ["a", "b", "a", "b"])
+    assert choose_backend("auto", ["a", "b", "a", "b"]) == "gloo" == choose_backend("auto", ["a", ""])
+    assert choose_backend("auto", ["", ""]) == "gloo" == choose_backend("gloo", ["a", "b"])
+    assert choose_backend("nccl", ["a", "b"]) == "nccl" == choose_backend("auto", ["a", "b"])
+    with pytest.raises(ValueError, match="this rank has no GPU"):
+        check_backend("nccl", torch.device("cpu"))
+
+
+def test_one_visible_gpu_a_process_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm shows every process one GPU, which each calls cuda:0: two of them are two GPUs, as their UUIDs say."""
+    uuids = iter(["one", "two"])
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid=next(uuids)))
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert choose_backend("nccl", torch.device("cuda:0")) == "nccl" == choose_backend("auto", torch.device("cuda:0"))
+    devices = [device_id(torch.device("cuda:0")) for _ in range(2)]
+    assert choose_backend("nccl", devices) == "nccl" == choose_backend("auto", devices)
+    assert device_id(torch.device("cpu")) == ""
 
 
 def test_a_full_disk_is_one_line(

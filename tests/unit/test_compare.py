@@ -64,7 +64,7 @@ def test_gap_is_that_of_the_common_prefix(model: LlamaForCausalLM) -> None:
         best = model(torch.tensor([[1, 2, 3, 4]])).logits[0, -1].topk(2).values
     assert logit_gap(model, [1, 2, 3, 4]) == pytest.approx(float(best[0] - best[1]), abs=1e-6)
     tokens = {"plain": [4, 5, 6], "same": [4, 5, 6], "early": [4, 9], "short": [4]}
-    found = differences(model, [1, 2, 3], tokens, "plain")
+    found = differences(model, [1, 2, 3], tokens, tokens["plain"])
     assert [(d.method, d.position, d.token, d.plain_token) for d in found] == [
         ("early", 1, 9, 5),
         ("short", 1, None, 5),
@@ -75,7 +75,7 @@ def test_gap_is_that_of_the_common_prefix(model: LlamaForCausalLM) -> None:
 def test_equal_logits_are_a_near_tie(model: LlamaForCausalLM) -> None:
     """A difference there is no fault of the decoder."""
     torch.nn.init.zeros_(model.lm_head.weight)
-    (found,) = differences(model, [1], {"plain": [0], "other": [1]}, "plain")
+    (found,) = differences(model, [1], {"plain": [0], "other": [1]}, [0])
     assert found.gap == 0.0 and found.near_tie
 
 
@@ -132,4 +132,4 @@ def test_a_single_token_left_has_no_gap() -> None:
 def test_rejection_promises_no_equal_tokens(model: LlamaForCausalLM) -> None:
     """Equal in distribution is what it is held to elsewhere."""
     sampling = lp.SamplingParams(seed=0, verifier="rejection")  # type: ignore[arg-type]
-    assert differences(model, [1], {"plain": [0], "other": [1]}, "plain", sampling) == []
+    assert differences(model, [1], {"plain": [0], "other": [1]}, [0], sampling) == []

@@ -19,6 +19,7 @@ CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 DECODERS = [
     lp.AutoregressiveDecoder,
+    lp.PlainDecoder,
     lambda m: lp.LookaheadDecoder(m, CONFIG),
     lambda m: lp.LookaheadDecoder(m, lp.PromptLookupConfig()),
 ]

@@ -24,7 +24,8 @@ from tests.tiny_models import plain_greedy
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
 DECODERS = {
-    "plain": lp.AutoregressiveDecoder,
+    "oracle": lp.AutoregressiveDecoder,
+    "plain": lp.PlainDecoder,
     "lookahead": lambda model: lp.LookaheadDecoder(model, CONFIG),
     "prompt_lookup": lambda model: lp.LookaheadDecoder(model, lp.PromptLookupConfig()),
     "hf_generate": HFGenerateDecoder,

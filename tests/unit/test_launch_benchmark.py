@@ -33,7 +33,7 @@ from lp.parallel.thread_ranks import run_lockstep
 from tests.unit.conftest import Ran, with_template
 
 SMALL = ["model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "limit=3"]
-METHODS = ["lookahead", "autoregressive", "prompt_lookup"]
+METHODS = ["lookahead", "plain", "prompt_lookup"]
 TIMED = ("prefill_s", "decode_s", "tokens_per_s", "time", "split")
 
 
@@ -69,7 +69,7 @@ def test_what_runs_on_rank_0_is_built_there_alone(
 ) -> None:
     """Every rank would measure step times while the others do, and hold a cache and graphs that nobody uses."""
     configs: list[BenchmarkConfig] = []
-    asked = [*SMALL, f"model.name={tiny_folder}", f"out={tmp_path}", "methods=[lookahead,lookahead@1,autoregressive]"]
+    asked = [*SMALL, f"model.name={tiny_folder}", f"out={tmp_path}", "methods=[lookahead,lookahead@1,plain]"]
     start_app(configs.append, "benchmark", *asked)
     loaded = load(str(tiny_folder), "float64")
 
@@ -81,7 +81,7 @@ def test_what_runs_on_rank_0_is_built_there_alone(
             return self.context, loaded
 
     benches = run_lockstep(2, lambda context: open_bench(configs[0], LoadedModel(context)))
-    assert [[*bench.decoders] for bench in benches] == [["lookahead", "lookahead@1", "autoregressive"], ["lookahead"]]
+    assert [[*bench.decoders] for bench in benches] == [["lookahead", "lookahead@1", "plain"], ["lookahead"]]
 
 
 def test_records_hold_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_new_baseline_is_one_registration(bench: Callable[..., Ran], tmp_path:
         return lp.AutoregressiveDecoder(model)
 
     try:
-        ran = bench("methods=[toy,autoregressive]", "limit=1")
+        ran = bench("methods=[toy,plain]", "limit=1")
     finally:
         del BASELINES["toy"]
     assert ran.code == 0, ran.err
@@ -197,8 +197,8 @@ def test_ctrl_c_keeps_finished_prompts(
 
 def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path) -> None:
     """All in one table, each with its own settings, sampled alike."""
-    names = ["lookahead_paper", "lookahead", "lookahead@1", "token_recycling", "prompt_lookup", "autoregressive"]
-    names += ["hf_generate", "hf_static", "hf_prompt_lookup", "hf_assisted"]
+    names = ["lookahead_paper", "lookahead", "lookahead@1", "token_recycling", "prompt_lookup", "plain"]
+    names += ["autoregressive", "hf_generate", "hf_static", "hf_prompt_lookup", "hf_assisted"]
     asked = ["decoder=lookahead_paper", f"methods=[{','.join(names)}]", f"draft={tiny_folder}", "sampling=sample"]
     ran = bench(*asked, "sampling.temperature=0.7", "limit=1")
     assert ran.code == 0, ran.err
@@ -255,6 +255,18 @@ def test_ctrl_c_on_rank_0_ends_the_others() -> None:
     assert run_lockstep(3, body) == [KeyboardInterrupt, Terminated, Terminated]
 
 
+def test_tokens_are_held_against_the_oracle(bench: Callable[..., Ran], tmp_path: Path, wrong_plain: None) -> None:
+    """`plain` runs the code that it would be the judge of: a fault of the engine must not pass as equal."""
+    assert bench("limit=1").code == 0
+    ours, plain, copying = load_records(tmp_path / "out")
+    assert plain["equal"] is False and plain["difference"]["position"] == 5
+    assert ours["equal"] is copying["equal"] is True
+    assert bench("limit=1", "methods=[plain,autoregressive]", f"out={tmp_path / 'named'}").code == 0
+    assert [record["equal"] for record in load_records(tmp_path / "named")] == [False, True]
+    assert bench("limit=1", "methods=[prompt_lookup]", f"out={tmp_path / 'alone'}").code == 0
+    assert load_records(tmp_path / "alone")[0]["equal"] is None, "nothing was compared"
+
+
 @pytest.mark.usefixtures("wrong_prompt_lookup")
 def test_quality_says_where_a_method_parts_and_what_it_wrote(bench: Callable[..., Ran], tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
@@ -281,7 +293,7 @@ def test_a_question_is_asked_in_the_models_template(
     tokenizer = AutoTokenizer.from_pretrained(chatty)
     said = []
     for name, chat in [(chatty, "true"), (chatty, "false"), (tiny_folder, "true")]:
-        asked = ["task=gsm8k", f"task.chat={chat}", f"task.path={task}", "methods=[autoregressive]", "output=json"]
+        asked = ["task=gsm8k", f"task.chat={chat}", f"task.path={task}", "methods=[plain]", "output=json"]
         assert bench(*asked, f"model.name={name}", f"out={tmp_path / str(len(said))}").code == 0
         said.append(load_records(tmp_path / str(len(said)))[0]["prompt_tokens"])
     assert said == [len(tokenizer("Q: hello A:")["input_ids"]), *[len(tokenizer("hello")["input_ids"])] * 2]

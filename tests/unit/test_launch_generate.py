@@ -24,7 +24,7 @@ from tests.conftest import Processes, read_until
 from tests.unit.conftest import Ran, save_tiny_model
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=40", "limit=2")
-METHODS = ["lookahead_auto", "autoregressive", "prompt_lookup"]
+METHODS = ["lookahead_auto", "plain", "prompt_lookup"]
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_the_default_shows_text_and_a_table_that_says_equal(generate: Callable[.
     assert [f"=== {prompt.task_id} " in ran.out for prompt in load_builtin(3)] == [True, True, False]
     rows = _rows(ran.out[ran.out.index("2 prompts, greedy") :])
     assert [rows[method][0] for method in METHODS] == ["80"] * 3
-    assert [rows[method][-1] for method in METHODS] == ["equal", "reference", "equal"]
+    assert [rows[method][-1] for method in METHODS] == ["equal", "equal", "equal"]
     assert "float64, cpu, threads: 1, ranks: 1, attention: flash, W=4 N=3 G=4, median of 1" in ran.out
     assert ran.err == ""
     assert "\x1b" not in ran.out and "\r" not in ran.out, "escape codes in a file or another program"
@@ -90,7 +90,7 @@ def test_stream_false_shows_the_same_text(generate: Callable[..., Ran]) -> None:
 def test_compare_false_runs_one_method(generate: Callable[..., Ran]) -> None:
     rows = _rows(generate("compare=false").out)
     assert rows["lookahead_auto"][-2:] == ["not", "compared"]
-    assert "autoregressive" not in rows and "prompt_lookup" not in rows
+    assert "plain" not in rows and "prompt_lookup" not in rows
 
 
 def test_json_is_the_whole_of_stdout(generate: Callable[..., Ran]) -> None:
@@ -101,7 +101,7 @@ def test_json_is_the_whole_of_stdout(generate: Callable[..., Ran]) -> None:
     assert found["equal"] is True and found["interrupted"] is False and found["method"] == "lookahead_auto"
     assert (found["W"], found["N"], found["G"], found["threads"], found["repeats"]) == (4, 3, 4, 1, 2)
     assert list(found["methods"]) == METHODS
-    assert found["methods"]["autoregressive"]["S"] == 1.0 < found["methods"]["lookahead_auto"]["S"]
+    assert found["methods"]["plain"]["S"] == 1.0 < found["methods"]["lookahead_auto"]["S"]
     for row in found["methods"].values():
         assert row["prompts"] == 2 and row["tokens"] == 80 and row["equal"] is True
         assert row["S"] == pytest.approx(row["tokens"] / row["steps"])
@@ -122,7 +122,7 @@ def test_a_model_that_is_not_exact_is_labelled(generate: Callable[..., Ran], mon
     assert json.loads(generate(*short, "output=json").out)["exact"] is False
 
 
-@pytest.mark.parametrize("decoder", [*METHODS, "lookahead_paper", "token_recycling"])
+@pytest.mark.parametrize("decoder", [*METHODS, "autoregressive", "lookahead_paper", "token_recycling"])
 def test_every_decoder_can_be_the_chosen_one(generate: Callable[..., Ran], decoder: str) -> None:
     """The group must reach the decoder, and what it says be the reference's."""
     found = json.loads(generate("output=json", f"decoder={decoder}", "limit=1").out)
@@ -201,7 +201,7 @@ def test_ctrl_c_on_a_terminal_keeps_text_and_figures(processes: Processes, tmp_p
     assert "tokens that came in one step" in seen and "Traceback" not in seen
     text = seen.partition("=== ")[2]
     assert any(code in text for code in STEP_COLOURS.values())
-    assert _rows(text)["lookahead"][-1] == "interrupted" and "autoregressive" not in _rows(text)
+    assert _rows(text)["lookahead"][-1] == "interrupted" and "plain" not in _rows(text)
 
 
 @pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model's weights are absent")

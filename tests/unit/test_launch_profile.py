@@ -71,6 +71,7 @@ BAD = {
     "model=codellama_8b": "Could not find 'model/codellama_8b' Available options in 'model': codellama_13b",
     "model=codellama_7b shape.layers=99": "shape.layers is 99; it must be an integer in [1, 32]",
     "model=codellama_7b model.dtype=auto": "dtype is 'auto'",
+    "decoder=plain": "decoder.name is 'plain', which runs no lookahead steps",
     "decoder=autoregressive": "decoder.name is 'autoregressive', which runs no lookahead steps",
     "shape.width=2": "unknown config key 'shape.width'; known here: layers, divide",
 }

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from launch.bench.passes import sampled_of
 from launch.bench.profile import Plan, largest_step, profile, step_budget
 from launch.bench.shapes import build_shape, shape_config
 from launch.bench.speed import speeds, transformers_greedy
+from lp.attention import flash
 from lp.attention.ablation import WithoutAttention
 from lp.budget.policy import FixedBudget
 from lp.budget.step_times import StepTimes
@@ -102,6 +104,34 @@ def test_attention_is_left_out_and_comes_back() -> None:
             assert not torch.allclose(model(ids).logits, before, atol=1e-3)
     assert without.called
     assert torch.equal(model(ids).logits, before)
+
+
+def test_a_profile_times_a_pass_without_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's share is the difference of two passes: were it in both, it would cost nothing."""
+    model = tiny_model(dtype=torch.float32)
+    computed: list[str] = []
+    honest = flash.step_attention
+
+    def step_attention(*args: Any) -> torch.Tensor:
+        computed.append(running)
+        return honest(*args)
+
+    monkeypatch.setattr(flash, "step_attention", step_attention)
+    running = ""
+
+    def once(calls: dict[str, Any], rounds: int, device: torch.device) -> dict[str, float]:
+        nonlocal running
+        for running in calls:
+            for _ in range(WARM_UP + 1):
+                calls[running]()
+        running = "after"
+        return dict.fromkeys(calls, 1.0)
+
+    monkeypatch.setattr("launch.bench.profile.alternated", once)
+    plan = Plan(prefix=len(IDS) - 1, sizes=(1, 4), max_new_tokens=6, rounds=2)
+    profile(model, _build(model), _build(model), IDS, plan, ParallelContext())
+    layers = model.config.num_hidden_layers
+    assert computed.count("model") == (WARM_UP + 1) * layers and computed.count("bare") == 0
 
 
 def test_an_old_attention_is_said_not_to_be_left_out() -> None:

@@ -229,8 +229,8 @@ def test_one_rank_runs_what_one_rank_can(
 
     monkeypatch.setattr(launch.scaling, "relaunch", relaunch)
     assert scale("ranks=[1,2]", "weak=false", "links.gloo.hop_us=9", f"out={tmp_path}").code == 3
-    assert "methods=[lookahead,autoregressive]" in asked[0][1]
-    assert "methods=[lookahead,autoregressive,transformers_tp]" in asked[1][1]
+    assert "methods=[lookahead,plain]" in asked[0][1]
+    assert "methods=[lookahead,plain,transformers_tp]" in asked[1][1]
     assert all(
         "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks", "links"))]
         for _, overrides in asked

@@ -120,12 +120,15 @@ def test_what_a_call_may_ask_for_on_a_gpu(capture: str, gpu: SimulatedCuda) -> N
 
 
 def test_plain_decoding_on_a_gpu(gpu: SimulatedCuda) -> None:
-    """The oracle of tests on real GPUs."""
+    """The oracle of tests on real GPUs, and what speeds are compared with there."""
     model = tiny_model()
     ids = prompts("plain")[1]
     for sampling in (None, SAMPLING["top-p"]):
         plain = lp.AutoregressiveDecoder(model).generate(ids, NEW, sampling)
         assert lp.AutoregressiveDecoder(on_gpu(model)).generate(ids, NEW, sampling).tokens == plain.tokens
+        decoder = lp.PlainDecoder(on_gpu(model))
+        assert decoder.runner.captured, "as lookahead is"
+        assert decoder.generate(ids, NEW, sampling).tokens == plain.tokens
 
 
 TIMES = StepTimes((1, 8, 16, 32, 64), (1e-3, 1.1e-3, 1.2e-3, 1.6e-3, 2.5e-3), 1e-3)

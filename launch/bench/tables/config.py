@@ -77,7 +77,9 @@ def page() -> str:
         title = " and ".join(f"decoder={name}" for name in names)
         parts += [f"## {title}\n", f"{summary(config)}.\n", table(config_keys(config, "decoder", names))]
     sampling = table(config_keys(SamplingParams, "sampling", ["sample"]))
-    parts += ["## decoder=autoregressive\n", "Plain decoding, one token a step. It has no keys.\n"]
+    parts += ["## decoder=plain\n", "Plain decoding, one token a step, on the engine of the others. It has no keys.\n"]
+    oracle = "Plain decoding that shares no code with the others, which tokens are compared with. It has no keys.\n"
+    parts += ["## decoder=autoregressive\n", oracle]
     return "\n".join([*parts, "## sampling=sample\n", f"{summary(SamplingParams)}.\n", sampling])
 
 

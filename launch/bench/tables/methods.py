@@ -29,6 +29,7 @@ from ._common import add_model_arguments, append_result, load_model, read_result
 
 DEFAULT = "adaptive"
 PLAIN = "plain"
+ORACLE = "autoregressive"  # whose tokens the others' are compared with
 # (prompt ids, new tokens, temperature, index of the prompt) -> (tokens, steps)
 Run = Callable[[list[int], int, float, int], tuple[list[int], int]]
 Job = tuple[int, str, str, float]  # index, task, prompt, temperature
@@ -63,7 +64,8 @@ def methods(model: Any, fixed: list[str], only: list[str]) -> dict[str, Run]:
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or 0
     runs: dict[str, Run] = {
         DEFAULT: by_decoder(lp.LookaheadDecoder(model)),
-        PLAIN: by_decoder(lp.AutoregressiveDecoder(model)),
+        PLAIN: by_decoder(lp.PlainDecoder(model)),
+        ORACLE: by_decoder(lp.AutoregressiveDecoder(model)),
         "generate": by_transformers(model),
         "generate, lookup 3": by_transformers(model, prompt_lookup_num_tokens=3),
         "generate, lookup 10": by_transformers(model, prompt_lookup_num_tokens=10),
@@ -90,9 +92,9 @@ def measure(runs: dict[str, Run], ids: list[int], new: int, temperature: float, 
         start = time.perf_counter()
         texts[name], steps = runs[name](ids, new, temperature, index)
         results[name] = {"seconds": time.perf_counter() - start, "tokens": len(texts[name]), "steps": steps}
-    if PLAIN in texts:
+    if ORACLE in texts:
         for name, text in texts.items():
-            results[name]["equal"] = text == texts[PLAIN]
+            results[name]["equal"] = text == texts[ORACLE]
     return results
 
 

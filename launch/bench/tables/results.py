@@ -86,7 +86,7 @@ def measure() -> None:
 
     shutil.rmtree(DATA, ignore_errors=True)
     ours = "lookahead_auto,lookahead,lookahead_paper,token_recycling,prompt_lookup"
-    methods = f"methods=[{ours},hf_prompt_lookup,hf_generate,autoregressive]"
+    methods = f"methods=[{ours},hf_prompt_lookup,hf_generate,plain]"
     benchmark = [sys.executable, "-m", "launch.benchmark", "output=json", "limit=4", "max_new_tokens=64", "repeats=3"]
     call(*benchmark, methods, "quality=true", f"out={DATA}/greedy")
     call(*benchmark, methods, "sampling=sample", "sampling.temperature=0.8", f"out={DATA}/sampled")
@@ -94,7 +94,7 @@ def measure() -> None:
     call(*sweep, "output=json", f"out={DATA}/sweep", NPROC="2", PYTHON=sys.executable, LP_SETUP="skip")
 
     scaling = [sys.executable, "-m", "launch.scaling", "project=true", "ranks=[2]"]
-    scaled = "lookahead,lookahead@1,autoregressive"
+    scaled = "lookahead,lookahead@1,plain"
     with tempfile.TemporaryDirectory() as folder:
         call(sys.executable, str(ROOT / "scripts" / "wide_model.py"), f"{folder}/wide")
         options = ["model=hf", "model.name=wide", "limit=1", "max_new_tokens=24", "W=15", "N=5", "G=15", "repeats=3"]

@@ -1,0 +1,85 @@
+"""Plain decoding on the engine of lookahead decoding: what its speed is compared with.
+
+The forward pass, its cache, captured steps, samplers and the loop are those of `LookaheadDecoder`, so that a speed-up
+over it is due to lookahead alone. `AutoregressiveDecoder` shares none of them, and is what tokens are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from lp.budget.policy import FixedBudget
+from lp.config import Capture, LookaheadConfig
+from lp.draft.source import StepSamples, TokenPrice
+from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
+from lp.engine.decode_loop import Generation, cache_slots
+from lp.engine.decoder import Decoder
+from lp.engine.output import GenerationOutput
+from lp.engine.request import Request
+from lp.models.runner import runner_of
+from lp.parallel.context import ParallelContext
+from lp.sampling.top_logits import TopLogits
+
+ONE_TOKEN = LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
+
+
+class PlainDecoder(Decoder):
+    """One token a step. Ranks share nothing: each decodes the whole text.
+
+    Args:
+        model: an HF causal LM, loaded and on its device.
+        context: whose rank 0 draws the seed, if none is given; None is this process alone.
+        attention, capture: as in `LookaheadDecoder`.
+
+    Raises:
+        ValueError: a model that `LookaheadDecoder` refuses; `AutoregressiveDecoder` takes it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        context: ParallelContext | None = None,
+        attention: str = "auto",
+        capture: str = "auto",
+    ) -> None:
+        super().__init__(model, context)
+        self.runner = runner_of(model, attention, Capture(capture))
+
+    @property
+    def attention(self) -> str:
+        """The backend's name."""
+        return self.runner.attention
+
+    def _decode(self, request: Request) -> GenerationOutput:
+        alone = ParallelContext(device=self.runner.device)
+        budget = PlainBudget(ONE_TOKEN)
+        self.runner.follow()
+        with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:
+            generation = Generation(ONE_TOKEN, alone, self.runner, NoDrafts(), request, budget, cache)
+            generation.capture_steps()
+            return generation.run()
+
+
+class PlainBudget(FixedBudget):
+    """Every step is plain."""
+
+    idle = True
+
+
+class NoDrafts:
+    """A draft source that plain steps never ask."""
+
+    num_logits = 0
+
+    def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
+        """No draft token."""
+        return DraftTree()
+
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
+        """Nothing is learned."""
+
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        """Nothing is learned."""
