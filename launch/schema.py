@@ -64,7 +64,8 @@ class AttentionSchema:
     """How the tokens of a step are computed.
 
     Args:
-        name: the attention backend; auto takes flash where a model loaded with sdpa can, else what it was loaded with.
+        name: the attention backend; auto takes flash where a model loaded with sdpa, flash-attn or flex can, and warns
+            where it cannot.
         capture: whether steps have a few fixed shapes and their kernels are replayed: auto (a CUDA graph on a GPU, off
             elsewhere), off, graph or compile.
     """

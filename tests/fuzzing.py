@@ -22,6 +22,7 @@ from lp.models.loader import context_limit
 from lp.models.support import check_supported
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from tests.captured import captured_runner
 from tests.pools import drawn_step_times, drawn_switches
 from tests.processors import Alternating, Noise, SumCriterion
 from tests.tiny_models import (
@@ -273,8 +274,7 @@ def _compare(case: Case) -> str | None:
             kind = PEERS[case.method]
             decoder = lp.LookaheadDecoder(model, kind(**case.config), context, case.backend)
         if case.captured and decoder.runner.boundary is None:
-            decoder.runner._fallback = True
-            decoder.runner._capture_steps(lp.Capture.OFF, probe=True)
+            captured_runner(decoder, probe=True)
         return [generate(decoder) for _ in range(case.calls)]
 
     plain = _plain(case, sampling)

@@ -265,6 +265,7 @@ def _figures(result: Measured) -> dict[str, Any]:
     figures: dict[str, Any] = {"tokens": len(output.tokens), "steps": output.steps, "S": output.compression}
     figures |= {"accepted": {str(length): accepted[length] for length in sorted(accepted)}}
     figures |= {"tokens_a_step": output.mean_tokens, "finish_reason": output.finish_reason}
+    figures |= {"attention": output.attention}
     figures |= {"prefill_s": output.prefill_s, "decode_s": result.decode_s}
     figures["tokens_per_s"] = len(output.tokens) / result.decode_s
     return figures | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

@@ -189,4 +189,17 @@ def caption(found: Sequence[Total]) -> str:
     machines = "; ".join(dict.fromkeys(total.hardware for total in found))
     torch = "; ".join(dict.fromkeys(record["versions"]["torch"] for total in found for record in total.records))
     shown = {key: value for key, value in shared.items() if value not in (None, [], False)}
-    return f"{machines}, torch {torch}, " + ", ".join(f"{key} {short(value)}" for key, value in shown.items())
+    parts = [machines, f"torch {torch}", *_attention(found), *(f"{key} {short(value)}" for key, value in shown.items())]
+    return ", ".join(parts)
+
+
+def _attention(found: Sequence[Total]) -> list[str]:
+    """What computed attention, in words, with the methods where they differ; records of old say nothing of it."""
+    methods: dict[str, list[str]] = {}
+    for total in found:
+        for record in total.records:
+            if name := record.get("attention"):
+                methods.setdefault(name, []).append(total.method)
+    if len(methods) == 1:
+        return [f"attention {name}" for name in methods]
+    return [f"attention of {' and '.join(dict.fromkeys(of))}: {name}" for name, of in methods.items()]

@@ -73,7 +73,8 @@ class AttentionBackend:
     Attributes:
         implementation: transformers' name of the attention function.
         alternative: the backend to propose where this one cannot be used.
-        replaces: backends instead of which `auto` takes this one, where the model was loaded with them and it is fit.
+        replaces: attention that a model was loaded with, by the name of its backend or by transformers' name, instead
+            of which `auto` takes this one where it is fit.
         priority: among several that replace the same one, `auto` tries the largest first.
         loadable: whether transformers loads a model with `implementation`, for those that cannot change it later.
         omits_trivial_masks: whether it takes None for the mask of a single token that sees everything.

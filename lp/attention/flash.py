@@ -1,5 +1,6 @@
-"""Attention of a tree-shaped step in two parts: all cached keys without a mask, the step's own keys with the step's
-mask, merged by the log-sum-exp of both (the split of FlashAttention, arXiv 2205.14135, section 3.1).
+"""Attention of a tree-shaped step: all cached keys without a mask, the step's own keys with the step's mask.
+
+On a CPU in two parts, merged by their log-sum-exp; on a GPU by `lp.attention.flash_cuda`.
 
 H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys, L + T or C,
 U: keys of the step that a block of queries may see. A log-sum-exp is `lse`.
@@ -16,11 +17,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from lp.attention.base import AttentionBackend, Mask, StepView, additive_mask, score_obstacle
+from lp.attention.flash_cuda import DTYPES as CUDA_DTYPES
+from lp.attention.flash_cuda import step_attention_on_cuda
+from lp.attention.merging import merge
 from lp.attention.registry import register_attention
 
 SHORT = 512  # cached tokens up to which one masked call is faster on a CPU than two and their merge
 BLOCK = 128  # tokens of a prompt that a CPU computes at once
-HALVES = (torch.float16, torch.bfloat16)
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -46,7 +49,7 @@ def step_attention(
         (1, H, T, D).
     """
     if q_1HTD.is_cuda:
-        return _on_cuda(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T)
+        return step_attention_on_cuda(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T)
     num_tokens = q_1HTD.shape[2]
     num_keys = k_1GND.shape[2]
     if slot_mapping_T is not None:
@@ -80,28 +83,6 @@ def _on_cpu(
     return merge(out.reshape(own[0].shape), lse.reshape(own[1].shape), *own)
 
 
-def merge(
-    out_1HTD: torch.Tensor, lse_1HT: torch.Tensor, other_1HTD: torch.Tensor, other_lse_1HT: torch.Tensor
-) -> torch.Tensor:
-    """Attention over two sets of keys from the attention over each and its log-sum-exp."""
-    share = torch.sigmoid(lse_1HT - other_lse_1HT)[..., None]  # float32 at least: halves would lose the smaller part
-    wide = share.dtype
-    return torch.lerp(other_1HTD.to(wide), out_1HTD.to(wide), share).to(out_1HTD.dtype)
-
-
-def masked_attention(
-    q_1HTD: torch.Tensor, k_1GTD: torch.Tensor, v_1GTD: torch.Tensor, mask_11TT: torch.Tensor, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with a mask and its log-sum-exp, in plain products: for the few keys of a step."""
-    _, heads, num_tokens, dim = q_1HTD.shape
-    q = q_1HTD.reshape(1, k_1GTD.shape[1], -1, num_tokens, dim)  # (1, G, H / G, T, D)
-    wide = torch.promote_types(q.dtype, torch.float32)  # scores of halves may overflow, and rounded ones are coarse
-    scores = (q.to(wide) * (scale or dim**-0.5)) @ k_1GTD[:, :, None].to(wide).mT + mask_11TT[:, :, None]
-    lse = scores.logsumexp(-1, keepdim=True)
-    out = (scores - lse).exp().to(v_1GTD.dtype) @ v_1GTD[:, :, None]
-    return out.reshape(1, heads, num_tokens, -1), lse.reshape(1, heads, num_tokens)
-
-
 def _mask_over_cache(mask_11TT: torch.Tensor, slot_mapping_T: torch.Tensor, capacity: int) -> torch.Tensor:
     """The mask over all cache slots, (1, 1, T, C): shows all before the step's, and none behind them."""
     num_tokens = len(slot_mapping_T)
@@ -109,44 +90,6 @@ def _mask_over_cache(mask_11TT: torch.Tensor, slot_mapping_T: torch.Tensor, capa
     mask_11TC = mask_11TT[..., index_C.clamp(0, num_tokens - 1)]
     mask_11TC = mask_11TC.masked_fill(index_C >= num_tokens, torch.finfo(mask_11TT.dtype).min)
     return mask_11TC.masked_fill(index_C < 0, 0.0)
-
-
-def _on_cuda(
-    q_1HTD: torch.Tensor,
-    k_1GND: torch.Tensor,
-    v_1GND: torch.Tensor,
-    mask_11TT: torch.Tensor,
-    scale: float | None,
-    slot_mapping_T: torch.Tensor | None,
-) -> torch.Tensor:
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # of CUDA builds
-
-    num_tokens = q_1HTD.shape[2]
-    if slot_mapping_T is None:
-        length = k_1GND.shape[2] - num_tokens
-        used_length = None
-        own_k = k_1GND[:, :, length:]
-        own_v = v_1GND[:, :, length:]
-        k_1GND = k_1GND[:, :, :length]
-        v_1GND = v_1GND[:, :, :length]
-    else:
-        length = k_1GND.shape[2]
-        used_length = slot_mapping_T[:1].int()
-        own_k = k_1GND.index_select(2, slot_mapping_T)
-        own_v = v_1GND.index_select(2, slot_mapping_T)
-    own, own_lse = masked_attention(q_1HTD, own_k, own_v, mask_11TT, scale)
-    if not length:
-        return own
-    bounds = torch.arange(2, dtype=torch.int32, device=q_1HTD.device)  # one sequence: from 0 to its length
-    q_THD, k_LGD, v_LGD = (states[0].transpose(0, 1) for states in (q_1HTD, k_1GND, v_1GND))
-    grouped = q_1HTD.shape[1] != k_1GND.shape[1]
-    out_THD, lse_HT = varlen_attn(
-        q_THD, k_LGD, v_LGD, bounds * num_tokens, bounds * length, num_tokens, length,
-        return_aux=AuxRequest(lse=True), scale=scale, enable_gqa=grouped, seqused_k=used_length,
-    )  # fmt: skip
-    assert lse_HT.shape == q_1HTD.shape[1:3], "(H, T) in torch 2.13, though its documentation has another order"
-    merged = merge(out_THD.transpose(0, 1)[None], lse_HT[None], own, own_lse)
-    return merged if used_length is None else torch.where(used_length > 0, merged, own)
 
 
 def flash_attention_forward(
@@ -185,20 +128,18 @@ def flash_attention_forward(
 
 @register_attention("flash")
 class Flash(AttentionBackend):
-    """The two parts and their merge; `auto` takes it for models that were loaded with sdpa."""
+    """The two parts and their merge; `auto` takes it for models that were loaded with sdpa, flash attention or flex."""
 
     implementation = "lp_tree"  # transformers takes a name with "flash" in it for the flash-attn package
     alternative = "sdpa"
-    replaces = ("sdpa",)
+    replaces = ("sdpa", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4")
     omits_trivial_masks = True
 
     def unfit(self, model: PreTrainedModel) -> str | None:
         device = model.device.type
-        if device == "cuda" and model.dtype not in HALVES:
-            return (
-                f"attention=flash takes float16 and bfloat16 on a GPU, and this model is {model.dtype}; "
-                "choose attention=sdpa"
-            )
+        if device == "cuda" and model.dtype not in CUDA_DTYPES:
+            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in CUDA_DTYPES)
+            return f"attention=flash takes {names} on a GPU, and this model is {model.dtype}; choose attention=sdpa"
         if device not in ("cpu", "cuda"):
             return f"attention=flash runs on CPUs and CUDA devices, not on {device!r}; choose attention=sdpa"
         return score_obstacle(model, self.name)

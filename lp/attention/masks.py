@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from lp.attention.base import AttentionBackend, Mask, StepView
 from lp.errors import UserError
+from lp.to_device import to_device
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -67,7 +68,7 @@ class StepMasks:
         trivial = len(positions) == 1 and slot_mapping is None and self.kinds == {FULL}
         if trivial and self.backend.omits_trivial_masks:
             return None
-        visible_TT = torch.as_tensor(visible, device=self.device)
+        visible_TT = to_device(visible, self.device) if isinstance(visible, np.ndarray) else visible
         masks: dict[str, Mask] = {}
         for kind in sorted(self.kinds):
             window = getattr(self.config, "sliding_window", None) if kind == SLIDING else None

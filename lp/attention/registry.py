@@ -73,6 +73,8 @@ def backend_named(name: str) -> AttentionBackend:
 def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBackend]:
     """The backends to try in turn: a named one alone; for "auto", what may replace the one it was loaded with, then it.
 
+    Whether the model can run with them is for who tries them to find out.
+
     Raises:
         ValueError: no such backend, or the model's own implementation takes no tree mask.
     """
@@ -81,17 +83,17 @@ def backends_to_try(model: PreTrainedModel, attention: str) -> list[AttentionBac
     backends = [backend_named(name) for name in attention_choices() if name != AUTO]
     implementation = model.config._attn_implementation
     loaded = next((backend for backend in backends if backend.implementation == implementation), None)
-    if loaded is None:
+    settable = getattr(model, "_can_set_attn_implementation", lambda: True)()  # or transformers says at length why not
+    better = [backend for backend in backends if settable and _replaces(backend, implementation, loaded)]
+    better.sort(key=lambda backend: backend.priority, reverse=True)
+    if loaded is not None:
+        better.append(loaded)
+    if not better:
         raise UserError(
             f"the model's attention is {implementation!r}, which takes no tree mask; "
             "load it with attn_implementation='sdpa' or 'eager', or choose attention=sdpa"
         )
-    settable = getattr(model, "_can_set_attn_implementation", lambda: True)()  # or transformers says at length why not
-    if not settable:
-        return [loaded]
-    better = [backend for backend in backends if loaded.name in backend.replaces and not backend.unfit(model)]
-    better.sort(key=lambda backend: backend.priority, reverse=True)
-    return [*better, loaded]
+    return better
 
 
 def set_attention(model: PreTrainedModel, backend: AttentionBackend) -> None:
@@ -112,6 +114,10 @@ def set_attention(model: PreTrainedModel, backend: AttentionBackend) -> None:
         if backend.loadable:
             remedy = f"load it with attn_implementation={backend.implementation!r}, or {remedy}"
         raise UserError(f"{type(model).__name__} cannot change its attention once loaded with {before!r}; {remedy}")
+
+
+def _replaces(backend: AttentionBackend, implementation: str, loaded: AttentionBackend | None) -> bool:
+    return implementation in backend.replaces or (loaded is not None and loaded.name in backend.replaces)
 
 
 def _module_of(name: str) -> str:

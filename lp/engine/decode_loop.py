@@ -17,7 +17,7 @@ from lp.budget.policy import Budget
 from lp.config import KVSync, LookaheadConfig
 from lp.digest import chain_digest
 from lp.draft.layout import StepLayout
-from lp.draft.share import Share
+from lp.draft.share import NO_DRAFT, Share
 from lp.draft.source import DraftSource, ShareInput, StepSamples, share_proposer
 from lp.draft.tree import DraftTree
 from lp.draft.verify import Outcome, UnionTree
@@ -25,18 +25,24 @@ from lp.draft.window import LookaheadWindow, WindowSlice, slice_window
 from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
+from lp.engine.step_pass import StepPass
 from lp.engine.stopping import FINISH_REASON
 from lp.errors import RanksParted, UserError
-from lp.models.kv_cache import CacheTooLarge
+from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, best_logits, gather, pack
+from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, unpack
 from lp.sampling.sampler import INVALID_TOKEN, check_sampled
 from lp.sampling.top_logits import TopLogits, pack_top_logits, unpack_top_logits
 
 T = TypeVar("T")
+
+
+def cache_slots(request: Request, budget: Budget) -> int:
+    """Cache slots that a call needs: of its text, and of a step behind it."""
+    return request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens)
 
 
 class Generation:
@@ -52,6 +58,7 @@ class Generation:
         source: proposes draft trees; made for this call.
         request: the checked call.
         budget: decides how many columns and draft tokens a step has.
+        cache: an empty one of at least `cache_slots` slots.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class Generation:
         source: DraftSource,
         request: Request,
         budget: Budget,
+        cache: StaticKVCache,
     ) -> None:
         self.config = config
         self.context = context
@@ -76,8 +84,7 @@ class Generation:
         self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
         self.union = UnionTree(context.world_size, budget.step_tokens)
         self.rounding = logit_rounding(runner.model) if context.world_size > 1 else 0.0
-        runner.follow()
-        self.cache = runner.new_cache(request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens))
+        self.cache = cache
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = [0] * context.world_size  # how many every rank lacks
         self.digest = chain_digest(0, request.prompt)
@@ -87,6 +94,7 @@ class Generation:
         self.failure: BaseException | None = None
         self.stats: list[StepStats] = []
         self.timer = StepTimer()
+        self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape, self.timer)
 
     @property
     def tokens(self) -> list[int]:
@@ -113,6 +121,12 @@ class Generation:
         return GenerationOutput(
             tokens, FINISH_REASON[reason], self.stats, prefill_s, timer.restart(), self.cache.nbytes()
         )
+
+    def capture_steps(self) -> None:
+        """Before the first one, where steps are captured: those of all sizes that may come. Once for a model."""
+        largest = max(self.budget.step_tokens, self.budget.max_padded_tokens)
+        kinds = sorted({0, self.num_logits})  # a plain step takes none
+        self._attempt(lambda: self.step_pass.capture(largest, kinds))
 
     def prefill(self) -> None:
         """Cache the prompt. Its top-k logits are rank 0's on every rank, since ranks may round them differently."""
@@ -141,8 +155,8 @@ class Generation:
         slices = self._slice_window()
         share = self._propose(slices)
         layout = self._layout(slices[self.context.rank], share.draft)
-        sampled = self._forward(layout)
-        gathered = self._exchange(layout, sampled, share.common, slices)
+        messages = self._messages(layout, share.common, slices, self.num_logits)
+        gathered = unpack(messages, self.message_shape, len(self.stats), self.rounding)
         if gathered.stop:
             return self._stop(gathered.stop, gathered.length)
         self.union.merge(gathered.trees, slices, share.draft.merge)
@@ -158,22 +172,21 @@ class Generation:
         assert not self.catch_up
         self.timer.restart()
         self._cross_rope_boundary()
-        layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), DraftTree())
-        sampled = self._forward(layout, num_logits=0)
-        if self.context.world_size == 1:  # a message to itself would be felt in every plain step
-            tokens = sampled.tokens.tolist()
+        layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
+        messages = self._messages(layout, NO_DRAFT, (), num_logits=0)
+        if self.context.world_size == 1:  # unpacking its own message would be felt in every plain step
             stop = self._wants_to_stop()
             length = self.num_kept
         else:
-            gathered = self._exchange(layout, sampled, DraftTree(), ())
-            tokens = gathered.trees.sampled[0, :1].tolist()
+            gathered = unpack(messages, self.message_shape, len(self.stats), self.rounding)
             stop = gathered.stop
             length = gathered.length
         if stop:
             return self._stop(stop, length)
+        tokens = [sampled_at_c(messages)]
         check_sampled(tokens[0], len(self.stats), layout.positions[0])
         self.request.sampler.record([0], [0])
-        self.cache.length += 1
+        self.cache.commit([0])
         self.text += tokens
         self.budget.record_step(tokens, 1, DraftRecord())
         return self._deliver(tokens, 1)
@@ -227,50 +240,26 @@ class Generation:
             )
         return layout
 
-    def _forward(self, layout: StepLayout, num_logits: int | None = None) -> Sampled:
-        """Run this rank's step tokens and sample its nodes; zeros if that fails: what failed is in the header.
+    def _messages(
+        self, layout: StepLayout, common: DraftTree, slices: Sequence[WindowSlice], num_logits: int
+    ) -> np.ndarray:
+        """Compute this rank's part of the step, and exchange messages: (R, P). Without nodes if it fails.
 
         Args:
             layout: of the rank.
-            num_logits: top-k logits of every node; None: as many as the draft source wants.
+            common: draft tokens that all ranks have alike.
+            slices: the window's columns of every rank.
+            num_logits: top-k logits of every node.
         """
-        k = self.num_logits if num_logits is None else num_logits
-        nodes = layout.sampled_nodes
-        sampler = self.request.sampler
-        missing = len(layout.catch_up)
-
-        def forward() -> Sampled:
-            tokens, positions, visible = layout.step_tokens(self.budget.padded_size(layout.num_tokens))
-            logits = self.runner.forward(tokens, positions, visible, self.cache, [missing + node for node in nodes])
-            positions = [layout.positions[node] for node in nodes]
-            branches: list[list[int] | None]
-            if sampler.prefix_free:
-                branches = [[] if layout.reachable(node) else None for node in nodes]
-            else:
-                branches = [layout.branch_tokens(node) for node in nodes]
-            behind = layout.drafts() if sampler.uses_drafts else {}
-            drafts = [behind.get(node, []) for node in nodes]
-            best = best_logits(logits) if self.context.world_size > 1 else None
-            scores = sampler.scores(logits, branches, self.text)
-            top_logits = pack_top_logits(scores, k) if k else self._zeros(len(nodes), 0)  # a top-0 takes time too
-            return Sampled(sampler.sample(scores, positions, branches, drafts), top_logits, best)
-
-        with self.timer.forward:
-            sampled = self._attempt(forward)
-        return sampled or Sampled(self._zeros(len(nodes)), self._zeros(len(nodes), k))
-
-    def _exchange(
-        self, layout: StepLayout, sampled: Sampled, common: DraftTree, slices: Sequence[WindowSlice]
-    ) -> Gathered:
-        """What all ranks sampled, by one all-gather."""
         header = self._header(common, slices)
-        self._wait_for_device(sampled.tokens)
-        message = pack(header, layout, sampled, self.message_shape)
-        with self.timer.exchange:
-            return gather(message, self.message_shape, self.context.all_gather, len(self.stats), self.rounding)
+        size = self.budget.padded_size(layout.num_tokens)
+        message = self._attempt(lambda: self.step_pass.run(layout, header, self.text, size, num_logits))
+        if message is None:
+            message = self.step_pass.failed(header._replace(stop=self._wants_to_stop()), layout)
+        return self.step_pass.exchange(message)
 
     def _header(self, common: DraftTree, slices: Sequence[WindowSlice]) -> Header:
-        """Made while a GPU still computes the step."""
+        """What this rank's message begins with."""
         if self.context.world_size > 1:  # a single rank has none to differ from
             shape = [self.budget.step_tokens, *(own.num_columns for own in slices), *self.catch_up_counts]
             state = (*self.window.levels, common.tokens, common.parents, shape)
@@ -281,12 +270,6 @@ class Generation:
     def _wants_to_stop(self) -> Stop:
         """Why this rank does."""
         return self.pending_stop | (Stop.INTERRUPTED if self.request.signals.requested else Stop.NONE)
-
-    def _wait_for_device(self, sampled: torch.Tensor) -> None:
-        """Or the exchange, which waits for it, would seem to take the model's time."""
-        if sampled.is_cuda:
-            with self.timer.forward:
-                torch.cuda.synchronize(sampled.device)
 
     def _stop(self, stop: Stop, length: int) -> Stop:
         """Some rank wants to stop: this step's tokens are dropped, those before it are returned."""

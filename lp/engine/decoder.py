@@ -136,12 +136,18 @@ class Decoder(ABC):
                     boundary,
                 )
             )
+        output.attention = self.attention
         if recorder:
             output.logits = recorder.recorded("logits", len(output.tokens))
             output.scores = recorder.recorded("scores", len(output.tokens))
         if output.finish_reason == "interrupted" or signals.received:  # which may come in the step that ends the text
             raise Interrupted(output, signals.received)
         return output
+
+    @property
+    def attention(self) -> str:
+        """What computes attention: transformers' own, by its name there."""
+        return f"transformers' {self.model.config._attn_implementation}"
 
     @property
     def span(self) -> int:

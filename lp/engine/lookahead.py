@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 
@@ -15,14 +16,14 @@ from lp.digest import chain_digest, text_digest
 from lp.draft.registry import Call, DraftConfig, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
-from lp.engine.decode_loop import Generation
+from lp.engine.decode_loop import Generation, cache_slots
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats
 from lp.engine.request import Request
 from lp.engine.step_timing import decoder_step_times
 from lp.models.digests import model_digests
 from lp.models.loader import vocabulary_size
-from lp.models.runner import ModelRunner
+from lp.models.runner import runner_of
 from lp.parallel.agreement import check_same
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import check_vocabulary
@@ -62,7 +63,7 @@ class LookaheadDecoder(Decoder):
         self.settings: DraftConfig = LookaheadConfig() if config is None else config
         self.factory = source_of(self.settings).factory(self.settings)
         self.config = self.settings.shape()
-        self.runner = ModelRunner(model, attention, Capture(capture))
+        self.runner = runner_of(model, attention, Capture(capture))
         self._last: list[StepStats] = []
         check_vocabulary(model.get_input_embeddings().weight.shape[0])
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
@@ -84,6 +85,11 @@ class LookaheadDecoder(Decoder):
     def explain(self) -> str:
         """What steps may take, what they cost, and what those of the last text took: two lines."""
         return f"{describe_budget(self.config, self.step_times)}\n{describe_steps(self._last)}"
+
+    @property
+    def attention(self) -> str:
+        """The name of the backend that the runner took."""
+        return self.runner.attention
 
     @property
     def span(self) -> int:
@@ -119,9 +125,14 @@ class LookaheadDecoder(Decoder):
         check_same(self.context, f"beginning {self.call}", self._asked(request))
         source = self.source(request)
         budget = self.budget(source, request.sampler.full_vocabulary_temperature)
-        generation = Generation(self.config, self.context, self.runner, source, request, budget)
-        with self.runner.reserve(generation.cache), self.context.stepping(generation.message_shape.size):
-            output = generation.run()
+        self.runner.follow()
+        with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:
+            generation = Generation(self.config, self.context, self.runner, source, request, budget, cache)
+            on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it
+            with self.context.setting_up("capturing steps") if on_gpu else nullcontext():
+                generation.capture_steps()
+            with self.context.stepping(generation.message_shape.size):
+                output = generation.run()
         self._last = output.step_stats
         self.factory.call_ended(self.context.is_main)
         return output

@@ -44,6 +44,11 @@ class StepTimer:
         self.forward.total_s = self.exchange.total_s = 0.0
         return elapsed_s
 
+    def count_as_exchange(self, seconds: float) -> None:
+        """Of the time in the model, so much was the exchange: a GPU's queue holds both, and the host waits once."""
+        self.forward.total_s -= seconds
+        self.exchange.total_s += seconds
+
     def seconds(self) -> tuple[float, float, float]:
         """In the model, in collectives, and on the host."""
         forward_s, exchange_s = self.forward.total_s, self.exchange.total_s
@@ -90,6 +95,8 @@ class GenerationOutput:
         cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
         logits, scores: (tokens, V), that the tokens were sampled from, if asked for.
         resumed: first tokens that no step of this call made: a journal had them.
+        attention: what computed it, such as "flash", the backend that `auto` took, or "transformers' sdpa" of plain
+            decoding; empty where nothing was computed.
     """
 
     tokens: list[int]
@@ -101,6 +108,7 @@ class GenerationOutput:
     logits: torch.Tensor | None = field(default=None, repr=False)
     scores: torch.Tensor | None = field(default=None, repr=False)
     resumed: int = 0
+    attention: str = ""
 
     @property
     def steps(self) -> int:

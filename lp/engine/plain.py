@@ -15,11 +15,11 @@ from lp.config import Capture, LookaheadConfig
 from lp.draft.source import StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
-from lp.engine.decode_loop import Generation
+from lp.engine.decode_loop import Generation, cache_slots
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.engine.request import Request
-from lp.models.runner import ModelRunner
+from lp.models.runner import runner_of
 from lp.parallel.context import ParallelContext
 from lp.sampling.top_logits import TopLogits
 
@@ -46,12 +46,20 @@ class PlainDecoder(Decoder):
         capture: str = "auto",
     ) -> None:
         super().__init__(model, context)
-        self.runner = ModelRunner(model, attention, Capture(capture))
+        self.runner = runner_of(model, attention, Capture(capture))
+
+    @property
+    def attention(self) -> str:
+        """The backend's name."""
+        return self.runner.attention
 
     def _decode(self, request: Request) -> GenerationOutput:
         alone = ParallelContext(device=self.runner.device)
-        generation = Generation(ONE_TOKEN, alone, self.runner, NoDrafts(), request, PlainBudget(ONE_TOKEN))
-        with self.runner.reserve(generation.cache):
+        budget = PlainBudget(ONE_TOKEN)
+        self.runner.follow()
+        with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:
+            generation = Generation(ONE_TOKEN, alone, self.runner, NoDrafts(), request, budget, cache)
+            generation.capture_steps()
             return generation.run()
 
 

@@ -17,11 +17,12 @@ from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.share import Share, step_tokens
 from lp.draft.source import ShareInput
 from lp.draft.tree import DraftTree
-from lp.engine.decode_loop import Generation
+from lp.engine.decode_loop import Generation, cache_slots
 from lp.engine.decoder import Decoder
 from lp.engine.interrupts import interruption
 from lp.engine.output import GenerationOutput
 from lp.engine.request import Request
+from lp.models.kv_cache import StaticKVCache
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
@@ -84,8 +85,13 @@ class StepTimingDecoder(Decoder):
         return self._measured
 
     def _decode(self, request: Request) -> GenerationOutput:
+        with self.runner.borrowed_cache(cache_slots(request, FixedBudget(self.config))) as cache:
+            self._measured = self._measure(request, cache)
+        return GenerationOutput([], "length", [])
+
+    def _measure(self, request: Request, cache: StaticKVCache) -> StepTimes:
         budget = FixedBudget(self.config)
-        generation = self._prefilled(request, budget)
+        generation = self._prefilled(request, budget, cache)
         reason = Stop.NONE
 
         def step(num_tokens: int) -> float:
@@ -93,7 +99,7 @@ class StepTimingDecoder(Decoder):
             no_room = len(generation.tokens) > (request.limit - len(request.prompt)) // 2  # for deep trees
             lacks_kv = any(generation.catch_up_counts)  # of a draft token that was right, for all that
             if reason or no_room or lacks_kv:
-                generation = self._prefilled(request, budget)
+                generation = self._prefilled(request, budget, cache)
             budget.step_tokens = max(num_tokens, 1)
             reason = generation.step() if num_tokens else generation.plain_step()
             if reason is Stop.INTERRUPTED:
@@ -101,14 +107,15 @@ class StepTimingDecoder(Decoder):
                 raise generation.failure or interruption(request.signals.received)
             return generation.stats[-1].seconds
 
-        self._measured = measure_step_times(step, self.max_tokens, self.context)
-        return GenerationOutput([], "length", [])
+        return measure_step_times(step, self.max_tokens, self.context)
 
-    def _prefilled(self, request: Request, budget: FixedBudget) -> Generation:
+    def _prefilled(self, request: Request, budget: FixedBudget, cache: StaticKVCache) -> Generation:
         budget.step_tokens = self.max_tokens  # its message and its cache are made for the largest step
         tables = fresh_tables(self.config, vocabulary_size(self.model))
         source = RejectedDrafts(self.config, request.prompt, None, tables)
-        generation = Generation(self.config, self.context, self.runner, source, request, budget)
+        cache.clear()
+        generation = Generation(self.config, self.context, self.runner, source, request, budget, cache)
+        generation.capture_steps()
         generation.prefill()
         return generation
 

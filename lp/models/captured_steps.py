@@ -1,15 +1,17 @@
 """Captured steps: padded to a few sizes, so that a step is one replay of kernels recorded before.
 
-T: step tokens, B: tokens of the step's bucket, T with padding, C: capacity of the cache in slots, V: vocabulary size.
+T: step tokens, B: tokens of the step's bucket, T with padding, C: capacity of the cache in slots, V: vocabulary size,
+M: slots that a step moves for the commit before it, W: int64s that hold a bit for each of B tokens.
 How many tokens are cached is data, not shape: the step's KV is written to the cache slots of a slot mapping, and the
 mask hides what lies behind them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +21,16 @@ from lp.attention.base import AttentionBackend
 from lp.attention.masks import StepMasks
 from lp.config import Capture
 from lp.errors import UserError
-from lp.models.kv_cache import StaticKVCache
+from lp.models.compile_options import compile_options
+from lp.models.graph_recorder import CaptureFailed, GraphRecorder
+from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens
 LARGEST_PADDING = BUCKETS[-1] // 4  # tokens
 CAPACITY_UNIT = 256  # capacities are multiples of it, so that prompts of like lengths share captured steps
-WARM_UPS = 2  # runs before a capture, in which libraries allocate their workspaces
-
-
-class CaptureFailed(RuntimeError):
-    """The model's step can't be recorded."""
+GROWTH = 1.5  # the least factor between capacities, or a text a little longer each time would be captured each time
+MOVES = 64  # M; longer paths are moved before the step
+BITS = 64  # of an int64
 
 
 def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backend: AttentionBackend) -> Capture | None:
@@ -57,46 +59,108 @@ def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backe
     return capture
 
 
-@dataclass(frozen=True)
-class _CapturedStep:
-    """The static buffers that the step of one bucket reads, and what runs it on them."""
+class _Inputs(NamedTuple):
+    """The parts of a block of int64s, on the host or on the device, that a step of one bucket reads.
 
-    inputs_4B: torch.Tensor  # int64: tokens, positions, cache slots, indices of the tokens whose logits are computed
-    visible_BB: torch.Tensor  # bool
-    run: Callable[[], torch.Tensor]  # logits (B, V), overwritten by the next run
+    Attributes:
+        tokens_B, positions_B: of the step.
+        logits_indices_B: the tokens whose logits are computed, then padding.
+        sources_M, targets_M: cache slots that the commit before it moves from and to; padding moves a slot to itself.
+        length_1: L, cached tokens.
+        visible_BW: bit j of row i is whether token i sees token j.
+    """
+
+    tokens_B: Any
+    positions_B: Any
+    logits_indices_B: Any
+    sources_M: Any
+    targets_M: Any
+    length_1: Any
+    visible_BW: Any
+
+    @classmethod
+    def parts(cls, block: Any, bucket: int) -> _Inputs:
+        """Views of a block, an array or a tensor."""
+        ends = [*itertools.accumulate([bucket, bucket, bucket, MOVES, MOVES, 1])]
+        flat = [block[start:end] for start, end in itertools.pairwise([0, *ends])]
+        return cls._make([*flat, block[ends[-1] :].reshape(bucket, -1)])
+
+    @classmethod
+    def size(cls, bucket: int) -> int:
+        """Int64s of a block."""
+        return 3 * bucket + 2 * MOVES + 1 + bucket * -(-bucket // BITS)
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """The step of one bucket.
+
+    Attributes:
+        bucket: B.
+        host: the block in (pinned) host memory, which the step begins by copying.
+        inputs: its parts, as arrays.
+        run: the step; returns logits (B, V), overwritten by the next run.
+        tails: what was captured to run behind it, by what it depends on; kept as long as the step.
+    """
+
+    bucket: int
+    host: torch.Tensor
+    inputs: _Inputs
+    run: Callable[[], torch.Tensor]
+    tails: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class CapturedSteps:
-    """Owns the cache, the static buffers and the graphs of all buckets; captures a bucket when it is first needed.
+    """Owns caches, static buffers and graphs; captures a bucket when it is first needed.
 
-    Generations of one decoder take turns at the cache; one that starts within another gets one of its own, uncaptured.
+    Generations take turns: one that starts within another has a cache of its own, and its steps are not captured.
 
     Args:
         model: on its device.
         masks: of its backend.
         mode: GRAPH records the model's own kernels, COMPILE what torch.compile makes of them (recorded on a GPU); OFF
             runs them over the same buffers, as they are: for the probe, and where there is no GPU.
+        known: as of `StaticKVCache`.
 
     Attributes:
+        cache: of the generation that is running, or of the last one.
         reserved: a running generation has the cache.
+        shared: other memory of the device that captured work reads, by what it is for.
     """
 
-    def __init__(self, model: PreTrainedModel, masks: StepMasks, mode: Capture) -> None:
+    def __init__(
+        self, model: PreTrainedModel, masks: StepMasks, mode: Capture, known: dict[StatesKind, int] | None = None
+    ) -> None:
         self.model = model
         self.masks = masks
         self.mode = mode
+        self.known = {} if known is None else known
         self.device = masks.device
+        self.recorder = GraphRecorder(self.device, self.device.type == "cuda" and mode is not Capture.OFF)
         self.cache: StaticKVCache | None = None
         self.reserved = False
-        self._steps: dict[int, _CapturedStep] = {}  # by B, as the next
-        self._staging: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.shared: dict[Hashable, torch.Tensor] = {}
+        self._caches: list[StaticKVCache] = []  # by capacity, ascending
+        self._steps: dict[tuple[int, int], CapturedStep] = {}  # by C and B
 
     def empty_cache(self, capacity: int) -> StaticKVCache:
-        """The cache, for at least so many slots and a step's padding; a larger one than before is allocated anew."""
-        units = -(-(capacity + LARGEST_PADDING) // CAPACITY_UNIT)
-        if self.cache is None or self.cache.capacity < units * CAPACITY_UNIT:
-            self.release()
-            self.cache = StaticKVCache(self.masks.config.num_hidden_layers, units * CAPACITY_UNIT, zeroed=True)
+        """The smallest cache that has so many slots and a step's padding; made where there is none.
+
+        A new one is larger by a factor, and those before stay for shorter texts, unless memory lacks.
+
+        Raises:
+            CacheTooLarge: there is no memory for it.
+        """
+        needed = capacity + LARGEST_PADDING + 1  # the last slot is where padding moves
+        self.cache = next((cache for cache in self._caches if cache.capacity >= needed), None)
+        if self.cache is None:
+            largest = self._caches[-1].capacity if self._caches else 0
+            try:
+                self.cache = self._new_cache(max(needed, int(GROWTH * largest)))
+            except CacheTooLarge:
+                self.release()
+                self.cache = self._new_cache(needed)
+            self._caches.append(self.cache)
         self.cache.clear()
         return self.cache
 
@@ -108,98 +172,122 @@ class CapturedSteps:
         self, tokens: Sequence[int], positions: Sequence[int], visible: np.ndarray, logits_indices: Sequence[int]
     ) -> torch.Tensor:
         """Logits (len(logits_indices), V), as `ModelRunner.forward`; valid until the next run."""
-        assert self.cache is not None
-        num_tokens = len(tokens)
-        bucket = next(size for size in BUCKETS if size >= num_tokens)
-        inputs_4B, visible_BB = self._staging_buffers(bucket)
-        inputs_4B.zero_()
-        inputs_4B[0, :num_tokens] = torch.tensor(tokens)
-        inputs_4B[1] = positions[0]
-        inputs_4B[1, :num_tokens] = torch.tensor(positions)
-        torch.arange(self.cache.length, self.cache.length + bucket, out=inputs_4B[2])
-        inputs_4B[3, : len(logits_indices)] = torch.tensor(logits_indices)
-        torch.eye(bucket, out=visible_BB)  # padding sees itself
-        visible_BB[:num_tokens, :num_tokens] = torch.from_numpy(visible)
-        step = self._steps.get(bucket)
-        if step is None:
-            step = self._steps[bucket] = self._try_to_capture(inputs_4B, visible_BB)
-        else:
-            step.inputs_4B.copy_(inputs_4B, non_blocking=True)
-            step.visible_BB.copy_(visible_BB, non_blocking=True)
+        step = self.staged(tokens, positions, visible, logits_indices)
         return step.run()[: len(logits_indices)]
 
+    def staged(
+        self, tokens: Sequence[int], positions: Sequence[int], visible: np.ndarray, logits_indices: Sequence[int]
+    ) -> CapturedStep:
+        """The captured step of their bucket, with these inputs in its block: the last copy of it must be over.
+
+        Raises:
+            CaptureFailed: it can't be captured.
+        """
+        assert self.cache is not None
+        num_tokens = len(tokens)
+        step = self.step_of(num_tokens)
+        inputs = step.inputs
+        sources, targets = self.cache.take_moves()
+        inputs.tokens_B[:num_tokens] = tokens
+        inputs.tokens_B[num_tokens:] = 0
+        inputs.positions_B[:num_tokens] = positions
+        inputs.positions_B[num_tokens:] = positions[0]
+        inputs.logits_indices_B[:] = 0
+        inputs.logits_indices_B[: len(logits_indices)] = logits_indices
+        inputs.sources_M[: len(sources)] = sources
+        inputs.targets_M[: len(sources)] = targets
+        inputs.sources_M[len(sources) :] = inputs.targets_M[len(sources) :] = self.cache.capacity - 1
+        inputs.length_1[0] = self.cache.length
+        padded = np.eye(step.bucket, inputs.visible_BW.shape[1] * BITS, dtype=bool)  # padding sees itself
+        padded[:num_tokens, :num_tokens] = visible
+        inputs.visible_BW[:] = np.packbits(padded, axis=1, bitorder="little").view(np.int64)
+        return step
+
+    def step_of(self, num_tokens: int) -> CapturedStep:
+        """The step of the bucket of so many tokens; captured if it has not been. The cache has nothing left to move.
+
+        Raises:
+            CaptureFailed: it can't be.
+        """
+        assert self.cache is not None
+        bucket = next(size for size in BUCKETS if size >= num_tokens)
+        step = self._steps.get((self.cache.capacity, bucket))
+        if step is None or self.cache.num_moves > MOVES:
+            self.cache.flush()  # capturing runs a step more than once, and moving twice is not the same as once
+        if step is None:
+            step = self._steps[self.cache.capacity, bucket] = self._capture(self.cache, bucket)
+        return step
+
+    def steps_up_to(self, num_tokens: int) -> list[CapturedStep]:
+        """The steps of all buckets up to that of so many tokens.
+
+        Raises:
+            CaptureFailed: one can't be captured.
+        """
+        largest = next((size for size in BUCKETS if size >= num_tokens), BUCKETS[-1])
+        return [self.step_of(bucket) for bucket in BUCKETS if bucket <= largest]
+
+    def settle(self) -> None:
+        """Wait for a step that was cut: the device may still read its block."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def release(self) -> None:
-        """Free graphs, buffers and cache."""
+        """Free graphs, buffers and caches."""
         self._steps.clear()
+        self._caches.clear()
+        self.shared.clear()
         self.cache = None
 
-    def _staging_buffers(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Host memory that a bucket's inputs are copied from; the last copy is over, since its logits were needed."""
-        if bucket not in self._staging:
-            pinned = self.device.type == "cuda"
-            inputs_4B = torch.zeros(4, bucket, dtype=torch.int64, pin_memory=pinned)
-            visible_BB = torch.zeros(bucket, bucket, dtype=torch.bool, pin_memory=pinned)
-            self._staging[bucket] = inputs_4B, visible_BB
-        return self._staging[bucket]
+    def _new_cache(self, slots: int) -> StaticKVCache:
+        capacity = -(-slots // CAPACITY_UNIT) * CAPACITY_UNIT
+        cache = StaticKVCache(self.masks.config.num_hidden_layers, capacity, True, True, self.known)
+        cache.allocate()
+        return cache
 
-    def _try_to_capture(self, inputs_4B: torch.Tensor, visible_BB: torch.Tensor) -> _CapturedStep:
-        try:
-            return self._capture(inputs_4B, visible_BB)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a model may do anything that no graph takes
-            raise CaptureFailed(
-                f"a step of {len(visible_BB)} tokens can't be captured ({error}); choose capture=off"
-            ) from error
-
-    def _capture(self, inputs_4B: torch.Tensor, visible_BB: torch.Tensor) -> _CapturedStep:
-        assert self.cache is not None
-        cache = self.cache
-        inputs_4B = inputs_4B.to(self.device, copy=True)
-        visible_BB = visible_BB.to(self.device, copy=True)
-        tokens_B, positions_B, slot_mapping_B, logits_indices_B = inputs_4B
+    def _capture(self, cache: StaticKVCache, bucket: int) -> CapturedStep:
+        size = _Inputs.size(bucket)
+        host = torch.zeros(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        staged = _Inputs.parts(host.numpy(), bucket)
+        staged.visible_BW[:] = np.packbits(
+            np.eye(bucket, staged.visible_BW.shape[1] * BITS, dtype=bool), 1, "little"
+        ).view(np.int64)
+        staged.sources_M[:] = staged.targets_M[:] = cache.capacity - 1
+        staged.length_1[0] = cache.length  # what runs before the capture writes behind the prefix, too
+        block = torch.zeros(size, dtype=torch.int64, device=self.device)
+        inputs = _Inputs.parts(block, bucket)
+        slot_mapping_B = torch.zeros(bucket, dtype=torch.int64, device=self.device)
+        visible_BB = torch.zeros(bucket, bucket, dtype=torch.bool, device=self.device)
+        bits = torch.arange(BITS, device=self.device)
+        tokens = torch.arange(bucket, device=self.device)
 
         def forward() -> torch.Tensor:
-            mask = self.masks.build(visible_BB, positions_B, cache.capacity, slot_mapping_B)
+            mask = self.masks.build(visible_BB, inputs.positions_B, cache.capacity, slot_mapping_B)
             output = self.model(
-                input_ids=tokens_B[None],
-                position_ids=positions_B[None],
+                input_ids=inputs.tokens_B[None],
+                position_ids=inputs.positions_B[None],
                 attention_mask=mask,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=logits_indices_B,
+                logits_to_keep=inputs.logits_indices_B,
                 **self.masks.backend.forward_arguments(slot_mapping_B),
             )
             return output.logits[0]
 
-        # Every bucket of every model is a compilation of its own, or torch would take one for a change of another.
-        options: dict[str, Any] = {"fullgraph": True, "dynamic": False, "isolate_recompiles": True}
-        compiled = torch.compile(forward, **options) if self.mode is Capture.COMPILE else forward
+        if not cache.claimed:  # layers take their buffers in the first pass, which no compiled one can do
+            with cache.writing_to(slot_mapping_B):
+                forward()
+        compiled = torch.compile(forward, **compile_options()) if self.mode is Capture.COMPILE else forward
 
         def step() -> torch.Tensor:
+            block.copy_(host, non_blocking=True)
+            cache.move(inputs.sources_M, inputs.targets_M)
+            torch.add(tokens, inputs.length_1, out=slot_mapping_B)
+            visible_BB.copy_((inputs.visible_BW[:, :, None] >> bits & 1).flatten(1)[:, :bucket])
             with cache.writing_to(slot_mapping_B):
                 return compiled()
 
-        recorded = self.device.type == "cuda" and self.mode is not Capture.OFF
-        return _CapturedStep(inputs_4B, visible_BB, _recorded(step, self.device) if recorded else step)
-
-
-def _recorded(forward: Callable[[], torch.Tensor], device: torch.device) -> Callable[[], torch.Tensor]:
-    """The forward pass as a CUDA graph over the same buffers."""
-    # A capture that fails leaves its stream the current one: the outer block makes it what it was.
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream()):
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                forward()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):  # torch's own stream for it may be of another device
-            logits = forward()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return logits
-
-    return replay
+        try:
+            return CapturedStep(bucket, host, staged, self.recorder.record(step))
+        except CaptureFailed as error:
+            raise CaptureFailed(f"a step of {bucket} tokens can't be captured ({error}); choose capture=off") from error

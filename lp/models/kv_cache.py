@@ -8,42 +8,97 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lp.models.memory import format_bytes
+from lp.to_device import to_device
 
 
 class CacheTooLarge(RuntimeError):
     """The device has no room for a cache.
 
     Args:
-        extent: of the cache.
-        layer_bytes: of one slot in the layer that had no room.
+        slot_bytes: of one slot in all layers.
+        capacity: slots.
 
     Attributes:
-        slot_bytes: of one slot in all layers, as if all were like that one.
+        slot_bytes: as given.
         nbytes: needed for all slots.
     """
 
-    def __init__(self, extent: _Extent, layer_bytes: int) -> None:
-        self.slot_bytes = layer_bytes * extent.layers
-        self.nbytes = self.slot_bytes * extent.capacity
-        super().__init__(f"a KV cache of {extent.capacity} slots needs {format_bytes(self.nbytes)}")
+    def __init__(self, slot_bytes: int, capacity: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.nbytes = slot_bytes * capacity
+        super().__init__(f"a KV cache of {capacity} slots needs {format_bytes(self.nbytes)}")
+
+
+@dataclass(frozen=True)
+class StatesKind:
+    """What the keys, or the values, of a layer are like: those of one kind lie in one tensor.
+
+    Attributes:
+        heads: G.
+        dim: D.
+        dtype, device: of the states.
+    """
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, states_1GTD: torch.Tensor) -> StatesKind:
+        """That of such states."""
+        return cls(states_1GTD.shape[1], states_1GTD.shape[3], states_1GTD.dtype, states_1GTD.device)
 
 
 @dataclass(slots=True)
 class _Extent:
     """What a cache and its layers share. Layers that referred to the cache would outlive it until Python looks for
-    cycles."""
+    cycles.
+
+    Attributes:
+        layers: of the model.
+        capacity: C.
+        zeroed: slots hold zeros until something is written.
+        known: how many keys and values of each kind the model has; the first cache of a model finds out.
+        length: L.
+        slot_mapping_T: where the KV of a captured step is written.
+        buffers: by kind, (n, G, C, D) each.
+        claimed: by kind, how many of all its buffers' n are a layer's.
+    """
 
     layers: int
     capacity: int
     zeroed: bool
+    known: dict[StatesKind, int]
     length: int = 0
     slot_mapping_T: torch.Tensor | None = None
+    buffers: dict[StatesKind, list[torch.Tensor]] = field(default_factory=dict)
+    claimed: dict[StatesKind, int] = field(default_factory=dict)
+
+    def claim(self, kind: StatesKind) -> torch.Tensor:
+        """The keys, or the values, of one more layer: (1, G, C, D), of the tensor that all of the kind lie in."""
+        buffers = self.buffers.setdefault(kind, [])
+        index = self.claimed.get(kind, 0)
+        before = sum(map(len, buffers[:-1]))
+        if not buffers or index - before == len(buffers[-1]):
+            before = sum(map(len, buffers))
+            most = 2 * self.layers - sum(self.claimed.values())  # if all that are left were of this kind
+            count = max(self.known.get(kind, most) - index, 1)
+            buffers.append(self.allocated(kind, count))
+        self.claimed[kind] = index + 1
+        self.known[kind] = max(self.known.get(kind, 0), index + 1)
+        return buffers[-1][index - before : index - before + 1]
+
+    def allocated(self, kind: StatesKind, count: int) -> torch.Tensor:
+        """Room for so many keys or values: (count, G, C, D)."""
+        allocate = torch.zeros if self.zeroed else torch.empty
+        return allocate((count, kind.heads, self.capacity, kind.dim), dtype=kind.dtype, device=kind.device)
 
 
 class _PreallocatedLayer(CacheLayerMixin):
@@ -59,16 +114,12 @@ class _PreallocatedLayer(CacheLayerMixin):
         self.dtype = key_states.dtype
         self.device = key_states.device
         try:
-            self.keys = self._buffer_for(key_states)
-            self.values = self._buffer_for(value_states)
+            self.keys = self.extent.claim(StatesKind.of(key_states))
+            self.values = self.extent.claim(StatesKind.of(value_states))
         except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
-            raise CacheTooLarge(self.extent, key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes) from error
+            layer_bytes = key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes
+            raise CacheTooLarge(layer_bytes * self.extent.layers, self.extent.capacity) from error
         self.is_initialized = True
-
-    def _buffer_for(self, states_1GTD: torch.Tensor) -> torch.Tensor:
-        """An allocation for C slots of such states: (1, G, C, D)."""
-        allocate = torch.Tensor.new_zeros if self.extent.zeroed else torch.Tensor.new_empty
-        return allocate(states_1GTD, (*states_1GTD.shape[:2], self.extent.capacity, states_1GTD.shape[3]))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -109,15 +160,27 @@ class StaticKVCache(Cache):
         num_layers: decoder layers of the model.
         capacity: C, cache slots; prefix and step together must fit.
         zeroed: slots never written hold zeros, for readers of whole buffers: a mask does not hide a NaN.
+        deferred: what a commit moves is moved by the next captured step, which takes it with `take_moves`; `flush`
+            moves it at once, before anything else reads or writes the cache.
+        known: how many keys and values of each kind the model has, which its first cache finds out.
 
     Attributes:
         capacity: C.
         length: L, committed tokens.
     """
 
-    def __init__(self, num_layers: int, capacity: int, zeroed: bool = False) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        capacity: int,
+        zeroed: bool = False,
+        deferred: bool = False,
+        known: dict[StatesKind, int] | None = None,
+    ) -> None:
         self.capacity = capacity
-        self._extent = _Extent(num_layers, capacity, zeroed)
+        self.deferred = deferred
+        self._moves: tuple[list[int], list[int]] = ([], [])  # slots to move from, and to
+        self._extent = _Extent(num_layers, capacity, zeroed, {} if known is None else known)
         super().__init__(layers=[_PreallocatedLayer(self._extent) for _ in range(num_layers)])
 
     @property
@@ -129,11 +192,36 @@ class StaticKVCache(Cache):
     def length(self, num_tokens: int) -> None:
         self._extent.length = num_tokens
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """Keys and values of all layers that have their own, since layers may share those of another: (n, G, C, D)."""
+        return [buffer for buffers in self._extent.buffers.values() for buffer in buffers]
+
+    @property
+    def claimed(self) -> bool:
+        """Whether layers have taken their buffers, as they do in the first pass."""
+        return bool(self._extent.claimed)
+
+    def allocate(self) -> None:
+        """The buffers of all layers whose kinds are known, before a step needs them.
+
+        Raises:
+            CacheTooLarge: the device has no room for them.
+        """
+        extent = self._extent
+        for kind, count in extent.known.items():
+            try:
+                extent.buffers[kind] = [extent.allocated(kind, count)]
+            except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
+                slot_bytes = sum(n * k.heads * k.dim * k.dtype.itemsize for k, n in extent.known.items())
+                raise CacheTooLarge(slot_bytes, extent.capacity) from error
+
     def clear(self) -> None:
         """Forget all tokens; where whole buffers are read, a NaN that an earlier text left must not stay."""
         self.length = 0
+        self._moves = ([], [])
         if self._extent.zeroed:
-            for buffer in self._buffers():
+            for buffer in self.buffers:
                 buffer.zero_()
 
     @contextmanager
@@ -152,26 +240,51 @@ class StaticKVCache(Cache):
             token_indices: into the step's tokens.
         """
         start = self.length
-        end = start + len(token_indices)
         unmoved = 0  # the first tokens lie in their slots already
         while unmoved < len(token_indices) and token_indices[unmoved] == unmoved:
             unmoved += 1
-        if unmoved < len(token_indices):
-            slots = self._slots(token_indices[unmoved:])
-            for buffer in self._buffers():
-                buffer[:, :, start + unmoved : end] = buffer[:, :, slots[buffer.device]]
-        self.length = end
+        self.length = start + len(token_indices)
+        if unmoved == len(token_indices):
+            return
+        self.flush()
+        self._moves = ([start + index for index in token_indices[unmoved:]], [*range(start + unmoved, self.length)])
+        if not self.deferred:
+            self.flush()
+
+    @property
+    def num_moves(self) -> int:
+        """Slots that the last commit has left to the next step."""
+        return len(self._moves[0])
+
+    def take_moves(self) -> tuple[list[int], list[int]]:
+        """Slots that the last commit moves from and to, for a step that does it itself."""
+        moves = self._moves
+        self._moves = ([], [])
+        return moves
+
+    def flush(self) -> None:
+        """Move what the last commit left to the next step."""
+        sources, targets = self.take_moves()
+        if sources:
+            for buffer, slots in self._slots(sources):
+                buffer[:, :, targets[0] : targets[-1] + 1] = buffer[:, :, slots]
+
+    def move(self, source_M: torch.Tensor, target_M: torch.Tensor) -> None:
+        """The same of slots that are data, int64: in a captured step."""
+        for buffer in self.buffers:
+            buffer.index_copy_(2, target_M, buffer.index_select(2, source_M))
 
     def pack(self, token_indices: Sequence[int]) -> torch.Tensor:
         """Keys and values of these tokens of the last step in one flat tensor, to send to other ranks."""
-        slots = self._slots(token_indices)
-        device = self._buffers()[0].device
-        return torch.cat([buffer[:, :, slots[buffer.device]].flatten().to(device) for buffer in self._buffers()])
+        device = self.buffers[0].device
+        slots_of = self._slots([self.length + index for index in token_indices])
+        return torch.cat([buffer[:, :, slots].flatten().to(device) for buffer, slots in slots_of])
 
     def append(self, packed: torch.Tensor, num_tokens: int) -> None:
         """Write the KV of tokens that another rank packed behind the prefix and commit them."""
+        self.flush()
         offset = 0
-        for buffer in self._buffers():
+        for buffer in self.buffers:
             states = buffer[:, :, self.length : self.length + num_tokens]
             states.copy_(packed[offset : offset + states.numel()].view(states.shape))
             offset += states.numel()
@@ -179,13 +292,9 @@ class StaticKVCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(buffer.nbytes for buffer in self._buffers())
+        return sum(buffer.nbytes for buffer in self.buffers)
 
-    def _slots(self, token_indices: Sequence[int]) -> dict[torch.device, torch.Tensor]:
-        """The cache slots of these tokens of the last step, once for every device that holds layers."""
-        devices = {buffer.device for buffer in self._buffers()}
-        return {device: torch.tensor(token_indices, device=device) + self.length for device in devices}
-
-    def _buffers(self) -> list[torch.Tensor]:
-        """Keys and values of every layer that has its own: layers may share those of another."""
-        return [buffer for layer in self.layers if layer.is_initialized for buffer in (layer.keys, layer.values)]
+    def _slots(self, slots: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every buffer with these slots as a tensor on its device."""
+        for buffer in self.buffers:
+            yield buffer, to_device(slots, buffer.device)

@@ -5,9 +5,11 @@ T: step tokens, L: cached tokens, V: vocabulary size.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,14 +21,51 @@ from lp.attention.masks import StepMasks
 from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture
 from lp.errors import UserError
-from lp.models.captured_steps import CapturedSteps, CaptureFailed, capture_mode
-from lp.models.kv_cache import StaticKVCache
+from lp.models.captured_steps import CapturedStep, CapturedSteps, capture_mode
+from lp.models.graph_recorder import CaptureFailed
+from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 from lp.models.probe import check_tree_mask
 from lp.models.rope import rope_boundary
 from lp.models.support import check_supported, inexact_quantisation
 from lp.models.view import ModelView
+from lp.to_device import to_device
 
 logger = logging.getLogger(__name__)
+_KEPT = "_lp_runners"  # attribute of the model: its runners
+
+
+class _Kept(dict[Hashable, "ModelRunner"]):
+    """The runners of a model, by their settings. A copy of the model has none: they are of other weights."""
+
+    def __deepcopy__(self, memo: object) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def runner_of(model: PreTrainedModel, attention: str = AUTO, capture: Capture = Capture.AUTO) -> ModelRunner:
+    """The model's runner with these settings: one for all its decoders, so that steps are captured once.
+
+    Args:
+        model, attention, capture: as of `ModelRunner`.
+
+    Raises:
+        ValueError: as `ModelRunner`.
+    """
+    kept: _Kept = vars(model).setdefault(_KEPT, _Kept())
+    device = model.get_input_embeddings().weight.device
+    key = (attention, capture, model.config._attn_implementation, model.dtype, device)
+    if key not in kept:
+        kept[key] = ModelRunner(model, attention, capture)
+    return kept[key]
+
+
+def release(model: PreTrainedModel) -> None:
+    """Free what this package holds for a model: captured steps and their KV cache. The next decoder makes it anew."""
+    for runner in vars(model).pop(_KEPT, _Kept()).values():
+        if runner.captured:
+            runner.captured.release()
 
 
 class ModelRunner:
@@ -67,6 +106,8 @@ class ModelRunner:
         if inexact:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)
         self.boundary = rope_boundary(self.config)
+        self._lock = threading.Lock()
+        self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self.captured: CapturedSteps | None = None
         self._choose_backend(backends_to_try(self.model, attention), probe)
         self._fallback = capture is Capture.AUTO
@@ -79,7 +120,8 @@ class ModelRunner:
         return self.backend.name
 
     def _choose_backend(self, backends: Sequence[AttentionBackend], probe: bool) -> None:
-        """Take the first backend that the model honours a tree mask with."""
+        """Take the first backend that the model honours a tree mask with; a warning says why not an earlier one."""
+        refusals = []
         for backend in backends:
             try:
                 set_attention(self.model, backend)
@@ -88,18 +130,21 @@ class ModelRunner:
                 if probe:
                     check_tree_mask(self)
                 break
-            except ValueError:
+            except ValueError as error:
                 if backend is backends[-1]:
                     raise
+                refusals.append(str(error))
+        if refusals:
+            warnings.warn(f"attention is {self.attention}: {'; '.join(refusals)}", stacklevel=2)
         logger.info("attention is %s", self.attention)
 
     def _capture_steps(self, mode: Capture, probe: bool) -> None:
         """Capture steps, if the model writes to given cache slots: not every one hands them to its attention."""
         try:
-            self.captured = CapturedSteps(self.model, self.masks, Capture.OFF)
+            self.captured = self._captured_steps(Capture.OFF)
             if probe:
                 check_tree_mask(self)
-            self.captured = CapturedSteps(self.model, self.masks, mode)
+            self.captured = self._captured_steps(mode)
         except ValueError as error:
             if not self._fallback:
                 raise UserError(f"captured steps: {error}; or choose capture=off") from error
@@ -112,29 +157,40 @@ class ModelRunner:
             self.model = self._view.model
             set_attention(self.model, self.backend)
             if self.captured:
-                self.captured = CapturedSteps(self.model, self.masks, self.captured.mode)
+                self.captured = self._captured_steps(self.captured.mode)
+
+    def _captured_steps(self, mode: Capture) -> CapturedSteps:
+        return CapturedSteps(self.model, self.masks, mode, self._known)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
-        """An empty cache of at least `capacity` slots; with captured steps always the same, unless it is reserved."""
+        """An empty cache of at least `capacity` slots; with captured steps one that they know, if none is using it."""
         if self.captured and not self.captured.reserved:
-            return self.captured.empty_cache(capacity)
-        return StaticKVCache(self.config.num_hidden_layers, capacity)
+            with contextlib.suppress(CacheTooLarge):  # which has padding: a smaller one may fit
+                return self.captured.empty_cache(capacity)
+        return StaticKVCache(self.config.num_hidden_layers, capacity, known=self._known)
 
     @contextmanager
-    def reserve(self, cache: StaticKVCache) -> Iterator[None]:
-        """No other generation gets this cache within the block."""
-        captured = self.captured if self.captured and cache is self.captured.cache else None
-        if captured is None:
-            yield
-            return
-        captured.reserved = True
+    def borrowed_cache(self, capacity: int) -> Iterator[StaticKVCache]:
+        """The same for one generation: no other gets this cache within the block."""
+        with self._lock:
+            cache = self.new_cache(capacity)
+            captured = self.captured if self.captures(cache) else None
+            if captured:
+                captured.reserved = True
         try:
-            yield
-        except BaseException:
-            captured.release()  # a cache that did not fit, or a step that was cut
+            yield cache
+        except torch.OutOfMemoryError:
+            if captured:
+                captured.release()
             raise
         finally:
-            captured.reserved = False
+            if captured:
+                captured.settle()
+                captured.reserved = False
+
+    def captures(self, cache: StaticKVCache) -> bool:
+        """Whether steps over this cache are captured."""
+        return self.captured is not None and cache is self.captured.cache
 
     def prefill(
         self,
@@ -188,6 +244,43 @@ class ModelRunner:
         visible = np.tri(len(tokens), dtype=bool)
         return self.forward(tokens, positions, visible, cache, logits_indices, capture=False)
 
+    def staged(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        visible: np.ndarray,
+        cache: StaticKVCache,
+        logits_indices: Sequence[int],
+    ) -> CapturedStep | None:
+        """The captured step for these arguments of `forward`, ready to be run; None where there is none."""
+        if not self.captures(cache):
+            return None
+        assert self.captured
+        if not self.captured.fits(len(tokens)):
+            return None
+        try:
+            return self.captured.staged(tokens, positions, visible, logits_indices)
+        except CaptureFailed as error:
+            self._give_up_capturing(error)
+            return None
+
+    def captured_steps(self, num_tokens: int, cache: StaticKVCache) -> list[CapturedStep]:
+        """The captured steps of all buckets up to that of so many tokens, over an empty cache."""
+        if not self.captures(cache):
+            return []
+        assert self.captured
+        try:
+            return self.captured.steps_up_to(num_tokens)
+        except CaptureFailed as error:
+            self._give_up_capturing(error)
+            return []
+
+    def _give_up_capturing(self, error: CaptureFailed) -> None:
+        if not self._fallback:
+            raise error
+        logger.warning("steps run uncaptured: %s", error)
+        self.captured = None
+
     def forward(
         self,
         tokens: Sequence[int],
@@ -209,22 +302,17 @@ class ModelRunner:
         Returns:
             (len(logits_indices), V), valid until the next step.
         """
-        num_tokens = len(tokens)
-        if capture and self.captured and cache is self.captured.cache and self.captured.fits(num_tokens):
-            try:
-                return self.captured.run(tokens, positions, visible, logits_indices)
-            except CaptureFailed as error:
-                if not self._fallback:
-                    raise
-                logger.warning("steps run uncaptured: %s", error)
-                self.captured = None
-        ids_1T, positions_1T = torch.tensor([tokens, positions], device=self.device).split(1)
-        mask = self.masks.build(visible, positions_1T[0], cache.length)
         num_logits = len(logits_indices)
+        if capture and (step := self.staged(tokens, positions, visible, cache, logits_indices)):
+            return step.run()[:num_logits]
+        cache.flush()
+        num_tokens = len(tokens)
+        ids_1T, positions_1T = to_device([tokens, positions], self.device).split(1)
+        mask = self.masks.build(visible, positions_1T[0], cache.length)
         last = range(num_tokens - num_logits, num_tokens)
         logits_to_keep: int | torch.Tensor = num_logits  # a number: the last ones, which need no gathering
         if not num_logits or [*logits_indices] != [*last]:
-            logits_to_keep = torch.tensor(logits_indices, dtype=torch.long, device=self.device)
+            logits_to_keep = to_device(logits_indices, self.device)
         output = self.model(
             input_ids=ids_1T,
             position_ids=positions_1T,

@@ -98,13 +98,14 @@ def logit_rounding(model: Any) -> float:
     """By what share of the largest logit the logits of a token may differ with the tokens beside it, and no more.
 
     It is the root of the precision that the model computes in, half of the digits: kernels for other numbers of tokens
-    round differently. The router of a mixture of experts may take either of two experts that are as good, so that
-    bfloat16's precision is the most to ask. Quantised activations that depend on the tokens beside them have no bound.
+    round differently. Transformers' norms and softmax compute in float32 at most. The router of a mixture of experts
+    may take either of two experts that are as good, so that bfloat16's precision is the most to ask. Quantised
+    activations that depend on the tokens beside them have no bound.
     """
     if inexact_quantisation(model.config):
         return math.inf
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    precision = max(torch.finfo(dtype).eps for dtype in dtypes)
+    precision = max(torch.finfo(dtype).eps for dtype in (*dtypes, torch.float32))
     if dtypes == {torch.float32}:
         try:
             precision = FLOAT32_PRECISION[torch.get_float32_matmul_precision()]

@@ -11,7 +11,7 @@ R: ranks; B: nodes of a rank, at most; K: top-k logits of a node; P: int64s of a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from lp.errors import UserError
 from lp.parallel.agreement import check_calls
 from lp.sampling.sampler import INVALID_TOKEN
 from lp.sampling.top_logits import TopLogits, pack_top_logits, unpack_top_logits
+from lp.to_device import to_device
 
 DIGEST, STOP, LENGTH, COUNT, BEST = range(5)  # where the header has them
 NUM_BEST = 4  # logits of `c` that ranks compare
@@ -40,8 +41,6 @@ assert MAX_STEP_TOKENS <= 1 << 63 - PARENT_SHIFT
 # Probabilities are sent as powers of 2 ** -(1 / PROB_STEPS), to the nearest; code 0 is none.
 PROB_STEPS = 10
 PROBS = np.array([0.0, *(2.0 ** (-code / PROB_STEPS) for code in range((1 << PROB_BITS) - 1))])
-
-AllGather = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Stop(IntFlag):
@@ -145,22 +144,34 @@ def best_logits(logits: torch.Tensor) -> torch.Tensor:
     return packed if len(packed) == NUM_BEST else packed[torch.arange(NUM_BEST).clamp(max=len(packed) - 1)]
 
 
-def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
-    """This rank's message (P,), on the device of what was sampled."""
+def known_part(header: Header, layout: StepLayout, shape: MessageShape) -> np.ndarray:
+    """What of a message is known before the forward pass: its header and words, without what is sampled.
+
+    Returns:
+        int64 (HEADER + B,).
+    """
     count = len(layout)
-    known = np.zeros(shape.size, np.int64)
+    known = np.zeros(HEADER + shape.nodes, np.int64)
     known[:BEST] = (*header, count)
     words = known[HEADER : HEADER + count]
     words[1:] = layout.parents[1:]
     words <<= PARENT_SHIFT
     words |= np.array(layout.tokens) << DRAFT_SHIFT
     words |= _prob_codes(layout.accept_probs)
-    at: slice | torch.Tensor = slice(count)
     if len(layout.sampled_nodes) < count:
         words |= INVALID_TOKEN << SAMPLED_SHIFT
         words[layout.sampled_nodes] ^= INVALID_TOKEN << SAMPLED_SHIFT
-        at = torch.tensor(layout.sampled_nodes, device=sampled.tokens.device)
-    message = torch.from_numpy(known).to(sampled.tokens.device)
+    return known
+
+
+def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
+    """This rank's message (P,), on the device of what was sampled."""
+    known = np.zeros(shape.size, np.int64)
+    known[: HEADER + shape.nodes] = known_part(header, layout, shape)
+    message = to_device(known, sampled.tokens.device)
+    at: slice | torch.Tensor = slice(len(layout))
+    if len(layout.sampled_nodes) < len(layout):
+        at = to_device(layout.sampled_nodes, sampled.tokens.device)
     message[HEADER : HEADER + shape.nodes][at] |= sampled.tokens << SAMPLED_SHIFT
     if sampled.top_logits.numel():
         message[HEADER + shape.nodes :].view(shape.nodes, shape.num_logits)[at] = sampled.top_logits
@@ -169,26 +180,29 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
     return message
 
 
+def sampled_at_c(messages: np.ndarray) -> int:
+    """The token that rank 0 sampled at `c`, of messages as `unpack` takes them."""
+    return int(messages[0, HEADER]) >> SAMPLED_SHIFT & (1 << TOKEN_BITS) - 1
+
+
 def _prob_codes(probs: Sequence[float]) -> np.ndarray:
     values = np.array(probs)
     steps = np.rint(-PROB_STEPS * np.log2(np.clip(values, PROBS[-1], 1.0)))
     return np.where(values > 0, steps + 1, 0).astype(np.int64)
 
 
-def gather(message: torch.Tensor, shape: MessageShape, all_gather: AllGather, step: int, rounding: float) -> Gathered:
-    """What all ranks have in their messages, by one all-gather of P int64s.
+def unpack(messages: np.ndarray, shape: MessageShape, step: int, rounding: float) -> Gathered:
+    """What all ranks have in their messages.
 
     Args:
-        message: this rank's.
+        messages: int64 (R, P), of all ranks.
         shape: of all messages.
-        all_gather: (P,) -> (R, P), on the host.
         step: for errors.
         rounding: by what share logits may differ among ranks.
 
     Raises:
         RuntimeError: ranks' digests differ, so their states do, or what their models compute; names ranks and step.
     """
-    messages = all_gather(message).numpy()
     check_digests(messages, step)
     stop = Stop(int(np.bitwise_or.reduce(messages[:, STOP])))
     if not stop:

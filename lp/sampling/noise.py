@@ -6,10 +6,18 @@ logits plus this noise is a sample of their softmax (the Gumbel-max trick). V: v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from lp.optional import is_installed
+from lp.to_device import to_device
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 1 << 16  # numbers that a CPU makes at once: they stay in its second-level cache
 BELOW_1 = 1 - 2.0**-53  # the largest double below 1
 _MASK = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
@@ -53,12 +61,22 @@ def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: tor
     Returns:
         (V,) float64.
     """
-    key = _keyed(sequence_key(seed, sequence), position)
-    bits = torch.arange(1, vocabulary + 1, device=device) * _signed(_GOLDEN) + _signed(key)  # int64 wraps
-    bits = (bits ^ _shift(bits, 30)) * _signed(_MIX_1)
-    bits = (bits ^ _shift(bits, 27)) * _signed(_MIX_2)
-    bits = bits ^ _shift(bits, 31)
-    return -torch.log(-torch.log(_uniform(bits)))
+    key = sequence_key(seed, sequence)
+    return _gumbel_nV(key, range(position, position + 1), vocabulary, torch.device(device))[0]
+
+
+def _gumbel_nV(key: int, positions: range, vocabulary: int, device: torch.device) -> torch.Tensor:
+    """Of n positions of the sequence with this key, (n, V) float64."""
+    return _uniform(random_bits(key, positions, vocabulary, device)).log_().neg_().log_().neg_()
+
+
+def random_bits(key: int, positions: range, vocabulary: int, device: torch.device) -> torch.Tensor:
+    """64 random bits of every token of n positions of the sequence with this key, (n, V) int64."""
+    keys_n1 = torch.tensor([[_signed(_keyed(key, position))] for position in positions], device=device)
+    bits = torch.arange(1, vocabulary + 1, device=device) * _signed(_GOLDEN) + keys_n1  # int64 wraps
+    bits = (bits ^ _shift(bits, 30)).mul_(_signed(_MIX_1))
+    bits = (bits ^ _shift(bits, 27)).mul_(_signed(_MIX_2))
+    return bits ^ _shift(bits, 31)
 
 
 def _uniform(bits: torch.Tensor) -> torch.Tensor:
@@ -66,13 +84,68 @@ def _uniform(bits: torch.Tensor) -> torch.Tensor:
     return ((_shift(bits, 11).double() + 0.5) * 2.0**-53).clamp(max=BELOW_1)
 
 
+@torch.library.custom_op("lp::gumbel_rows", mutates_args=("noise_CV",))
+def gumbel_rows(noise_CV: torch.Tensor, key: int, first_position: int, count: int) -> None:
+    """Fill the rows of a range of positions with their noise; that of a position is row position % C.
+
+    On CUDA it is one kernel, where Triton is installed: the arguments are numbers, so nothing is copied to the device.
+
+    Args:
+        noise_CV: float32 or float64, contiguous.
+        key: `sequence_key`, as an int64.
+        first_position, count: of the range; count is at most C.
+    """
+    if noise_CV.is_cuda and _kernel_works(noise_CV.device, noise_CV.dtype):
+        from lp.sampling.noise_kernel import launch_gumbel_rows  # here: it needs Triton
+
+        launch_gumbel_rows(noise_CV, key, first_position, count)
+        return
+    fill_gumbel_rows(noise_CV, key, first_position, count)
+
+
+def fill_gumbel_rows(noise_CV: torch.Tensor, key: int, first_position: int, count: int) -> None:
+    """`gumbel_rows` in torch."""
+    capacity, vocabulary = noise_CV.shape
+    at_once = max(1, CHUNK // vocabulary) if noise_CV.device.type == "cpu" else count
+    end = first_position + count
+    start = first_position
+    while start < end:
+        row = start % capacity
+        positions = range(start, min(start + at_once, end, start + capacity - row))
+        noise_CV[row : row + len(positions)] = _gumbel_nV(key & _MASK, positions, vocabulary, noise_CV.device)
+        start = positions.stop
+
+
+@functools.cache
+def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton's kernel gives torch's noise on this device; tried once, since its compiler may be missing."""
+    if not is_installed("triton"):
+        return False
+    rows, expected = torch.zeros(2, 4, 1000, device=device, dtype=dtype)
+    try:
+        from lp.sampling.noise_kernel import launch_gumbel_rows
+
+        launch_gumbel_rows(rows, 7, 2, 4)
+    except Exception as failure:
+        logger.warning("noise is made without a kernel of its own: %s: %s", type(failure).__name__, failure)
+        return False
+    fill_gumbel_rows(expected, 7, 2, 4)
+    if torch.allclose(rows, expected, rtol=1e-6, atol=1e-6):
+        return True
+    logger.warning("noise is made without a kernel of its own: it gives other numbers on %s", device)
+    return False
+
+
 class NoiseCache:
     """The noise of the positions that a step may need, computed once each: a ring buffer by position.
 
     Args:
         seed, sequence, vocabulary, device: as in `gumbel`.
-        capacity: positions held, at least as many as a step spans.
+        capacity: C, positions held, at least as many as a step spans.
         dtype: of the noise handed out.
+
+    Attributes:
+        noise_SV: the ring buffer, then a row of zeros for what is sampled without noise: S = C + 1.
     """
 
     def __init__(
@@ -80,17 +153,57 @@ class NoiseCache:
     ) -> None:
         self.seed = seed
         self.sequence = sequence
-        self._noise_CV = torch.empty(capacity, vocabulary, device=device, dtype=dtype)  # C: capacity
+        self.capacity = capacity
+        self.vocabulary = vocabulary
+        self.device = device
+        self.dtype = dtype
+        self.noise_SV: torch.Tensor | None = None
         self._positions = [-1] * capacity
 
+    @property
+    def no_noise(self) -> int:
+        """The row of zeros."""
+        return self.capacity
+
+    @property
+    def shape(self) -> tuple[int, int, torch.dtype]:
+        """S, V and the dtype of the buffer."""
+        return self.capacity + 1, self.vocabulary, self.dtype
+
+    def buffer(self) -> torch.Tensor:
+        """A new ring buffer, of zeros."""
+        return torch.zeros(*self.shape[:2], device=self.device, dtype=self.dtype)
+
+    def use(self, noise_SV: torch.Tensor) -> None:
+        """Compute into this buffer from now on: a captured step reads the one that it was captured with."""
+        if noise_SV is not self.noise_SV:
+            self.noise_SV = noise_SV
+            self._positions = [-1] * self.capacity
+
+    def rows(self, positions: Sequence[int]) -> list[int]:
+        """The rows of the buffer that hold the noise of these positions."""
+        if self.noise_SV is None:
+            self.use(self.buffer())
+        assert self.noise_SV is not None
+        missing = sorted({position for position in positions if self._positions[position % self.capacity] != position})
+        for first, count in _ranges(missing):
+            key = _signed(sequence_key(self.seed, self.sequence))
+            gumbel_rows(self.noise_SV[: self.capacity], key, first, count)
+        for position in missing:
+            self._positions[position % self.capacity] = position
+        return [position % self.capacity for position in positions]
+
     def at(self, positions: Sequence[int]) -> torch.Tensor:
-        """Noise of these positions: (len(positions), V)."""
-        capacity, vocabulary = self._noise_CV.shape
-        for position in positions:
-            index = position % capacity
-            if self._positions[index] != position:
-                noise_V = gumbel(self.seed, self.sequence, position, vocabulary, self._noise_CV.device)
-                self._noise_CV[index] = noise_V.to(self._noise_CV.dtype)
-                self._positions[index] = position
-        indices = [position % capacity for position in positions]
-        return self._noise_CV[torch.tensor(indices, dtype=torch.long, device=self._noise_CV.device)]
+        """The noise of these positions: (len(positions), V)."""
+        rows = to_device(self.rows(positions), self.device)
+        assert self.noise_SV is not None
+        return self.noise_SV.index_select(0, rows)
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The runs of ascending numbers, each as its first one and its length."""
+    first = 0
+    for index, number in enumerate(numbers, 1):
+        if index == len(numbers) or numbers[index] != number + 1:
+            yield numbers[first], index - first
+            first = index

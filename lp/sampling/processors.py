@@ -16,6 +16,7 @@ import transformers as tf
 from transformers import LogitsProcessor
 
 from lp.errors import UserError
+from lp.to_device import to_device
 
 # Functions of the scores alone: one call serves nodes of any prefix.
 PREFIX_FREE = (
@@ -112,13 +113,32 @@ class BranchProcessors:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = wide / self.temperature
         for nodes in self._groups(branches):
-            prefixes = torch.tensor([self._prefix(text, branches[node]) for node in nodes], device=scores.device)
-            index = torch.tensor(nodes, device=scores.device)
+            prefixes = to_device([self._prefix(text, branches[node]) for node in nodes], scores.device)
+            index = to_device(nodes, scores.device)
             processed = wide[index]
             for processor in self._processors:
                 processed = processor(prefixes, processed)
             scores[index] = processed
         return scores
+
+    def of_all(self, logits: torch.Tensor, reachable: torch.Tensor) -> torch.Tensor:
+        """The same of processors that look at no prefix, by tensors alone, as a captured step needs it.
+
+        Args:
+            logits: (n, V).
+            reachable: bool (n,), nodes that a walk may reach.
+        """
+        assert self.prefix_free
+        if not self._processors:
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        no_prefixes = torch.zeros(len(wide), 1, dtype=torch.int64, device=wide.device)
+        scores = wide
+        for processor in self._processors:
+            scores = processor(no_prefixes, scores)
+        if self.full_vocabulary_temperature:
+            return scores
+        return torch.where(reachable[:, None], scores, wide / self.temperature)
 
     def _prefix(self, text: Sequence[int], branch: Sequence[int] | None) -> list[int]:
         return [text[-1]] if self.prefix_free else [*self._padding, *text, *(branch or ())]

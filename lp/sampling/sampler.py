@@ -11,7 +11,7 @@ n: nodes, V: vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lp.errors import UserError
 from lp.sampling.noise import NoiseCache
 from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import BranchProcessors
+from lp.to_device import to_device
 
 INVALID_TOKEN = (1 << 21) - 1  # the token of a node whose scores are NaN or infinite; messages have 21 bits a token
 NOT_FINITE_REMEDY = "load it with dtype=float32 or bfloat16, or check its weights"
@@ -68,6 +69,11 @@ class Sampler:
             "logits_processor": self.processors.settings(),
         }
 
+    @property
+    def capture_key(self) -> Hashable | None:
+        """What a graph of `sample_all` depends on; None: the host has a part in every step, and there can be none."""
+        return (type(self).__name__, repr(self.processors.settings())) if self.prefix_free else None
+
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
@@ -90,6 +96,30 @@ class Sampler:
             drafts: the draft tokens behind every node, in order; may be empty unless `uses_drafts`.
         """
         return _finite_argmax(scores)
+
+    def share_noise(self, shared: dict[Hashable, torch.Tensor]) -> None:
+        """Compute the noise, if there is any, where captured steps look for it: those of earlier calls too.
+
+        Args:
+            shared: the buffers of captured steps, by what they are for.
+        """
+
+    def noise_rows(self, positions: Sequence[int], branches: Sequence[Sequence[int] | None]) -> list[int]:
+        """What `sample_all` is to be given for these nodes, of `sample`'s arguments; none without noise."""
+        return []
+
+    def sample_all(
+        self, logits: torch.Tensor, reachable: torch.Tensor, noise_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores (n, V) and tokens (n,), as `scores` and `sample` give them, of tensors alone: in a captured step.
+
+        Args:
+            logits: (n, V).
+            reachable: bool (n,), nodes that a walk may reach.
+            noise_rows: int64 (n,).
+        """
+        scores = self.processors.of_all(logits, reachable)
+        return scores, _finite_argmax(scores)
 
     def sample_last(self, logits: torch.Tensor, text: Sequence[int]) -> int:
         """The next token of a text, from the logits (1, V) of its last one."""
@@ -123,10 +153,34 @@ class CoupledSampler(Sampler):
         branches: Sequence[Sequence[int] | None],
         drafts: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        noise = self.noise.at([position + 1 for position in positions])
-        if not self.noisy_guesses:
-            noise[[node for node, branch in enumerate(branches) if branch is None]] = 0
-        return _finite_argmax(scores + noise)
+        rows = to_device(self.noise_rows(positions, branches), scores.device)
+        return _finite_argmax(self._with_noise(scores, rows))
+
+    @property
+    def capture_key(self) -> Hashable | None:
+        key = super().capture_key
+        return key if key is None else (key, self.noise.shape, self.noisy_guesses)
+
+    def share_noise(self, shared: dict[Hashable, torch.Tensor]) -> None:
+        if self.noise.shape not in shared:
+            shared[self.noise.shape] = self.noise.buffer()
+        self.noise.use(shared[self.noise.shape])
+
+    def noise_rows(self, positions: Sequence[int], branches: Sequence[Sequence[int] | None]) -> list[int]:
+        rows = self.noise.rows([position + 1 for position in positions])
+        if self.noisy_guesses:
+            return rows
+        return [self.noise.no_noise if branch is None else row for row, branch in zip(rows, branches, strict=True)]
+
+    def sample_all(
+        self, logits: torch.Tensor, reachable: torch.Tensor, noise_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.processors.of_all(logits, reachable)
+        return scores, _finite_argmax(self._with_noise(scores, noise_rows))
+
+    def _with_noise(self, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        assert self.noise.noise_SV is not None
+        return scores + self.noise.noise_SV.index_select(0, rows)
 
 
 class RejectionSampler(Sampler):
@@ -138,6 +192,7 @@ class RejectionSampler(Sampler):
     """
 
     uses_drafts = True
+    capture_key = None  # it draws on the host
 
     def __init__(self, processors: BranchProcessors, generator: torch.Generator) -> None:
         super().__init__(processors)

@@ -22,6 +22,8 @@ class RecordingSampler(Sampler):
         names: what to record: "logits", "scores", or both.
     """
 
+    capture_key = None  # what it records is the step's own
+
     def __init__(self, inner: Sampler, names: Iterable[str]) -> None:
         super().__init__(inner.processors)
         self.inner = inner

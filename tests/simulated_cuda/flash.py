@@ -1,4 +1,4 @@
-"""The kernel behind `torch.nn.attention.varlen`, which no CPU has: its conditions, and its result in float32.
+"""The kernels of flash attention, which no CPU has: their conditions, and their results in float32.
 
 H: query heads, G: KV heads, D: head dimension, T: queries, N: keys.
 """
@@ -57,6 +57,29 @@ def varlen_attention(
     scores_HTN = q_HTD @ k_HND.mT * (scale or q_THD.shape[-1] ** -0.5)
     out_THD = (scores_HTN.softmax(-1) @ v_HND).transpose(0, 1).to(q_THD.dtype).contiguous()
     return out_THD, scores_HTN.logsumexp(-1), rng_state
+
+
+def tree_attention(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GND: torch.Tensor,
+    mask_TT: torch.Tensor,
+    slot_mapping_T: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """`lp.attention.tree_kernel.tree_attention` with an additive mask, without Triton."""
+    dtypes = (*HALVES, torch.float32)
+    _require(q_1HTD.dtype in dtypes and q_1HTD.dtype == k_1GND.dtype == v_1GND.dtype, "takes one dtype, no float64")
+    _require(slot_mapping_T is None or slot_mapping_T.dtype is torch.int64, "takes int64 slots")
+    _require(mask_TT.is_floating_point(), "is simulated for an additive mask")
+    num_tokens = len(mask_TT)
+    end = k_1GND.shape[2] if slot_mapping_T is None else int(slot_mapping_T[0]) + num_tokens
+    repeats = q_1HTD.shape[1] // k_1GND.shape[1]
+    k_1HND, v_1HND = (x[:, :, :end].float().repeat_interleave(repeats, 1) for x in (k_1GND, v_1GND))
+    scores_1HTN = q_1HTD.float() @ k_1HND.mT * scale
+    scores_1HTN[..., end - num_tokens :] += mask_TT.float()
+    out_1HTD = (scores_1HTN.softmax(-1) @ v_1HND).to(q_1HTD.dtype)
+    return out_1HTD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _require(met: bool, condition: str) -> None:

@@ -58,6 +58,7 @@ def _replacements() -> dict[str, Any]:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "a simulated GPU",
         "graph": graph,
+        "get_sync_debug_mode": lambda: simulation().sync_debug_mode,
         "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: simulation().recording is not None,
         "mem_get_info": lambda device=None: (60 * GIB, 80 * GIB),
@@ -65,6 +66,11 @@ def _replacements() -> dict[str, Any]:
         "memory_reserved": lambda device=None: 0,
         "set_device": set_device,
         "set_stream": set_stream,
+        "set_sync_debug_mode": _set_sync_debug_mode,
         "stream": StreamContext,
         "synchronize": lambda device=None: simulation().wait("cuda.synchronize"),
     }
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    simulation().sync_debug_mode = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode

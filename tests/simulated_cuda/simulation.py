@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.simulated_cuda.graphs import Recording
 
 CPU = torch.device("cpu")
+EXPLICIT = ("Event.", "Stream.", "cuda.", "capture of a graph")  # waiting that the sync debug mode does not see
 _here = (
     threading.local()
 )  # .simulations: those that this thread has entered, the innermost last, and how torch was before
@@ -87,6 +88,7 @@ class SimulatedCuda(TorchDispatchMode):
         events: what was asked for.
         recording: of the graph that is being captured.
         stream, default_stream: of the thread; None until it is asked for.
+        sync_debug_mode: 0 lets the host wait, 2 makes waiting within an operation an error, as torch.cuda has it.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -97,6 +99,7 @@ class SimulatedCuda(TorchDispatchMode):
         self.recording: Recording | None = None
         self.stream: Any = None
         self.default_stream: Any = None
+        self.sync_debug_mode = 0
 
     def __enter__(self) -> SimulatedCuda:
         if not hasattr(_here, "simulations"):
@@ -125,6 +128,8 @@ class SimulatedCuda(TorchDispatchMode):
             count: of copies, those before an event; None: for all that was asked.
         """
         self.refuse_in_capture(what)
+        if self.sync_debug_mode and not what.startswith(EXPLICIT):
+            raise RuntimeError(f"called a synchronizing CUDA operation ({what} at {line_of_lp()})")
         self.events.note(SYNC, what)
         self.copies.finish(count)
 
@@ -157,7 +162,7 @@ class SimulatedCuda(TorchDispatchMode):
             return self._moved(func, args[0], device or args[0].device, kwargs)
         if op.name == "copy_" and on_cuda:
             return self._copied(func, args[0], args[1], bool(kwargs.get("non_blocking") or args[2:] == (True,)))
-        if op.name in ("is_pinned", "_pin_memory"):
+        if op.name in ("is_pinned", "_pin_memory", "pin_memory"):
             return self._pinning(op, args[0])
         if not on_cuda and not for_cuda:
             return self._on_host(func, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lp
-from lp.attention.flash import BLOCK, SHORT, flash_attention_forward, masked_attention, merge, step_attention
+from lp.attention.flash import BLOCK, SHORT, flash_attention_forward, step_attention
 from lp.attention.flex import block_mask
 from lp.attention.masks import StepMasks
+from lp.attention.merging import masked_attention, merge
 from lp.attention.registry import backend_named
 from lp.models.runner import ModelRunner
 from tests.layouts import drawn_layout, visible_of
@@ -196,14 +198,24 @@ def test_auto_takes_flash_where_it_can() -> None:
     """Loaded with eager, a model stays so: its user may have reasons; what flash would get wrong runs with sdpa."""
     assert ModelRunner(tiny_model("llama")).attention == "flash"
     assert ModelRunner(tiny_model("llama", attention="eager")).attention == "eager"
-    for arch in ("falcon", "gemma4", "deepseek_v3"):
-        assert ModelRunner(tiny_model(arch)).attention == "sdpa"
+    assert ModelRunner(tiny_model("falcon")).attention == "sdpa"  # cannot change its attention
     twice = tiny_model("llama")
     assert [ModelRunner(twice).attention, ModelRunner(twice).attention] == ["flash"] * 2
     with pytest.raises(ValueError, match="on a CPU"):
         lp.LookaheadDecoder(tiny_model("llama"), attention="flex")
     with pytest.raises(ValueError, match="choose attention=sdpa"):
         lp.LookaheadDecoder(tiny_model("falcon"), attention="flash")
+
+
+@pytest.mark.parametrize(("arch", "reason"), [("gemma4", "does not honour"), ("deepseek_v3", "cannot run")])
+def test_auto_says_why_it_does_not_take_flash(arch: str, reason: str) -> None:
+    """A slower backend that is taken without a word is found out by nobody."""
+    with pytest.warns(UserWarning, match=rf"attention is sdpa: .* with flash attention {reason} a tree"):
+        assert ModelRunner(tiny_model(arch)).attention == "sdpa"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ModelRunner(tiny_model(arch), "sdpa")
+        ModelRunner(tiny_model("llama"))
 
 
 def test_masked_attention_takes_large_scores() -> None:

@@ -21,6 +21,7 @@ from lp.attention import registry
 from lp.attention.base import AttentionBackend
 from lp.attention.registry import attention_choices, backend_named
 from lp.models.runner import ModelRunner
+from tests.captured import captured_runner
 from tests.tiny_models import drawn_text, plain_greedy, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
@@ -85,7 +86,7 @@ def test_a_new_backend_writes_to_given_cache_slots(loop: None) -> None:
     model = tiny_model("llama")
     ids = drawn_text(random.Random(7), 30)
     decoder = lp.LookaheadDecoder(model, CONFIG, attention="loop")
-    decoder.runner._capture_steps(lp.Capture.OFF, probe=True)
+    captured_runner(decoder, probe=True)
     assert decoder.generate(ids, 16).tokens == plain_greedy(model, ids, 16)
     assert decoder.runner.captured and decoder.runner.captured._steps
 

@@ -181,9 +181,28 @@ def test_bad_calls_are_refused(make: Any, ids: Any, kwargs: dict[str, Any], mess
         make(tiny_model()).generate(ids, **kwargs)
 
 
-def test_flash_attention_model_is_refused_not_wrong() -> None:
+def test_an_unknown_kernel_is_refused_not_wrong() -> None:
     """A kernel that ignores the tree mask would give other tokens without a word."""
     model = tiny_model()
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match=r"flash_attention_2.*no tree mask"):
+    model.config._attn_implementation = "sage_attention"
+    with pytest.raises(ValueError, match=r"sage_attention.*no tree mask"):
         ModelRunner(model)
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_a_model_loaded_with_flash_attention_runs_with_ours(implementation: str) -> None:
+    """Its package takes no tree mask; ours is the same algorithm. The model itself stays as it was loaded."""
+    model = tiny_model()
+    expected = lp.AutoregressiveDecoder(model).generate(PROMPT, 12)
+    model.config._attn_implementation = implementation  # the packages need a GPU
+    output = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4)).generate(PROMPT, 12)
+    assert (output.tokens, output.attention) == (expected.tokens, "flash")
+    assert model.config._attn_implementation == implementation
+
+
+def test_the_output_says_what_computed_attention() -> None:
+    """`auto` may take another backend than its user thinks, which a figure would hide."""
+    model = tiny_model()
+    assert lp.AutoregressiveDecoder(model).generate(PROMPT, 2).attention == "transformers' sdpa"
+    for attention in ("sdpa", "eager", "flash"):
+        assert lp.LookaheadDecoder(model, attention=attention).generate(PROMPT, 2).attention == attention

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.config import Capture
-from lp.models.captured_steps import BUCKETS, CapturedSteps, CaptureFailed
+from lp.models.captured_steps import BUCKETS
+from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.runner import ModelRunner
+from tests.captured import captured_runner
 from tests.layouts import drawn_layout, visible_of
 from tests.tiny_models import drawn_text, tiny_model
 
@@ -25,15 +27,14 @@ BACKENDS = ["sdpa", "eager", "flash"]
 
 
 def _uncompiled(model: PreTrainedModel, attention: str) -> ModelRunner:
-    """Captured steps without a compiler or a GPU: static buffers, padding, cache slots, the model's own kernels."""
     runner = ModelRunner(model, attention)
-    runner.captured = CapturedSteps(runner.model, runner.masks, Capture.OFF)
+    runner._capture_steps(Capture.OFF, probe=False)
     return runner
 
 
 def _captured(model: PreTrainedModel) -> lp.LookaheadDecoder:
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
-    decoder.runner.captured = CapturedSteps(decoder.runner.model, decoder.runner.masks, Capture.OFF)
+    captured_runner(decoder)
     return decoder
 
 
@@ -71,7 +72,7 @@ def test_logits_are_those_of_an_open_shape(arch: str, backend: str) -> None:
                 assert logits[0].shape == logits[1].shape
                 tolerance = 1e-5 if backend == "eager" else 1e-12  # eager takes its softmax in float32
                 assert float((logits[0] - logits[1]).abs().max()) < tolerance
-    assert static.captured and set(static.captured._steps) <= set(BUCKETS)
+    assert static.captured and {bucket for _, bucket in static.captured._steps} <= set(BUCKETS)
 
 
 def test_texts_one_after_the_other() -> None:
@@ -93,14 +94,16 @@ def test_texts_one_after_the_other() -> None:
 def test_compiled_steps_give_the_same_tokens(compiler: None) -> None:
     """One graph a bucket, compiled once: a length that were shape would compile again at every step."""
     model = tiny_model("llama", dtype=torch.float32)
-    config = lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=3)
+    config = lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=7)  # 8 tokens: four buckets
     ids = drawn_text(random.Random(3), 40)
     plain = lp.LookaheadDecoder(model, config).generate(ids, 40)
     decoder = lp.LookaheadDecoder(model, config, capture="compile")
     with torch._dynamo.config.patch(error_on_recompile=True):
         captured = decoder.generate(ids, 40)
     assert (captured.tokens, captured.steps) == (plain.tokens, plain.steps)
-    assert decoder.runner.captured and 1 <= len(decoder.runner.captured._steps) <= 3 < captured.steps
+    assert decoder.runner.captured
+    largest = max(step.num_tokens for step in captured.step_stats)
+    assert {bucket for _, bucket in decoder.runner.captured._steps} >= {size for size in BUCKETS if size < largest}
 
 
 def test_what_cannot_be_captured_is_refused() -> None:
@@ -123,11 +126,11 @@ def test_a_step_that_no_graph_takes(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     plain = lp.AutoregressiveDecoder(model).generate(ids, 20).tokens
 
     def refuse(*_: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+        raise CaptureFailed("operation not permitted when stream is capturing")
 
     decoder = _captured(model)
     with monkeypatch.context() as patch:
-        patch.setattr(CapturedSteps, "_capture", refuse)
+        patch.setattr(GraphRecorder, "record", refuse)
         decoder.runner._fallback = False
         with pytest.raises(CaptureFailed, match=r"can't be captured \(operation not.* choose capture=off"):
             decoder.generate(ids, 20)

@@ -22,7 +22,7 @@ import lp
 from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.records import load_records
 from launch.bench.session import ModelCache, on_main, open_bench
-from launch.bench.summary import totals
+from launch.bench.summary import caption, totals
 from launch.benchmark import benchmark
 from launch.schema import BenchmarkConfig
 from lp.engine.decoder import Decoder
@@ -52,6 +52,16 @@ def bench(start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path) -> C
 
 def _untimed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in TIMED} for record in records]
+
+
+def test_records_and_the_table_say_what_computed_attention(bench: Callable[..., Ran], tmp_path: Path) -> None:
+    """Figures of a backend that `auto` fell back from would pass for those of the one that was meant."""
+    ran = bench("methods=[lookahead,autoregressive]", "limit=1")
+    records = load_records(tmp_path / "out")
+    assert [record["attention"] for record in records] == ["flash", "transformers' sdpa"]
+    assert "attention of lookahead: flash, attention of autoregressive: transformers' sdpa" in ran.out
+    old = [{key: value for key, value in record.items() if key != "attention"} for record in records]
+    assert "attention" not in caption(totals(old))
 
 
 def test_what_runs_on_rank_0_is_built_there_alone(

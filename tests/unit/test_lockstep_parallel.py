@@ -69,14 +69,14 @@ def on_ranks(
 @pytest.fixture
 def largest_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of every rank and step, its step tokens and B."""
-    forward = Generation._forward
+    messages = Generation._messages
     seen: list[tuple[int, int]] = []
 
     def counted(self: Any, layout: StepLayout, *args: Any, **kwargs: Any) -> Any:
         seen.append((layout.num_tokens, self.budget.step_tokens))
-        return forward(self, layout, *args, **kwargs)
+        return messages(self, layout, *args, **kwargs)
 
-    monkeypatch.setattr(Generation, "_forward", counted)
+    monkeypatch.setattr(Generation, "_messages", counted)
     return seen
 
 

@@ -34,17 +34,17 @@ class Room:
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
-    device, new_empty = Room(), torch.Tensor.new_empty
+    device, empty = Room(), torch.empty
 
-    def limited(self: torch.Tensor, *shape: Any, **options: Any) -> torch.Tensor:
-        tensor = new_empty(self, *shape, **options)
+    def limited(*shape: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*shape, **options)
         if tensor.ndim == 4 and device.rank in (None, threading.current_thread().name):
             device.used += tensor.nbytes
             if device.used > device.free:
                 raise torch.OutOfMemoryError("simulated")
         return tensor
 
-    monkeypatch.setattr(torch.Tensor, "new_empty", limited)
+    monkeypatch.setattr(torch, "empty", limited)
     monkeypatch.setattr("lp.engine.memory.free_bytes", lambda at: device.free)
     monkeypatch.setattr("lp.models.runner.check_tree_mask", lambda runner: None)  # it has a cache of its own
     yield device

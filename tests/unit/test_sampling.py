@@ -17,7 +17,7 @@ import lp
 import lp.sampling.sampler as sampling_module
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
-from lp.sampling.noise import NoiseCache, gumbel
+from lp.sampling.noise import CHUNK, NoiseCache, gumbel, gumbel_rows, sequence_key
 from lp.sampling.processors import BranchProcessors
 from lp.sampling.sampler import CoupledSampler
 from tests.tiny_models import VOCABULARY, tiny_model
@@ -66,6 +66,36 @@ def test_cache_keeps_positions_apart() -> None:
     for positions in ([4, 5, 6], [9, 5, 13], [6, 7, 8, 9, 10]):
         expected = torch.stack([gumbel(3, 1, position, 16, CPU) for position in positions])
         assert torch.equal(cache.at(positions), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("vocabulary", "capacity"), [(16, 7), (CHUNK // 3, 8), (CHUNK + 5, 3)])
+def test_rows_of_a_range_are_those_of_its_positions(vocabulary: int, capacity: int, dtype: torch.dtype) -> None:
+    """Bit by bit, around the end of the ring and in chunks: other bits would be another text. Other rows stay."""
+    for seed, first, count in ((3, 0, 1), (2**62 + 1, capacity - 1, capacity), (4, 10**6 + 1, capacity - 1)):
+        rows = torch.full((capacity, vocabulary), 7.0, dtype=dtype)
+        key = sequence_key(seed, 1)
+        gumbel_rows(rows, key - (1 << 64) if key >> 63 else key, first, count)
+        expected = torch.full_like(rows, 7.0)
+        for position in range(first, first + count):
+            expected[position % capacity] = gumbel(seed, 1, position, vocabulary, CPU).to(dtype)
+        assert torch.equal(rows, expected)
+
+
+def test_missing_positions_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operation for a run of positions, in whatever order they are asked for, and none for those that are held."""
+    made = []
+
+    def fill(noise: torch.Tensor, key: int, first: int, count: int) -> None:
+        made.append((first, count))
+        gumbel_rows(noise, key, first, count)
+
+    monkeypatch.setattr("lp.sampling.noise.gumbel_rows", fill)
+    cache = NoiseCache(3, 1, 16, 20, CPU, torch.float64)
+    cache.at([9, 4, 5, 5, 6, 11, 10])
+    cache.at([6, 7, 8, 9, 10])
+    cache.at([4, 11])
+    assert made == [(4, 3), (9, 3), (7, 2)]
 
 
 def _drawn(rng: random.Random, prompt: list[int]) -> dict[str, Any]:

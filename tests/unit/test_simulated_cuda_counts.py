@@ -1,28 +1,31 @@
-"""How often a captured step waits for the GPU, launches, and copies from memory that is not pinned: no more than today.
+"""How often a captured step waits for the GPU, launches, and copies from memory that is not pinned.
 
 `python -m tests.simulated_cuda.counts` prints the figures, and the lines of lp/ that they come from.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from lp.models.captured_steps import CapturedSteps
-from tests.simulated_cuda import PAGEABLE, SimulatedCuda
+from lp.models.captured_steps import CapturedStep, CapturedSteps
+from tests.simulated_cuda import SimulatedCuda
 from tests.simulated_cuda.counts import SAMPLING, captured_decoder, most, row, steps_of
 
-# Of one step of a model of two layers: synchronisations, launches outside the graph's own, copies from pageable memory.
+# Of one step: synchronisations, launches (graphs included), copies from pageable memory. A penalty has its part on the
+# host in every step: what it launches is not limited.
 LIMITS = {
-    "greedy": (4, 31, 2),
-    "coupled": (7, 115, 5),
-    "top-k": (7, 158, 5),
-    "top-p": (7, 122, 5),
-    "repetition penalty": (13, 162, 11),
+    "greedy": (1, 2, 0),
+    "coupled": (1, 3, 0),
+    "top-k": (1, 3, 0),
+    "top-p": (1, 3, 0),
+    "repetition penalty": (2, 1000, 0),
 }
 
 
 @pytest.mark.parametrize("how", LIMITS)
-def test_a_captured_step_asks_no_more_than_today(how: str, gpu: SimulatedCuda) -> None:
+def test_what_a_captured_step_asks_for(how: str, gpu: SimulatedCuda) -> None:
     """Each wait costs a GPU the overlap of its step with the host, and no test of tokens sees one."""
     steps = steps_of(gpu, captured_decoder(), SAMPLING[how])
     found = most(steps)
@@ -35,10 +38,13 @@ def test_a_captured_step_asks_no_more_than_today(how: str, gpu: SimulatedCuda) -
 
 def test_a_pageable_copy_in_every_step_is_found(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the inputs of a step lie in memory that is not pinned, which gives the same tokens, later."""
-    before = most(steps_of(gpu, captured_decoder(), None))
-    pinned = CapturedSteps._staging_buffers
-    monkeypatch.setattr(CapturedSteps, "_staging_buffers", lambda *asked: [x.clone() for x in pinned(*asked)])
+    staged = CapturedSteps.staged
+
+    def copying(self: CapturedSteps, *args: Any) -> CapturedStep:
+        step = staged(self, *args)
+        step.host.clone().to("cuda", non_blocking=True)
+        return step
+
+    monkeypatch.setattr(CapturedSteps, "staged", copying)
     steps = steps_of(gpu, captured_decoder(), None)
-    assert most(steps)[2] == before[2] + 2
-    copies = {line for kind, _, line in steps[0] if kind == PAGEABLE}
-    assert any(line.startswith("lp/models/captured_steps.py:") for line in copies), copies
+    assert most(steps)[2] == 1

@@ -7,6 +7,7 @@ capture. What a graph baked in, or memory that nothing has written, changes a to
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 import lp
+from lp.attention import flash_cuda
 from lp.budget.step_times import StepTimes
 from lp.parallel.context import ParallelContext
 from tests.simulated_cuda import SimulatedCuda, run_on_gpus
@@ -146,14 +148,55 @@ def test_adaptive_steps_on_a_gpu(times: StepTimes, capture: str, gpu: SimulatedC
 
 
 @pytest.mark.parametrize("capture", ["off", "graph"])
-@pytest.mark.parametrize("attention", ["flash", "auto"])
-def test_flash_attention_on_a_gpu(attention: str, capture: str, gpu: SimulatedCuda) -> None:
-    """The GPU's own path: a length that is data, grouped heads, a prefix of nothing; rounded as bfloat16 is."""
+@pytest.mark.parametrize("kernel", ["triton", "paged", "varlen"])
+def test_flash_attention_on_a_gpu(
+    kernel: str, capture: str, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU's own kernels: a length that is data, grouped heads, a prefix of nothing; rounded as bfloat16 is."""
+    use_kernel(kernel, monkeypatch)
     model = tiny_model(hidden_size=64, dtype=torch.bfloat16, sharpness=5.0)
-    decoder = lp.LookaheadDecoder(on_gpu(model), CONFIG, attention=attention, capture=capture)
+    decoder = lp.LookaheadDecoder(on_gpu(model), CONFIG, capture=capture)
     assert decoder.runner.attention == "flash"
     for ids in [[5], *prompts("flash")]:
         assert decoder.generate(ids, NEW).tokens == lp.AutoregressiveDecoder(model).generate(ids, NEW).tokens
+
+
+def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention tries this kernel alone."""
+    if name == "triton":
+        pytest.importorskip("triton", reason="its kernels need Triton")
+    monkeypatch.setattr(flash_cuda, "KERNELS", {name: flash_cuda.KERNELS[name]})
+    monkeypatch.setattr(flash_cuda, "kernel_for", functools.cache(flash_cuda.kernel_for.__wrapped__))  # tried anew
+
+
+def test_a_kernel_that_is_wrong_on_this_gpu_is_not_used(
+    gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that drops a split, or whose compiler is missing: the next is taken, with a warning that says why."""
+    paged = flash_cuda.KERNELS["paged"]
+
+    def short(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> torch.Tensor:
+        k = k.clone()
+        k[:, :, 128:256] = 0
+        return paged(q, k, *rest)
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("no C compiler")
+
+    shape = (torch.device("cuda", 0), torch.bfloat16, 4, 2, 64, 64)
+    monkeypatch.setattr(flash_cuda, "TRITON", True)
+    monkeypatch.setattr(flash_cuda, "KERNELS", {"triton": broken, "paged": short, "varlen": paged})
+    assert flash_cuda.kernel_for.__wrapped__(*shape) == "varlen"
+    assert "RuntimeError: no C compiler" in caplog.text and "paged (its results are off by 0." in caplog.text
+    monkeypatch.setattr(flash_cuda, "KERNELS", {"paged": short})
+    with pytest.raises(ValueError, match=r"head dimension 64 .* choose attention=sdpa"):
+        flash_cuda.kernel_for.__wrapped__(*shape)
+
+
+def test_a_dtype_that_no_kernel_takes(gpu: SimulatedCuda) -> None:
+    """`auto` says that it takes another backend, and why."""
+    with pytest.warns(UserWarning, match=r"attention is sdpa: .* on a GPU, and this model is torch.float64"):
+        assert lp.LookaheadDecoder(on_gpu(tiny_model()), CONFIG).runner.attention == "sdpa"
 
 
 RANK_CASES: dict[str, tuple[dict[str, Any], lp.SamplingParams | None]] = {

@@ -17,9 +17,8 @@ import torch
 import lp
 from lp.attention.masks import StepMasks
 from lp.errors import RankLost
-from lp.models import captured_steps
-from lp.models.captured_steps import CapturedSteps, CaptureFailed
-from lp.models.kv_cache import _PreallocatedLayer
+from lp.models.graph_recorder import CaptureFailed, GraphRecorder
+from lp.models.kv_cache import StaticKVCache, _PreallocatedLayer
 from lp.parallel.context import ParallelContext, _ProcessContext
 from lp.sampling.score_recorder import RecordingSampler
 from tests.simulated_cuda import DeviceError, SimulatedCuda, run_on_gpus
@@ -71,7 +70,7 @@ def test_an_item_in_a_captured_region(gpu: SimulatedCuda, monkeypatch: pytest.Mo
         return build(self, visible, positions, length, slot_mapping)
 
     monkeypatch.setattr(StepMasks, "build", waiting)
-    with pytest.raises(CaptureFailed, match="previous error during capture"):
+    with pytest.raises(CaptureFailed, match="synchronizing CUDA operation"):
         decoded()
     assert [output.tokens for output in decoded("auto")] == expected()  # goes on uncaptured
 
@@ -94,49 +93,44 @@ def test_a_length_that_a_graph_bakes_in(gpu: SimulatedCuda, monkeypatch: pytest.
     assert [output.tokens for output in decoded()] != expected()
 
 
-def test_an_input_that_is_replaced(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_that_are_replaced(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph knows the memory that it was captured with, not the tensor that has its name now."""
-    run = CapturedSteps.run
+    clear = StaticKVCache.clear
+    kept: list[torch.Tensor] = []
 
-    def replacing(self: CapturedSteps, *args: Any) -> torch.Tensor:
-        for step in self._steps.values():
-            object.__setattr__(step, "visible_BB", step.visible_BB.clone())
-        return run(self, *args)
+    def replacing(self: StaticKVCache, keep: bool = False) -> None:
+        clear(self)
+        if keep:
+            kept.extend(self.buffers)
+        for kind, buffers in self._extent.buffers.items():
+            self._extent.buffers[kind] = [buffer.clone() for buffer in buffers]
+        (buffer,) = self.buffers  # of all layers
+        for index, layer in enumerate(self.layers):
+            layer.keys, layer.values = buffer[2 * index : 2 * index + 1], buffer[2 * index + 1 : 2 * index + 2]
 
-    monkeypatch.setattr(CapturedSteps, "run", replacing)
+    monkeypatch.setattr(StaticKVCache, "clear", replacing)
     with pytest.raises(DeviceError, match=r"memory that was freed; it was allocated at lp/models/captured_steps.py:\d"):
         decoded()
-    kept: list[Any] = []  # the old memory lives on, so that only the tokens tell
-
-    def keeping(self: CapturedSteps, *args: Any) -> torch.Tensor:
-        kept.extend(self._steps.values())
-        kept.extend(step.inputs_4B for step in self._steps.values())
-        for step in self._steps.values():
-            object.__setattr__(step, "inputs_4B", step.inputs_4B.clone())
-        return run(self, *args)
-
-    monkeypatch.setattr(CapturedSteps, "run", keeping)
+    monkeypatch.setattr(StaticKVCache, "clear", lambda self: replacing(self, keep=True))
     assert [output.tokens for output in decoded()] != expected()
 
 
-def test_a_buffer_that_only_the_capture_filled(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture computes nothing: the first step of every size must be replayed too."""
-    recorded = captured_steps._recorded
+def test_a_replay_that_is_left_out(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in a graph's memory is of an earlier replay."""
+    recorded = GraphRecorder._recorded
 
-    def without_the_first_replay(forward: Callable[[], torch.Tensor], device: torch.device) -> Any:
-        logits: list[torch.Tensor] = []
+    def without_the_second_replay(self: GraphRecorder, work: Callable[[], Any]) -> Callable[[], Any]:
+        replay = recorded(self, work)
+        results: list[Any] = []
 
-        def noted() -> torch.Tensor:
-            logits.append(forward())
-            return logits[-1]
+        def run() -> Any:
+            results.append(results[0] if len(results) == 1 else replay())
+            return results[-1]
 
-        replay = recorded(noted, device)
-        runs = iter([lambda: logits[-1]])
-        return lambda: next(runs, replay)()
+        return run
 
-    monkeypatch.setattr(captured_steps, "_recorded", without_the_first_replay)
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        decoded()
+    monkeypatch.setattr(GraphRecorder, "_recorded", without_the_second_replay)
+    assert [output.tokens for output in decoded()] != expected()
 
 
 def test_a_buffer_that_a_later_replay_overwrites(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lp
 from lp.budget.step_times import StepTimes
+from lp.draft.layout import StepLayout
 from lp.engine.interrupts import DeferredSignals, Terminated
+from lp.engine.step_pass import StepPass
 from lp.engine.step_timing import StepTimingDecoder
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
@@ -28,14 +31,13 @@ def test_real_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Sizes that the loop does not really run would have the times of smaller ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     computed: list[int] = []
-    forward = ModelRunner.forward
+    run = StepPass.run
 
-    def counted(self: Any, tokens: list[int], *args: Any, capture: bool = True) -> Any:
-        if capture:
-            computed.append(len(tokens))
-        return forward(self, tokens, *args, capture=capture)
+    def counted(self: StepPass, layout: StepLayout, *args: Any) -> torch.Tensor:
+        computed.append(layout.num_tokens)
+        return run(self, layout, *args)
 
-    monkeypatch.setattr(ModelRunner, "forward", counted)
+    monkeypatch.setattr(StepPass, "run", counted)
     config = lp.LookaheadConfig(adaptive=True, window_size=4, guess_set_size=20)
     times = lp.LookaheadDecoder(tiny_model(), config).step_times
     assert times is not None and times.num_tokens == (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -106,7 +108,7 @@ def test_a_rank_that_fails_while_steps_are_timed(tmp_path: Path, monkeypatch: py
 
     def body(context: ParallelContext) -> None:
         def failing(self: Any, tokens: list[int], *args: Any, **kwargs: Any) -> Any:
-            if len(tokens) == 12 and kwargs.get("capture", True) and self.original is models[1]:
+            if len(tokens) == 12 and self.original is models[1]:
                 raise RuntimeError("this device is gone")
             return forward(self, tokens, *args, **kwargs)
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.models.view import ModelView
+from tests.captured import captured_runner
 from tests.tiny_models import drawn_text, plain_greedy, tiny_model
 
 ARCHS = ["llama", "gpt2", "falcon", "mistral_sliding", "mixtral", "gemma3", "gemma4", "llama_longrope", "deepseek_v3"]
@@ -99,7 +100,7 @@ def test_what_is_changed_later_is_seen(arch: str, captured: bool) -> None:
     model = tiny_model(arch)
     decoder = lp.LookaheadDecoder(model, CONFIG)
     if captured:
-        decoder.runner._capture_steps(lp.Capture.OFF, probe=False)
+        captured_runner(decoder)
     before, texts = decoder.runner.attention, [plain_greedy(model, IDS, NEW)]
     for change in CHANGES:
         change(model)

@@ -1,0 +1,189 @@
+"""Attention of a tree-shaped step on CUDA: by the fastest kernel that agrees with plain products on this device.
+
+- triton: `lp.attention.tree_kernel`, all keys in one pass, split over them; where Triton is installed.
+- paged: torch's FlashAttention for the cached keys, plain products for the step's own, and their merge. Told where the
+  pages of the cache lie, it splits over keys; without, 64 queries keep 32 of 132 SMs busy.
+- varlen: the same without pages, for a torch that splits wrongly or cannot.
+
+H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens, C: cache slots, N: keys, L + T or C.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from lp.attention.merging import masked_attention, merge
+from lp.errors import UserError
+from lp.optional import is_installed
+
+logger = logging.getLogger(__name__)
+
+HALVES = (torch.float16, torch.bfloat16)
+TRITON = is_installed("triton")
+DTYPES = (*HALVES, torch.float32) if TRITON else HALVES  # that some kernel here takes
+PAGE = 256  # cache slots, the unit of FlashAttention's block tables
+# A trial's largest error of a token, relative to its size: four times an eps, of which a right kernel makes half. In
+# float32 it is the order of the sums. A token that sees one key too many, or too few, is off by 0.1.
+TRIAL_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 0.03, torch.float32: 1e-4}
+TRIAL_CAPACITY = 4 * PAGE
+TRIAL_LENGTHS = (0, 300, 1000)
+TRIAL_TOKENS = 17
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor | None], torch.Tensor]
+
+
+def step_attention_on_cuda(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GND: torch.Tensor,
+    mask_11TT: torch.Tensor,
+    scale: float | None,
+    slot_mapping_T: torch.Tensor | None,
+) -> torch.Tensor:
+    """Arguments and result as those of `lp.attention.flash.step_attention`.
+
+    Raises:
+        ValueError: no kernel works on this device.
+    """
+    _, heads, _, dim = q_1HTD.shape
+    _, kv_heads, _, value_dim = v_1GND.shape
+    name = kernel_for(q_1HTD.device, q_1HTD.dtype, heads, kv_heads, dim, value_dim)
+    return KERNELS[name](q_1HTD, k_1GND, v_1GND, mask_11TT, scale or dim**-0.5, slot_mapping_T)
+
+
+@torch.compiler.assume_constant_result  # a compiled step has the kernel compiled in
+@functools.cache
+def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int) -> str:
+    """The first of KERNELS that passes its trial, made at first use: before a graph is captured, since steps warm up.
+
+    Raises:
+        ValueError: none does; with the reason of each.
+    """
+    refused = []
+    for name, kernel in KERNELS.items():
+        if name == "triton" and not TRITON:
+            continue
+        try:
+            error = _trial_error(kernel, device, dtype, heads, kv_heads, dim, value_dim)
+            if error <= TRIAL_TOLERANCE[dtype]:
+                break
+            reason = f"its results are off by {error:.2g}"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as failure:  # a compiler that is missing, or a head dimension that it takes no more
+            reason = (
+                f"{type(failure).__name__}: {str(failure).strip().splitlines()[0]}" if str(failure) else repr(failure)
+            )
+        refused.append(f"{name} ({reason})")
+    else:
+        raise UserError(
+            f"no attention kernel works with head dimension {dim} and {dtype} on {device}: {'; '.join(refused)}; "
+            "choose attention=sdpa"
+        )
+    if refused:
+        logger.warning("attention=flash runs on %s by %s, not by %s", device, name, "; ".join(refused))
+    return name
+
+
+def _trial_error(
+    kernel: Kernel,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+) -> float:
+    """The largest relative error of a token in drawn steps, against plain products in float32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    q = drawn(1, heads, TRIAL_TOKENS, dim)
+    visible_TT = torch.ones(TRIAL_TOKENS, TRIAL_TOKENS).tril().bool()
+    visible_TT[-1, 1:9] = False
+    mask_11TT = (
+        torch.zeros(visible_TT.shape).masked_fill(~visible_TT, torch.finfo(dtype).min)[None, None].to(device, dtype)
+    )
+    errors = []
+    for length in TRIAL_LENGTHS:
+        end = length + TRIAL_TOKENS
+        k = drawn(1, kv_heads, TRIAL_CAPACITY, dim)
+        v = drawn(1, kv_heads, TRIAL_CAPACITY, value_dim)
+        k[:, :, end:] = 1e3  # what lies behind the step shows in the results, if it is read
+        v[:, :, end:] = 1e3
+        mask_11TN = torch.nn.functional.pad(mask_11TT, (length, 0)).float()
+        expected = masked_attention(q.float(), k[:, :, :end].float(), v[:, :, :end].float(), mask_11TN, dim**-0.5)[0]
+        slot_mapping_T = torch.arange(length, end, device=device)
+        for used_k, used_v, slots in ((k, v, slot_mapping_T), (k[:, :, :end], v[:, :, :end], None)):
+            error = (kernel(q, used_k, used_v, mask_11TT, dim**-0.5, slots).float() - expected).norm(dim=-1)
+            errors.append((error / expected.norm(dim=-1)).max())
+    return float(torch.stack(errors).max())
+
+
+def _triton(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GND: torch.Tensor,
+    mask_11TT: torch.Tensor,
+    scale: float,
+    slot_mapping_T: torch.Tensor | None,
+) -> torch.Tensor:
+    from lp.attention.tree_kernel import tree_attention  # here: it needs Triton
+
+    return tree_attention(q_1HTD, k_1GND, v_1GND, mask_11TT[0, 0], slot_mapping_T, scale)
+
+
+def _varlen(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GND: torch.Tensor,
+    mask_11TT: torch.Tensor,
+    scale: float,
+    slot_mapping_T: torch.Tensor | None,
+    paged: bool = False,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # of CUDA builds
+
+    num_tokens = q_1HTD.shape[2]
+    if slot_mapping_T is None:
+        length = k_1GND.shape[2] - num_tokens
+        used_length = None
+        own_k = k_1GND[:, :, length:]
+        own_v = v_1GND[:, :, length:]
+        k_1GND = k_1GND[:, :, :length]
+        v_1GND = v_1GND[:, :, :length]
+    else:
+        length = k_1GND.shape[2]
+        used_length = slot_mapping_T[:1].int()
+        own_k = k_1GND.index_select(2, slot_mapping_T)
+        own_v = v_1GND.index_select(2, slot_mapping_T)
+    own, own_lse = masked_attention(q_1HTD, own_k, own_v, mask_11TT, scale)
+    if not length:
+        return own
+    bounds = torch.arange(2, dtype=torch.int32, device=q_1HTD.device)  # one sequence: from 0 to its length
+    q_THD, k_NGD, v_NGD = (states[0].transpose(0, 1) for states in (q_1HTD, k_1GND, v_1GND))
+    pages = {}
+    if paged and used_length is not None and length % PAGE == 0:
+        pages["block_table"] = torch.arange(length // PAGE, dtype=torch.int32, device=q_1HTD.device)[None]
+        k_NGD = k_NGD.unflatten(0, (-1, PAGE))
+        v_NGD = v_NGD.unflatten(0, (-1, PAGE))
+    grouped = q_1HTD.shape[1] != k_1GND.shape[1]
+    out_THD, lse_HT = varlen_attn(
+        q_THD, k_NGD, v_NGD, bounds * num_tokens, bounds * length, num_tokens, length,
+        return_aux=AuxRequest(lse=True), scale=scale, enable_gqa=grouped, seqused_k=used_length, **pages,
+    )  # fmt: skip
+    assert lse_HT.shape == q_1HTD.shape[1:3], "(H, T) in torch 2.13, though its documentation has another order"
+    merged = merge(out_THD.transpose(0, 1)[None], lse_HT[None], own, own_lse)
+    return merged if used_length is None else torch.where(used_length > 0, merged, own)
+
+
+KERNELS: dict[str, Kernel] = {  # in the order in which they are tried
+    "triton": _triton,
+    "paged": functools.partial(_varlen, paged=True),
+    "varlen": _varlen,
+}

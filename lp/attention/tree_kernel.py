@@ -1,0 +1,299 @@
+"""Tree attention in two Triton kernels: cached tokens and the step's own in one pass over the KV cache, split over keys
+so that a step of few tokens keeps all SMs busy, then the splits combined by their log-sum-exp ("Flash-Decoding").
+
+H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: step tokens, L: cached tokens, N: keys, L + T or C,
+C: cache slots, D: head dimension of queries and keys, E: of values, S: splits. One KV head's queries are T x R rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LARGEST_SPLITS = 64
+PROGRAMS_PER_SM = 2  # that fit beside each other in an SM's shared memory
+SMS_WITHOUT_A_GPU = 8  # for the interpreter
+
+
+@triton.jit
+def _attend(
+    q, k_base, v_base, mask_base, block_start, end, length, num_tokens, token_M, row_ok_M,
+    stride_kn, stride_vn, stride_mt, scale, top_M, norm_M, acc_ME,
+    MASKED: tl.constexpr, ADDITIVE: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """One block of keys: the running maximum, sum and weighted values with it. Exponentials are powers of 2.
+
+    MASKED: the block may hold keys of the step, or none behind its last.
+    """
+    n = tl.arange(0, BN)
+    d = tl.arange(0, BD)
+    e = tl.arange(0, BE)
+    # Only the block's start is wide: 64-bit offsets of every element would take twice the registers.
+    k_pointers = k_base + tl.cast(block_start, tl.int64) * stride_kn + n[None, :] * stride_kn + d[:, None]
+    v_pointers = v_base + tl.cast(block_start, tl.int64) * stride_vn + n[:, None] * stride_vn + e[None, :]
+    key_N = block_start + n
+    key_ok_N = key_N < end
+    if MASKED:  # what lies behind the step's keys may be a NaN, which no weight of 0 would hide
+        k = tl.load(k_pointers, mask=key_ok_N[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_pointers, mask=key_ok_N[:, None] & (e < E)[None, :], other=0.0)
+    else:
+        if D == BD:
+            k = tl.load(k_pointers)
+        else:
+            k = tl.load(k_pointers, mask=(d < D)[:, None], other=0.0)
+        if E == BE:
+            v = tl.load(v_pointers)
+        else:
+            v = tl.load(v_pointers, mask=(e < E)[None, :], other=0.0)
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    if MASKED:
+        own_N = key_N - length  # index of the step's token; cached: negative
+        is_own = (own_N >= 0) & key_ok_N
+        own_mask = tl.load(
+            mask_base + token_M[:, None] * stride_mt + own_N[None, :],
+            mask=row_ok_M[:, None] & is_own[None, :],
+            other=0,
+        )
+        if ADDITIVE:
+            scores += own_mask.to(tl.float32) * LOG2_E
+            scores = tl.where(key_ok_N[None, :], scores, float("-inf"))
+        else:
+            seen = (own_N < 0)[None, :] | (own_mask != 0)
+            scores = tl.where(seen & key_ok_N[None, :], scores, float("-inf"))
+    new_top_M = tl.maximum(top_M, tl.max(scores, 1))
+    base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)  # -inf minus itself would be NaN
+    p = tl.exp2(scores - base_M[:, None])
+    keep_M = tl.exp2(top_M - base_M)
+    norm_M = norm_M * keep_M + tl.sum(p, 1)
+    acc_ME = acc_ME * keep_M[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+    return new_top_M, norm_M, acc_ME
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_keys"])
+def _split_kernel(
+    q_base, k_base, v_base, mask_base, slots_base, out_base, lse_base, num_tokens, num_keys, scale,
+    stride_qh, stride_qt, stride_kg, stride_kn, stride_vg, stride_vn, stride_mt,
+    R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_SLOTS: tl.constexpr, SPLIT: tl.constexpr,
+    ADDITIVE: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of one KV head over one split of the keys; grid (blocks of rows, G, S).
+
+    Without SPLIT it writes the output, (T, H, E), else that of its split, (G, S, T x R, E), and its log-sum-exp.
+    PRODUCTS is the dtype that is multiplied.
+    """
+    g = tl.program_id(1)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    if HAS_SLOTS:
+        length = tl.load(slots_base).to(tl.int32)  # L is the slot of the step's first token
+    else:
+        length = num_keys - num_tokens
+    end = length + num_tokens
+    # The keys there are, and not the capacity, are divided among the splits.
+    blocks_per_split = tl.cdiv(tl.cdiv(end, BN), num_splits)
+    split_start = split * blocks_per_split * BN
+    split_end = tl.minimum(split_start + blocks_per_split * BN, end)
+    only_cached_end = tl.minimum(tl.maximum(length // BN * BN, split_start), split_end)
+
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    token_M = m // R  # a token's heads lie side by side, as in the output
+    head_M = g * R + m % R
+    row_ok_M = token_M < num_tokens
+    d = tl.arange(0, BD)
+    e = tl.arange(0, BE)
+    q = tl.load(
+        q_base + head_M[:, None] * stride_qh + token_M[:, None] * stride_qt + d[None, :],
+        mask=row_ok_M[:, None] & (d < D)[None, :],
+        other=0.0,
+    ).to(PRODUCTS)
+    scale *= LOG2_E
+    k_base += g.to(tl.int64) * stride_kg
+    v_base += g.to(tl.int64) * stride_vg
+    top_M = tl.full((BM,), float("-inf"), tl.float32)
+    norm_M = tl.zeros((BM,), tl.float32)
+    acc_ME = tl.zeros((BM, BE), tl.float32)
+    for start in tl.range(split_start, only_cached_end, BN):
+        top_M, norm_M, acc_ME = _attend(
+            q, k_base, v_base, mask_base, start, end, length, num_tokens, token_M, row_ok_M,
+            stride_kn, stride_vn, stride_mt, scale, top_M, norm_M, acc_ME,
+            False, ADDITIVE, BN, D, BD, E, BE,
+        )  # fmt: skip
+    for start in tl.range(only_cached_end, split_end, BN):
+        top_M, norm_M, acc_ME = _attend(
+            q, k_base, v_base, mask_base, start, end, length, num_tokens, token_M, row_ok_M,
+            stride_kn, stride_vn, stride_mt, scale, top_M, norm_M, acc_ME,
+            True, ADDITIVE, BN, D, BD, E, BE,
+        )  # fmt: skip
+    out_ME = acc_ME / tl.where(norm_M == 0, 1.0, norm_M)[:, None]
+    if SPLIT:
+        rows = num_tokens * R
+        index_M = (g * num_splits + split).to(tl.int64) * rows + m
+        tl.store(lse_base + index_M, top_M + tl.log2(norm_M), mask=row_ok_M)  # -inf of a split without keys
+        tl.store(out_base + index_M[:, None] * E + e[None, :], out_ME, mask=row_ok_M[:, None] & (e < E)[None, :])
+    else:
+        heads = tl.num_programs(1) * R
+        index_M = token_M.to(tl.int64) * heads + head_M
+        tl.store(
+            out_base + index_M[:, None] * E + e[None, :],
+            out_ME.to(out_base.dtype.element_ty),
+            mask=row_ok_M[:, None] & (e < E)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _combine_kernel(
+    parts_base, lse_base, out_base, num_splits, R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr
+):
+    """The output of one row from those of its splits; grid (T x R, G)."""
+    row = tl.program_id(0)
+    g = tl.program_id(1)
+    s = tl.arange(0, BS)
+    e = tl.arange(0, BE)
+    index_S = (g * num_splits + s).to(tl.int64) * tl.num_programs(0) + row
+    lse_S = tl.load(lse_base + index_S, mask=s < num_splits, other=float("-inf"))
+    best = tl.max(lse_S, 0)
+    share_S = tl.exp2(lse_S - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(share_S, 0)
+    parts_SE = tl.load(
+        parts_base + index_S[:, None] * E + e[None, :], mask=(share_S > 0)[:, None] & (e < E)[None, :], other=0.0
+    )
+    out_E = tl.sum(parts_SE * share_S[:, None], 0) / tl.where(total == 0, 1.0, total)
+    heads = tl.num_programs(1) * R
+    at = (row // R).to(tl.int64) * heads + g * R + row % R
+    tl.store(out_base + at * E + e, out_E.to(out_base.dtype.element_ty), mask=e < E)
+
+
+def block_sizes(num_rows: int, dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
+    """What a launch is compiled for: two programs fit beside each other in an H100's shared memory, one in an A100's.
+
+    Args:
+        num_rows: T x R.
+        dim, value_dim: D and E, up to 256 each.
+        itemsize: bytes of a number.
+    """
+    block_dim = max(triton.next_power_of_2(dim), 16)  # 16: the least that a tensor core multiplies
+    block_value_dim = max(triton.next_power_of_2(value_dim), 16)
+    small = max(block_dim, block_value_dim) <= 128 and itemsize == 2
+    block_rows = min(max(triton.next_power_of_2(num_rows), 16), 128 if small else 64)
+    return {
+        "BD": block_dim,
+        "BE": block_value_dim,
+        "BM": block_rows,
+        "BN": 64 if small else 32,
+        "num_warps": 8 if block_rows == 128 else 4,
+        "num_stages": 2,
+    }
+
+
+def choose_splits(num_row_blocks: int, kv_heads: int, num_key_blocks: int, num_sms: int) -> int:
+    """S: as many programs as run at once, each with a block of keys at least where the whole buffer is used."""
+    fitting = PROGRAMS_PER_SM * num_sms // (num_row_blocks * kv_heads)
+    return max(1, min(fitting, num_key_blocks, LARGEST_SPLITS))
+
+
+def _products_of(q: torch.Tensor) -> tl.dtype:
+    """The dtype of what is multiplied: the queries', but for Triton's interpreter, to which bfloat16 is an integer."""
+    if q.device.type == "cpu" or q.dtype is torch.float32:
+        return tl.float32
+    return tl.float16 if q.dtype is torch.float16 else tl.bfloat16
+
+
+@functools.cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SMS_WITHOUT_A_GPU
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch_tree_attention(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GNE: torch.Tensor,
+    mask_TT: torch.Tensor,
+    slot_mapping_T: torch.Tensor | None,
+    scale: float,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Arguments and result as those of `tree_attention`.
+
+    Args:
+        num_splits: S; None: by the shapes and the device.
+    """
+    q_HTD, k_GND, v_GNE = (states[0] if states.stride(-1) == 1 else states[0].contiguous()
+                           for states in (q_1HTD, k_1GND, v_1GNE))  # fmt: skip
+    heads, num_tokens, dim = q_HTD.shape
+    kv_heads, num_keys, value_dim = v_GNE.shape
+    repeats = heads // kv_heads
+    additive = mask_TT.is_floating_point()
+    mask_TT = mask_TT if mask_TT.stride(-1) == 1 else mask_TT.contiguous()
+    mask_TT = mask_TT if additive else mask_TT.view(torch.uint8)
+    num_rows = num_tokens * repeats
+    sizes = block_sizes(num_rows, dim, value_dim, q_HTD.itemsize)
+    num_row_blocks = triton.cdiv(num_rows, sizes["BM"])
+    if num_splits is None:
+        num_key_blocks = triton.cdiv(num_keys, sizes["BN"])
+        num_splits = choose_splits(num_row_blocks, kv_heads, num_key_blocks, _num_sms(q_HTD.device))
+    out_THE = q_HTD.new_empty(num_tokens, heads, value_dim)
+    split = num_splits > 1
+    parts = q_HTD.new_empty((kv_heads, num_splits, num_rows, value_dim), dtype=torch.float32) if split else out_THE
+    lse = q_HTD.new_empty((kv_heads, num_splits, num_rows), dtype=torch.float32) if split else out_THE
+    with torch.cuda.device_of(q_HTD):  # Triton launches on the current device
+        _split_kernel[(num_row_blocks, kv_heads, num_splits)](
+            q_HTD, k_GND, v_GNE, mask_TT, mask_TT if slot_mapping_T is None else slot_mapping_T, parts, lse,
+            num_tokens, num_keys, scale,
+            *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2], mask_TT.stride(0),
+            R=repeats, D=dim, E=value_dim, HAS_SLOTS=slot_mapping_T is not None, SPLIT=split,
+            ADDITIVE=additive, PRODUCTS=_products_of(q_HTD), **sizes,
+        )  # fmt: skip
+        if split:
+            block_splits = triton.next_power_of_2(num_splits)
+            _combine_kernel[(num_rows, kv_heads)](
+                parts, lse, out_THE, num_splits, R=repeats, E=value_dim, BE=sizes["BE"], BS=block_splits
+            )
+    return out_THE[None].transpose(1, 2)
+
+
+@torch.library.custom_op("lp::tree_attention", mutates_args=())
+def tree_attention(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GNE: torch.Tensor,
+    mask_TT: torch.Tensor,
+    slot_mapping_T: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Every token of a step attends to all cached tokens, and to those of the step that its mask shows.
+
+    Products are added up in float32, whatever the dtype. Keys behind the step's last are never read.
+
+    Args:
+        q_1HTD: queries; float16, bfloat16 or float32, as keys and values.
+        k_1GND, v_1GNE: those of the cached tokens, then the step's, N = L + T; the whole cache, N = C, if
+            `slot_mapping_T` is given. Any strides, but for the last dimension's.
+        mask_TT: which tokens of the step each one sees: bool, or added to the scores.
+        slot_mapping_T: int64, the cache slots of the step's tokens, one behind the other: L, the first, is data.
+        scale: of the scores.
+
+    Returns:
+        (1, H, T, E), a transposed view of memory laid out as (T, H, E).
+    """
+    return launch_tree_attention(q_1HTD, k_1GND, v_1GNE, mask_TT, slot_mapping_T, scale)
+
+
+@tree_attention.register_fake
+def _(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GNE: torch.Tensor,
+    mask_TT: torch.Tensor,
+    slot_mapping_T: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    _, heads, num_tokens, _ = q_1HTD.shape
+    return q_1HTD.new_empty(1, num_tokens, heads, v_1GNE.shape[-1]).transpose(1, 2)

@@ -1,0 +1,202 @@
+"""What a rank's device does in a step: the forward pass, sampling, and the message to the other ranks.
+
+n: sampled nodes, V: vocabulary, K: top-k logits of a node, P: int64s of a message, R: ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+
+from lp.draft.layout import StepLayout
+from lp.engine.captured_tail import CapturedTail
+from lp.engine.output import StepTimer
+from lp.models.captured_steps import CapturedStep
+from lp.models.graph_recorder import CaptureFailed
+from lp.models.kv_cache import StaticKVCache
+from lp.models.runner import ModelRunner
+from lp.parallel.context import ParallelContext
+from lp.parallel.message import Header, MessageShape, Sampled, best_logits, known_part, pack
+from lp.sampling.sampler import Sampler
+from lp.sampling.top_logits import pack_top_logits
+
+logger = logging.getLogger(__name__)
+MOST_TAILS = 8  # of one bucket, of samplers that differ in their settings; the oldest goes
+
+
+class StepPass:
+    """Runs the steps of one generation on this rank's device.
+
+    A captured step is two graphs, the forward pass and the tail: sampling and the message. The host waits once, for the
+    message. Where steps are not captured, or the sampler needs the host, the same is done by one operation at a time.
+
+    Args:
+        runner: of the model.
+        cache: of the generation.
+        sampler: of the generation.
+        context: the ranks.
+        shape: of the messages.
+        timer: of the step.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: StaticKVCache,
+        sampler: Sampler,
+        context: ParallelContext,
+        shape: MessageShape,
+        timer: StepTimer,
+    ) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.sampler = sampler
+        self.context = context
+        self.shape = shape
+        self.timer = timer
+        self._capture_key = sampler.capture_key if runner.captures(cache) else None
+        if self._capture_key is not None:
+            assert runner.captured
+            sampler.share_noise(runner.captured.shared)
+        self._on_host: torch.Tensor | None = None
+        self._clock = _Clock() if runner.device.type == "cuda" else None
+
+    def capture(self, num_tokens: int, num_logits: Sequence[int]) -> None:
+        """Capture steps of all buckets up to so many tokens, so that none is captured while text is generated.
+
+        Args:
+            num_tokens: of the largest step.
+            num_logits: how many top-k logits steps may take of every node.
+        """
+        for step in self.runner.captured_steps(num_tokens, self.cache):
+            if self._capture_key is not None and any(self._tail_key(k) not in step.tails for k in num_logits):
+                logits_BV = step.run()
+                for k in num_logits:
+                    self._tail(step, logits_BV, k)
+        if self.runner.captured:
+            self.runner.captured.settle()
+
+    def run(
+        self, layout: StepLayout, header: Header, text: Sequence[int], step_tokens: int, num_logits: int
+    ) -> torch.Tensor:
+        """This rank's message (P,), on its device, which may still be at it.
+
+        Args:
+            layout: of the step.
+            header: of the message.
+            text: prompt and generated tokens.
+            step_tokens: to pad the step to.
+            num_logits: top-k logits that are taken of every node, at most K.
+        """
+        self._on_host = None
+        with self.timer.forward:
+            if self._clock:
+                self._clock.start()
+            inputs = layout.step_tokens(step_tokens)
+            missing = len(layout.catch_up)
+            logits_indices = [missing + node for node in layout.sampled_nodes]
+            step = self.runner.staged(*inputs, self.cache, logits_indices)
+            if step is None:
+                logits = self.runner.forward(*inputs, self.cache, logits_indices, capture=False)
+            else:
+                logits_BV = step.run()
+                if tail := self._tail(step, logits_BV, num_logits):
+                    self._on_host = tail.on_host
+                    return tail.run(known_part(header, layout, self.shape), *self._sampled_nodes(layout))
+                logits = logits_BV[: len(logits_indices)]
+            return pack(header, layout, self._sampled(logits, layout, text, num_logits), self.shape)
+
+    def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
+        """The message of a rank that has nothing to report but its header."""
+        self._on_host = None
+        if self._clock:
+            self._clock.start()
+        nothing = torch.zeros(len(layout.sampled_nodes), 0, dtype=torch.int64, device=self.runner.device)
+        return pack(header, layout, Sampled(nothing.sum(1), nothing), self.shape)
+
+    def exchange(self, message: torch.Tensor) -> np.ndarray:
+        """The messages of all ranks, (R, P): the host waits for the device, once."""
+        if self._clock is None:
+            with self.timer.exchange:
+                return self._everyones(message).numpy()
+        with self.timer.forward:
+            self._clock.computed.record()
+            if self._on_host is not None:
+                self._clock.computed.synchronize()
+            messages = self._everyones(message)
+        self.timer.count_as_exchange(self._clock.since_computed_s())
+        return messages.numpy()
+
+    def _everyones(self, message: torch.Tensor) -> torch.Tensor:
+        return self.context.all_gather(message) if self._on_host is None else self._on_host[None]
+
+    def _tail(self, step: CapturedStep, logits_BV: torch.Tensor, num_logits: int) -> CapturedTail | None:
+        """The captured tail of a captured step; None if the sampler has none, or it can't be captured."""
+        if self._capture_key is None:
+            return None
+        key = self._tail_key(num_logits)
+        if key not in step.tails:
+            if len(step.tails) == MOST_TAILS:
+                del step.tails[next(iter(step.tails))]
+            assert self.runner.captured
+            recorder = self.runner.captured.recorder
+            compared = self.context.world_size > 1
+            try:
+                step.tails[key] = CapturedTail(
+                    recorder, logits_BV, self.sampler, self.shape, num_logits, compared, to_host=not compared
+                )
+            except CaptureFailed as error:
+                logger.info("sampling is not captured: %s", error)
+                step.tails[key] = None
+        tail: CapturedTail | None = step.tails[key]
+        return tail
+
+    def _tail_key(self, num_logits: int) -> Hashable:
+        return self._capture_key, self.shape, num_logits, self.context.world_size > 1
+
+    def _sampled_nodes(self, layout: StepLayout) -> tuple[list[int], list[bool], list[int]]:
+        """What a tail is to know of the nodes that are sampled."""
+        nodes = layout.sampled_nodes
+        branches = self._branches(layout)
+        noise_rows = self.sampler.noise_rows([layout.positions[node] for node in nodes], branches)
+        return nodes, [branch is not None for branch in branches], noise_rows
+
+    def _sampled(self, logits: torch.Tensor, layout: StepLayout, text: Sequence[int], num_logits: int) -> Sampled:
+        sampler = self.sampler
+        nodes = layout.sampled_nodes
+        branches = self._branches(layout)
+        behind = layout.drafts() if sampler.uses_drafts else {}
+        drafts = [behind.get(node, []) for node in nodes]
+        best = best_logits(logits) if self.context.world_size > 1 else None
+        scores = sampler.scores(logits, branches, text)
+        sampled = sampler.sample(scores, [layout.positions[node] for node in nodes], branches, drafts)
+        top_logits = pack_top_logits(scores, num_logits) if num_logits else sampled.new_zeros(len(nodes), 0)
+        return Sampled(sampled, top_logits, best)  # the top 0 would take time, too
+
+    def _branches(self, layout: StepLayout) -> list[list[int] | None]:
+        """The tokens behind `c` that processors see of every sampled node; None where no walk can reach it."""
+        if self.sampler.prefix_free:
+            return [[] if layout.reachable(node) else None for node in layout.sampled_nodes]
+        return [layout.branch_tokens(node) for node in layout.sampled_nodes]
+
+
+class _Clock:
+    """Tells how long a GPU computed a step, and how long the exchange took behind it."""
+
+    def __init__(self) -> None:
+        self.started = torch.cuda.Event(enable_timing=True)
+        self.computed = torch.cuda.Event(enable_timing=True)
+        self._began = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+        self.started.record()
+
+    def since_computed_s(self) -> float:
+        """Seconds from then until now: both events must be over."""
+        computing_s = self.started.elapsed_time(self.computed) / 1000
+        return max(time.perf_counter() - self._began - computing_s, 0.0)

@@ -1,0 +1,103 @@
+"""CUDA graphs: work on a GPU recorded once, and replayed by one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+WARM_UPS = 2  # runs before a capture, in which libraries allocate their workspaces
+
+
+class CaptureFailed(RuntimeError):
+    """The work can't be recorded."""
+
+
+class GraphRecorder:
+    """Records work of one device, in one stream; its graphs share one memory pool, since they never run at once.
+
+    What a graph returns holds until another graph of the recorder is replayed: only then may its memory be reused.
+
+    Args:
+        device: of the work.
+        recording: False: work runs as it is, as it must without a GPU.
+    """
+
+    def __init__(self, device: torch.device, recording: bool) -> None:
+        self.device = device
+        self.recording = recording
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def record(self, work: Callable[[], T]) -> Callable[[], T]:
+        """What runs the work, and returns what it returned, in the same memory each time.
+
+        Args:
+            work: reads what it needs from memory that stays where it is.
+
+        Raises:
+            CaptureFailed: it waits for the device, or does something else that no graph takes.
+        """
+        if not self.recording:
+            return _Repeated(work)
+        try:
+            return self._recorded(work)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may do anything that no graph takes
+            raise CaptureFailed(str(error).strip() or type(error).__name__) from error
+
+    def _recorded(self, work: Callable[[], T]) -> Callable[[], T]:
+        # A capture that fails leaves its stream the current one: the outer block makes it what it was.
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream()):
+            if self._stream is None:  # torch's own stream for captures may be of another device
+                self._stream = torch.cuda.Stream()
+                self._pool = torch.cuda.graph_pool_handle()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS - 1):
+                    work()
+                with _no_waiting():
+                    work()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                result = work()
+        return partial(_replay, graph, result, work)
+
+
+class _Repeated(Generic[T]):
+    """Work that is done again each time; a tensor that it returns lies in the memory of the first one, as a graph's."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._result: T | None = None
+
+    def __call__(self) -> T:
+        result = self._work()
+        if isinstance(self._result, torch.Tensor) and isinstance(result, torch.Tensor):
+            self._result.copy_(result)
+        else:
+            self._result = result
+        return self._result
+
+
+def _replay(graph: torch.cuda.CUDAGraph, result: T, work: Callable[[], T]) -> T:
+    """Replay a graph; what `work` refers to is the memory that it reads, which must live as long."""
+    graph.replay()
+    return result
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Waiting for the device is an error. Found in a capture it would leave torch's allocator in the capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,124 @@
+"""Cases of the tree kernel, and its parity with a softmax in float64; as a program, in Triton's interpreter on a CPU.
+
+H: query heads, G: KV heads, T: step tokens, L: cached tokens, C: cache slots, D: head dimension, E: of values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step; 0 for `value_dim` is `dim`, and for `num_splits` what the launch chooses."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    num_tokens: int = 7
+    length: int = 70
+    dim: int = 16
+    value_dim: int = 0
+    capacity: int = 300
+    dtype: torch.dtype = torch.float32
+    num_splits: int = 0
+    size: float = 1.0  # of queries and keys
+
+
+SMALL = {
+    "nothing cached": Case(length=0),
+    "one token": Case(num_tokens=1, heads=2),
+    "one token and nothing cached": Case(num_tokens=1, length=0, kv_heads=4),
+    "the whole cache": Case(capacity=77),
+    "head dimension 80": Case(dim=80),
+    "head dimension 96": Case(dim=96, kv_heads=4),
+    "values of another dimension": Case(dim=48, value_dim=24),
+    "one split": Case(num_splits=1),
+    "splits without keys": Case(length=10, num_splits=7),
+    "own keys on both sides of a split": Case(num_tokens=40, length=40, num_splits=3),
+    "many rows": Case(num_tokens=70, length=30, heads=6, num_splits=2),
+    "float16": Case(dtype=torch.float16, num_splits=3),
+    "bfloat16": Case(dtype=torch.bfloat16, num_splits=3),
+    "scores beyond float16": Case(dtype=torch.float16, size=30.0, dim=64),
+    "512 tokens": Case(num_tokens=512, heads=2, kv_heads=1, capacity=600),
+}
+# Largest error of an output, in eps of the dtype over the largest value: sums are in float32, where scores carry an eps
+# each into the weights; weights and outputs of halves are rounded once. The interpreter cuts bfloat16 off instead.
+TOLERANCE = {torch.float32: 4.0, torch.float16: 0.6, torch.bfloat16: 1.0}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Arguments of the kernel, and what it must give: (1, H, T, E) in float64."""
+
+    q_1HTD: torch.Tensor
+    k_1GCD: torch.Tensor
+    v_1GCE: torch.Tensor
+    visible_TT: torch.Tensor
+    slot_mapping_T: torch.Tensor
+    scale: float
+    expected_1HTE: torch.Tensor
+
+
+def draw(case: Case, device: torch.device) -> Drawn:
+    """A step over a tree; keys and values are views, of unlike strides, and NaN behind the step's."""
+    rng = random.Random(repr(case))
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    value_dim = case.value_dim or case.dim
+    q = (drawn(1, case.num_tokens, case.heads, case.dim) * case.size).transpose(1, 2).to(case.dtype)
+    k = (drawn(1, case.capacity, case.kv_heads, case.dim) * case.size).transpose(1, 2).to(case.dtype)
+    v = drawn(3, 1, case.kv_heads, case.capacity, value_dim)[1].to(case.dtype)
+    visible_TT = torch.eye(case.num_tokens, dtype=torch.bool)
+    for token in range(1, case.num_tokens):
+        visible_TT[token] |= visible_TT[rng.randrange(token)]
+    end = case.length + case.num_tokens
+    scale = rng.choice([case.dim**-0.5, 1 / case.dim])
+    k_HND, v_HNE = (x[0, :, :end].double().repeat_interleave(case.heads // case.kv_heads, 0) for x in (k, v))
+    scores_HTN = q[0].double() @ k_HND.mT * scale
+    scores_HTN[..., case.length :].masked_fill_(~visible_TT, -torch.inf)
+    expected = (scores_HTN.softmax(-1) @ v_HNE)[None]
+    k[:, :, end:] = torch.nan
+    v[:, :, end:] = torch.nan
+    slots = torch.arange(case.length, end)
+    return Drawn(*(x.to(device) for x in (q, k, v, visible_TT, slots)), scale, expected.to(device))
+
+
+def worst_error(case: Case, device: torch.device) -> float:
+    """Of both kinds of mask, with the length as data and as a shape; in units of TOLERANCE."""
+    from lp.attention.tree_kernel import launch_tree_attention  # here: the environment says whether it is interpreted
+
+    step = draw(case, device)
+    end = case.length + case.num_tokens
+    lowest = torch.finfo(case.dtype).min
+    additive_TT = torch.zeros_like(step.visible_TT, dtype=case.dtype).masked_fill_(~step.visible_TT, lowest)
+    errors = []
+    for mask_TT, slots in product((step.visible_TT, additive_TT), (step.slot_mapping_T, None)):
+        keys = case.capacity if slots is not None else end
+        k, v = step.k_1GCD[:, :, :keys], step.v_1GCE[:, :, :keys]
+        out = launch_tree_attention(step.q_1HTD, k, v, mask_TT, slots, step.scale, case.num_splits or None)
+        assert out.shape == step.expected_1HTE.shape and out.dtype == case.dtype
+        errors.append((out.double() - step.expected_1HTE).abs().max())
+    largest_value = step.v_1GCE[:, :, :end].double().abs().max()
+    return float(torch.stack(errors).max() / largest_value / torch.finfo(case.dtype).eps / TOLERANCE[case.dtype])
+
+
+def main() -> None:
+    """Prints the error of every case as JSON."""
+    torch.set_num_threads(1)
+    assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels need a GPU"
+    names = sys.argv[1:] or SMALL
+    print(json.dumps({name: worst_error(SMALL[name], torch.device("cpu")) for name in names}))
+
+
+if __name__ == "__main__":
+    main()
