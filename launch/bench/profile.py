@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lp.attention.ablation import WithoutAttention
 from lp.checks import check_count, check_int, set_field
-from lp.config import KVSync, LookaheadConfig
+from lp.config import Capture, KVSync, LookaheadConfig
 from lp.draft.layout import StepLayout
 from lp.draft.registry import Call as SourceCall
 from lp.draft.tree import DraftTreeBuilder
@@ -28,6 +28,7 @@ from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.models.loader import context_limit, vocabulary_size
+from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams
 
@@ -239,11 +240,13 @@ def profile(
     ceilings = CeilingCalls(device, model.dtype)
     with torch.inference_mode(), ExitStack() as stack:
         most = max(budget, *plan.sizes)
-        whole = Passes(alone().runner, ids[:-1], most, PREFILL_CHUNK)
-        bare_runner = alone().runner
-        # From here on: a step that was captured with attention would replay it.
+        # Runners of their own: the decoder's empties its cache for every text, and must keep its attention.
+        captured = decoder.runner.captured
+        capture = captured.mode if captured else Capture.OFF
+        whole_runner, bare_runner = (ModelRunner(model, decoder.attention, capture) for _ in range(2))
+        # Now, and for good: a step that was captured with attention would replay it.
         attention = stack.enter_context(WithoutAttention(bare_runner.model))
-        bare = Passes(bare_runner, ids[:-1], most, PREFILL_CHUNK)
+        whole, bare = (Passes(runner, ids[:-1], most, PREFILL_CHUNK) for runner in (whole_runner, bare_runner))
         calls: dict[str, Call] = {
             **ceilings.calls(),
             "decode": lambda: outputs.append(decode()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,9 @@ def load(
 ) -> Loaded:
     """Load a model folder or hub name through transformers.
 
+    In the checkpoint's own dtype weights stay mapped from its file. In another one a CPU holds the cast copy; for a GPU
+    they are cast there, one tensor after the other, so that no rank of a host holds them all.
+
     Args:
         name_or_path: folder with config.json, or a hub name; "demo" is the embedded model.
         dtype: float64, float32, bfloat16, float16, or "auto" for what the checkpoint says.
@@ -64,13 +68,53 @@ def load(
     }
     if attn_implementation:
         kwargs["attn_implementation"] = attn_implementation
+    on_cpu = torch.device(device).type == "cpu"
     quantised = getattr(config, "quantization_config", None) is not None
-    if quantised and torch.device(device).type != "cpu":
+    if quantised and not on_cpu:
         kwargs["device_map"] = {"": torch.device(device)}  # such weights may not be moved once they are loaded
-    model = _model(source, config, kwargs)
+    castable = dtype in DTYPES and not on_cpu and not quantised and not _keeps_float32(config)
+    model = _model(source, config, kwargs | {"dtype": "auto"} if castable else kwargs)
+    if castable and not cast_on(device, model, DTYPES[dtype]):
+        model = _model(source, config, kwargs)
     tokenizer = _tokenizer(source, trust_remote_code, offline)
     check_vocabulary(model, tokenizer)
     return Loaded((model if quantised else model.to(device)).eval(), tokenizer)
+
+
+def cast_on(device: str | torch.device, model: PreTrainedModel, dtype: torch.dtype) -> bool:
+    """Move a model to a device and cast it there, tensor by tensor, as if it had been loaded in that dtype.
+
+    Args:
+        device: of the weights.
+        model: loaded in the dtype of its checkpoint.
+        dtype: of its parameters from now on.
+
+    Returns:
+        Whether that was done; False where the model computes buffers of its own in its dtype: load it in that dtype.
+    """
+    with torch.device("meta"):
+        expected = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    if any(mine.dtype != theirs.dtype for mine, theirs in zip(model.buffers(), expected.buffers(), strict=True)):
+        return False
+    moved: dict[int, torch.nn.Parameter] = {}  # by the id of the one that it replaces: weights may be tied
+    for parameter in model.parameters():
+        values = parameter.detach().to(device)
+        values = values.to(dtype) if values.is_floating_point() else values
+        moved[id(parameter)] = torch.nn.Parameter(values, parameter.requires_grad)
+    for module in model.modules():
+        module._parameters.update({name: moved[id(one)] for name, one in module._parameters.items() if one is not None})
+    model.to(device)  # the buffers
+    for config in {id(each): each for each in (model.config, model.config.get_text_config())}.values():
+        config.dtype = dtype
+    return True
+
+
+def _keeps_float32(config: Any) -> bool:
+    """Whether transformers leaves some weights in float32 whatever dtype is asked for."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return True  # code of the checkpoint: nobody knows
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    return any(getattr(kind, f"_keep_in_fp32_modules{which}", None) for which in ("", "_strict"))
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

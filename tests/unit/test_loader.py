@@ -6,6 +6,8 @@ import importlib.util
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +20,10 @@ from safetensors.torch import load_file, save_file
 
 import lp
 from lp.models.digests import model_digests
-from lp.models.loader import load
+from lp.models.loader import cast_on, load
 from lp.models.support import check_supported, inexact_quantisation
 from tests.architectures import draw
+from tests.simulated_cuda.simulation import SimulatedCuda
 from tests.tiny_models import plain_greedy, tiny_config, tiny_model
 
 WEIGHTS = "model.safetensors"
@@ -55,6 +58,99 @@ def _sharded_without_shards(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+MEMORY = """
+import sys, threading, lp
+
+def anonymous_mib():
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(fields["RssAnon"].split()[0]) / 1024
+
+def watch():
+    while not done.wait(0.002):
+        peaks.append(anonymous_mib())
+
+lp.load("demo")  # imports, threads
+done, peaks, before = threading.Event(), [], anonymous_mib()
+watching = threading.Thread(target=watch, daemon=True)
+watching.start()
+model = lp.load(sys.argv[1], sys.argv[2]).model
+done.set()
+watching.join()
+print(max([*peaks, anonymous_mib()]) - before, str(model.dtype))
+"""
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """A checkpoint in bfloat16 that is large beside what a process takes otherwise, and the MiB of its weights."""
+    folder = tmp_path_factory.mktemp("wide")
+    shutil.copytree(tiny_folder, folder, dirs_exist_ok=True)
+    vocabulary = tf.AutoConfig.from_pretrained(folder).vocab_size  # its tokenizer's
+    model = tiny_model(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=vocabulary, dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+    return folder, (folder / WEIGHTS).stat().st_size / MIB
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read as Linux has it")
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.1), ("auto", 0.1), ("float32", 2.2)])
+def test_a_load_takes_the_memory_of_its_weights(wide_folder: tuple[Path, float], dtype: str, most: float) -> None:
+    """Ranks of a host load at once. In its own dtype a checkpoint stays mapped, its pages shared by all of them; in
+    float32 each rank holds twice the size of one in bfloat16, and no more.
+    """
+    folder, size = wide_folder
+    assert size > 100
+    command = [sys.executable, "-c", MEMORY, str(folder), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    taken, loaded = done.stdout.split()
+    assert float(taken) <= most * size and loaded == f"torch.{'float32' if dtype == 'float32' else 'bfloat16'}"
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt_neox", "mistral_sliding", "phi3", "qwen2"])
+@pytest.mark.parametrize(("stored", "dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_cast_on_a_device_is_loaded_in_that_dtype(arch: str, stored: str, dtype: str, tmp_path: Path) -> None:
+    """Rotary frequencies that were cast along would be other ones, and tied weights that part take twice the memory."""
+    tiny_model(arch, dtype=getattr(torch, stored)).save_pretrained(tmp_path)
+    wanted = getattr(torch, dtype)
+    expected = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=wanted)
+    model = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert str(model.dtype) == f"torch.{stored}" and cast_on("cpu", model, wanted)
+    for mine, theirs in ((model.parameters, expected.parameters), (model.buffers, expected.buffers)):
+        pairs = list(zip(mine(), theirs(), strict=True))
+        assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in pairs)
+    assert model.dtype == wanted and model.config.to_dict() == expected.config.to_dict()
+    heads = [each.get_output_embeddings().weight is each.get_input_embeddings().weight for each in (model, expected)]
+    assert heads[0] == heads[1]
+
+
+def test_buffers_that_follow_the_dtype_are_computed_in_it(tmp_path: Path) -> None:
+    """Gemma's embedding scale is rounded where the model is made: a cast one is another number."""
+    tiny_model("gemma3", dtype=torch.float32).save_pretrained(tmp_path)
+    model = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert not cast_on("cpu", model, torch.bfloat16) and model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_gpu_casts_its_own_weights(
+    dtype: str, tiny_folder: Path, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were they cast on the host, every rank of it would hold all of them there first."""
+    asked: list[object] = []
+    from_pretrained = tf.AutoModelForCausalLM.from_pretrained
+
+    def recorded(*args: object, **options: Any) -> Any:
+        asked.append(options["dtype"])
+        return from_pretrained(*args, **options)
+
+    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", recorded)
+    model = load(tiny_folder, dtype, "cuda").model
+    assert asked == ["auto"] and model.dtype == getattr(torch, dtype) and model.device.type == "cuda"
+    load(tiny_folder, dtype, "cpu")
+    assert asked[1:] == [getattr(torch, dtype)]
 
 
 DAMAGED: dict[str, tuple[Change, str]] = {
