@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lp.errors import UserError
     from lp.integrations.custom_generate import generate
     from lp.models.loader import load
+    from lp.models.runner import release
     from lp.parallel.context import ParallelContext
     from lp.sampling.params import SamplingParams, Verifier
 
@@ -57,6 +58,7 @@ __all__ = [
     "load",
     "register_attention",
     "register_source",
+    "release",
 ]
 
 # The public names by the module that has them; a test compares it with the imports above.
@@ -78,6 +80,7 @@ _NAMES = {
     "lp.errors": "UserError",
     "lp.integrations.custom_generate": "generate",
     "lp.models.loader": "load",
+    "lp.models.runner": "release",
     "lp.parallel.context": "ParallelContext",
     "lp.sampling.params": "SamplingParams Verifier",
 }

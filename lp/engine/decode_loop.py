@@ -173,17 +173,21 @@ class Generation:
         self.timer.restart()
         self._cross_rope_boundary()
         layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
-        messages = self._messages(layout, NO_DRAFT, (), num_logits=0)
-        if self.context.world_size == 1:  # unpacking its own message would be felt in every plain step
+        if self.context.world_size == 1:
+            size = self.budget.padded_size(1)
+            token = self._attempt(lambda: self.step_pass.token_alone(layout, self.text, size))
             stop = self._wants_to_stop()
             length = self.num_kept
         else:
+            messages = self._messages(layout, NO_DRAFT, (), num_logits=0)
             gathered = unpack(messages, self.message_shape, len(self.stats), self.rounding)
+            token = sampled_at_c(messages)
             stop = gathered.stop
             length = gathered.length
         if stop:
             return self._stop(stop, length)
-        tokens = [sampled_at_c(messages)]
+        assert token is not None
+        tokens = [token]
         check_sampled(tokens[0], len(self.stats), layout.positions[0])
         self.request.sampler.record([0], [0])
         self.cache.commit([0])

@@ -20,7 +20,7 @@ from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Header, MessageShape, Sampled, best_logits, known_part, pack
+from lp.parallel.message import Header, MessageShape, Sampled, Stop, best_logits, known_part, pack, sampled_at_c
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
 
@@ -109,6 +109,19 @@ class StepPass:
                     return tail.run(known_part(header, layout, self.shape), *self._sampled_nodes(layout))
                 logits = logits_BV[: len(logits_indices)]
             return pack(header, layout, self._sampled(logits, layout, text, num_logits), self.shape)
+
+    def token_alone(self, layout: StepLayout, text: Sequence[int], step_tokens: int) -> int:
+        """The token sampled at `c` by a plain step of a single rank: its message to itself would be felt in each.
+
+        Args:
+            layout, text, step_tokens: as of `run`.
+        """
+        if self.runner.captures(self.cache):
+            return sampled_at_c(self.exchange(self.run(layout, Header(0, Stop.NONE, 0), text, step_tokens, 0)))
+        with self.timer.forward:
+            inputs = layout.step_tokens(step_tokens)
+            logits = self.runner.forward(*inputs, self.cache, layout.sampled_nodes, capture=False)
+            return int(self._sampled(logits, layout, text, num_logits=0).tokens)
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
         """The message of a rank that has nothing to report but its header."""

@@ -30,7 +30,7 @@ from lp.models.architectures import (
     check_unhooked,
     is_plain_mlp,
 )
-from lp.models.merged import is_mergeable, merged
+from lp.models.weight_layout import is_mergeable, laid_out
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class FusedModel:
             raise Unknown("its weights have several dtypes or devices")
         self._layers = [_Layer(layer, self.architecture) for layer in layers]
         self._norm = _Norm(model.model.norm, self.architecture.norm)
+        self._lm_head = _lm_head(model)
         self._rotary_kinds = {layer.kind if self.architecture.rotary_by_kind else None for layer in self._layers}
         self._eager = sys.modules[type(model).__module__].eager_attention_forward
 
@@ -134,7 +135,7 @@ class FusedModel:
             mask = attention_mask[layer.kind] if isinstance(attention_mask, dict) else attention_mask
             x_TE = layer(x_TE, rotation, mask, attend)
         kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep, None)
-        return Output(self._scaled(self.model.lm_head(self._norm(x_TE[kept])[None])))
+        return Output(self._scaled(self._lm_head(self._norm(x_TE[kept])[None])))
 
     def _rotation(self, x_TE: torch.Tensor, position_ids: torch.Tensor, kind: str | None) -> _Rotation:
         """Of the model's own frequencies."""
@@ -165,7 +166,7 @@ class _Attend:
 
 
 class _Layer:
-    """One decoder layer over merged weights."""
+    """One decoder layer."""
 
     def __init__(self, layer: Any, architecture: Architecture) -> None:
         attention = self.attention = layer.self_attn
@@ -177,9 +178,9 @@ class _Layer:
         names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         self.qkv = _Projection(attention, *names)
         self.out = _Projection(attention, "o_proj")
-        self.num_heads = self.out.weight.shape[1] // attention.head_dim  # H
+        self.num_heads = attention.o_proj.in_features // attention.head_dim  # H
         self.num_kv_heads = self.num_heads // attention.num_key_value_groups  # G
-        if len(self.qkv.weight) != (self.num_heads + 2 * self.num_kv_heads) * attention.head_dim:
+        if self.qkv.num_outputs != (self.num_heads + 2 * self.num_kv_heads) * attention.head_dim:
             raise Unknown("its projections have other sizes than its heads")
         modules: dict[str | None, Any] = {**layer._modules, **attention._modules}
         places = (*architecture.attention_norms, *architecture.mlp_norms, "q_norm", "k_norm")
@@ -226,10 +227,9 @@ class _Layer:
 
     def _add(self, x_TE: torch.Tensor, projection: _Projection, h: torch.Tensor, norm: _Norm | None) -> torch.Tensor:
         """The residual stream with a projection of `h` added to it in place."""
-        if norm is None and projection.bias is None:
-            return x_TE.addmm_(h, projection.weight.t(), alpha=self.multiplier)
-        projected = projection(h)
-        return x_TE.add_(projected if norm is None else norm(projected), alpha=self.multiplier)
+        if norm is None:
+            return projection.added_to(x_TE, h, self.multiplier)
+        return x_TE.add_(norm(projection(h)), alpha=self.multiplier)
 
 
 class _Mlp:
@@ -248,7 +248,11 @@ class _Mlp:
 
 
 class _Projection:
-    """Linear layers of one input as one: (..., inputs) to (..., all their outputs)."""
+    """Linear layers of one input as one: (..., inputs) to (..., all their outputs).
+
+    Attributes:
+        num_outputs: of all of them.
+    """
 
     def __init__(self, module: nn.Module, *names: str) -> None:
         linears = [getattr(module, name) for name in names]
@@ -256,11 +260,38 @@ class _Projection:
             raise Unknown(f"a projection is no plain linear layer, but {type(linears[0]).__name__}")
         for linear in linears:
             check_unhooked(linear)
-        self.weight = merged([linear.weight for linear in linears])
-        self.bias = None if linears[0].bias is None else merged([linear.bias for linear in linears])
+        self.weights = laid_out([linear.weight for linear in linears])
+        has_bias = linears[0].bias is not None
+        self.biases = laid_out([linear.bias for linear in linears]) if has_bias else [None] * len(self.weights)
+        self.num_outputs = sum(map(len, self.weights))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if len(self.weights) == 1:
+            return F.linear(x, self.weights[0], self.biases[0])
+        out = x.new_empty(*x.shape[:-1], self.num_outputs)
+        parts = out.split([*map(len, self.weights)], -1)
+        for weight, bias, part in zip(self.weights, self.biases, parts, strict=True):
+            if bias is None:
+                torch.mm(x, weight.t(), out=part)
+            else:
+                torch.addmm(bias, x, weight.t(), out=part)
+        return out
+
+    def added_to(self, x_TE: torch.Tensor, h: torch.Tensor, multiplier: float) -> torch.Tensor:
+        """`x_TE` with the projection of `h` added to it in place."""
+        if self.biases[0] is None:
+            return x_TE.addmm_(h, self.weights[0].t(), alpha=multiplier)
+        return x_TE.add_(self(h), alpha=multiplier)
+
+
+def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A projection, or the module itself: if it is not plain, or if embeddings are looked up in its weight."""
+    if model.lm_head.weight is model.model.embed_tokens.weight:  # whose rows must each lie in one piece
+        return model.lm_head
+    try:
+        return _Projection(model, "lm_head")
+    except Unknown:
+        return model.lm_head
 
 
 class _Norm:

@@ -144,16 +144,14 @@ def test_text_is_that_of_plain_decoding(arch: str) -> None:
     assert decoder.runner.fused and decoder.generate(IDS, 40).tokens == expected
 
 
-def test_several_runners_share_the_merged_weights() -> None:
+def test_several_runners_share_the_weights() -> None:
     model = tiny_model("qwen2")
     names = [name for name, _ in model.named_parameters()]
     before = copy.deepcopy(model.state_dict())
     with torch.inference_mode():  # as where a decoder is made within a generation
         fuse(model)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
-    assert len({linear.weight.untyped_storage().data_ptr() for linear in (attention.q_proj, attention.v_proj)}) == 1
-    assert mlp.up_proj.weight.data_ptr() == mlp.gate_proj.weight.data_ptr() + mlp.gate_proj.weight.nbytes
+    assert model.model.layers[0].self_attn.q_proj.weight.t().is_contiguous(), "on a CPU"
     ModelRunner(model), ModelRunner(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     assert [name for name, _ in model.named_parameters()] == names

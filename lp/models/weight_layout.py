@@ -1,7 +1,9 @@
-"""Merged weights: those of several linear layers in one tensor, so that one product computes all of them.
+"""The weights of linear layers in memory as products read them fastest.
 
-The weights of the layers become views of the merged tensor. Memory does not double, changes of the layers' weights in
-place are changes of the merged tensor, and the layers work as before: on their own, saved, copied, trained.
+On a GPU the layers of one input are merged: one product computes all of them. On a CPU each weight is the transpose of
+one that lies row by row: with few tokens the matrix library reads it up to 1.5 times as fast (docs/step-time.md). The
+layers' own weights become views of that memory. None is there twice, what changes a layer's weight in place changes
+what products read, and the layers work as before: on their own, saved, copied, trained.
 """
 
 from __future__ import annotations
@@ -35,26 +37,37 @@ def _is_plain(parameter: Any) -> bool:
         and parameter.is_floating_point()
         and parameter.layout is torch.strided
         and parameter.device.type != "meta"
-        and parameter.is_contiguous()
         and not parameter.is_inference()  # autograd refuses to have its data replaced
         and not (parameter.device.type == "cpu" and parameter.is_shared())  # other processes hold the same memory
     )
 
 
-def merged(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The rows of all parameters in one tensor, of which the parameters are views, from now on if not before.
+def laid_out(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """The rows of all parameters: in one tensor on a GPU, on a CPU a tensor each, of which the parameters are views.
 
     Args:
         parameters: such as `is_mergeable` has checked, alike but for the number of rows.
     """
-    first = parameters[0]
-    rows = sum(len(parameter) for parameter in parameters)
     with _LOCK, torch.inference_mode(False), torch.no_grad():  # the model may be trained later
-        if not _is_merged(parameters):
-            whole = torch.cat([parameter.data for parameter in parameters])
-            for parameter, view in zip(parameters, whole.split([*map(len, parameters)]), strict=True):
-                parameter.data = view
-        return first.data.as_strided((rows, *first.shape[1:]), first.stride())
+        if parameters[0].device.type == "cpu":
+            return [_transposed(parameter) for parameter in parameters]
+        return [_merged(parameters)]
+
+
+def _transposed(parameter: nn.Parameter) -> torch.Tensor:
+    if not parameter.t().is_contiguous():
+        parameter.data = parameter.data.t().contiguous().t()
+    return parameter.data
+
+
+def _merged(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    first = parameters[0]
+    if not _is_merged(parameters):
+        whole = torch.cat([parameter.data for parameter in parameters])
+        for parameter, view in zip(parameters, whole.split([*map(len, parameters)]), strict=True):
+            parameter.data = view
+    rows = sum(map(len, parameters))
+    return first.data.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _is_merged(parameters: Sequence[nn.Parameter]) -> bool:
@@ -62,4 +75,5 @@ def _is_merged(parameters: Sequence[nn.Parameter]) -> bool:
     storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     ends = [parameter.storage_offset() + parameter.numel() for parameter in parameters]
     starts = [parameter.storage_offset() for parameter in parameters]
-    return len(storages) == 1 and starts[1:] == ends[:-1]
+    contiguous = all(parameter.is_contiguous() for parameter in parameters)
+    return contiguous and len(storages) == 1 and starts[1:] == ends[:-1]

@@ -1,0 +1,153 @@
+"""A model's runner serves all its decoders: steps are captured once, before text is generated."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import lp
+from lp.models.captured_steps import CAPACITY_UNIT, CapturedSteps
+from lp.models.graph_recorder import GraphRecorder
+from lp.models.kv_cache import CacheTooLarge, StaticKVCache
+from lp.models.runner import runner_of
+from tests.captured import captured_runner
+from tests.simulated_cuda import SimulatedCuda
+from tests.tiny_models import drawn_text, plain_greedy, tiny_model
+
+CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
+NEW = 12
+IDS = drawn_text(random.Random("kept"), 20)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The work that was recorded, in turn."""
+    record = GraphRecorder.record
+    works: list[Any] = []
+
+    def noted(self: GraphRecorder, work: Callable[[], Any]) -> Any:
+        works.append(work)
+        return record(self, work)
+
+    monkeypatch.setattr(GraphRecorder, "record", noted)
+    return works
+
+
+def on_gpu() -> Any:
+    return copy.deepcopy(tiny_model()).to("cuda")
+
+
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 20}}
+
+
+@pytest.mark.parametrize("how", SAMPLING)
+def test_three_calls_capture_once(how: str, gpu: SimulatedCuda, recorded: list[Any]) -> None:
+    """A capture takes as long as many steps; `custom_generate` makes a decoder for every call."""
+    model = on_gpu()
+    counts = []
+    for seed in range(3):
+        model.generate(
+            torch.tensor([IDS], device="cuda"),
+            custom_generate=lp.generate,
+            max_new_tokens=NEW,
+            window_size=4,
+            ngram_size=3,
+            guess_set_size=6,
+            seed=seed,
+            **SAMPLING[how],
+        )
+        counts.append(len(recorded))
+    assert counts[0] and len({*counts}) == 1
+
+
+def test_nothing_is_captured_while_text_is_generated(gpu: SimulatedCuda, recorded: list[Any]) -> None:
+    """Or the first steps of every size would seem slow, and ranks would wait for them."""
+    model = on_gpu()
+    seen: list[int] = []
+    sampling = lp.SamplingParams(temperature=0.8, seed=1)
+    for given in (None, sampling):
+        decoder = lp.LookaheadDecoder(model, CONFIG)
+        seen.clear()
+        tokens = decoder.generate(IDS, NEW, given, on_tokens=lambda tokens, step: seen.append(len(recorded))).tokens
+        assert len({*seen, len(recorded)}) == 1
+        assert tokens == lp.AutoregressiveDecoder(tiny_model()).generate(IDS, NEW, given).tokens
+
+
+def test_a_longer_text_leaves_what_is_captured(gpu: SimulatedCuda, recorded: list[Any]) -> None:
+    model = on_gpu()
+    longer = drawn_text(random.Random("longer"), CAPACITY_UNIT)
+    counts = []
+    for ids in (IDS, longer, IDS, longer):
+        tokens = lp.LookaheadDecoder(model, CONFIG).generate(ids, NEW, eos_token_id=()).tokens
+        assert tokens == plain_greedy(tiny_model(), ids, NEW)
+        counts.append(len(recorded))
+    assert counts[0] < counts[1] == counts[2] == counts[3]
+
+
+def test_texts_a_little_longer_each_time(recorded: list[Any]) -> None:
+    """With capacities as large as each text needs, a chat would be captured anew at every turn."""
+    steps = CapturedSteps(*_parts())
+    capacities = {steps.empty_cache(slots).capacity for slots in range(10, 20 * CAPACITY_UNIT, 64)}
+    assert len(capacities) <= 8 and len(steps._caches) == len(capacities)
+
+
+def test_without_memory_the_caches_before_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = CapturedSteps(*_parts())
+    first = weakref.ref(steps.empty_cache(10))
+    new_cache = CapturedSteps._new_cache
+    asked: list[int] = []
+
+    def full(self: CapturedSteps, slots: int) -> StaticKVCache:
+        asked.append(slots)
+        if self._caches:
+            raise CacheTooLarge(1, slots)
+        return new_cache(self, slots)
+
+    monkeypatch.setattr(CapturedSteps, "_new_cache", full)
+    capacity = steps.empty_cache(3 * CAPACITY_UNIT).capacity
+    gc.collect()
+    assert first() is None and len(asked) == 2 and capacity - 3 * CAPACITY_UNIT <= 2 * CAPACITY_UNIT
+
+
+def _parts() -> tuple[Any, ...]:
+    runner = runner_of(tiny_model())
+    return runner.network, runner.masks, lp.Capture.OFF
+
+
+def test_decoders_of_one_model_share_a_runner() -> None:
+    model = tiny_model()
+    first = lp.LookaheadDecoder(model, CONFIG).runner
+    assert lp.LookaheadDecoder(model).runner is first is lp.PlainDecoder(model).runner
+    assert lp.LookaheadDecoder(model, CONFIG, attention="eager").runner is not first
+    assert lp.LookaheadDecoder(copy.deepcopy(model), CONFIG).runner is not first, "a copy has weights of its own"
+    assert lp.LookaheadDecoder(pickle.loads(pickle.dumps(model)), CONFIG).runner is not first
+    model.to(torch.float32)
+    assert lp.LookaheadDecoder(model, CONFIG).runner is not first
+    lp.release(model)
+    assert not any(name.endswith("runners") for name in vars(model))
+    assert lp.LookaheadDecoder(model, CONFIG).generate(IDS, 4).tokens == plain_greedy(model, IDS, 4)
+
+
+def test_a_callback_that_raises_leaves_what_is_captured(recorded: list[Any]) -> None:
+    """It is the caller's text that ends, not the model's use."""
+    model = tiny_model()
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    captured_runner(decoder)
+
+    def fail(tokens: list[int], step: int) -> None:
+        raise KeyError("the caller's")
+
+    decoder.generate(IDS, NEW)
+    before = len(recorded)
+    with pytest.raises(KeyError):
+        decoder.generate(IDS, NEW, on_tokens=fail)
+    assert decoder.generate(IDS, NEW, eos_token_id=()).tokens == plain_greedy(model, IDS, NEW)
+    assert len(recorded) == before
