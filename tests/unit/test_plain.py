@@ -11,7 +11,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import lp
-from lp.engine import decode_loop
+from lp.engine import decode_loop, step_pass
 from lp.engine.plain import NoDrafts
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
@@ -68,10 +68,10 @@ def test_it_neither_drafts_nor_learns_nor_reads_top_logits(monkeypatch: pytest.M
 
     for owner, name in (
         *((NoDrafts, name) for name in ("propose", "begin", "observe")),
-        (decode_loop, "pack_top_logits"),
+        (step_pass, "pack_top_logits"),
         (decode_loop.LookaheadWindow, "advance"),
         (decode_loop.UnionTree, "merge"),
-        (ParallelContext, "all_gather"),
+        (ParallelContext, "broadcast"),
     ):
         monkeypatch.setattr(owner, name, refuse)
     output = lp.PlainDecoder(tiny_model()).generate([1, 2, 3], 12, eos_token_id=())
