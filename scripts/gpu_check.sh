@@ -46,7 +46,7 @@ if [ -n "$wheels" ]; then
 fi
 lacking=$("$python" -c 'import importlib.util as util, sys
 print(*(name for name in sys.argv[1:] if util.find_spec(name) is None))' \
-  torch transformers pytest rich hydra omegaconf antlr4)
+  torch transformers pytest psutil rich hydra omegaconf antlr4)
 [ -z "$lacking" ] || die "$python has no $lacking; carry wheels in a folder: --wheels DIR"
 if [ -n "$dry" ]; then
   export LP_GPU_DRY_RUN=1 CUDA_VISIBLE_DEVICES=
