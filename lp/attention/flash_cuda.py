@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -55,13 +56,17 @@ def step_attention_on_cuda(
 
 
 @torch.compiler.assume_constant_result  # a compiled step has the kernel compiled in
-@functools.cache
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int) -> str:
     """The first of KERNELS that passes its trial, made at first use: before a graph is captured, since steps warm up.
 
     Raises:
         ValueError: none does; with the reason of each.
     """
+    return _first_fit(device, dtype, heads, kv_heads, dim, value_dim)
+
+
+@functools.cache
+def _first_fit(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int) -> str:
     refused = []
     for name, kernel in KERNELS.items():
         if name == "triton" and not TRITON:
@@ -167,7 +172,7 @@ def _varlen(
         return own
     bounds = torch.arange(2, dtype=torch.int32, device=q_1HTD.device)  # one sequence: from 0 to its length
     q_THD, k_NGD, v_NGD = (states[0].transpose(0, 1) for states in (q_1HTD, k_1GND, v_1GND))
-    pages = {}
+    pages: dict[str, Any] = {}  # a torch without block tables has the last kernel alone
     if paged and used_length is not None and length % PAGE == 0:
         pages["block_table"] = torch.arange(length // PAGE, dtype=torch.int32, device=q_1HTD.device)[None]
         k_NGD = k_NGD.unflatten(0, (-1, PAGE))

@@ -22,6 +22,7 @@ from lp.attention.masks import StepMasks
 from lp.config import Capture
 from lp.errors import UserError
 from lp.models.compile_options import compile_options
+from lp.models.fused import FusedModel
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 
@@ -116,7 +117,7 @@ class CapturedSteps:
     Generations take turns: one that starts within another has a cache of its own, and its steps are not captured.
 
     Args:
-        model: on its device.
+        model: on its device; or its fused layers.
         masks: of its backend.
         mode: GRAPH records the model's own kernels, COMPILE what torch.compile makes of them (recorded on a GPU); OFF
             runs them over the same buffers, as they are: for the probe, and where there is no GPU.
@@ -129,7 +130,11 @@ class CapturedSteps:
     """
 
     def __init__(
-        self, model: PreTrainedModel, masks: StepMasks, mode: Capture, known: dict[StatesKind, int] | None = None
+        self,
+        model: PreTrainedModel | FusedModel,
+        masks: StepMasks,
+        mode: Capture,
+        known: dict[StatesKind, int] | None = None,
     ) -> None:
         self.model = model
         self.masks = masks

@@ -36,7 +36,7 @@ BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
 # sharper ones.
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.02}
 FULL_PRECISION = 2e-3  # TF32 matmuls included
-_MARK = "_lp_honours_tree_mask"  # attribute of the model: the attention backends that it passed with
+_MARK = "_lp_honours_tree_mask"  # attribute of the model: what it passed with, as `check_tree_mask` names it
 _LOCK = Lock()  # ranks that are threads share a model
 
 
@@ -50,6 +50,9 @@ class StepRunner(Protocol):
     backend: AttentionBackend
     captured: CapturedSteps | None
     exact: bool
+
+    @property
+    def fused(self) -> bool: ...
 
     def new_cache(self, capacity: int) -> StaticKVCache: ...
 
@@ -66,7 +69,7 @@ class StepRunner(Protocol):
 
 
 def check_tree_mask(runner: StepRunner) -> None:
-    """Compare a tree-shaped step with plain forward passes; once for a model and backend.
+    """Compare a tree-shaped step with plain forward passes; once for each way that a model's steps run.
 
     Where the model has a sliding window, the runner's view of it has a short one meanwhile: the same code runs with 24
     tokens, whatever the window.
@@ -76,14 +79,14 @@ def check_tree_mask(runner: StepRunner) -> None:
     """
     with _LOCK:
         passed = vars(runner.original).setdefault(_MARK, set())
-        backend = f"{runner.backend.name} captured" if runner.captured else runner.backend.name
-        if backend in passed:
+        how = (runner.backend.name, runner.captured is not None, runner.fused)
+        if how in passed:
             return
         with torch.inference_mode(), _short_window(runner):
             error = _mean_error(runner)
         dtype = runner.model.dtype if runner.exact else torch.bfloat16  # activations rounded to 8 bits are as coarse
         if error <= TOLERANCE.get(dtype, FULL_PRECISION):
-            passed.add(backend)
+            passed.add(how)
             return
     raise UserError(
         f"{_name(runner)} does not honour a tree mask: logits of a tree-shaped step are off by "

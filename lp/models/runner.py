@@ -22,6 +22,7 @@ from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture
 from lp.errors import UserError
 from lp.models.captured_steps import CapturedStep, CapturedSteps, capture_mode
+from lp.models.fused import FusedModel, fuse, model_state
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 from lp.models.probe import check_tree_mask
@@ -76,10 +77,12 @@ class ModelRunner:
         attention: "auto", or the name of a backend.
         capture: whether steps have a few fixed shapes and their kernels are replayed.
         probe: check with the model itself that it honours the mask, the first time it is used.
+        fused: whether steps run fused layers, where the model's are known exactly (see `lp.models.fused`).
 
     Attributes:
         original: the model as it was given.
         model: the runner's own view of it, with the same weights and the attention that was chosen.
+        network: what steps call: `model`, or fused layers over its weights.
         backend: of attention, the one that `auto` or the caller chose.
         captured: runs captured steps; None where they are not.
         exact: False for a quantised model whose kernels let tokens of a step change each other; a warning says so.
@@ -94,12 +97,12 @@ class ModelRunner:
         attention: str = AUTO,
         capture: Capture = Capture.AUTO,
         probe: bool = True,
+        fused: bool = True,
     ) -> None:
         check_supported(model.config)
         self._view = ModelView(model)
         self.original = model
         self.model = self._view.model
-        self.device = model.get_input_embeddings().weight.device
         self.config = self.model.config.get_text_config()
         inexact = inexact_quantisation(model.config)
         self.exact = inexact is None
@@ -107,12 +110,17 @@ class ModelRunner:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)
         self.boundary = rope_boundary(self.config)
         self._lock = threading.Lock()
-        self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self.captured: CapturedSteps | None = None
+        self._may_fuse = fused
         self._choose_backend(backends_to_try(self.model, attention), probe)
         self._fallback = capture is Capture.AUTO
         if mode := capture_mode(capture, model, self.boundary is not None, self.backend):
             self._capture_steps(mode, probe)
+
+    @property
+    def fused(self) -> bool:
+        """Whether steps run fused layers."""
+        return self.network is not self.model
 
     @property
     def attention(self) -> str:
@@ -126,9 +134,9 @@ class ModelRunner:
             try:
                 set_attention(self.model, backend)
                 self.backend = backend
-                self.masks = StepMasks(self.config, self.model.dtype, self.device, backend)
+                self._take_up_weights()
                 if probe:
-                    check_tree_mask(self)
+                    self._probe()
                 break
             except ValueError as error:
                 if backend is backends[-1]:
@@ -136,7 +144,32 @@ class ModelRunner:
                 refusals.append(str(error))
         if refusals:
             warnings.warn(f"attention is {self.attention}: {'; '.join(refusals)}", stacklevel=2)
-        logger.info("attention is %s", self.attention)
+        logger.info("attention is %s, layers are %s", self.attention, "fused" if self.fused else "transformers' own")
+
+    def _take_up_weights(self) -> None:
+        """Fuse the layers of the model as it is now, and build masks for its weights."""
+        self.device = self.model.get_input_embeddings().weight.device
+        self.masks = StepMasks(self.config, self.model.dtype, self.device, self.backend)
+        fused = fuse(self.model) if self._may_fuse else None
+        self.network: PreTrainedModel | FusedModel = fused or self.model
+        self._state = model_state(self.model)
+        self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
+
+    def _probe(self) -> None:
+        """Check that steps honour a tree mask; fused layers that do not are given up, if the model's own do.
+
+        Raises:
+            ValueError: the model's own layers do not.
+        """
+        try:
+            check_tree_mask(self)
+        except ValueError as error:
+            if not self.fused:
+                raise
+            self.network = self.model
+            check_tree_mask(self)
+            self._may_fuse = False
+            logger.warning("layers are not fused: %s", error)
 
     def _capture_steps(self, mode: Capture, probe: bool) -> None:
         """Capture steps, if the model writes to given cache slots: not every one hands them to its attention."""
@@ -156,11 +189,14 @@ class ModelRunner:
         if self._view.follow():
             self.model = self._view.model
             set_attention(self.model, self.backend)
-            if self.captured:
-                self.captured = self._captured_steps(self.captured.mode)
+        elif model_state(self.model) == self._state:
+            return
+        self._take_up_weights()
+        if self.captured:
+            self.captured = self._captured_steps(self.captured.mode)
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
-        return CapturedSteps(self.model, self.masks, mode, self._known)
+        return CapturedSteps(self.network, self.masks, mode, self._known)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of at least `capacity` slots; with captured steps one that they know, if none is using it."""
@@ -313,7 +349,7 @@ class ModelRunner:
         logits_to_keep: int | torch.Tensor = num_logits  # a number: the last ones, which need no gathering
         if not num_logits or [*logits_indices] != [*last]:
             logits_to_keep = to_device(logits_indices, self.device)
-        output = self.model(
+        output = self.network(
             input_ids=ids_1T,
             position_ids=positions_1T,
             attention_mask=mask,

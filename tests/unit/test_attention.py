@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 
@@ -12,6 +13,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lp
+from lp.attention import flash_cuda
 from lp.attention.flash import BLOCK, SHORT, flash_attention_forward, step_attention
 from lp.attention.flex import block_mask
 from lp.attention.masks import StepMasks
@@ -205,6 +207,31 @@ def test_auto_takes_flash_where_it_can() -> None:
         lp.LookaheadDecoder(tiny_model("llama"), attention="flex")
     with pytest.raises(ValueError, match="choose attention=sdpa"):
         lp.LookaheadDecoder(tiny_model("falcon"), attention="flash")
+
+
+def test_a_compiled_step_has_its_kernel_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial of a kernel reads its results, which a graph that is compiled as a whole can't."""
+    trials = []
+
+    def plain(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, slots: torch.Tensor | None
+    ) -> torch.Tensor:
+        if slots is not None:
+            trials.append(1)  # only a trial has slots here
+            end = int(slots[-1]) + 1
+            k, v = k[:, :, :end], v[:, :, :end]
+        mask = torch.nn.functional.pad(mask, (k.shape[2] - mask.shape[3], 0))
+        return masked_attention(q, k, v, mask, scale)[0]
+
+    monkeypatch.setattr(flash_cuda, "KERNELS", {"plain": plain})
+    monkeypatch.setattr(flash_cuda, "_first_fit", functools.cache(flash_cuda._first_fit.__wrapped__))
+    q, k, v, visible = _drawn(random.Random(0), (4, 2), 24, 17, torch.float32)
+    step = torch.compile(flash_cuda.step_attention_on_cuda, backend="eager", fullgraph=True)
+    with torch.inference_mode():
+        for _ in range(2):
+            output = step(q, k, v, _own_mask(visible, q.dtype), 0.1, None)
+            _check(output, _reference(q, k, v, visible, 0.1), v)
+    assert len(trials) == len(flash_cuda.TRIAL_LENGTHS)
 
 
 @pytest.mark.parametrize(("arch", "reason"), [("gemma4", "does not honour"), ("deepseek_v3", "cannot run")])

@@ -166,7 +166,7 @@ def use_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "triton":
         pytest.importorskip("triton", reason="its kernels need Triton")
     monkeypatch.setattr(flash_cuda, "KERNELS", {name: flash_cuda.KERNELS[name]})
-    monkeypatch.setattr(flash_cuda, "kernel_for", functools.cache(flash_cuda.kernel_for.__wrapped__))  # tried anew
+    monkeypatch.setattr(flash_cuda, "_first_fit", functools.cache(flash_cuda._first_fit.__wrapped__))  # tried anew
 
 
 def test_a_kernel_that_is_wrong_on_this_gpu_is_not_used(
@@ -186,11 +186,11 @@ def test_a_kernel_that_is_wrong_on_this_gpu_is_not_used(
     shape = (torch.device("cuda", 0), torch.bfloat16, 4, 2, 64, 64)
     monkeypatch.setattr(flash_cuda, "TRITON", True)
     monkeypatch.setattr(flash_cuda, "KERNELS", {"triton": broken, "paged": short, "varlen": paged})
-    assert flash_cuda.kernel_for.__wrapped__(*shape) == "varlen"
+    assert flash_cuda._first_fit.__wrapped__(*shape) == "varlen"
     assert "RuntimeError: no C compiler" in caplog.text and "paged (its results are off by 0." in caplog.text
     monkeypatch.setattr(flash_cuda, "KERNELS", {"paged": short})
     with pytest.raises(ValueError, match=r"head dimension 64 .* choose attention=sdpa"):
-        flash_cuda.kernel_for.__wrapped__(*shape)
+        flash_cuda._first_fit.__wrapped__(*shape)
 
 
 def test_a_dtype_that_no_kernel_takes(gpu: SimulatedCuda) -> None:

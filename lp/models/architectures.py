@@ -1,0 +1,156 @@
+"""What the decoder layers of transformers' architectures compute, where they differ from Llama's.
+
+An architecture is known by the exact classes of its modules. A class of a user, or one that a library has put in its
+place, is none of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+class NormRule(Enum):
+    """Where a norm rounds to the model's dtype: it divides by the root mean square in float32, whatever the dtype."""
+
+    ROUNDED = auto()  # before the product with the weight
+    WIDE = auto()  # after it
+    OFFSET = auto()  # after it; the factor is 1 + weight
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The layers of one architecture. Biases and the norms of queries and keys are seen on the modules themselves.
+
+    Attributes:
+        prefix: of the names of transformers' classes: LlamaForCausalLM, LlamaDecoderLayer.
+        base: name of the class inside the causal LM, without the prefix.
+        norm: the rule of all its norms.
+        attention_norms, mlp_norms: names of the layer's norms before and after the block; None where it has none.
+        window: what holds the sliding window that the attention function is given: "attention", "config", or None.
+        softcap: the attention function is given the cap of the scores.
+        rotary_by_kind: layers of each kind have rotary frequencies of their own.
+        multipliers: the config scales embeddings, residuals and logits.
+        capped_logits: the config may cap the logits.
+    """
+
+    prefix: str
+    base: str = "Model"
+    norm: NormRule = NormRule.ROUNDED
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    window: str | None = None
+    softcap: bool = False
+    rotary_by_kind: bool = False
+    multipliers: bool = False
+    capped_logits: bool = False
+
+
+_AFTER: dict[str, Any] = {
+    "attention_norms": (None, "post_attention_layernorm"),
+    "mlp_norms": (None, "post_feedforward_layernorm"),
+}
+_AROUND: dict[str, Any] = {
+    "attention_norms": ("input_layernorm", "post_attention_layernorm"),
+    "mlp_norms": ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+
+# By the name of transformers' module.
+ARCHITECTURES = {
+    "llama": Architecture("Llama"),
+    "mistral": Architecture("Mistral", window="config"),
+    "mixtral": Architecture("Mixtral", window="config"),
+    "phi3": Architecture("Phi3", window="config"),
+    "qwen2": Architecture("Qwen2", window="attention"),
+    "qwen2_moe": Architecture("Qwen2Moe"),
+    "qwen3": Architecture("Qwen3", window="attention"),
+    "qwen3_moe": Architecture("Qwen3Moe", window="attention"),
+    "smollm3": Architecture("SmolLM3", window="attention"),
+    "granite": Architecture("Granite", multipliers=True),
+    "olmo2": Architecture("Olmo2", norm=NormRule.WIDE, **_AFTER),
+    "olmo3": Architecture("Olmo3", norm=NormRule.WIDE, **_AFTER, window="attention", rotary_by_kind=True),
+    "gemma": Architecture("Gemma", norm=NormRule.OFFSET),
+    "gemma2": Architecture(
+        "Gemma2", norm=NormRule.OFFSET, **_AROUND, window="attention", softcap=True, capped_logits=True
+    ),
+    "gemma3": Architecture(
+        "Gemma3", "TextModel", NormRule.OFFSET, **_AROUND, window="attention", rotary_by_kind=True, capped_logits=True
+    ),
+}
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module, by call
+_DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout"}  # of Phi3, nothing in eval mode
+_QK_NORMS = {"q_norm", "k_norm"}
+_ATTENTIONS = [{"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}]
+_MLPS = [{"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"}]
+
+
+class Unknown(Exception):
+    """Some part of a model is not what the architecture says; the message names it."""
+
+
+def architecture_of(model: PreTrainedModel) -> Architecture:
+    """The architecture of a causal LM, if all that is replaced when its layers are fused is known exactly.
+
+    Raises:
+        Unknown: a class, a module, a hook or a mode that is not known.
+    """
+    path = type(model).__module__
+    name = path.rpartition(".modeling_")[2]
+    if name not in ARCHITECTURES or path != f"transformers.models.{name}.modeling_{name}":
+        raise Unknown(f"{type(model).__name__} is none of {', '.join(sorted(ARCHITECTURES))}")
+    architecture = ARCHITECTURES[name]
+    _check(model, path, architecture.prefix + "ForCausalLM", {"model", "lm_head"})
+    _check(model.model, path, architecture.prefix + architecture.base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+    norms = [model.model.norm]
+    for layer in model.model.layers:
+        named = {name for name in (*architecture.attention_norms, *architecture.mlp_norms) if name is not None}
+        children = {"self_attn", "mlp"} | named
+        _check(layer, path, architecture.prefix + "DecoderLayer", children, children | _DROPOUTS)
+        attention = layer.self_attn
+        projections = next((names for names in _ATTENTIONS if names <= set(attention._modules)), _ATTENTIONS[0])
+        _check(attention, path, architecture.prefix + "Attention", projections, projections | _QK_NORMS)
+        if attention.config is not model.config:
+            raise Unknown("its layers have a config of their own")
+        norms += [layer._modules[name] for name in named]
+        norms += [attention._modules[name] for name in _QK_NORMS & set(attention._modules)]
+    for norm in norms:
+        _check(norm, path, architecture.prefix + "RMSNorm", set())
+    return architecture
+
+
+def is_plain_mlp(mlp: nn.Module, prefix: str) -> bool:
+    """Whether an MLP of this architecture is the gated one of Llama."""
+    try:
+        _check(mlp, mlp.__class__.__module__, prefix + "MLP", set(mlp._modules))
+    except Unknown:
+        return False
+    return set(mlp._modules) in _MLPS
+
+
+def _check(module: nn.Module, path: str, name: str, children: set[str], allowed: Iterable[str] | None = None) -> None:
+    """Refuse a module that is not of transformers' own class of this name, or that does more than its class does."""
+    found = type(module)
+    own = found.__dict__.get("forward")
+    if getattr(sys.modules.get(path), name, None) is not found or getattr(own, "__module__", None) != path:
+        raise Unknown(f"{found.__name__} is not transformers' {name}")
+    if not children <= set(module._modules) <= set(children if allowed is None else allowed):
+        raise Unknown(f"its {name} has {', '.join(sorted(module._modules))}")
+    check_unhooked(module)
+
+
+def check_unhooked(module: nn.Module) -> None:
+    """Refuse a module whose call does more than its class's `forward` in eval mode.
+
+    Raises:
+        Unknown: a hook, a `forward` of its own, or training.
+    """
+    state = vars(module)
+    if module.training or "forward" in state or any(state[name] for name in HOOKS):
+        raise Unknown(f"a {type(module).__name__} is trained, has a hook, or a forward of its own")

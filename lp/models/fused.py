@@ -1,0 +1,294 @@
+"""Fused layers: the decoder of a causal LM in few operations, exact to rounding.
+
+T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, V: vocabulary size.
+
+One product computes queries, keys and values, and another gate and up projection; queries and keys are rotated
+together; the residual is added by the product that it is added to. Embedding, rotary frequencies, LM head, attention
+function and KV cache are the model's own, and so is all that is not known exactly: see `lp.models.architectures`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lp.models.architectures import (
+    HOOKS,
+    Architecture,
+    NormRule,
+    Unknown,
+    architecture_of,
+    check_unhooked,
+    is_plain_mlp,
+)
+from lp.models.merged import is_mergeable, merged
+
+logger = logging.getLogger(__name__)
+
+
+class Output(NamedTuple):
+    """What a step reads of transformers' output."""
+
+    logits: torch.Tensor
+
+
+def fuse(model: PreTrainedModel) -> FusedModel | None:
+    """A model with fused layers over the same weights, or None if something about it is not known exactly."""
+    try:
+        return FusedModel(model)
+    except Unknown as reason:
+        logger.info("layers run as they are: %s", reason)
+        return None
+
+
+def model_state(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What `fuse` goes by: modules, hooks, modes, and where the weights lie; the same list while nothing has changed.
+
+    Weights that are changed in place are no change: fused layers see them.
+    """
+    state = []
+    unseen = [model]
+    while unseen:
+        module = unseen.pop()
+        attributes = vars(module)
+        hooks = [key for name in HOOKS for key in attributes[name]]
+        weights = [(id(p), p.data_ptr(), p.dtype) for p in attributes["_parameters"].values() if p is not None]
+        state.append((module, type(module), module.training, "forward" in attributes, hooks, weights))
+        unseen += [child for child in attributes["_modules"].values() if child is not None]
+    return state
+
+
+class FusedModel:
+    """A causal LM that is called as transformers' own, with the keywords that a step uses, batch 1.
+
+    Args:
+        model: in eval mode; what is called is its own modules and weights, as they are at the call.
+
+    Raises:
+        Unknown: it has something whose effect is not known; names it.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config
+        self.architecture = architecture_of(model)
+        self._decoder = model.model
+        self._device = model.model.embed_tokens.weight.device
+        layers = model.model.layers[: model.config.num_hidden_layers]
+        if len({(weight.dtype, weight.device) for weight in model.parameters()}) > 1:
+            raise Unknown("its weights have several dtypes or devices")
+        self._layers = [_Layer(layer, self.architecture) for layer in layers]
+        self._norm = _Norm(model.model.norm, self.architecture.norm)
+        self._rotary_kinds = {layer.kind if self.architecture.rotary_by_kind else None for layer in self._layers}
+        self._eager = sys.modules[type(model).__module__].eager_attention_forward
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+        use_cache: bool = True,
+        logits_to_keep: int | torch.Tensor = 0,
+        **keywords: Any,
+    ) -> Any:
+        """As transformers' models.
+
+        Args:
+            input_ids, position_ids: (1, T) int64.
+            attention_mask: of a step, one for all layers or by kind of layer; None: one token that sees everything.
+            past_key_values: the cache, which the KV is written to.
+            logits_to_keep: the last so many tokens, 0 for all; or the indices of tokens.
+            keywords: for the attention function.
+
+        Returns:
+            `logits` (1, tokens, V), with other fields if the model itself had to run.
+        """
+        keywords |= {"position_ids": position_ids, "use_cache": use_cache}
+        if (attention_mask is None and input_ids.shape[1] > 1) or torch.is_autocast_enabled(self._device.type):
+            return self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                logits_to_keep=logits_to_keep,
+                **keywords,
+            )
+        scaled = self.architecture.multipliers
+        # A copy or a product: the layers add to it in place, and a hook may have kept the embedding.
+        embedded_TE = self._decoder.embed_tokens(input_ids)[0]
+        x_TE = embedded_TE * self._decoder.embedding_multiplier if scaled else embedded_TE.clone()
+        rotations = {kind: self._rotation(x_TE, position_ids, kind) for kind in self._rotary_kinds}
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._eager)
+        attend = _Attend(function, past_key_values, keywords)
+        for layer in self._layers:
+            rotation = rotations[layer.kind if self.architecture.rotary_by_kind else None]
+            mask = attention_mask[layer.kind] if isinstance(attention_mask, dict) else attention_mask
+            x_TE = layer(x_TE, rotation, mask, attend)
+        kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep, None)
+        return Output(self._scaled(self.model.lm_head(self._norm(x_TE[kept])[None])))
+
+    def _rotation(self, x_TE: torch.Tensor, position_ids: torch.Tensor, kind: str | None) -> _Rotation:
+        """Of the model's own frequencies."""
+        given = () if kind is None else (kind,)
+        cos_1TD, sin_1TD = self._decoder.rotary_emb(x_TE[None], position_ids, *given)
+        wide = torch.promote_types(x_TE.dtype, cos_1TD.dtype)
+        first, second = sin_1TD.to(wide).chunk(2, -1)
+        return cos_1TD.to(wide).transpose(0, 1), torch.cat([-first, second], -1).transpose(0, 1)
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.architecture.multipliers:
+            logits = logits / self.config.logits_scaling
+        cap = self.config.final_logit_softcapping if self.architecture.capped_logits else None
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+# Cosine, and sine with the sign of the half that it multiplies: (T, 1, D) each.
+_Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Attend:
+    """What the layers of a step share: the attention function, the KV cache, and the function's other keywords."""
+
+    function: Callable[..., Any]
+    cache: Any
+    keywords: dict[str, Any]
+
+
+class _Layer:
+    """One decoder layer over merged weights."""
+
+    def __init__(self, layer: Any, architecture: Architecture) -> None:
+        attention = self.attention = layer.self_attn
+        kinds = getattr(attention.config, "layer_types", None)
+        self.kind: str | None = kinds[attention.layer_idx] if kinds else None
+        self.window_holder = {"attention": attention, "config": attention.config, None: None}[architecture.window]
+        self.softcap = architecture.softcap
+        self.has_rotary = bool(getattr(attention, "use_rope", True))  # of SmolLM3
+        names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        self.qkv = _Projection(attention, *names)
+        self.out = _Projection(attention, "o_proj")
+        self.num_heads = self.out.weight.shape[1] // attention.head_dim  # H
+        self.num_kv_heads = self.num_heads // attention.num_key_value_groups  # G
+        if len(self.qkv.weight) != (self.num_heads + 2 * self.num_kv_heads) * attention.head_dim:
+            raise Unknown("its projections have other sizes than its heads")
+        modules: dict[str | None, Any] = {**layer._modules, **attention._modules}
+        places = (*architecture.attention_norms, *architecture.mlp_norms, "q_norm", "k_norm")
+        norms = [_Norm(modules[place], architecture.norm) if place in modules else None for place in places]
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.q_norm, self.k_norm = norms
+        self.multiplier: float = layer.residual_multiplier if architecture.multipliers else 1.0
+        self.mlp = _Mlp(layer.mlp) if is_plain_mlp(layer.mlp, architecture.prefix) else layer.mlp
+
+    def __call__(self, x_TE: torch.Tensor, rotation: _Rotation, mask: Any, attend: _Attend) -> torch.Tensor:
+        """The residual stream behind the layer, (T, E), in the memory of the one before it."""
+        h_TE = x_TE if self.before_attention is None else self.before_attention(x_TE)
+        out = self._attention(h_TE, rotation, mask, attend)
+        x_TE = self._add(x_TE, self.out, out, self.after_attention)
+        h_TE = x_TE if self.before_mlp is None else self.before_mlp(x_TE)
+        if isinstance(self.mlp, _Mlp):
+            return self._add(x_TE, self.mlp.down, self.mlp.activated(h_TE), self.after_mlp)
+        h_TE = self.mlp(h_TE[None])[0]
+        return x_TE.add_(h_TE if self.after_mlp is None else self.after_mlp(h_TE), alpha=self.multiplier)
+
+    def _attention(self, h_TE: torch.Tensor, rotation: _Rotation, mask: Any, attend: _Attend) -> torch.Tensor:
+        """What the output projection is given: (T, H * D)."""
+        attention = self.attention
+        num_tokens = len(h_TE)
+        states = self.qkv(h_TE).view(num_tokens, -1, attention.head_dim)  # (T, H + 2 G, D)
+        rotated = states[:, : -self.num_kv_heads]  # queries, then keys
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = rotated.split([self.num_heads, self.num_kv_heads], 1)
+            rotated = torch.cat([self.q_norm.of_heads(queries), self.k_norm.of_heads(keys)], 1)
+        if self.has_rotary:
+            rotated = _rotate(rotated, *rotation)
+        q_1HTD = rotated[:, : self.num_heads].transpose(0, 1)[None]
+        k_1GTD = rotated[:, self.num_heads :].transpose(0, 1)[None]
+        v_1GTD = states[:, -self.num_kv_heads :].transpose(0, 1)[None]
+        k_1GND, v_1GND = attend.cache.update(k_1GTD, v_1GTD, attention.layer_idx)
+        keywords = attend.keywords
+        if self.window_holder is not None:
+            keywords = keywords | {"sliding_window": getattr(self.window_holder, "sliding_window", None)}
+        if self.softcap:
+            keywords = keywords | {"softcap": attention.attn_logit_softcapping}
+        out_1THD, _ = attend.function(
+            attention, q_1HTD, k_1GND, v_1GND, mask, dropout=0.0, scaling=attention.scaling, **keywords
+        )
+        return out_1THD.reshape(num_tokens, -1)
+
+    def _add(self, x_TE: torch.Tensor, projection: _Projection, h: torch.Tensor, norm: _Norm | None) -> torch.Tensor:
+        """The residual stream with a projection of `h` added to it in place."""
+        if norm is None and projection.bias is None:
+            return x_TE.addmm_(h, projection.weight.t(), alpha=self.multiplier)
+        projected = projection(h)
+        return x_TE.add_(projected if norm is None else norm(projected), alpha=self.multiplier)
+
+
+class _Mlp:
+    """A gated MLP, of which the caller adds the last product."""
+
+    def __init__(self, mlp: Any) -> None:
+        names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+        self.gate_up = _Projection(mlp, *names)
+        self.down = _Projection(mlp, "down_proj")
+        self.activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+
+    def activated(self, h_TE: torch.Tensor) -> torch.Tensor:
+        """What `down` projects."""
+        gate, up = self.gate_up(h_TE).chunk(2, -1)
+        return self.activation(gate).mul_(up)
+
+
+class _Projection:
+    """Linear layers of one input as one: (..., inputs) to (..., all their outputs)."""
+
+    def __init__(self, module: nn.Module, *names: str) -> None:
+        linears = [getattr(module, name) for name in names]
+        if not is_mergeable(linears):
+            raise Unknown(f"a projection is no plain linear layer, but {type(linears[0]).__name__}")
+        for linear in linears:
+            check_unhooked(linear)
+        self.weight = merged([linear.weight for linear in linears])
+        self.bias = None if linears[0].bias is None else merged([linear.bias for linear in linears])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class _Norm:
+    """A norm by the root mean square, in float32 whatever the dtype, as transformers' RMSNorm classes."""
+
+    def __init__(self, norm: Any, rule: NormRule) -> None:
+        self.weight: torch.Tensor = norm.weight
+        self.eps: float = norm.eps if rule is NormRule.OFFSET else norm.variance_epsilon
+        self.rule = rule
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        shape = weight.shape
+        if self.rule is NormRule.OFFSET:
+            return torch.rms_norm(x.float(), shape, 1.0 + weight.float(), self.eps).to(x.dtype)
+        if x.dtype is torch.float64:
+            return torch.rms_norm(x.float(), shape, None, self.eps) * weight
+        if self.rule is NormRule.ROUNDED and x.dtype is not torch.float32:
+            return torch.rms_norm(x, shape, None, self.eps) * weight
+        return torch.rms_norm(x, shape, weight, self.eps)
+
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Of queries or keys (T, heads, D), each head for itself or all at once, as large as the weight is."""
+        return self(x.reshape(len(x), -1, len(self.weight))).view(x.shape)
+
+
+def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions of queries or keys (T, heads, D)."""
+    wide = states.to(cos.dtype)
+    swapped = wide.roll(wide.shape[-1] // 2, -1)
+    return torch.addcmul(wide * cos, swapped, sin).to(states.dtype)
