@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in one command: every attention backend and captured steps against float64, then the profile of
-# CodeLlama-7B's shape with random weights, and one table of all figures. Nothing is downloaded.
+# All that needs a GPU, in one command and one table: every test in tests/gpu (attention, kernels, captured steps, NCCL),
+# then profiles of three shapes with random weights, and of one of them on 2, 4, ... GPUs. Nothing is downloaded.
+# docs/gpu.md says what the figures mean.
 #
 #   bash scripts/gpu_check.sh                 # on a machine with a GPU; some minutes
-#   bash scripts/gpu_check.sh --dry-run       # the same on a CPU with tiny sizes; seconds
+#   bash scripts/gpu_check.sh --dry-run       # the same on a CPU with tiny sizes; a minute
 #   bash scripts/gpu_check.sh --wheels DIR    # or LP_WHEELS=DIR: packages that the machine lacks, carried as wheels
-#   bash scripts/gpu_check.sh --out DIR       # keep the reports: parity.xml, profile.json, profile.png, figures.txt
+#   bash scripts/gpu_check.sh --out DIR       # keep the reports: parity.xml, profile-*.json, profile.png, figures.txt
 #   bash scripts/gpu_check.sh KEY=VALUE ...   # settings of launch.profile, such as W=7 N=5 G=7
 #
+# Fails if a test fails, if a profile does for any reason but memory, or if attention=auto is not flash attention.
 # Takes $PYTHON (python3) as it is, with torch, transformers and pytest, and changes nothing of it. The apps also need
 # hydra-core with omegaconf and antlr4-python3-runtime; without numba the host's share is that of plain Python.
 set -euo pipefail
@@ -18,7 +20,8 @@ setup
 cd "$root"
 
 dry='' wheels=${LP_WHEELS:-} out=''
-profile=(model=codellama_7b prefix=1024 "tokens=[1,2,4,8,16,32,64,128]" W=16 N=2 G=44 max_new_tokens=64)
+shapes=(codellama_7b codellama_13b codellama_34b)
+profile=(prefix=1024 "tokens=[1,64,200]" W=16 N=2 G=44 max_new_tokens=64)
 while [ $# -gt 0 ]; do
   case $1 in
     --dry-run) dry=1 ;;
@@ -43,19 +46,41 @@ if [ -n "$wheels" ]; then
 fi
 lacking=$("$python" -c 'import importlib.util as util, sys
 print(*(name for name in sys.argv[1:] if util.find_spec(name) is None))' \
-  torch transformers pytest rich hydra omegaconf antlr4)
+  torch transformers pytest psutil rich hydra omegaconf antlr4)
 [ -z "$lacking" ] || die "$python has no $lacking; carry wheels in a folder: --wheels DIR"
 if [ -n "$dry" ]; then
   export LP_GPU_DRY_RUN=1 CUDA_VISIBLE_DEVICES=
-  profile+=(model.dtype=float32 shape.layers=2 shape.divide=16 prefix=64 "tokens=[1,16]" W=4 G=12 max_new_tokens=8 rounds=3)
+  shapes=(codellama_7b)
+  profile+=(model.dtype=float32 shape.layers=2 shape.divide=16 prefix=64 "tokens=[1,16]" W=4 G=12 max_new_tokens=8 rounds=2)
 else
   "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     die "torch sees no GPU; --dry-run runs on a CPU"
 fi
 
-parity=0
-"$python" -m pytest -m gpu -q -p no:cacheprovider -o junit_family=xunit1 --junitxml="$out/parity.xml" \
-  tests/gpu/test_attention.py tests/gpu/test_graph.py || parity=$?
-"$python" -m launch.profile "${profile[@]}" output=json "hydra.run.dir='$out'" >"$out/profile.json"
-"$python" scripts/tables.py gpu "$out/parity.xml" "$out/profile.json" | tee "$out/figures.txt"
-exit "$parity"
+failed=0
+# Into profile-NAME.json: the app with these settings, started by COMMAND. What the device has no room for is skipped.
+measure() { # NAME COMMAND SETTING ...
+  local name=$out/profile-$1 command=$2
+  shift 2
+  # shellcheck disable=SC2086  # the command is several words
+  if ! $command launch.profile "$@" "${profile[@]}" output=json "hydra.run.dir='$out'" >"$name.json" 2>"$name.err"; then
+    : >"$name.json"
+    grep -q "too little memory" "$name.err" || { cat "$name.err" >&2 && failed=1; }
+  fi
+}
+
+tests=(tests/gpu)
+[ -z "$dry" ] || tests=(tests/gpu --ignore=tests/gpu/test_nccl.py) # whose ranks need GPUs
+"$python" -m pytest -m gpu -q -p no:cacheprovider -o junit_family=xunit1 --junitxml="$out/parity.xml" "${tests[@]}" ||
+  failed=1
+for shape in "${shapes[@]}"; do
+  measure "$shape" "$python -m" "model=$shape"
+done
+gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+[ -z "$dry" ] || gpus=2
+for ((ranks = 2; ranks <= gpus; ranks *= 2)); do
+  measure "${shapes[0]}-on-$ranks" "$python -m torch.distributed.run --standalone --nproc-per-node $ranks -m" \
+    "model=${shapes[0]}" plot=false
+done
+"$python" scripts/tables.py gpu "$out" | tee "$out/figures.txt" || failed=1
+exit "$failed"

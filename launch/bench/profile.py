@@ -6,6 +6,7 @@ T: tokens of a step, L: cached tokens (the prefix), R: ranks, B: most step token
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -33,6 +34,7 @@ from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams
 
 from .ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
+from .gpu_calls import GpuCalls, calls_per_step
 from .one_rank import Build, record, replayed
 from .passes import HEAD_CALLS, Passes, head_call, sampled_of
 from .shapes import check_memory
@@ -161,12 +163,16 @@ class Profile:
         work: the least that a pass must do.
         step_times: t(T) by T, ascending.
         step: of the decode loop.
+        first_call_s: by how much the first decode took longer than later ones: captures, allocations, compilations.
+        calls: what a step asks of the GPU; None on a CPU, and where no step was measured alone.
     """
 
     ceilings: Ceilings
     work: Work
     step_times: list[Point]
     step: Step
+    first_call_s: float
+    calls: GpuCalls | None
 
     @property
     def over_weights(self) -> float:
@@ -233,7 +239,9 @@ def profile(
     plan.check_room(model, budget, device)
     decode = _decode(build, plain, ids, plan, context)
     outputs: list[GenerationOutput] = []
+    started = time.perf_counter()
     first = decode()
+    first_s = time.perf_counter() - started
     count = _typical_size([first])
     catch_up = min(_typical_catch_up(first, decoder.config, plan.ranks), count - 1)
     layout = largest_step(decoder.config, budget, plan.ranks, plan.rank, catch_up)
@@ -260,7 +268,19 @@ def profile(
     found = ceilings.read(times)
     del outputs[:WARM_UP]
     step = _step(outputs, times, budget, attention.called, context.world_size > 1)
-    return Profile(ceilings=found, work=work, step_times=_step_times(times, plan, work, found), step=step)
+    calls_of_step = None
+    if device.type == "cuda" and context.world_size == plan.ranks == 1:
+        calls_of_step = calls_per_step(
+            lambda tokens: decoder.generate(ids, tokens, plan.sampling, eos_token_id=()), plan.max_new_tokens
+        )
+    return Profile(
+        ceilings=found,
+        work=work,
+        step_times=_step_times(times, plan, work, found),
+        step=step,
+        first_call_s=first_s - times["decode"],
+        calls=calls_of_step,
+    )
 
 
 def _name(size: int) -> str:

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import lp
 from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.baselines.hf_generate import HFGenerateDecoder, load_draft
+from launch.bench.baselines.weights import with_shared_weights
 from lp.parallel.context import ParallelContext
 from tests.tiny_models import plain_greedy, tiny_model
 
@@ -109,3 +110,18 @@ def test_a_pipeline_gives_plain_tokens() -> None:
     model = tiny_model(dtype=torch.float32).cuda()
     decoder = BASELINES["accelerate_pp"].build(model, ParallelContext(), BaselineOptions())
     assert decoder.generate(IDS, 16).tokens == lp.AutoregressiveDecoder(model).generate(IDS, 16).tokens
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])  # gemma3 ties its head to its embeddings
+def test_a_copy_shares_weights_and_nothing_else(arch: str) -> None:
+    """A second copy of a model that fills half a GPU does not fit; one whose modules are shared splits the original."""
+    model = tiny_model(arch)
+    expected = plain_greedy(model, IDS, 12)
+    shared = with_shared_weights(model)
+    assert [one.data_ptr() for one in shared.parameters()] == [one.data_ptr() for one in model.parameters()]
+    assert not {*map(id, shared.parameters())} & {*map(id, model.parameters())}
+    assert not {*map(id, shared.modules())} & {*map(id, model.modules())} and shared.config is not model.config
+    assert plain_greedy(shared, IDS, 12) == expected
+    for parameter in shared.parameters():
+        parameter.data = parameter.data[..., :1].clone()  # as one that splits it
+    assert plain_greedy(model, IDS, 12) == expected

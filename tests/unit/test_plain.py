@@ -71,7 +71,7 @@ def test_it_neither_drafts_nor_learns_nor_reads_top_logits(monkeypatch: pytest.M
         (step_pass, "pack_top_logits"),
         (decode_loop.LookaheadWindow, "advance"),
         (decode_loop.UnionTree, "merge"),
-        (ParallelContext, "all_gather"),
+        (ParallelContext, "broadcast"),
     ):
         monkeypatch.setattr(owner, name, refuse)
     output = lp.PlainDecoder(tiny_model()).generate([1, 2, 3], 12, eos_token_id=())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from transformers import PreTrainedModel
 
@@ -13,6 +11,7 @@ from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
 from .registry import BaselineOptions, register_baseline
+from .weights import with_shared_weights
 
 
 @register_baseline("accelerate_pp")
@@ -33,4 +32,4 @@ def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOpt
     layers = list(getattr(model, "_no_split_modules", None) or [])
     memory = get_balanced_memory(model, no_split_module_classes=layers, dtype=model.dtype)
     device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=layers, dtype=model.dtype)
-    return AutoregressiveDecoder(dispatch_model(copy.deepcopy(model).cpu(), device_map))
+    return AutoregressiveDecoder(dispatch_model(with_shared_weights(model), device_map))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import os
 
@@ -15,6 +14,7 @@ from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
 from .registry import BaselineOptions, register_baseline
+from .weights import with_shared_weights
 
 
 @register_baseline("deepspeed_tp", all_ranks=True)
@@ -36,7 +36,7 @@ def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOpt
         except ImportError:
             raise UserError("deepspeed_tp needs the package deepspeed; pip install deepspeed") from None
         engine = deepspeed.init_inference(
-            copy.deepcopy(model),
+            with_shared_weights(model),
             tensor_parallel={"tp_size": context.world_size},
             dtype=model.dtype,
             replace_with_kernel_inject=False,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
@@ -14,6 +12,7 @@ from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
 from .registry import BaselineOptions, register_baseline
+from .weights import with_shared_weights
 
 
 @register_baseline("transformers_tp", all_ranks=True)
@@ -33,7 +32,7 @@ def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOpt
         raise UserError("this release of transformers cannot split a loaded model; use transformers 5.23") from None
     device = "cpu" if context.backend == "gloo" else context.device.type
     mesh = init_device_mesh(device, (context.world_size,), mesh_dim_names=("tp",))
-    shard = copy.deepcopy(model)
+    shard = with_shared_weights(model)
     head, embeddings = shard.get_output_embeddings(), shard.get_input_embeddings()
     if head.weight is embeddings.weight:  # it splits the one and not the other
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)

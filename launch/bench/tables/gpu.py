@@ -1,15 +1,16 @@
-"""What scripts/gpu_check.sh measured: parity by backend and dtype, then the profile's figures and limits.
+"""What scripts/gpu_check.sh measured: parity by backend and dtype, then every profile's figures and limits.
 
-    python scripts/tables.py gpu parity.xml profile.json
+    python scripts/tables.py gpu FOLDER
 
-Ends in one line of JSON. A figure past its limit is marked, and is no error: the exit code of the check is that of the
-parity tests.
+Ends in one line of JSON. A figure past its limit is marked, and is no error; that `attention=auto` did not take flash
+attention is one. docs/gpu.md says what the figures mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +20,9 @@ from typing import Any
 from rich.console import Console
 
 from ..table import empty_table
+
+FLASH = "flash"  # what attention=auto is to take
+LIMITS = {1: 1.25, 64: 1.45}  # of t(T) over the time that weights take at the copy's speed: what this project aims at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,48 +78,71 @@ def _parity(name: str, cases: list[dict[str, str]]) -> Figure:
 
 
 def figures(profile: dict[str, Any]) -> Iterator[Figure]:
-    """Those of a profile, as the profile app prints it with output=json."""
+    """Those of a profile of one rank, as the profile app prints it with output=json."""
     points = profile["step_times"]
     ceilings = profile["ceilings"]
-    first = points[0]["num_tokens"]
-    floor_ms = 1e3 * profile["work"]["weight_bytes"] / ceilings["bytes_per_s"]
+    limit_s = profile["work"]["weight_bytes"] / ceilings["bytes_per_s"]
     yield Figure(name="copy, GB/s, read and written", value=ceilings["bytes_per_s"] / 1e9)
     yield Figure(name="product, TFLOP/s", value=ceilings["flop_per_s"] / 1e12)
-    note = f"weights at the copy's speed: {floor_ms:.3f} ms"
-    yield Figure(name=f"t({first}) over reading the weights", value=profile["over_weights"], limit=1.25, note=note)
+    yield Figure(name="weights / copy speed, ms", value=1e3 * limit_s)
     for point in points:
         size = point["num_tokens"]
-        note = f"{1e3 * point['seconds']:.3f} ms, {point['floor']:.2f} x its floor"
-        limit = 1.15 if size == 64 else None
-        yield Figure(name=f"t({size}) / t({first})", value=point["ratio"], limit=limit, note=note)
+        note = f"{1e3 * point['seconds']:.3f} ms, {point['ratio']:.2f} x t({points[0]['num_tokens']})"
+        value = point["seconds"] / limit_s
+        yield Figure(name=f"t({size}) / (weights / copy speed)", value=value, limit=LIMITS.get(size), note=note)
     step = profile["step"]
     shares = profile["shares"]
     note = f"{step['num_tokens']} tokens, {1e3 * step['seconds']:.3f} ms"
     yield Figure(name="host and exchange / step", value=shares["host"] + shares["exchange"], limit=0.08, note=note)
     for name in ("attention", "LM head", "other layers"):
         yield Figure(name=f"{name} / step", value=shares[name])
+    calls = profile["calls"] or {}
+    for key, name in (("launches", "launches a step"), ("kernels", "kernels a step"), ("waits", "waits a step")):
+        yield Figure(name=name, value=calls.get(key))
+    yield Figure(name="first call beyond later ones, s", value=profile["first_call_s"], note="captures among it")
     for name, speed in profile["speeds"].items():
         note = f"S = {speed['compression']:.2f}" if speed["compression"] else ""
         yield Figure(name=f"tokens/s, {name}", value=speed["tokens_per_s"], note=note)
 
 
+def ranks(profile: dict[str, Any]) -> Iterator[Figure]:
+    """Those of a profile that R ranks ran together."""
+    step = profile["step"]
+    name = f"R={profile['R']}"
+    note = f"{step['num_tokens']} of {step['max_tokens']} tokens of rank 0"
+    yield Figure(name=f"{name}: step, ms", value=1e3 * step["seconds"], note=note)
+    yield Figure(name=f"{name}: exchange / step", value=profile["shares"]["exchange"])
+    yield Figure(name=f"{name}: host / step", value=profile["shares"]["host"])
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("parity", type=Path, help="JUnit XML of the tests in tests/gpu")
-    parser.add_argument("profile", type=Path, help="what the profile app printed with output=json")
+    parser.add_argument("folder", type=Path, help="parity.xml, profile-*.json, and .err with why one is empty")
 
 
 def run(args: argparse.Namespace) -> None:
-    profile = json.loads(args.profile.read_text(encoding="utf-8").splitlines()[-1])
-    measured = list(figures(profile))
-    if profile["device"] == "cpu":  # the limits are a GPU's
-        measured = [replace(figure, limit=None) for figure in measured]
-    lines = [*parity(args.parity), *measured]
-    title = f"{profile['device']}: {profile['model']}, {profile['dtype']}"
+    lines = parity(args.folder / "parity.xml")
+    settings: list[dict[str, Any]] = []
+    for path in sorted(args.folder.glob("profile-*.json")):
+        text = path.read_text(encoding="utf-8").strip()
+        if not text:
+            reason = path.with_suffix(".err").read_text(encoding="utf-8").strip().splitlines()[-1]
+            lines.append(Figure(name=path.stem.removeprefix("profile-"), value=None, note=f"skipped: {reason}"))
+            continue
+        profile = json.loads(text.splitlines()[-1])
+        settings.append({key: value for key, value in profile.items() if not isinstance(value, dict | list)})
+        measured = list(figures(profile) if profile["R"] == 1 else ranks(profile))
+        if profile["device"] == "cpu":  # the limits are a GPU's
+            measured = [replace(figure, limit=None) for figure in measured]
+        lines += [replace(figure, name=f"{profile['model']}, {figure.name}") for figure in measured]
+    title = f"{settings[0]['device']}, {settings[0]['dtype']}" if settings else "nothing was profiled"
     table = empty_table(("figure", "value", "at most", "", "note"), ("figure", "", "note"), title=title)
     for line in lines:
         value = "-" if line.value is None else f"{line.value:.3g}"
         limit = "" if line.limit is None else f"{line.limit:.3g}"
         table.add_row(line.name, value, limit, line.verdict, line.note)
-    Console(width=140).print(table)
-    setting = {key: value for key, value in profile.items() if not isinstance(value, dict | list)}
-    print(json.dumps({**setting, "figures": [asdict(line) for line in lines]}))
+    Console(width=160).print(table)
+    print(json.dumps({"profiles": settings, "figures": [asdict(line) for line in lines]}))
+    other = {f"{setting['model']}: {setting['attention']}" for setting in settings if setting["attention"] != FLASH}
+    if other or not settings:
+        print("FAILED:", f"attention=auto took {', '.join(sorted(other))}" if other else title, file=sys.stderr)
+        raise SystemExit(1)
