@@ -9,15 +9,16 @@ function and KV cache are the model's own, and so is all that is not known exact
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -135,7 +136,7 @@ class FusedModel:
             mask = attention_mask[layer.kind] if isinstance(attention_mask, dict) else attention_mask
             x_TE = layer(x_TE, rotation, mask, attend)
         kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep, None)
-        return Output(self._scaled(self._lm_head(self._norm(x_TE[kept])[None])))
+        return Output(self._scaled(self._lm_head(self._norm(x_TE[kept]))[None]))
 
     def _rotation(self, x_TE: torch.Tensor, position_ids: torch.Tensor, kind: str | None) -> _Rotation:
         """Of the model's own frequencies."""
@@ -243,12 +244,12 @@ class _Mlp:
 
     def activated(self, h_TE: torch.Tensor) -> torch.Tensor:
         """What `down` projects."""
-        gate, up = self.gate_up(h_TE).chunk(2, -1)
+        gate, up = self.gate_up.in_parts(h_TE, 2)
         return self.activation(gate).mul_(up)
 
 
 class _Projection:
-    """Linear layers of one input as one: (..., inputs) to (..., all their outputs).
+    """Linear layers of one input, (tokens, inputs), as one: (tokens, all their outputs).
 
     Attributes:
         num_outputs: of all of them.
@@ -260,38 +261,57 @@ class _Projection:
             raise Unknown(f"a projection is no plain linear layer, but {type(linears[0]).__name__}")
         for linear in linears:
             check_unhooked(linear)
-        self.weights = laid_out([linear.weight for linear in linears])
+        weights = laid_out([linear.weight for linear in linears])
         has_bias = linears[0].bias is not None
-        self.biases = laid_out([linear.bias for linear in linears]) if has_bias else [None] * len(self.weights)
-        self.num_outputs = sum(map(len, self.weights))
+        self._sizes = [len(weight) for weight in weights]
+        self._matrices = [weight.t() for weight in weights]  # (inputs, outputs): views, which follow the weights
+        self._biases = laid_out([linear.bias for linear in linears]) if has_bias else [None] * len(weights)
+        self.num_outputs = sum(self._sizes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(self.weights) == 1:
-            return F.linear(x, self.weights[0], self.biases[0])
-        out = x.new_empty(*x.shape[:-1], self.num_outputs)
-        parts = out.split([*map(len, self.weights)], -1)
-        for weight, bias, part in zip(self.weights, self.biases, parts, strict=True):
+        if len(self._matrices) == 1:
+            return _product(x, self._matrices[0], self._biases[0])
+        out = x.new_empty(len(x), self.num_outputs)
+        for matrix, bias, part in zip(self._matrices, self._biases, out.split_with_sizes(self._sizes, -1), strict=True):
             if bias is None:
-                torch.mm(x, weight.t(), out=part)
+                torch.mm(x, matrix, out=part)
             else:
-                torch.addmm(bias, x, weight.t(), out=part)
+                torch.addmm(bias, x, matrix, out=part)
         return out
+
+    def in_parts(self, x: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+        """As many parts as there are linear layers, of equal size: (tokens, num_outputs / count) each."""
+        if len(self._matrices) == count:
+            return [_product(x, matrix, bias) for matrix, bias in zip(self._matrices, self._biases, strict=True)]
+        return self(x).chunk(count, -1)
 
     def added_to(self, x_TE: torch.Tensor, h: torch.Tensor, multiplier: float) -> torch.Tensor:
         """`x_TE` with the projection of `h` added to it in place."""
-        if self.biases[0] is None:
-            return x_TE.addmm_(h, self.weights[0].t(), alpha=multiplier)
+        if self._biases[0] is None:
+            return x_TE.addmm_(h, self._matrices[0], alpha=multiplier)
         return x_TE.add_(self(h), alpha=multiplier)
 
 
+def _product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
+
+
 def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A projection, or the module itself: if it is not plain, or if embeddings are looked up in its weight."""
-    if model.lm_head.weight is model.model.embed_tokens.weight:  # whose rows must each lie in one piece
-        return model.lm_head
-    try:
-        return _Projection(model, "lm_head")
-    except Unknown:
-        return model.lm_head
+    """From (tokens, E) to (tokens, V): the module itself, if it is not plain."""
+    head: Any = model.lm_head
+    if head.weight is not model.model.embed_tokens.weight:
+        with contextlib.suppress(Unknown):
+            return _Projection(model, "lm_head")
+    elif type(head) is nn.Linear and head.bias is None and head.weight.device.type == "cpu":
+        return partial(_tied_head, head)  # embeddings are looked up in its weight: rows must each lie in one piece
+    return head
+
+
+def _tied_head(head: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Of one token it is a product for every row: the matrix library is slower."""
+    if len(x) > 1 or vars(head)["_forward_hooks"] or vars(head)["_forward_pre_hooks"]:
+        return head(x)
+    return torch.linalg.vecdot(head.weight, x)[None]
 
 
 class _Norm:
@@ -301,10 +321,14 @@ class _Norm:
         self.weight: torch.Tensor = norm.weight
         self.eps: float = norm.eps if rule is NormRule.OFFSET else norm.variance_epsilon
         self.rule = rule
+        self.eps_1 = self.weight.new_full((1,), self.eps)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         shape = weight.shape
+        if x.dtype is torch.float32 and not x.is_cuda and self.rule is not NormRule.OFFSET:
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # torch.rms_norm is a dozen operations on a CPU
+            return (x * torch.addcmul(self.eps_1, norm, norm, value=1 / len(weight)).rsqrt_()).mul_(weight)
         if self.rule is NormRule.OFFSET:
             return torch.rms_norm(x.float(), shape, 1.0 + weight.float(), self.eps).to(x.dtype)
         if x.dtype is torch.float64:
