@@ -302,12 +302,12 @@ def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     if head.weight is not model.model.embed_tokens.weight:
         with contextlib.suppress(Unknown):
             return _Projection(model, "lm_head")
-    elif type(head) is nn.Linear and head.bias is None and head.weight.device.type == "cpu":
+    elif head.weight.device.type == "cpu" and head.bias is None and type(head) is nn.Linear:
         return partial(_tied_head, head)  # embeddings are looked up in its weight: rows must each lie in one piece
     return head
 
 
-def _tied_head(head: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def _tied_head(head: Any, x: torch.Tensor) -> torch.Tensor:
     """Of one token it is a product for every row: the matrix library is slower."""
     if len(x) > 1 or vars(head)["_forward_hooks"] or vars(head)["_forward_pre_hooks"]:
         return head(x)
