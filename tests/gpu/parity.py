@@ -96,7 +96,8 @@ def attended(model: PreTrainedModel, attention: str, flip: bool = False) -> dict
     Args:
         flip: let the last token see what it must not, or not see what it should.
     """
-    runner, first, found = ModelRunner(model, attention, Capture.OFF, probe=False, fused=False), FirstAttention(model), {}
+    runner = ModelRunner(model, attention, Capture.OFF, probe=False, fused=False)
+    first, found = FirstAttention(model), {}
     cache = runner.new_cache(max(PREFIXES) + max(map(len, layouts().values())))
     runner.prefill(text(max(PREFIXES)), cache, 512)
     for prefix in PREFIXES:
