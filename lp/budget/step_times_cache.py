@@ -21,7 +21,7 @@ from lp.budget.step_times import StepTimes
 from lp.compiled import COMPILED
 from lp.parallel.context import ParallelContext
 
-FORMAT = 2  # of the files, and part of their names: other formats are not read
+FORMAT = 3  # of the files, and part of their names: other formats are not read
 
 
 def load_or_measure(

@@ -43,6 +43,7 @@ def decoder_step_times(runner: ModelRunner, config: LookaheadConfig, context: Pa
         context.backend,
         env_int("LOCAL_WORLD_SIZE", 1),
         runner.attention,
+        runner.fused,
         runner.captured and runner.captured.mode,
         repr(config_without_pool),
         *machine_key(runner.device),

@@ -120,6 +120,9 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
             raise Unknown("its layers have a config of their own")
         norms += [layer._modules[name] for name in named]
         norms += [attention._modules[name] for name in _QK_NORMS & set(attention._modules)]
+    head_dims = {layer.self_attn.head_dim for layer in model.model.layers}
+    if any(head_dims != {2 * len(frequencies)} for frequencies in model.model.rotary_emb.buffers()):
+        raise Unknown("rotary positions turn a part of each head")
     for norm in norms:
         _check(norm, path, architecture.prefix + "RMSNorm", set())
     return architecture

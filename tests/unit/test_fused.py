@@ -144,6 +144,14 @@ def test_text_is_that_of_plain_decoding(arch: str) -> None:
     assert decoder.runner.fused and decoder.generate(IDS, 40).tokens == expected
 
 
+def test_partial_rotary_is_not_fused() -> None:
+    """A head of which only a part is turned, as Phi-4-mini's."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    model = tiny_model("phi3", rope_parameters=rope)
+    assert fuse(tiny_model("phi3")) is not None and fuse(model) is None
+    assert lp.LookaheadDecoder(model, CONFIG).generate(IDS, 8).tokens == plain_greedy(model, IDS, 8)
+
+
 def test_several_runners_share_the_weights() -> None:
     model = tiny_model("qwen2")
     names = [name for name, _ in model.named_parameters()]
