@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -120,7 +121,9 @@ class Decoder(ABC):
             device=self.model.device,
         )
         recorder = RecordingSampler(sampler, recorded) if recorded else None
-        with torch.inference_mode(), DeferredSignals() as signals:
+        # Streams and events are those of the current device, which need not be the model's.
+        on_device = torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), on_device, DeferredSignals() as signals:
             limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
             boundary = rope_boundary(self.model.config.get_text_config())
             output = self._decode(

@@ -59,9 +59,7 @@ class StepPass:
         self.shape = shape
         self.timer = timer
         self._capture_key = sampler.capture_key if runner.captures(cache) else None
-        if self._capture_key is not None:
-            assert runner.captured
-            sampler.share_noise(runner.captured.shared)
+        self._shares_noise = False
         self._on_host: torch.Tensor | None = None
         self._clock = _Clock() if runner.device.type == "cuda" else None
 
@@ -77,7 +75,7 @@ class StepPass:
                 logits_BV = step.run()
                 for k in num_logits:
                     self._tail(step, logits_BV, k)
-        if self.runner.captured:
+        if self.runner.captured and self.runner.captures(self.cache):
             self.runner.captured.settle()
 
     def run(
@@ -151,11 +149,14 @@ class StepPass:
         """The captured tail of a captured step; None if the sampler has none, or it can't be captured."""
         if self._capture_key is None:
             return None
+        assert self.runner.captured
+        if not self._shares_noise:
+            self.sampler.share_noise(self.runner.captured.shared)
+            self._shares_noise = True
         key = self._tail_key(num_logits)
         if key not in step.tails:
             if len(step.tails) == MOST_TAILS:
                 del step.tails[next(iter(step.tails))]
-            assert self.runner.captured
             recorder = self.runner.captured.recorder
             compared = self.context.world_size > 1
             try:

@@ -44,7 +44,7 @@ def decoder_step_times(runner: ModelRunner, config: LookaheadConfig, context: Pa
         env_int("LOCAL_WORLD_SIZE", 1),
         runner.attention,
         runner.fused,
-        runner.captured and runner.captured.mode,
+        runner.captured and not runner.captured.reserved and runner.captured.mode,
         repr(config_without_pool),
         *machine_key(runner.device),
     )
@@ -86,6 +86,7 @@ class StepTimingDecoder(Decoder):
         return self._measured
 
     def _decode(self, request: Request) -> GenerationOutput:
+        self.runner.follow()
         with self.runner.borrowed_cache(cache_slots(request, FixedBudget(self.config))) as cache:
             self._measured = self._measure(request, cache)
         return GenerationOutput([], "length", [])

@@ -141,7 +141,7 @@ class CapturedSteps:
         self.mode = mode
         self.known = {} if known is None else known
         self.device = masks.device
-        self.recorder = GraphRecorder(self.device, self.device.type == "cuda" and mode is not Capture.OFF)
+        self.recorder = self._new_recorder()
         self.cache: StaticKVCache | None = None
         self.reserved = False
         self.shared: dict[Hashable, torch.Tensor] = {}
@@ -172,13 +172,6 @@ class CapturedSteps:
     def fits(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens has a bucket."""
         return num_tokens <= BUCKETS[-1]
-
-    def run(
-        self, tokens: Sequence[int], positions: Sequence[int], visible: np.ndarray, logits_indices: Sequence[int]
-    ) -> torch.Tensor:
-        """Logits (len(logits_indices), V), as `ModelRunner.forward`; valid until the next run."""
-        step = self.staged(tokens, positions, visible, logits_indices)
-        return step.run()[: len(logits_indices)]
 
     def staged(
         self, tokens: Sequence[int], positions: Sequence[int], visible: np.ndarray, logits_indices: Sequence[int]
@@ -242,7 +235,11 @@ class CapturedSteps:
         self._steps.clear()
         self._caches.clear()
         self.shared.clear()
+        self.recorder = self._new_recorder()  # a memory pool is of no more use once its graphs are gone
         self.cache = None
+
+    def _new_recorder(self) -> GraphRecorder:
+        return GraphRecorder(self.device, self.device.type == "cuda" and self.mode is not Capture.OFF)
 
     def _new_cache(self, slots: int) -> StaticKVCache:
         capacity = -(-slots // CAPACITY_UNIT) * CAPACITY_UNIT

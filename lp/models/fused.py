@@ -34,6 +34,9 @@ from lp.models.architectures import (
 from lp.models.weight_layout import is_mergeable, laid_out
 
 logger = logging.getLogger(__name__)
+OWN_SETTINGS_STAY = ("torch.nn.", "transformers.models.")  # modules whose settings nobody changes once they are made
+HELD = {"_modules", "_parameters", "_buffers"}
+PLAIN = (bool, int, float, str, list, set, tuple, dict, type(None))
 
 
 class Output(NamedTuple):
@@ -62,8 +65,15 @@ def model_state(model: nn.Module) -> list[tuple[Any, ...]]:
         module = unseen.pop()
         attributes = vars(module)
         hooks = [key for name in HOOKS for key in attributes[name]]
-        weights = [(id(p), p.data_ptr(), p.dtype) for p in attributes["_parameters"].values() if p is not None]
-        state.append((module, type(module), module.training, "forward" in attributes, hooks, weights))
+        tensors = [*attributes["_parameters"].values()]
+        settings = None
+        if not type(module).__module__.startswith(OWN_SETTINGS_STAY):  # an adapter's are changed in place
+            tensors += attributes["_buffers"].values()
+            settings = repr(
+                [(name, value) for name, value in attributes.items() if isinstance(value, PLAIN) and name not in HELD]
+            )
+        weights = [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors if tensor is not None]
+        state.append((module, type(module), module.training, "forward" in attributes, hooks, weights, settings))
         unseen += [child for child in attributes["_modules"].values() if child is not None]
     return state
 
@@ -309,7 +319,8 @@ def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _tied_head(head: Any, x: torch.Tensor) -> torch.Tensor:
     """Of one token it is a product for every row: the matrix library is slower."""
-    if len(x) > 1 or vars(head)["_forward_hooks"] or vars(head)["_forward_pre_hooks"]:
+    state = vars(head)
+    if len(x) > 1 or "forward" in state or any(state[name] for name in HOOKS):
         return head(x)
     return torch.linalg.vecdot(head.weight, x)[None]
 

@@ -20,7 +20,7 @@ class CaptureFailed(RuntimeError):
 class GraphRecorder:
     """Records work of one device, in one stream; its graphs share one memory pool, since they never run at once.
 
-    What a graph returns holds until another graph of the recorder is replayed: only then may its memory be reused.
+    What a graph returns is overwritten when it is replayed again, or when another graph of the recorder is.
 
     Args:
         device: of the work.
@@ -65,7 +65,7 @@ class GraphRecorder:
                     work()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
         return partial(_replay, graph, result, work)
 
@@ -94,7 +94,10 @@ def _replay(graph: torch.cuda.CUDAGraph, result: T, work: Callable[[], T]) -> T:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Waiting for the device is an error. Found in a capture it would leave torch's allocator in the capture."""
+    """Waiting for the device is an error. Found in a capture it would leave torch's allocator in the capture.
+
+    The mode is the whole process's: another thread that uses CUDA meanwhile may see the error too.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -69,7 +69,7 @@ class _Extent:
         length: L.
         slot_mapping_T: where the KV of a captured step is written.
         buffers: by kind, (n, G, C, D) each.
-        claimed: by kind, how many of all its buffers' n are a layer's.
+        claimed: by kind, how many keys and values layers have taken.
     """
 
     layers: int

@@ -9,8 +9,9 @@ import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,20 +30,21 @@ from lp.models.probe import check_tree_mask
 from lp.models.rope import rope_boundary
 from lp.models.support import check_supported, inexact_quantisation
 from lp.models.view import ModelView
+from lp.models.weight_layout import restore
 from lp.to_device import to_device
 
 logger = logging.getLogger(__name__)
 _KEPT = "_lp_runners"  # attribute of the model: its runners
 
 
-class _Kept(dict[Hashable, "ModelRunner"]):
+class _Kept(dict[tuple[Any, ...], "ModelRunner"]):
     """The runners of a model, by their settings. A copy of the model has none: they are of other weights."""
 
     def __deepcopy__(self, memo: object) -> _Kept:
         return _Kept()
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[()]]:
+        return dict, ()  # so that a saved model can be loaded without this package
 
 
 def runner_of(model: PreTrainedModel, attention: str = AUTO, capture: Capture = Capture.AUTO) -> ModelRunner:
@@ -54,26 +56,39 @@ def runner_of(model: PreTrainedModel, attention: str = AUTO, capture: Capture = 
     Raises:
         ValueError: as `ModelRunner`.
     """
-    kept: _Kept = vars(model).setdefault(_KEPT, _Kept())
-    device = model.get_input_embeddings().weight.device
-    key = (attention, capture, model.config._attn_implementation, model.dtype, device)
+    kept = vars(model).get(_KEPT)
+    if not isinstance(kept, _Kept):
+        kept = vars(model)[_KEPT] = _Kept()
+    weights = (model.dtype, model.get_input_embeddings().weight.device)
+    for key in [key for key in kept if key[-2:] != weights]:
+        _free(kept.pop(key))
+    key = (attention, capture, model.config._attn_implementation, *weights)
     if key not in kept:
         kept[key] = ModelRunner(model, attention, capture)
     return kept[key]
 
 
 def release(model: PreTrainedModel) -> None:
-    """Free what this package holds for a model: captured steps and their KV cache. The next decoder makes it anew."""
+    """Free what this package holds for a model, and lay its weights out as they were; the next decoder starts anew.
+
+    Held are captured steps, their KV cache, and weights in another layout. Without this call they go with the model,
+    when Python next looks for cycles.
+    """
     for runner in vars(model).pop(_KEPT, _Kept()).values():
-        if runner.captured:
-            runner.captured.release()
+        _free(runner)
+    restore(model)
+
+
+def _free(runner: ModelRunner) -> None:
+    if runner.captured:
+        runner.captured.release()
 
 
 class ModelRunner:
     """Runs tree-shaped steps of one model against a preallocated cache.
 
     Args:
-        model: any HF causal LM that honours a 4-D mask; it stays as it is, for others may be using it.
+        model: any HF causal LM that honours a 4-D mask; others may be using it. Only its weights may move in memory.
         attention: "auto", or the name of a backend.
         capture: whether steps have a few fixed shapes and their kernels are replayed.
         probe: check with the model itself that it honours the mask, the first time it is used.
@@ -110,6 +125,7 @@ class ModelRunner:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)
         self.boundary = rope_boundary(self.config)
         self._lock = threading.Lock()
+        self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self.captured: CapturedSteps | None = None
         self._may_fuse = fused
         self._choose_backend(backends_to_try(self.model, attention), probe)
@@ -153,7 +169,8 @@ class ModelRunner:
         fused = fuse(self.model) if self._may_fuse else None
         self.network: PreTrainedModel | FusedModel = fused or self.model
         self._state = model_state(self.model)
-        self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
+        weights = (self.model.dtype, self.device)
+        self._known = {kind: count for kind, count in self._known.items() if (kind.dtype, kind.device) == weights}
 
     def _probe(self) -> None:
         """Check that steps honour a tree mask; fused layers that do not are given up, if the model's own do.
@@ -217,12 +234,13 @@ class ModelRunner:
             yield cache
         except torch.OutOfMemoryError:
             if captured:
+                captured.settle()
                 captured.release()
             raise
         finally:
             if captured:
-                captured.settle()
                 captured.reserved = False
+                captured.settle()
 
     def captures(self, cache: StaticKVCache) -> bool:
         """Whether steps over this cache are captured."""

@@ -80,6 +80,7 @@ class BranchProcessors:
         temperature: product of the temperatures: all that is applied to a node that no walk can reach.
         full_vocabulary_temperature: the same where nothing else is applied; 0 where other processors are.
         prefix_free: whether every processor is a function of the scores alone.
+        known: whether every one is transformers' own of these, and not a subclass: its settings say what it does.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], padding: Sequence[int] = ()) -> None:
@@ -89,6 +90,7 @@ class BranchProcessors:
         self.temperature = math.prod(temperatures)
         self.full_vocabulary_temperature = self.temperature if len(temperatures) == len(self._processors) else 0.0
         self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self._processors)
+        self.known = all(type(processor) in PREFIX_FREE for processor in self._processors)
 
     def __len__(self) -> int:
         return len(self._processors)

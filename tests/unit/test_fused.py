@@ -152,6 +152,15 @@ def test_partial_rotary_is_not_fused() -> None:
     assert lp.LookaheadDecoder(model, CONFIG).generate(IDS, 8).tokens == plain_greedy(model, IDS, 8)
 
 
+def test_a_forward_of_a_tied_heads_own() -> None:
+    """As a library that offloads weights sets it; one token's product does not go through it."""
+    model = tiny_model("llama", tie_word_embeddings=True)
+    decoder = lp.PlainDecoder(model)
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda x: -forward(x)
+    assert decoder.generate(IDS, 8, eos_token_id=()).tokens == plain_greedy(model, IDS, 8)
+
+
 def test_several_runners_share_the_weights() -> None:
     model = tiny_model("qwen2")
     names = [name for name, _ in model.named_parameters()]

@@ -8,10 +8,14 @@ import pickle
 import random
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import TemperatureLogitsWarper
 
 import lp
 from lp.models.captured_steps import CAPACITY_UNIT, CapturedSteps
@@ -151,3 +155,99 @@ def test_a_callback_that_raises_leaves_what_is_captured(recorded: list[Any]) -> 
         decoder.generate(IDS, NEW, on_tokens=fail)
     assert decoder.generate(IDS, NEW, eos_token_id=()).tokens == plain_greedy(model, IDS, NEW)
     assert len(recorded) == before
+
+
+def test_an_adapter_that_is_switched(gpu: SimulatedCuda) -> None:
+    """Its layers choose in Python which weights to use, and a graph would go on with those of its capture."""
+    model = tiny_model()
+    torch.manual_seed(0)
+    for name in ("first", "second"):
+        adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        model.add_adapter(adapter, name)
+    model.double().eval()
+    moved = copy.deepcopy(model).to("cuda")
+    decoder = lp.PlainDecoder(moved, capture="graph")
+    texts = []
+    for change in (
+        lambda model: model.set_adapter("first"),
+        lambda model: model.set_adapter("second"),
+        lambda model: model.disable_adapters(),
+    ):
+        change(model)
+        change(moved)
+        texts.append(plain_greedy(model, IDS, NEW))
+        assert decoder.generate(IDS, NEW, eos_token_id=()).tokens == texts[-1]
+    assert len({*map(tuple, texts)}) == 3, "changes that tell"
+
+
+class _Warper(TemperatureLogitsWarper):
+    """Its settings do not say what it does."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(1.0)
+        self.change = change
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.change(scores)
+
+
+def test_a_warper_of_the_callers_own(gpu: SimulatedCuda) -> None:
+    """Captured with one, a step would go on with it for another of its class."""
+    model = on_gpu()
+    for change in (torch.neg, torch.clone):
+        processors = [_Warper(change)]
+        plain = lp.AutoregressiveDecoder(tiny_model()).generate(IDS, NEW, logits_processor=processors)
+        output = lp.LookaheadDecoder(model, CONFIG).generate(IDS, NEW, logits_processor=processors)
+        assert output.tokens == plain.tokens
+
+
+def test_steps_run_on_the_models_device(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams and events are the current device's: on another one, nothing would be waited for."""
+    seen: list[int] = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: (seen.append(torch.cuda.current_device()), replay(graph))
+    )
+    model = copy.deepcopy(tiny_model()).to("cuda:1")
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    assert decoder.generate(IDS, NEW, eos_token_id=()).tokens == plain_greedy(tiny_model(), IDS, NEW)
+    assert {*seen} == {1} and torch.cuda.current_device() == 0
+
+
+def test_runners_of_other_weights_go() -> None:
+    """Their weights, graphs and caches would stay on a device that the model has left."""
+    model = tiny_model()
+    gone = weakref.ref(runner_of(model))
+    runner_of(model.half())
+    gc.collect()
+    assert gone() is None
+
+
+def test_release_lays_the_weights_out_as_they_were(tmp_path: Path) -> None:
+    model = tiny_model()
+    ids = torch.tensor([IDS])
+    expected = model(ids).logits
+    lp.LookaheadDecoder(model, CONFIG)
+    assert not all(parameter.is_contiguous() for parameter in model.parameters())
+    lp.release(model)
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+    assert torch.equal(model(ids).logits, expected)
+    save_file({name: p for name, p in model.state_dict().items() if name != "lm_head.weight"}, tmp_path / "weights")
+
+
+def test_out_of_memory_leaves_a_model_that_is_captured_again(gpu: SimulatedCuda, recorded: list[Any]) -> None:
+    """Graphs' memory pools are of no more use once all their graphs are gone."""
+    decoder = lp.LookaheadDecoder(on_gpu(), CONFIG)
+
+    def fail(tokens: list[int], step: int) -> None:
+        raise torch.OutOfMemoryError("simulated")
+
+    decoder.generate(IDS, NEW)
+    assert decoder.runner.captured
+    recorder = decoder.runner.captured.recorder
+    with pytest.raises(torch.OutOfMemoryError):
+        decoder.generate(IDS, NEW, on_tokens=fail)
+    assert decoder.runner.captured.recorder is not recorder and not decoder.runner.captured.reserved
+    before = len(recorded)
+    assert decoder.generate(IDS, NEW, eos_token_id=()).tokens == plain_greedy(tiny_model(), IDS, NEW)
+    assert len(recorded) > before
