@@ -281,6 +281,8 @@ class _Projection:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if len(self._matrices) == 1:
             return _product(x, self._matrices[0], self._biases[0])
+        if torch.compiler.is_compiling():  # which fuses what it likes, and takes no part of a tensor to write to
+            return torch.cat(self._products(x), -1)
         out = x.new_empty(len(x), self.num_outputs)
         for matrix, bias, part in zip(self._matrices, self._biases, out.split_with_sizes(self._sizes, -1), strict=True):
             if bias is None:
@@ -292,8 +294,11 @@ class _Projection:
     def in_parts(self, x: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
         """As many parts as there are linear layers, of equal size: (tokens, num_outputs / count) each."""
         if len(self._matrices) == count:
-            return [_product(x, matrix, bias) for matrix, bias in zip(self._matrices, self._biases, strict=True)]
+            return self._products(x)
         return self(x).chunk(count, -1)
+
+    def _products(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [_product(x, matrix, bias) for matrix, bias in zip(self._matrices, self._biases, strict=True)]
 
     def added_to(self, x_TE: torch.Tensor, h: torch.Tensor, multiplier: float) -> torch.Tensor:
         """`x_TE` with the projection of `h` added to it in place."""
@@ -314,14 +319,20 @@ def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
             return _Projection(model, "lm_head")
     elif head.weight.device.type == "cpu" and head.bias is None and type(head) is nn.Linear:
         return partial(_tied_head, head)  # embeddings are looked up in its weight: rows must each lie in one piece
-    return head
+    return partial(_called, head)
+
+
+def _called(head: Any, x: torch.Tensor) -> torch.Tensor:
+    """The module itself, called as transformers does: a hook may look at the shape."""
+    logits: torch.Tensor = head(x[None])
+    return logits[0]
 
 
 def _tied_head(head: Any, x: torch.Tensor) -> torch.Tensor:
     """Of one token it is a product for every row: the matrix library is slower."""
     state = vars(head)
     if len(x) > 1 or "forward" in state or any(state[name] for name in HOOKS):
-        return head(x)
+        return _called(head, x)
     return torch.linalg.vecdot(head.weight, x)[None]
 
 
