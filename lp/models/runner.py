@@ -35,6 +35,7 @@ from lp.to_device import to_device
 
 logger = logging.getLogger(__name__)
 _KEPT = "_lp_runners"  # attribute of the model: its runners
+_LOCK = threading.Lock()  # on them: threads share a model
 
 
 class _Kept(dict[tuple[Any, ...], "ModelRunner"]):
@@ -56,16 +57,17 @@ def runner_of(model: PreTrainedModel, attention: str = AUTO, capture: Capture = 
     Raises:
         ValueError: as `ModelRunner`.
     """
-    kept = vars(model).get(_KEPT)
-    if not isinstance(kept, _Kept):
-        kept = vars(model)[_KEPT] = _Kept()
-    weights = (model.dtype, model.get_input_embeddings().weight.device)
-    for key in [key for key in kept if key[-2:] != weights]:
-        _free(kept.pop(key))
-    key = (attention, capture, model.config._attn_implementation, *weights)
-    if key not in kept:
-        kept[key] = ModelRunner(model, attention, capture)
-    return kept[key]
+    with _LOCK:
+        kept = vars(model).get(_KEPT)
+        if not isinstance(kept, _Kept):
+            kept = vars(model)[_KEPT] = _Kept()
+        weights = (model.dtype, model.get_input_embeddings().weight.device)
+        for key in [key for key in kept if key[-2:] != weights]:
+            _free(kept.pop(key))
+        key = (attention, capture, model.config._attn_implementation, *weights)
+        if key not in kept:
+            kept[key] = ModelRunner(model, attention, capture)
+        return kept[key]
 
 
 def release(model: PreTrainedModel) -> None:
@@ -74,9 +76,10 @@ def release(model: PreTrainedModel) -> None:
     Held are captured steps, their KV cache, and weights in another layout. Without this call they go with the model,
     when Python next looks for cycles.
     """
-    for runner in vars(model).pop(_KEPT, _Kept()).values():
-        _free(runner)
-    restore(model)
+    with _LOCK:
+        for runner in vars(model).pop(_KEPT, _Kept()).values():
+            _free(runner)
+        restore(model)
 
 
 def _free(runner: ModelRunner) -> None:
@@ -203,14 +206,15 @@ class ModelRunner:
 
     def follow(self) -> None:
         """Take up what has been changed on the model since: once a text, before its cache is allocated."""
-        if self._view.follow():
-            self.model = self._view.model
-            set_attention(self.model, self.backend)
-        elif model_state(self.model) == self._state:
-            return
-        self._take_up_weights()
-        if self.captured:
-            self.captured = self._captured_steps(self.captured.mode)
+        with self._lock:
+            if self._view.follow():
+                self.model = self._view.model
+                set_attention(self.model, self.backend)
+            elif model_state(self.model) == self._state:
+                return
+            self._take_up_weights()
+            if self.captured:
+                self.captured = self._captured_steps(self.captured.mode)
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
         return CapturedSteps(self.network, self.masks, mode, self._known)

@@ -6,6 +6,8 @@ import copy
 import gc
 import pickle
 import random
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ import lp
 from lp.models.captured_steps import CAPACITY_UNIT, CapturedSteps
 from lp.models.graph_recorder import GraphRecorder
 from lp.models.kv_cache import CacheTooLarge, StaticKVCache
-from lp.models.runner import runner_of
+from lp.models.runner import ModelRunner, runner_of
 from tests.captured import captured_runner
 from tests.simulated_cuda import SimulatedCuda
 from tests.tiny_models import drawn_text, plain_greedy, tiny_model
@@ -138,6 +140,29 @@ def test_decoders_of_one_model_share_a_runner() -> None:
     lp.release(model)
     assert not any(name.endswith("runners") for name in vars(model))
     assert lp.LookaheadDecoder(model, CONFIG).generate(IDS, 4).tokens == plain_greedy(model, IDS, 4)
+
+
+def test_threads_that_start_together_share_a_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runners would lay the weights out twice, the second time while the first one computes with them."""
+    made = list[ModelRunner]()
+    first_is_made = threading.Event()
+
+    def slow(*arguments: Any) -> ModelRunner:
+        made.append(ModelRunner(*arguments))
+        first_is_made.set()
+        time.sleep(0.2)  # others ask while this one is not yet known
+        return made[-1]
+
+    monkeypatch.setattr("lp.models.runner.ModelRunner", slow)
+    model, got = tiny_model(), list[ModelRunner]()
+    threads = [threading.Thread(target=lambda: got.append(runner_of(model))) for _ in range(3)]
+    threads[0].start()
+    first_is_made.wait()
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and len(got) == 3 and {*got} == {*made}
 
 
 def test_a_callback_that_raises_leaves_what_is_captured(recorded: list[Any]) -> None:
