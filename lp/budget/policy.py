@@ -33,12 +33,14 @@ class Budget(Protocol):
         step_tokens: B, the most step tokens of a rank.
         uses_prompt_logits: the pool may learn from the prompt's logits, if the config has it so.
         max_padded_tokens: the most tokens that `padded_size` may raise a step to; 0 if it never pads.
+        learns: `record_step` is to be called.
     """
 
     columns: int
     step_tokens: int
     uses_prompt_logits: bool
     max_padded_tokens: int
+    learns: bool
 
     @property
     def idle(self) -> bool:
@@ -79,6 +81,7 @@ class FixedBudget:
     idle = False
     uses_prompt_logits = True
     max_padded_tokens = 0
+    learns = False
 
     def __init__(self, config: LookaheadConfig, ranks: int = 1) -> None:
         self.columns = config.window_size
@@ -109,6 +112,7 @@ class AdaptiveBudget:
         temperature: of sampling from the whole vocabulary, 0 if there is none.
     """
 
+    learns = True
     uses_prompt_logits = False  # they cost a pass through the LM head for every token, more than they bring
 
     def __init__(

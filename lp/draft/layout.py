@@ -20,8 +20,8 @@ Node order: `c` and level 0, levels 1..N-2, then the draft tree's own nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,48 +30,66 @@ from lp.draft.tree import DraftTree
 from lp.draft.window import LookaheadWindow, WindowSlice
 
 
-def ancestors(parents: Sequence[int], known: np.ndarray | None = None) -> np.ndarray:
+def ancestors(parents: Sequence[int]) -> np.ndarray:
     """Visibility (S, S) of a tree given in topological order: [i, j] is whether node i sees node j.
 
     Args:
         parents: parent of every node, -1 for the root.
-        known: the same for the first nodes, if computed before.
     """
-    if known is not None and len(known) == len(parents):
-        return known.copy()
     visible = np.zeros((len(parents), len(parents)), dtype=np.bool_)
-    done = 0 if known is None else len(known)
-    if known is not None:
-        visible[:done, :done] = known
-    _inherit(compiled_array(visible), compiled_ints(parents), done)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node] = visible[parent]
+        visible[node, node] = True
     return visible
 
 
-@jit
-def _inherit(visible, parents, done):  # type: ignore[no-untyped-def]
-    for node in range(done, len(parents)):
-        if parents[node] >= 0:
-            for above in range(node):
-                visible[node, above] = visible[parents[node], above]
-        visible[node, node] = True
+class LayoutNodes(NamedTuple):
+    """The nodes of a layout, as compiled functions take them: `c` and the window first, then the draft tree's own.
+
+    Attributes:
+        tokens, positions, parents: int64 (S,); the parent of `c` is -1.
+        accept_probs: float64 (S,); 0 where the draft source states none.
+        sampled: bool (S,), whether the node's token is sampled.
+        reachable: bool (S,), whether a walk may reach the node.
+        drafted_behind: int64 (S,), the node that a walk comes from; -1 where no walk comes, or where another node with
+            the same token behind the same node stands for this one.
+    """
+
+    tokens: Any
+    positions: Any
+    parents: Any
+    accept_probs: Any
+    sampled: Any
+    reachable: Any
+    drafted_behind: Any
+
+    @classmethod
+    def room(cls, size: int) -> LayoutNodes:
+        """Room for so many nodes."""
+        kinds = {"accept_probs": np.float64, "sampled": np.bool_, "reachable": np.bool_}
+        return cls(*(compiled_array(np.empty(size, kinds.get(name, np.int64))) for name in cls._fields))
+
+    def first(self, count: int) -> LayoutNodes:
+        """The first nodes."""
+        return LayoutNodes(*(field[:count] for field in self))
 
 
-@dataclass(frozen=True, slots=True)
-class _WindowNodes:
+class _WindowNodes(NamedTuple):
     """The nodes of `c` and of a slice of the window.
 
     Attributes:
-        parents, distances: of every node; distance from p.
-        visible: (nodes, nodes).
-        on_walk: those that a walk may reach: `c`, level 0 and column 0.
-        sampled: those whose token is sampled: those on a walk, and the last level.
+        parents, distances: int64 (nodes,); distance from p.
+        visible: bool (nodes, nodes).
+        on_walk: bool (nodes,), those that a walk may reach: `c`, level 0 and column 0.
+        sampled: bool (nodes,), those whose token is sampled: those on a walk, and the last level.
     """
 
-    parents: list[int]
-    distances: list[int]
-    visible: np.ndarray
-    on_walk: frozenset[int]
-    sampled: list[int]
+    parents: Any
+    distances: Any
+    visible: Any
+    on_walk: Any
+    sampled: Any
 
 
 @lru_cache(maxsize=256)
@@ -80,14 +98,15 @@ def _window_nodes(columns: WindowSlice) -> _WindowNodes:
     entries += [(k, j) for k in range(1, columns.levels) for j in range(columns.first, columns.end)]
     index = {entry: node for node, entry in enumerate(entries)}
     parents = [index[k - 1, j] if k else j - 1 for k, j in entries]
-    on_walk = frozenset(node for node, (k, j) in enumerate(entries) if k == 0 or j == 0)
-    last = range(columns.first_of_last_level, len(entries))
+    on_walk = np.array([k == 0 or j == 0 for k, j in entries])
+    sampled = on_walk.copy()
+    sampled[columns.first_of_last_level :] = True
     return _WindowNodes(
-        parents=parents,
-        distances=[k + j for k, j in entries],
-        visible=ancestors(parents),
-        on_walk=on_walk,
-        sampled=sorted(on_walk.union(last)),
+        parents=compiled_ints(parents),
+        distances=compiled_ints([k + j for k, j in entries]),
+        visible=compiled_array(ancestors(parents)),
+        on_walk=compiled_array(on_walk),
+        sampled=compiled_array(sampled),
     )
 
 
@@ -104,10 +123,8 @@ class StepLayout:
         catch_up: accepted tokens whose KV the rank lacks, which end right before `c`.
 
     Attributes:
-        tokens, positions, parents: lists of S ints; the parent of `c` is -1.
-        accept_probs: of every node; 0 where the draft source states none.
+        nodes: all of them.
         num_window: nodes of `c` and the window; the draft tree's own follow.
-        sampled_nodes: nodes whose token is sampled, ascending.
     """
 
     def __init__(
@@ -123,30 +140,70 @@ class StepLayout:
         self.catch_up = catch_up
         self.columns = columns
         self._window = _window_nodes(columns)
-        self.tokens = [token, *window.levels[0][1 : columns.level_0_nodes]]
+        guesses = window.levels[0][1 : columns.level_0_nodes]
         for level in window.levels[1:]:
-            self.tokens += level[columns.first : columns.end]
-        self.parents = list(self._window.parents)
-        self.positions = [position + distance for distance in self._window.distances]
-        self.num_window = len(self.tokens)
-        self.accept_probs = [0.0] * self.num_window
-        self._children = self._window_children() if draft.merge else {}  # (parent, token) -> node
-        self._add_draft(draft, limit)
-        self.sampled_nodes = [*self._window.sampled, *range(self.num_window, len(self.tokens))]
+            guesses = guesses + level[columns.first : columns.end]
+        self.num_window = 1 + len(guesses)
+        size = self.num_window + len(draft)
+        nodes = LayoutNodes.room(size)
+        count = _lay_out(
+            nodes,
+            _Children.room(size),
+            self._window,
+            compiled_ints([token, *guesses]),
+            compiled_ints(draft.tokens),
+            compiled_ints(draft.parents),
+            compiled_array(np.array(draft.accept_probs or [0.0] * len(draft))),
+            draft.merge,
+            position,
+            limit,
+        )
+        self.nodes = nodes if count == size else nodes.first(count)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.nodes.tokens)
 
     @property
     def num_tokens(self) -> int:
         """T."""
-        return len(self.catch_up) + len(self.tokens)
+        return len(self.catch_up) + len(self)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Of every node."""
+        return self.nodes.tokens.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """Of every node."""
+        return self.nodes.positions.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """Of every node; that of `c` is -1."""
+        return self.nodes.parents.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def accept_probs(self) -> list[float]:
+        """Of every node; 0 where the draft source states none."""
+        return self.nodes.accept_probs.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def sampled_nodes(self) -> list[int]:
+        """Nodes whose token is sampled, ascending."""
+        return np.flatnonzero(self.nodes.sampled).tolist()
+
+    @property
+    def samples_all(self) -> bool:
+        """Every node's token is sampled."""
+        return len(self.sampled_nodes) == len(self)
 
     def drafts(self) -> dict[int, list[int]]:
         """By node, the different tokens that may follow it in a walk, in the order they were laid out."""
         drafts: dict[int, list[int]] = {}
-        for parent, token in self._children:
-            drafts.setdefault(parent, []).append(token)
+        for node, token in zip(self.nodes.drafted_behind.tolist(), self.tokens, strict=True):
+            if node >= 0:
+                drafts.setdefault(node, []).append(token)
         return drafts
 
     def branch_tokens(self, node: int) -> list[int] | None:
@@ -164,53 +221,129 @@ class StepLayout:
 
     def reachable(self, node: int) -> bool:
         """Whether a walk may reach the node: it is of level 0, of column 0 or of the draft tree."""
-        return node >= self.num_window or node in self._window.on_walk
+        return bool(self.nodes.reachable[node])
 
-    def step_tokens(self, num_tokens: int) -> tuple[list[int], list[int], np.ndarray]:
+    def step_tokens(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens and positions (T,) and visibility (T, T) of the forward pass: catch-up tokens, then the nodes.
 
         Args:
             num_tokens: where larger than T, tokens are added that nothing sees and nothing is sampled at.
         """
-        missing = len(self.catch_up)
-        used = self.num_tokens
-        more = max(num_tokens - used, 0)
-        visible = ancestors(self.parents, self._window.visible)
-        if missing or more:
-            nodes = visible
-            visible = np.tri(used + more, dtype=bool)
-            visible[missing:used, missing:used] = nodes
-            visible[used:] = np.eye(used + more, dtype=bool)[used:]
-        start = self.positions[0] - missing
-        tokens = [*self.catch_up, *self.tokens, *self.tokens[:1] * more]
-        positions = [*range(start, start + missing), *self.positions, *self.positions[:1] * more]
+        size = max(num_tokens, self.num_tokens)
+        tokens = np.empty(size, np.int64)
+        positions = np.empty(size, np.int64)
+        visible = np.zeros((size, size), np.bool_)
+        _fill_step(
+            self.nodes,
+            self._window.visible,
+            compiled_ints(self.catch_up),
+            compiled_array(tokens),
+            compiled_array(positions),
+            compiled_array(visible),
+        )
         return tokens, positions, visible
 
-    def _window_children(self) -> dict[tuple[int, int], int]:
-        """Those of level 0 and column 0; where both begin with the same tokens, the node of level 0 stands for both."""
-        children: dict[tuple[int, int], int] = {}
-        stands_for = {0: 0}
-        for node in sorted(self._window.on_walk)[1:]:
-            parent = stands_for[self.parents[node]]
-            stands_for[node] = children.setdefault((parent, self.tokens[node]), node)
-        return children
 
-    def _add_draft(self, draft: DraftTree, limit: int) -> None:
-        nodes: list[int] = []  # of every node of the draft tree, its node here; -1 where it is past the limit
-        probs = draft.accept_probs or [0.0] * len(draft)
-        for token, draft_parent, prob in zip(draft.tokens, draft.parents, probs, strict=True):
-            parent = nodes[draft_parent] if draft_parent >= 0 else 0
-            position = self.positions[parent] + 1
-            if parent < 0 or position >= limit:
-                nodes.append(-1)
-                continue
-            node = self._children.get((parent, token), -1)
-            if node < 0 or not draft.merge:
-                node = len(self.tokens)
-                self._children.setdefault((parent, token), node)
-                self.tokens.append(token)
-                self.parents.append(parent)
-                self.positions.append(position)
-                self.accept_probs.append(prob)
-            self.accept_probs[node] = prob
-            nodes.append(node)
+class _Children(NamedTuple):
+    """Room for lists of children, by node."""
+
+    stands_for: Any  # int64 (S,): the node that stands for a node of the window
+    first: Any  # int64 (S,): -1 for none
+    next: Any  # int64 (S,)
+    node_of: Any  # int64 (S,): of every node of the draft tree its node here; -1 where it is past the limit
+
+    @classmethod
+    def room(cls, size: int) -> _Children:
+        """For so many nodes."""
+        return cls(*(compiled_array(np.empty(size, np.int64)) for _ in cls._fields))
+
+
+@jit
+def _lay_out(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
+    """Fill in `c` and the window, then the draft tree; returns how many nodes there are."""
+    count = len(own_tokens)
+    for node in range(count):
+        nodes.tokens[node] = own_tokens[node]
+        nodes.positions[node] = position + window.distances[node]
+        nodes.parents[node] = window.parents[node]
+        nodes.accept_probs[node] = 0.0
+        nodes.sampled[node] = window.sampled[node]
+        nodes.reachable[node] = window.on_walk[node]
+        nodes.drafted_behind[node] = -1
+        children.first[node] = -1
+        children.stands_for[node] = node
+        if merge and node > 0 and window.on_walk[node]:
+            # Where level 0 and column 0 begin with the same tokens, the node of level 0 stands for both.
+            parent = children.stands_for[window.parents[node]]
+            found = _child(nodes, children, parent, own_tokens[node])
+            if found >= 0:
+                children.stands_for[node] = found
+            else:
+                _add_child(nodes, children, parent, node)
+    for index in range(len(tokens)):
+        parent = children.node_of[parents[index]] if parents[index] >= 0 else 0
+        if parent < 0 or nodes.positions[parent] + 1 >= limit:
+            children.node_of[index] = -1
+            continue
+        node = _child(nodes, children, parent, tokens[index])
+        if node < 0 or not merge:
+            listed = node >= 0
+            node = count
+            count += 1
+            nodes.tokens[node] = tokens[index]
+            nodes.positions[node] = nodes.positions[parent] + 1
+            nodes.parents[node] = parent
+            nodes.sampled[node] = True
+            nodes.reachable[node] = True
+            nodes.drafted_behind[node] = -1
+            children.first[node] = -1
+            if not listed:
+                _add_child(nodes, children, parent, node)
+        nodes.accept_probs[node] = probs[index]
+        children.node_of[index] = node
+    return count
+
+
+@jit
+def _child(nodes, children, parent, token):  # type: ignore[no-untyped-def]
+    """The node that stands for this token behind the parent, or -1."""
+    node = children.first[parent]
+    while node >= 0 and nodes.tokens[node] != token:
+        node = children.next[node]
+    return node
+
+
+@jit
+def _add_child(nodes, children, parent, node):  # type: ignore[no-untyped-def]
+    nodes.drafted_behind[node] = parent
+    children.next[node] = children.first[parent]
+    children.first[parent] = node
+
+
+@jit
+def _fill_step(nodes, window_visible, catch_up, tokens, positions, visible):  # type: ignore[no-untyped-def]
+    missing = len(catch_up)
+    used = missing + len(nodes.tokens)
+    for at in range(missing):
+        tokens[at] = catch_up[at]
+        positions[at] = nodes.positions[0] - missing + at
+        for above in range(at + 1):
+            visible[at, above] = True
+    for at in range(missing, used):
+        node = at - missing
+        tokens[at] = nodes.tokens[node]
+        positions[at] = nodes.positions[node]
+        for above in range(missing):
+            visible[at, above] = True
+        if node < len(window_visible):
+            for above in range(node):
+                visible[at, missing + above] = window_visible[node, above]
+        else:
+            parent = nodes.parents[node] + missing
+            for above in range(missing, parent + 1):
+                visible[at, above] = visible[parent, above]
+        visible[at, at] = True
+    for at in range(used, len(tokens)):
+        tokens[at] = nodes.tokens[0]
+        positions[at] = nodes.positions[0]
+        visible[at, at] = True

@@ -35,6 +35,16 @@ class RankTrees(NamedTuple):
     probs: np.ndarray
     counts: np.ndarray
 
+    @classmethod
+    def room(cls, ranks: int, budget: int) -> RankTrees:
+        """Room for the trees of R ranks, of B nodes each."""
+        ints = np.empty((3, ranks, budget), np.int64)
+        return cls(ints[0], ints[1], ints[2], np.empty((ranks, budget)), np.empty(ranks, np.int64))
+
+    def compiled(self) -> RankTrees:
+        """As compiled functions take them."""
+        return RankTrees(*map(compiled_array, self))
+
 
 class _Nodes(NamedTuple):
     """Room for the nodes of a union, `c` first, parents before children."""
@@ -93,6 +103,7 @@ class UnionTree:
         self.num_draft = 0
         size = ranks * budget
         self._nodes = _Nodes(*(compiled_zeros(size, "f8" if name == "probs" else "i8") for name in _Nodes._fields))
+        self._slices: Sequence[WindowSlice] | None = None
         self._path = compiled_zeros(size + 1, "i8")
         self._local = compiled_zeros(size + 1, "i8")
         self._held = compiled_zeros(ranks, "i8")
@@ -105,18 +116,12 @@ class UnionTree:
             slices: by rank, its columns of the window.
             window_drafts: level 0 and column 0 are drafts.
         """
-        self._counts = compiled_ints(trees.counts)
+        if slices is not self._slices:  # mostly those of the step before
+            self._slices = slices
+            self._columns = compiled_ints([(each.first, each.num_columns, each.level_0_nodes) for each in slices])
+        self._trees = trees.compiled()
         self.num_nodes, self.num_draft = _merge(
-            self._nodes,
-            compiled_array(trees.parents.ravel()),
-            compiled_array(trees.tokens.ravel()),
-            compiled_array(trees.sampled.ravel()),
-            compiled_array(trees.probs.ravel()),
-            self._counts,
-            compiled_ints([(each.first, each.num_columns, each.level_0_nodes) for each in slices]),
-            slices[0].levels,
-            self.budget,
-            window_drafts,
+            self._nodes, self._trees, self._columns, slices[0].levels, self.budget, window_drafts
         )
 
     def walk(self, rank: int, most: int) -> tuple[Outcome, list[int]]:
@@ -133,7 +138,8 @@ class UnionTree:
             The outcome, and the rank's own nodes of its path, as far as it has them.
         """
         length, expected, accepted_drafts = _walk(self._nodes, self._path, most)
-        _find_held(self._nodes, self._counts, self.budget, self._path, length, rank, self._held, self._local)
+        counts = self._trees.counts
+        _find_held(self._nodes, counts, self.budget, self._path, length, rank, self._held, self._local)
         held = np.asarray(self._held).tolist()
         path = np.asarray(self._path)[:length]
         tokens = np.asarray(self._nodes.sampled)[path].tolist()
@@ -164,10 +170,22 @@ class UnionTree:
         """What the rank that speaks sampled; INVALID_TOKEN where it sampled nothing."""
         return np.asarray(self._nodes.sampled)[: self.num_nodes]
 
-    @property
-    def sources(self) -> np.ndarray:
-        """Rank * B + node of the rank that speaks."""
-        return np.asarray(self._nodes.sources)[: self.num_nodes]
+    def samples(self, top_logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The nodes that sampled a token, (n,), and their top-k logits, (n, K), packed.
+
+        Args:
+            top_logits: int64 (R * B, K), of rank * B + node.
+        """
+        nodes = np.empty(self.num_nodes, np.int64)
+        packed = np.empty((self.num_nodes, top_logits.shape[1]), np.int64)
+        count = _gather_samples(
+            self._nodes,
+            self.num_nodes,
+            compiled_array(top_logits),
+            compiled_array(nodes),
+            compiled_array(packed),
+        )
+        return nodes[:count], packed[:count]
 
     @property
     def accept_probs(self) -> np.ndarray:
@@ -177,33 +195,33 @@ class UnionTree:
 
 
 @jit
-def _merge(nodes, parents, tokens, sampled, probs, counts, slices, levels, budget, window_drafts):  # type: ignore[no-untyped-def]
+def _merge(nodes, trees, slices, levels, budget, window_drafts):  # type: ignore[no-untyped-def]
     """Returns the number of nodes, and of those among them that are no rank's window."""
     num_nodes = num_draft = 0
-    for rank in range(len(counts)):
+    for rank in range(len(trees.counts)):
         first, columns, level_0 = slices[rank, 0], slices[rank, 1], slices[rank, 2]
         window = level_0 + columns * (levels - 1)
-        for index in range(counts[rank]):
+        for index in range(trees.counts[rank]):
             at = rank * budget + index
             parent = node = -1
             on_walk = True
             if index > 0:
-                parent = nodes.node_of[rank * budget + parents[at]]
+                parent = nodes.node_of[rank * budget + trees.parents[rank, index]]
                 if index < window:
                     below = index - level_0  # nodes of lower levels are column by column
                     on_walk = window_drafts and (below < 0 or first + below % max(columns, 1) == 0)
                 if on_walk:
-                    node = _child(nodes, parent, tokens[at])
+                    node = _child(nodes, parent, trees.tokens[rank, index])
             elif num_nodes > 0:
                 node = 0
             if node < 0:
                 node = num_nodes
                 num_nodes += 1
                 num_draft += 1 if index >= window else 0
-                nodes.tokens[node] = tokens[at]
+                nodes.tokens[node] = trees.tokens[rank, index]
                 nodes.parents[node] = parent
                 nodes.depths[node] = nodes.depths[parent] + 1 if index > 0 else 0
-                nodes.sampled[node] = sampled[at]
+                nodes.sampled[node] = trees.sampled[rank, index]
                 nodes.probs[node] = 0.0
                 nodes.sources[node] = at
                 nodes.first_child[node] = -1
@@ -211,7 +229,7 @@ def _merge(nodes, parents, tokens, sampled, probs, counts, slices, levels, budge
                     nodes.next_sibling[node] = nodes.first_child[parent]
                     nodes.first_child[parent] = node
             if nodes.probs[node] == 0.0:
-                nodes.probs[node] = probs[at]
+                nodes.probs[node] = trees.probs[rank, index]
             nodes.node_of[at] = node
     return num_nodes, num_draft
 
@@ -263,3 +281,16 @@ def _find_held(nodes, counts, budget, path, length, own_rank, held, local):  # t
                 held[rank] = depth + 1
                 if rank == own_rank:
                     local[depth] = index
+
+
+@jit
+def _gather_samples(nodes, num_nodes, top_logits, found, packed):  # type: ignore[no-untyped-def]
+    """Returns how many nodes sampled a token."""
+    count = 0
+    for node in range(num_nodes):
+        if nodes.sampled[node] != INVALID_TOKEN:
+            found[count] = node
+            for k in range(top_logits.shape[1]):
+                packed[count, k] = top_logits[nodes.sources[node], k]
+            count += 1
+    return count

@@ -15,7 +15,7 @@ import torch
 from lp.budget.calibration import DraftRecord
 from lp.budget.policy import Budget
 from lp.config import KVSync, LookaheadConfig
-from lp.digest import chain_digest
+from lp.digest import chain_digest, mix_digest
 from lp.draft.layout import StepLayout
 from lp.draft.share import NO_DRAFT, Share
 from lp.draft.source import DraftSource, ShareInput, StepSamples, share_proposer
@@ -35,7 +35,7 @@ from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, unpack
 from lp.sampling.sampler import INVALID_TOKEN, check_sampled
-from lp.sampling.top_logits import TopLogits, pack_top_logits, unpack_top_logits
+from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
 
 T = TypeVar("T")
 
@@ -265,9 +265,9 @@ class Generation:
     def _header(self, common: DraftTree, slices: Sequence[WindowSlice]) -> Header:
         """What this rank's message begins with."""
         if self.context.world_size > 1:  # a single rank has none to differ from
-            shape = [self.budget.step_tokens, *(own.num_columns for own in slices), *self.catch_up_counts]
+            shape = [self.budget.step_tokens, *(own.end - own.first for own in slices), *self.catch_up_counts]
             state = (*self.window.levels, common.tokens, common.parents, shape)
-            self.digest = chain_digest(self.digest, self.text[self.num_digested :], *state)
+            self.digest = mix_digest(self.digest, self.text[self.num_digested :], *state)
             self.num_digested = len(self.text)
         return Header(self.digest, self._wants_to_stop(), self.num_kept)
 
@@ -290,7 +290,9 @@ class Generation:
 
     def _record(self, gathered: Gathered, outcome: Outcome) -> None:
         """Tell the budget what the step's tokens came to."""
-        largest = max(map(sum, zip(gathered.trees.counts.tolist(), self.catch_up_counts, strict=True)))
+        if not self.budget.learns:
+            return
+        largest = int((gathered.trees.counts + self.catch_up_counts).max())
         drafts = DraftRecord(self.union.accept_probs, outcome.expected, outcome.accepted_drafts)
         self.budget.record_step(outcome.tokens, largest, drafts)
 
@@ -319,31 +321,38 @@ class Generation:
 
     def _learn(self, gathered: Gathered, outcome: Outcome, slices: Sequence[WindowSlice]) -> None:
         """Advance the window and show the draft source what the step sampled."""
-        last_level: list[int] = []
-        for sampled, own in sorted(zip(gathered.trees.sampled, slices, strict=True), key=lambda pair: pair[1].first):
-            first = own.first_of_last_level
-            # A node that no walk can reach may have sampled nothing: its scores were not finite.
-            last_level += (sampled[first : first + own.num_columns] % INVALID_TOKEN).tolist()
+        last_level = self._last_level(gathered, slices)
         ngrams = self.window.ngrams(last_level)
         union = self.union
-        nodes = np.flatnonzero(union.sampled != INVALID_TOKEN)
-        top_logits = gathered.top_logits_of(union.sources[nodes])
+        nodes, top_logits = union.samples(gathered.top_logits)
         if self._warming_up:  # the reference code's window has no full column yet
             ngrams = []
             nodes = nodes[:0]
-            top_logits = TopLogits.empty()
+            top_logits = top_logits[:0]
         samples = StepSamples(
             tokens=union.tokens,
             positions=union.depths + (len(self.text) - 1 - len(outcome.tokens)),
             parents=union.parents,
             nodes=nodes,
             sampled=union.sampled[nodes],
-            top_logits=top_logits,
+            top_logits=unpack_top_logits(top_logits),
             ngrams=ngrams,
         )
         self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), last_level)
         self.source.observe(self.text, len(outcome.tokens), samples)
+
+    @staticmethod
+    def _last_level(gathered: Gathered, slices: Sequence[WindowSlice]) -> list[int]:
+        """The token that each column's last level sampled."""
+        last_level: list[int] = []
+        with_columns = [rank for rank, own in enumerate(slices) if own.end > own.first]
+        for rank in sorted(with_columns, key=lambda rank: slices[rank].first):
+            own = slices[rank]
+            first = own.first_of_last_level
+            # A node that no walk can reach may have sampled nothing: its scores were not finite.
+            last_level += (gathered.trees.sampled[rank, first : first + own.num_columns] % INVALID_TOKEN).tolist()
+        return last_level
 
     def _deliver(
         self, new_tokens: Sequence[int], num_tokens: int, num_draft: int = 0, columns: int | None = None

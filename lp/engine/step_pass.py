@@ -96,7 +96,9 @@ class StepPass:
                 self._clock.start()
             inputs = layout.step_tokens(step_tokens)
             missing = len(layout.catch_up)
-            logits_indices = [missing + node for node in layout.sampled_nodes]
+            logits_indices = layout.sampled_nodes
+            if missing:
+                logits_indices = [missing + node for node in logits_indices]
             step = self.runner.staged(*inputs, self.cache, logits_indices)
             if step is None:
                 logits = self.runner.forward(*inputs, self.cache, logits_indices, capture=False)

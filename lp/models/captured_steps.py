@@ -174,7 +174,11 @@ class CapturedSteps:
         return num_tokens <= BUCKETS[-1]
 
     def staged(
-        self, tokens: Sequence[int], positions: Sequence[int], visible: np.ndarray, logits_indices: Sequence[int]
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        positions: Sequence[int] | np.ndarray,
+        visible: np.ndarray,
+        logits_indices: Sequence[int],
     ) -> CapturedStep:
         """The captured step of their bucket, with these inputs in its block: the last copy of it must be over.
 

@@ -304,8 +304,8 @@ class ModelRunner:
 
     def staged(
         self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
+        positions: Sequence[int] | np.ndarray,
         visible: np.ndarray,
         cache: StaticKVCache,
         logits_indices: Sequence[int],
@@ -341,8 +341,8 @@ class ModelRunner:
 
     def forward(
         self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
+        positions: Sequence[int] | np.ndarray,
         visible: np.ndarray,
         cache: StaticKVCache,
         logits_indices: Sequence[int],
@@ -365,7 +365,7 @@ class ModelRunner:
             return step.run()[:num_logits]
         cache.flush()
         num_tokens = len(tokens)
-        ids_1T, positions_1T = to_device([tokens, positions], self.device).split(1)
+        ids_1T, positions_1T = to_device(np.array([tokens, positions]), self.device).split(1)
         mask = self.masks.build(visible, positions_1T[0], cache.length)
         last = range(num_tokens - num_logits, num_tokens)
         logits_to_keep: int | torch.Tensor = num_logits  # a number: the last ones, which need no gathering

@@ -11,7 +11,6 @@ R: ranks; B: nodes of a rank, at most; K: top-k logits of a node; P: int64s of a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple
@@ -19,13 +18,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lp.compiled import I64, LOG2_E, compiled_array, jit, log
 from lp.config import MAX_STEP_TOKENS
 from lp.draft.layout import StepLayout
 from lp.draft.verify import RankTrees
 from lp.errors import UserError
 from lp.parallel.agreement import check_calls
 from lp.sampling.sampler import INVALID_TOKEN
-from lp.sampling.top_logits import TopLogits, pack_top_logits, unpack_top_logits
+from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
 from lp.to_device import to_device
 
 DIGEST, STOP, LENGTH, COUNT, BEST = range(5)  # where the header has them
@@ -40,7 +40,10 @@ PARENT_SHIFT = DRAFT_SHIFT + TOKEN_BITS
 assert MAX_STEP_TOKENS <= 1 << 63 - PARENT_SHIFT
 # Probabilities are sent as powers of 2 ** -(1 / PROB_STEPS), to the nearest; code 0 is none.
 PROB_STEPS = 10
-PROBS = np.array([0.0, *(2.0 ** (-code / PROB_STEPS) for code in range((1 << PROB_BITS) - 1))])
+PROB_CODES = 1 << PROB_BITS
+PROBS = compiled_array(np.array([0.0, *(2.0 ** (-code / PROB_STEPS) for code in range(PROB_CODES - 1))]))
+LEAST_PROB = PROBS[PROB_CODES - 1]
+TOKEN_MASK = (1 << TOKEN_BITS) - 1
 
 
 class Stop(IntFlag):
@@ -99,10 +102,6 @@ class Gathered(NamedTuple):
     stop: Stop
     length: int
 
-    def top_logits_of(self, sources: np.ndarray) -> TopLogits:
-        """Those of these nodes, each rank * B + node."""
-        return unpack_top_logits(self.top_logits[sources])
-
 
 @dataclass(frozen=True, slots=True)
 class MessageShape:
@@ -150,27 +149,44 @@ def known_part(header: Header, layout: StepLayout, shape: MessageShape) -> np.nd
     Returns:
         int64 (HEADER + B,).
     """
-    count = len(layout)
     known = np.zeros(HEADER + shape.nodes, np.int64)
-    known[:BEST] = (*header, count)
-    words = known[HEADER : HEADER + count]
-    words[1:] = layout.parents[1:]
-    words <<= PARENT_SHIFT
-    words |= np.array(layout.tokens) << DRAFT_SHIFT
-    words |= _prob_codes(layout.accept_probs)
-    if len(layout.sampled_nodes) < count:
-        words |= INVALID_TOKEN << SAMPLED_SHIFT
-        words[layout.sampled_nodes] ^= INVALID_TOKEN << SAMPLED_SHIFT
+    _fill_known(known, header, layout)
     return known
+
+
+def _fill_known(message: np.ndarray, header: Header, layout: StepLayout) -> None:
+    message[:BEST] = (*header, len(layout))
+    _fill_words(compiled_array(message[HEADER:]), layout.nodes)
+
+
+@jit
+def _fill_words(words, nodes):  # type: ignore[no-untyped-def]
+    for node in range(len(nodes.tokens)):
+        word = max(nodes.parents[node], 0) << PARENT_SHIFT | nodes.tokens[node] << DRAFT_SHIFT
+        if not nodes.sampled[node]:
+            word |= INVALID_TOKEN << SAMPLED_SHIFT
+        words[node] = word | prob_code(nodes.accept_probs[node])
+
+
+@jit
+def prob_code(prob):  # type: ignore[no-untyped-def]
+    """The code of a probability, of which PROBS has the value."""
+    if not prob > 0:
+        return 0
+    steps = math.floor(-PROB_STEPS * log(min(prob, 1.0)) * LOG2_E + 0.5) if prob > LEAST_PROB else PROB_CODES - 2
+    return 1 + min(I64(steps), PROB_CODES - 2)
 
 
 def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
     """This rank's message (P,), on the device of what was sampled."""
     known = np.zeros(shape.size, np.int64)
-    known[: HEADER + shape.nodes] = known_part(header, layout, shape)
+    _fill_known(known, header, layout)
+    if sampled.tokens.device.type == "cpu":
+        _fill_sampled(known, layout, sampled, shape)
+        return torch.from_numpy(known)
     message = to_device(known, sampled.tokens.device)
     at: slice | torch.Tensor = slice(len(layout))
-    if len(layout.sampled_nodes) < len(layout):
+    if not layout.samples_all:
         at = to_device(layout.sampled_nodes, sampled.tokens.device)
     message[HEADER : HEADER + shape.nodes][at] |= sampled.tokens << SAMPLED_SHIFT
     if sampled.top_logits.numel():
@@ -180,15 +196,19 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
     return message
 
 
+def _fill_sampled(message: np.ndarray, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> None:
+    """On the CPU numpy takes a third of torch's time."""
+    at: slice | list[int] = slice(len(layout)) if layout.samples_all else layout.sampled_nodes
+    message[HEADER : HEADER + shape.nodes][at] |= sampled.tokens.numpy() << SAMPLED_SHIFT
+    if sampled.top_logits.numel():
+        message[HEADER + shape.nodes :].reshape(shape.nodes, shape.num_logits)[at] = sampled.top_logits.numpy()
+    if sampled.best is not None:
+        message[BEST:HEADER] = sampled.best.numpy()
+
+
 def sampled_at_c(messages: np.ndarray) -> int:
     """The token that rank 0 sampled at `c`, of messages as `unpack` takes them."""
-    return int(messages[0, HEADER]) >> SAMPLED_SHIFT & (1 << TOKEN_BITS) - 1
-
-
-def _prob_codes(probs: Sequence[float]) -> np.ndarray:
-    values = np.array(probs)
-    steps = np.rint(-PROB_STEPS * np.log2(np.clip(values, PROBS[-1], 1.0)))
-    return np.where(values > 0, steps + 1, 0).astype(np.int64)
+    return int(messages[0, HEADER]) >> SAMPLED_SHIFT & TOKEN_MASK
 
 
 def unpack(messages: np.ndarray, shape: MessageShape, step: int, rounding: float) -> Gathered:
@@ -207,17 +227,22 @@ def unpack(messages: np.ndarray, shape: MessageShape, step: int, rounding: float
     stop = Stop(int(np.bitwise_or.reduce(messages[:, STOP])))
     if not stop:
         check_best(messages[:, BEST:HEADER], step, rounding)
-    words = messages[:, HEADER : HEADER + shape.nodes]
-    token = (1 << TOKEN_BITS) - 1
-    trees = RankTrees(
-        parents=words >> PARENT_SHIFT,
-        tokens=words >> DRAFT_SHIFT & token,
-        sampled=words >> SAMPLED_SHIFT & token,
-        probs=PROBS[words & (1 << PROB_BITS) - 1],
-        counts=messages[:, COUNT],
-    )
+    trees = RankTrees.room(len(messages), shape.nodes)
+    _read_words(trees.compiled(), compiled_array(messages))
     top_logits = messages[:, HEADER + shape.nodes :].reshape(len(messages) * shape.nodes, shape.num_logits)
     return Gathered(trees, top_logits, stop, int(messages[0, LENGTH]))
+
+
+@jit
+def _read_words(trees, messages):  # type: ignore[no-untyped-def]
+    for rank in range(len(messages)):
+        trees.counts[rank] = messages[rank, COUNT]
+        for node in range(trees.counts[rank]):
+            word = messages[rank, HEADER + node]
+            trees.parents[rank, node] = word >> PARENT_SHIFT
+            trees.tokens[rank, node] = word >> DRAFT_SHIFT & TOKEN_MASK
+            trees.sampled[rank, node] = word >> SAMPLED_SHIFT & TOKEN_MASK
+            trees.probs[rank, node] = PROBS[word & PROB_CODES - 1]
 
 
 def check_digests(messages: np.ndarray, step: int) -> None:

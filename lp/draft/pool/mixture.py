@@ -17,11 +17,10 @@ import math
 from typing import Any, NamedTuple
 
 from lp.compiled import I64, U64, compiled_zeros, exp, jit, log
+from lp.digest import GOLDEN, MASK, mix
 from lp.draft.pool.tables import (
-    GOLDEN,
     GUESS,
     LOGITS,
-    MASK,
     MAX_GUESS_ORDER,
     MAX_LOGITS_ORDER,
     ONE,
@@ -37,7 +36,6 @@ from lp.draft.pool.tables import (
     find,
     hash_context,
     logits_key,
-    mix,
     new_context,
     text_position,
 )

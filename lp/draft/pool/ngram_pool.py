@@ -31,6 +31,7 @@ from lp.sampling.top_logits import TopLogits
 
 NO_DRAFTS = WindowDrafts()
 NOTHING = compiled_ints([])
+ALL_MINE = compiled_array(np.ones(1))  # the block of a rank that is alone
 
 
 class NGramPool:
@@ -86,7 +87,7 @@ class NGramPool:
             level_0=compiled_ints(step.window.level_0),
             column_0=compiled_ints(step.window.column_0),
             rank=step.rank,
-            block_ends=compiled_array(np.cumsum(rooms) / max(sum(rooms), 1)),
+            block_ends=compiled_array(np.cumsum(rooms) / max(sum(rooms), 1)) if len(rooms) > 1 else ALL_MINE,
         )
         trunk = self._grow_trunk(own, price) if len(rooms) > 1 else 0
         taken = grow(self._tables, self._predictor, self._tree, trunk, own, price)
@@ -97,6 +98,8 @@ class NGramPool:
             parents=(np.asarray(tree.places)[np.asarray(tree.parents)[order]] - 1).tolist(),
             accept_probs=np.asarray(tree.accept_probs)[order].tolist(),
         )
+        if not trunk:
+            return Share(draft)
         tokens = np.asarray(tree.tokens)[1:trunk].tolist()
         return Share(draft, DraftTree(tokens, (np.asarray(tree.parents)[1:trunk] - 1).tolist()))
 

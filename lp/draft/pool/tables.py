@@ -18,13 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lp.compiled import I64, U64, compiled_array, compiled_zeros, jit
+from lp.digest import GOLDEN, MASK, MIX_1, mix
 
-MASK = U64((1 << 64) - 1)
-GOLDEN = U64(0x9E3779B97F4A7C15)  # this and the next two: splitmix64's constants
-MIX_1 = U64(0xBF58476D1CE4E5B9)
-MIX_2 = U64(0x94D049BB133111EB)
 ONE = U64(1)
-S11, S27, S30, S31 = U64(11), U64(27), U64(30), U64(31)  # shifts
+S11 = U64(11)  # a shift
 
 M = 4
 WAYS = 4  # entries of a bucket
@@ -106,13 +103,6 @@ def new_context() -> Context:
 
 
 # Entries and their keys.
-
-
-@jit
-def mix(value):  # splitmix64
-    value = ((value ^ (value >> S30)) * MIX_1) & MASK
-    value = ((value ^ (value >> S27)) * MIX_2) & MASK
-    return value ^ (value >> S31)
 
 
 @jit
