@@ -170,6 +170,11 @@ class UnionTree:
         """What the rank that speaks sampled; INVALID_TOKEN where it sampled nothing."""
         return np.asarray(self._nodes.sampled)[: self.num_nodes]
 
+    @property
+    def sources(self) -> np.ndarray:
+        """Rank * B + node of the rank that speaks."""
+        return np.asarray(self._nodes.sources)[: self.num_nodes]
+
     def samples(self, top_logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The nodes that sampled a token, (n,), and their top-k logits, (n, K), packed.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -9,7 +12,7 @@ from lp.draft.layout import StepLayout, ancestors
 from lp.draft.prompt_lookup import PromptLookup, PromptLookupConfig
 from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.draft.window import LookaheadWindow, WindowSlice
-from tests.layouts import NOTHING, layout_of, node_of, path_to, visible_of, walk_alone, window_of
+from tests.layouts import NOTHING, drawn_ranks, layout_of, node_of, path_to, visible_of, walk_alone, window_of
 
 
 def _tree(*paths: list[int], budget: int = 100) -> DraftTree:
@@ -100,7 +103,7 @@ def test_a_slice_is_part_of_the_whole_window(n: int, first: int, end: int) -> No
         visible[missing : missing + window, missing : missing + window] == visible_of(whole)[np.ix_(nodes, nodes)]
     ).all()
     assert visible[missing:, :missing].all() and (visible[:missing] == np.tri(2, len(tokens), dtype=bool)).all()
-    assert tokens == [7, 8, *layout.tokens] and positions == [7, 8, *layout.positions]
+    assert tokens.tolist() == [7, 8, *layout.tokens] and positions.tolist() == [7, 8, *layout.positions]
     assert layout.num_tokens == len(tokens) == 2 + len(layout)
     if slice_.num_columns:
         sampling = range(slice_.first_of_last_level, slice_.first_of_last_level + slice_.num_columns)
@@ -123,7 +126,8 @@ def test_padding_is_seen_by_nothing(missing: int) -> None:
     tokens, positions, visible = layout.step_tokens(0)
     more_tokens, more_positions, more_visible = layout.step_tokens(len(tokens) + 4)
     size = len(tokens)
-    assert (more_tokens[:size], more_positions[:size]) == (tokens, positions) and len(more_tokens) == size + 4
+    assert (more_tokens[:size] == tokens).all() and (more_positions[:size] == positions).all()
+    assert len(more_tokens) == size + 4
     assert (more_visible[:size, :size] == visible).all() and not more_visible[:size, size:].any()
     assert (more_visible[size:, size:] == np.eye(4, dtype=bool)).all() and not more_visible[size:, :size].any()
 
@@ -139,12 +143,21 @@ def test_layout_stays_below_the_limit(w: int, n: int, room: int) -> None:
     assert layout.sampled_nodes == sorted(set(layout.sampled_nodes))
 
 
-def test_ancestors_extend_a_known_part() -> None:
-    """The cached window part must not leak visibility into the candidates."""
-    parents = [-1, 0, 1, 0, 3, 1, 5]
-    whole = ancestors(parents)
-    assert (ancestors(parents, ancestors(parents[:3])) == whole).all()
+def test_ancestors_of_a_tree() -> None:
+    """A node sees its ancestors and itself."""
+    whole = ancestors([-1, 0, 1, 0, 3, 1, 5])
     assert whole[6].tolist() == [True, True, False, False, False, True, True]
+
+
+def test_nodes_see_their_ancestors_alone(cases: Callable[[int, int], range]) -> None:
+    """The window's part of the mask is stored, the draft tree's is filled in, each behind the catch-up tokens."""
+    for seed in cases(100, 1000):
+        layouts, _ = drawn_ranks(random.Random(seed), 1 + seed % 4)
+        for layout in layouts:
+            visible, missing = visible_of(layout), len(layout.catch_up)
+            assert (visible[missing:, missing:] == ancestors(layout.parents)).all(), f"seed {seed}"
+            assert visible[missing:, :missing].all() and not visible[:missing, missing:].any()
+            assert (visible[:missing, :missing] == np.tri(missing, dtype=bool)).all()
 
 
 def test_walk_follows_the_truth_only() -> None:

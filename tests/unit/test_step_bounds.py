@@ -104,7 +104,7 @@ class _Fixed:
 
 def test_probabilities_beyond_one_stay_within_their_bits() -> None:
     """A source of the user's may state them; a negative code would change a node's parent."""
-    assert message._prob_codes([1.05, 2.0, 1.0, 0.0, 1e-30]).tolist() == [1, 1, 1, 0, 255]
+    assert [message.prob_code(prob) for prob in (1.05, 2.0, 1.0, 0.0, 1e-30)] == [1, 1, 1, 0, 255]
 
 
 def test_rounding_follows_the_models_precision() -> None:
