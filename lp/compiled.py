@@ -106,6 +106,21 @@ C_3, C_4, C_5, C_6, C_7, C_8 = (1 / math.factorial(power) for power in range(3, 
 HALVINGS = compiled_array(2.0 ** -np.arange(1020.0))
 
 
+MASK = U64((1 << 64) - 1)
+GOLDEN = U64(0x9E3779B97F4A7C15)  # this and the next two: splitmix64's constants
+MIX_1 = U64(0xBF58476D1CE4E5B9)
+MIX_2 = U64(0x94D049BB133111EB)
+S27, S30, S31 = U64(27), U64(30), U64(31)  # shifts
+
+
+@jit
+def mix(value):
+    """splitmix64's finaliser of an unsigned 64-bit integer."""
+    value = ((value ^ (value >> S30)) * MIX_1) & MASK
+    value = ((value ^ (value >> S27)) * MIX_2) & MASK
+    return value ^ (value >> S31)
+
+
 @jit
 def log(value):
     """Natural logarithm, to about 1e-10; only + - * / so that every processor gives the same."""

@@ -171,22 +171,22 @@ class StepLayout:
     @cached_property
     def tokens(self) -> list[int]:
         """Of every node."""
-        return self.nodes.tokens.tolist()  # type: ignore[no-any-return]
+        return self.nodes.tokens.tolist()
 
     @cached_property
     def positions(self) -> list[int]:
         """Of every node."""
-        return self.nodes.positions.tolist()  # type: ignore[no-any-return]
+        return self.nodes.positions.tolist()
 
     @cached_property
     def parents(self) -> list[int]:
         """Of every node; that of `c` is -1."""
-        return self.nodes.parents.tolist()  # type: ignore[no-any-return]
+        return self.nodes.parents.tolist()
 
     @cached_property
     def accept_probs(self) -> list[float]:
         """Of every node; 0 where the draft source states none."""
-        return self.nodes.accept_probs.tolist()  # type: ignore[no-any-return]
+        return self.nodes.accept_probs.tolist()
 
     @cached_property
     def sampled_nodes(self) -> list[int]:

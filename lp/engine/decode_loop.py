@@ -15,7 +15,7 @@ import torch
 from lp.budget.calibration import DraftRecord
 from lp.budget.policy import Budget
 from lp.config import KVSync, LookaheadConfig
-from lp.digest import chain_digest, mix_digest
+from lp.digest import chain_digest
 from lp.draft.layout import StepLayout
 from lp.draft.share import NO_DRAFT, Share
 from lp.draft.source import DraftSource, ShareInput, StepSamples, share_proposer
@@ -33,7 +33,7 @@ from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, unpack
+from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import INVALID_TOKEN, check_sampled
 from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
 
@@ -267,7 +267,7 @@ class Generation:
         if self.context.world_size > 1:  # a single rank has none to differ from
             shape = [self.budget.step_tokens, *(own.end - own.first for own in slices), *self.catch_up_counts]
             state = (*self.window.levels, common.tokens, common.parents, shape)
-            self.digest = mix_digest(self.digest, self.text[self.num_digested :], *state)
+            self.digest = state_digest(self.digest, self.text[self.num_digested :], *state)
             self.num_digested = len(self.text)
         return Header(self.digest, self._wants_to_stop(), self.num_kept)
 

@@ -11,6 +11,7 @@ R: ranks; B: nodes of a rank, at most; K: top-k logits of a node; P: int64s of a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lp.compiled import I64, LOG2_E, compiled_array, jit, log
+from lp.compiled import GOLDEN, I64, LOG2_E, MASK, U64, compiled_array, compiled_ints, jit, log, mix
 from lp.config import MAX_STEP_TOKENS
 from lp.draft.layout import StepLayout
 from lp.draft.verify import RankTrees
@@ -141,6 +142,23 @@ def best_logits(logits: torch.Tensor) -> torch.Tensor:
     """
     packed = pack_top_logits(logits[:1], NUM_BEST)[0]
     return packed if len(packed) == NUM_BEST else packed[torch.arange(NUM_BEST).clamp(max=len(packed) - 1)]
+
+
+def state_digest(previous: int, *parts: Sequence[int]) -> int:
+    """A 63-bit digest of the previous one and these lists of ints: for mistakes, not for malice."""
+    values = [previous]
+    for part in parts:
+        values.append(len(part))
+        values += part
+    return int(_digest(compiled_ints(values)))
+
+
+@jit
+def _digest(values):  # type: ignore[no-untyped-def]
+    digest = GOLDEN
+    for index in range(len(values)):
+        digest = mix(((digest ^ U64(values[index])) * GOLDEN + GOLDEN) & MASK)
+    return I64(digest >> U64(1))
 
 
 def known_part(header: Header, layout: StepLayout, shape: MessageShape) -> np.ndarray:

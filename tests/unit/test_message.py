@@ -122,6 +122,16 @@ def test_all_bits_of_a_word_are_apart() -> None:
     assert (trees.tokens[0, 1:] == LARGEST_TOKEN).all() and (trees.probs[0, 1:] == 1).all()
 
 
+def test_a_digest_tells_states_apart() -> None:
+    """By any value, by its place, and by the list that it is in; digests of the steps before are part of it."""
+    parts = [[3, 1, 4], [1, -1], [], [5]]
+    others = [[3, 1, 5], [1, -1], [], [5]], [[1, 3, 4], [1, -1], [], [5]], [[3, 1, 4, 1], [-1], [], [5]]
+    digests = [message.state_digest(7, *parts), message.state_digest(8, *parts)]
+    digests += [message.state_digest(7, *other) for other in (*others, [*parts, []])]
+    assert len({*digests}) == len(digests) and all(0 <= digest < 2**63 for digest in digests)
+    assert message.state_digest(7, *parts) == digests[0]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize(
     ("w", "n", "g"), [(15, 5, 15), (10, 5, 10), (7, 5, 7), (5, 4, 2), (20, 7, 20), (0, 5, 10), (15, 2, 0)]

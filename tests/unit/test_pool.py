@@ -131,8 +131,8 @@ def printed(package: Path, processes: Processes, code: str, **env: str) -> str:
 def test_compiled_code_is_of_these_sources(processes: Processes, package: Path) -> None:
     """numba caches compiled code by its own file: a change of another would reach some ranks and not others."""
     first = printed(package, processes, NOISE)
-    tables = package / "draft" / "pool" / "tables.py"
-    tables.write_text(tables.read_text().replace("U64(30)", "U64(29)"))
+    compiled = package / "compiled.py"
+    compiled.write_text(compiled.read_text().replace("U64(30)", "U64(29)"))
     assert printed(package, processes, NOISE) == printed(package, processes, NOISE, NUMBA_DISABLE_JIT="1") != first
 
 

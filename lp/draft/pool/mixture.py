@@ -16,8 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from lp.compiled import I64, U64, compiled_zeros, exp, jit, log
-from lp.digest import GOLDEN, MASK, mix
+from lp.compiled import GOLDEN, I64, MASK, U64, compiled_zeros, exp, jit, log, mix
 from lp.draft.pool.tables import (
     GUESS,
     LOGITS,

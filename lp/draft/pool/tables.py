@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import I64, U64, compiled_array, compiled_zeros, jit
-from lp.digest import GOLDEN, MASK, MIX_1, mix
+from lp.compiled import GOLDEN, I64, MASK, MIX_1, U64, compiled_array, compiled_zeros, jit, mix
 
 ONE = U64(1)
 S11 = U64(11)  # a shift
