@@ -194,6 +194,12 @@ class StepLayout:
         return np.flatnonzero(self.nodes.sampled).tolist()
 
     @property
+    def sampled_positions(self) -> list[int]:
+        """Of these nodes."""
+        positions = self.positions
+        return positions if self.samples_all else [positions[node] for node in self.sampled_nodes]
+
+    @property
     def samples_all(self) -> bool:
         """Every node's token is sampled."""
         return len(self.sampled_nodes) == len(self)

@@ -178,7 +178,7 @@ class StepPass:
         """What a tail is to know of the nodes that are sampled."""
         nodes = layout.sampled_nodes
         branches = self._branches(layout)
-        noise_rows = self.sampler.noise_rows([layout.positions[node] for node in nodes], branches)
+        noise_rows = self.sampler.noise_rows(layout.sampled_positions, branches)
         return nodes, [branch is not None for branch in branches], noise_rows
 
     def _sampled(self, logits: torch.Tensor, layout: StepLayout, text: Sequence[int], num_logits: int) -> Sampled:
@@ -189,14 +189,15 @@ class StepPass:
         drafts = [behind.get(node, []) for node in nodes]
         best = best_logits(logits) if self.context.world_size > 1 else None
         scores = sampler.scores(logits, branches, text)
-        sampled = sampler.sample(scores, [layout.positions[node] for node in nodes], branches, drafts)
+        sampled = sampler.sample(scores, layout.sampled_positions, branches, drafts)
         top_logits = pack_top_logits(scores, num_logits) if num_logits else sampled.new_zeros(len(nodes), 0)
         return Sampled(sampled, top_logits, best)  # the top 0 would take time, too
 
     def _branches(self, layout: StepLayout) -> list[list[int] | None]:
         """The tokens behind `c` that processors see of every sampled node; None where no walk can reach it."""
         if self.sampler.prefix_free:
-            return [[] if layout.reachable(node) else None for node in layout.sampled_nodes]
+            reachable = layout.nodes.reachable.tolist()
+            return [[] if reachable[node] else None for node in layout.sampled_nodes]
         return [layout.branch_tokens(node) for node in layout.sampled_nodes]
 
 
