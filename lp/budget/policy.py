@@ -16,9 +16,10 @@ from lp.budget.running_ratio import MEMORY_STEPS, PRIOR_STEPS, RunningRatio
 from lp.budget.step_times import StepTimes
 from lp.budget.window_policy import WindowPolicy
 from lp.compiled import compiled_array
-from lp.config import LookaheadConfig
+from lp.config import MAX_STEP_TOKENS, LookaheadConfig
 from lp.draft.share import step_tokens
 from lp.draft.source import TokenPrice
+from lp.errors import UserError
 
 # Time is priced above its worth by this factor: of all draft tokens those are taken that look best, and they are less
 # likely than they look. Fitted on the demo model (docs/budget.md).
@@ -74,6 +75,9 @@ class FixedBudget:
     Args:
         config: W, N and G, of the whole step.
         ranks: that divide them.
+
+    Raises:
+        ValueError: a rank's part is more than a step can have.
     """
 
     idle = False
@@ -83,6 +87,12 @@ class FixedBudget:
     def __init__(self, config: LookaheadConfig, ranks: int = 1) -> None:
         self.columns = config.window_size
         self.step_tokens = step_tokens(config, ranks)
+        if self.step_tokens > MAX_STEP_TOKENS:
+            shape = f"W={config.window_size}, N={config.ngram_size}, G={config.guess_set_size}"
+            raise UserError(
+                f"a step of {shape} on {ranks} rank(s) has {self.step_tokens} tokens a rank, more than "
+                f"{MAX_STEP_TOKENS}; lower one of them or add ranks"
+            )
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice | None:
         """Tokens cost nothing."""
@@ -116,6 +126,7 @@ class AdaptiveBudget:
     ) -> None:
         self._step_times = step_times
         self._ranks = ranks
+        self._exploration_tokens = max(EXPLORATION_TOKENS // ranks, 1)
         self._seconds = compiled_array(step_times.seconds_by_tokens)
         self._marginal_seconds = compiled_array(step_times.marginal_seconds)
         self._rate = RunningRatio(PRIOR_STEPS, PRIOR_STEPS * step_times.plain_s, MEMORY_STEPS)
@@ -149,7 +160,7 @@ class AdaptiveBudget:
             seconds=self._seconds,
             marginal_seconds=self._marginal_seconds,
             exploration_bonus=exploration_bonus(self._accepted.ratio),
-            exploration_tokens=EXPLORATION_TOKENS,
+            exploration_tokens=self._exploration_tokens,
             calibration=self._calibration.factor,
             depth_discount=self._depth_discount.per_token,
             least_tokens=least_tokens,
