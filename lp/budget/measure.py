@@ -12,8 +12,8 @@ from lp.parallel.context import ParallelContext
 # Sizes of the steps that are measured, and those that must do on a slow model.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FEW_SIZES = (1, 8, 32, 128)
-# Larger sizes than this are measured only if it takes at most so many plain steps. The likeliest token that a rank
-# leaves out at 128 tokens is accepted with a probability below 1 %, on one rank as on eight (docs/budget.md).
+# Larger sizes than this are measured only if it takes at most so many plain steps: where it takes more, further tokens
+# are dear, and they are the least likely ones. Set by hand.
 LARGE_SIZE = 128
 LARGE_PLAIN_STEPS = 3.0
 # Sizes that take longer than so many plain steps never pay: they are not measured again, nor are larger ones.

@@ -126,7 +126,6 @@ class AdaptiveBudget:
     ) -> None:
         self._step_times = step_times
         self._ranks = ranks
-        self._exploration_tokens = max(EXPLORATION_TOKENS // ranks, 1)
         self._seconds = compiled_array(step_times.seconds_by_tokens)
         self._marginal_seconds = compiled_array(step_times.marginal_seconds)
         self._rate = RunningRatio(PRIOR_STEPS, PRIOR_STEPS * step_times.plain_s, MEMORY_STEPS)
@@ -160,7 +159,7 @@ class AdaptiveBudget:
             seconds=self._seconds,
             marginal_seconds=self._marginal_seconds,
             exploration_bonus=exploration_bonus(self._accepted.ratio),
-            exploration_tokens=self._exploration_tokens,
+            exploration_tokens=EXPLORATION_TOKENS,
             calibration=self._calibration.factor,
             depth_discount=self._depth_discount.per_token,
             least_tokens=least_tokens,
