@@ -107,8 +107,9 @@ class LookaheadConfig:
     adaptive: bool = _RESOLVED
 
     def __post_init__(self) -> None:
-        missing = [name for name in FIXED_SHAPE if getattr(self, name) is None]
-        if self.adaptive is None:
+        missing = [name for name in (*FIXED_SHAPE, "adaptive") if getattr(self, name) is None]
+        if "adaptive" in missing:
+            missing.remove("adaptive")
             set_field(self, "adaptive", len(missing) == len(FIXED_SHAPE))
         defaults = ADAPTIVE_SHAPE if self.adaptive else FIXED_SHAPE
         for name in missing:
