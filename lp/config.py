@@ -15,7 +15,12 @@ from lp.errors import UserError
 
 DEFAULT_TIMEOUT_S = 120.0  # for which ranks wait for each other
 DEFAULT_SETUP_TIMEOUT_S = 1800.0  # the same while they compile and capture, which may take minutes on one of them
-MAX_STEP_TOKENS = 8192  # a step's mask has their square
+MAX_STEP_TOKENS = 8192  # of a rank: a step's mask has their square
+MAX_SHARED_TOKENS = 1 << 16  # of a fixed step, which ranks divide
+# W, N and G where they are not given. W and G of an adaptive step are bounds of each rank: 200 tokens, about as many as
+# share one reading of the weights on a GPU, by its FLOPs for each byte that it reads.
+FIXED_SHAPE = {"window_size": 16, "ngram_size": 2, "guess_set_size": 104}
+ADAPTIVE_SHAPE = FIXED_SHAPE | {"guess_set_size": 184}
 
 
 class KVSync(StrEnum):
@@ -55,7 +60,8 @@ class LookaheadConfig:
     Args:
         window_size: W, columns of the window; 0 leaves only the draft tree. Default 16.
         ngram_size: N, tokens of an n-gram; the window has N - 1 levels. Default 2.
-        guess_set_size: G; a step has at most G x (N - 1) draft tokens, 0 verifies none. Default 104.
+        guess_set_size: G; a step has at most G x (N - 1) draft tokens, 0 verifies none. Default 104; 184 where
+            `adaptive`, which makes 200 step tokens a rank.
         draft_depth: longest draft path in tokens, beyond N - 1 by chaining n-grams; None is the paper's N - 1.
         prompt_ngrams: the prompt's n-grams enter the pool before the first step.
         prompt_logits: with prompt_ngrams, the top-k logits of the prompt enter it too; they pass the LM head for it,
@@ -101,23 +107,22 @@ class LookaheadConfig:
     adaptive: bool = _RESOLVED
 
     def __post_init__(self) -> None:
-        defaults = {"window_size": 16, "ngram_size": 2, "guess_set_size": 104}
-        missing = [name for name in (*defaults, "adaptive") if getattr(self, name) is None]
+        missing = [name for name in (*FIXED_SHAPE, "adaptive") if getattr(self, name) is None]
         if "adaptive" in missing:
             missing.remove("adaptive")
-            set_field(self, "adaptive", len(missing) == len(defaults))
+            set_field(self, "adaptive", len(missing) == len(FIXED_SHAPE))
+        defaults = ADAPTIVE_SHAPE if self.adaptive else FIXED_SHAPE
         for name in missing:
             set_field(self, name, defaults[name])
+        most = MAX_STEP_TOKENS if self.adaptive else MAX_SHARED_TOKENS
         check_count(self, "window_size", 0, 4096, "try W=16, or 0 for no window", "W")
         check_count(self, "ngram_size", 2, 64, "try N=2", "N")
-        check_count(self, "guess_set_size", 0, 4096, "try G=104, or 0 for no draft tokens", "G")
+        check_count(self, "guess_set_size", 0, most, "try G=104, or 0 for no draft tokens", "G")
         if self.draft_depth is not None:
             check_count(self, "draft_depth", 1, 1024, "leave it null for N - 1")
-        if (self.window_size + self.guess_set_size) * (self.ngram_size - 1) > MAX_STEP_TOKENS:
+        if (self.window_size + self.guess_set_size) * (self.ngram_size - 1) > most:
             shape = f"W={self.window_size}, N={self.ngram_size}, G={self.guess_set_size}"
-            raise UserError(
-                f"a step of {shape} has (W + G) x (N - 1) tokens, more than {MAX_STEP_TOKENS}; lower one of them"
-            )
+            raise UserError(f"a step of {shape} has (W + G) x (N - 1) tokens, more than {most}; lower one of them")
         check_count(self, "num_logits", 0, 32, "try 16, or 0 for none", "K")
         check_count(self, "pool_mib", 1, 1 << 16, "try 16, or 128 for a session")
         check_choice(self, "pool_scope", PoolScope)

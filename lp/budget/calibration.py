@@ -35,7 +35,8 @@ DEPTH_DECAY = 0.75
 # What a draft token is worth even if it is rejected, in tokens of later steps, because its logits enter the pool.
 # Fitted on the demo model at T = 0.8.
 EXPLORATION_BONUS = 0.04
-# How many draft tokens of a step get that bonus. Fitted likewise.
+# How many draft tokens of a rank's step get that bonus. Fitted likewise, on one rank; on eight, one a rank is too few
+# (docs/budget.md).
 EXPLORATION_TOKENS = 8
 
 

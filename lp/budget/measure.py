@@ -11,7 +11,11 @@ from lp.parallel.context import ParallelContext
 
 # Sizes of the steps that are measured, and those that must do on a slow model.
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-FEW_SIZES = (1, 8, 32)
+FEW_SIZES = (1, 8, 32, 128)
+# Larger sizes than this are measured only if it takes at most so many plain steps: where it takes more, further tokens
+# are dear, and they are the least likely ones. Set by hand.
+LARGE_SIZE = 128
+LARGE_PLAIN_STEPS = 3.0
 # Sizes that take longer than so many plain steps never pay: they are not measured again, nor are larger ones.
 MAX_PLAIN_STEPS = 16.0
 # Rounds over all sizes, and the seconds after which they end: while fewer than FIRST_ROUNDS are complete, and later.
@@ -40,6 +44,8 @@ def measure_step_times(step: Callable[[int], float], max_tokens: int, context: P
         time_step(size)  # compiles, allocates
     fastest: dict[int, float] = {}
     for size in sizes:
+        if size > LARGE_SIZE and fastest[max(fastest)] > LARGE_PLAIN_STEPS * fastest[0]:
+            break
         slow_model = sum(fastest.values()) > FIRST_ROUNDS_S
         if slow_model and size not in (*FEW_SIZES, max_tokens):
             continue

@@ -16,9 +16,10 @@ from lp.budget.running_ratio import MEMORY_STEPS, PRIOR_STEPS, RunningRatio
 from lp.budget.step_times import StepTimes
 from lp.budget.window_policy import WindowPolicy
 from lp.compiled import compiled_array
-from lp.config import LookaheadConfig
+from lp.config import MAX_STEP_TOKENS, LookaheadConfig
 from lp.draft.share import step_tokens
 from lp.draft.source import TokenPrice
+from lp.errors import UserError
 
 # Time is priced above its worth by this factor: of all draft tokens those are taken that look best, and they are less
 # likely than they look. Fitted on the demo model (docs/budget.md).
@@ -76,6 +77,9 @@ class FixedBudget:
     Args:
         config: W, N and G, of the whole step.
         ranks: that divide them.
+
+    Raises:
+        ValueError: a rank's part is more than a step can have.
     """
 
     idle = False
@@ -86,6 +90,12 @@ class FixedBudget:
     def __init__(self, config: LookaheadConfig, ranks: int = 1) -> None:
         self.columns = config.window_size
         self.step_tokens = step_tokens(config, ranks)
+        if self.step_tokens > MAX_STEP_TOKENS:
+            shape = f"W={config.window_size}, N={config.ngram_size}, G={config.guess_set_size}"
+            raise UserError(
+                f"a step of {shape} on {ranks} rank(s) has {self.step_tokens} tokens a rank, more than "
+                f"{MAX_STEP_TOKENS}; lower one of them or add ranks"
+            )
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice | None:
         """Tokens cost nothing."""

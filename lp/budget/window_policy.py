@@ -26,7 +26,7 @@ class WindowPolicy:
     columns look free where steps of one token and of four alternate.)
 
     Args:
-        config: its window_size is the most columns.
+        config: its window_size is the most columns of a rank; the window may have as many times `ranks`.
         step_times: by the tokens of a rank. A window gets at most half of the tokens that they know, or one that costs
             nothing would leave no room for draft tokens.
         price_per_s: tokens that a second is worth before the first step.
@@ -37,7 +37,8 @@ class WindowPolicy:
         self._ngram_size = config.ngram_size
         self._ranks = ranks
         largest = max(step_times.max_tokens // 2, 1)
-        self._sizes = [size for size in WINDOW_SIZES if size <= config.window_size and self.num_tokens(size) <= largest]
+        columns = config.window_size * ranks
+        self._sizes = [size for size in WINDOW_SIZES if size <= columns and self.num_tokens(size) <= largest]
         sizes = np.array(self._sizes)
         self._window_tokens = np.array([self.num_tokens(size) for size in self._sizes])
         # More tokens than the step times know are not to be had.

@@ -51,7 +51,8 @@ class Call:
         vocabulary_size: of the model.
         max_length: tokens that the text may reach, the prompt included.
         noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
-        step_tokens: most tokens of a step that an adaptive budget finds worth their time; None: the budget is fixed.
+        step_tokens: most tokens of a step, on all ranks, that an adaptive budget finds worth their time; None: the
+            budget is fixed.
         check_same: refuses digests, by name, that differ among ranks.
     """
 

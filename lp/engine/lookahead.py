@@ -108,7 +108,7 @@ class LookaheadDecoder(Decoder):
             vocabulary_size=vocabulary_size(self.model),
             max_length=request.limit,
             noise=request.sampler.noise_key,
-            step_tokens=self.step_times.affordable_tokens if self.step_times else None,
+            step_tokens=self.step_times.affordable_tokens * self.context.world_size if self.step_times else None,
             check_same=partial(check_same, self.context, "beginning a session's pool"),
         )
         return self.factory.new_source(call)

@@ -265,7 +265,9 @@ def test_a_rank_pads_its_own_tokens() -> None:
     for ranks in (1, 2, 8):
         budget = AdaptiveBudget(config, STEP_TIMES["a bump below 32"], ranks)
         assert (budget.padded_size(20), budget.padded_size(32), budget.padded_size(40)) == (32, 32, 40)
-        assert budget.step_tokens == 16 + 104, "the bounds are a rank's"
+        assert budget.step_tokens == 128, "what the step times know"
+        flat = AdaptiveBudget(config, StepTimes.constant(0.01, 500), ranks)
+        assert flat.step_tokens == 16 + 184, "the bounds are a rank's"
         assert FixedBudget(config, ranks).padded_size(20) == 20
 
 

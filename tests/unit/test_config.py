@@ -10,6 +10,7 @@ import pytest
 
 import lp
 from launch.schema import decoder_choices, frozen, mirror
+from lp.budget.policy import FixedBudget
 
 SHAPE = {"window_size": 5, "ngram_size": 3, "guess_set_size": 7}
 
@@ -19,12 +20,11 @@ def test_any_of_w_n_g_fixes_the_budget(count: int) -> None:
     """A config without them that fixed the budget would slow down who sets pool_mib alone; the others are filled in."""
     for names in itertools.combinations(SHAPE, count):
         values: dict[str, Any] = {name: SHAPE[name] for name in names}
-        config = lp.LookaheadConfig(**values, pool_mib=2)
-        assert config.adaptive == (count == 0)
-        filled = {"window_size": 16, "ngram_size": 2, "guess_set_size": 104} | values
-        assert {name: getattr(config, name) for name in SHAPE} == filled
-        for adaptive in (False, True):
-            assert lp.LookaheadConfig(**values, adaptive=adaptive).adaptive is adaptive
+        for adaptive in (None, False, True):
+            config = lp.LookaheadConfig(**values, adaptive=adaptive, pool_mib=2)  # type: ignore[arg-type]
+            assert config.adaptive is ((count == 0) if adaptive is None else adaptive)
+            filled = {"window_size": 16, "ngram_size": 2, "guess_set_size": 184 if config.adaptive else 104} | values
+            assert {name: getattr(config, name) for name in SHAPE} == filled
     assert lp.LookaheadConfig(window_size=0).adaptive is False, "0 is given"
 
 
@@ -55,3 +55,18 @@ def test_presets_state_what_they_fix() -> None:
 def test_a_schema_may_leave_them_out() -> None:
     """A mirror with the config's own defaults, as a user's YAML may use it, resolves as the config does."""
     assert frozen(lp.LookaheadConfig, mirror(lp.LookaheadConfig, "x")()) == lp.LookaheadConfig()
+
+
+def test_ranks_divide_a_fixed_step_and_not_the_bounds_of_an_adaptive_one() -> None:
+    """64 ranks of 200 tokens take 12,800, more than one rank's message and mask have room for."""
+    shared = lp.LookaheadConfig(window_size=0, guess_set_size=64 * 199)
+    assert FixedBudget(shared, 64).step_tokens == 200
+    with pytest.raises(ValueError, match=r"on 1 rank\(s\) has 12737 tokens a rank, more than 8192; .*add ranks"):
+        FixedBudget(shared)
+    assert FixedBudget(lp.LookaheadConfig(window_size=0, guess_set_size=8191)).step_tokens == 8192
+    with pytest.raises(ValueError, match=r"\(G\) is 8193"):
+        lp.LookaheadConfig(guess_set_size=8193, adaptive=True)
+    with pytest.raises(ValueError, match="more than 8192"):
+        lp.LookaheadConfig(guess_set_size=8190, adaptive=True)
+    with pytest.raises(ValueError, match="more than 65536"):
+        lp.LookaheadConfig(guess_set_size=65530)

@@ -169,3 +169,8 @@ def test_a_request_gets_no_larger_pool_than_it_can_fill(monkeypatch: pytest.Monk
     dear = lp.LookaheadDecoder(longer, request, step_times=StepTimes((1, 2, 120), (1.0, 2.5, 9.0), 1.0))
     dear.generate([1, 2, 3] * 170, 20, eos_token_id=())
     assert sizes == [1, 3, 16, 16, 2], "where no row pays, a text has n-grams all the same"
+    sizes.clear()
+    run_lockstep(
+        4, lambda context: lp.LookaheadDecoder(model, request, context, step_times=step_times).generate([1, 2, 3], 400)
+    )
+    assert sizes == [10] * 4, "every rank learns what all of them sample"

@@ -95,6 +95,17 @@ def test_measuring_alternates_and_takes_the_least() -> None:
     assert measured.count(8) >= 5 > measured.count(96)
 
 
+def test_large_steps_are_measured_where_they_are_cheap() -> None:
+    """Steps of 512 tokens take a CPU seconds, for sizes that it never uses; a GPU reads its weights once for 200."""
+
+    def measured(slope: float, max_tokens: int, plain_s: float = 1e-3) -> tuple[int, ...]:
+        return measure_step_times(lambda size: plain_s * (1 + slope * size), max_tokens, ParallelContext()).num_tokens
+
+    assert measured(0.001, 200)[-3:] == (128, 192, 200) and measured(0.001, 512)[-1] == 512
+    assert measured(0.02, 200)[-2:] == (96, 128) and measured(0.02, 120)[-2:] == (96, 120)
+    assert measured(0.02, 200, 3.0) == (1, 8, 32, 128), "slow models too"
+
+
 def test_ranks_take_rank_0s_times() -> None:
     """By its own clock each rank would choose another budget."""
 

@@ -46,7 +46,7 @@ def test_columns_do_not_crowd_draft_tokens_out() -> None:
 
 def test_draft_tokens_stay_within_the_step_times() -> None:
     """Past the end of the tables compiled code would read prices from anywhere."""
-    for max_tokens, room in ((2, 1), (40, 24), (500, 104)):
+    for max_tokens, room in ((2, 1), (40, 24), (500, 184)):
         budget = AdaptiveBudget(ADAPTIVE, StepTimes.constant(0.01, max_tokens))
         assert _room(budget) == room and budget.step_tokens <= max_tokens
 
@@ -105,3 +105,11 @@ def test_ranks_share_what_a_window_takes() -> None:
     assert window == sorted(window) and window[0] < window[-1]
     alone = WindowPolicy(ADAPTIVE, StepTimes((1, 2, 100), (0.01, 0.02, 1.0), 0.01), 100.0, 8)
     assert alone.columns(3.0) == 0, "without drafts beside it the largest rank is the window's"
+
+
+def test_more_ranks_have_room_for_more_columns() -> None:
+    """W is a bound of a rank: beside the draft tokens of eight, 64 columns take no larger share than 8 beside one's."""
+    flat = StepTimes.constant(0.01, 200)
+    assert [AdaptiveBudget(ADAPTIVE, flat, ranks).columns for ranks in (1, 2, 4, 8, 64)] == [16, 32, 64, 64, 64]
+    steep = StepTimes((1, 200), (0.01, 1.0), 0.01)
+    assert [AdaptiveBudget(ADAPTIVE, steep, ranks).columns for ranks in (1, 8)] == [0, 0]
