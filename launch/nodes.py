@@ -62,8 +62,8 @@ class Nodes:
         host, _, port = (config.endpoint or "").rpartition(":")
         if not host or not port.isdecimal():
             raise UserError(
-                f"nodes.endpoint (RDZV_ENDPOINT) is {config.endpoint!r} with {count} nodes; give host:port, a free port "
-                "of node 0"
+                f"nodes.endpoint (RDZV_ENDPOINT) is {config.endpoint!r} with {count} nodes; give host:port, a free "
+                "port of node 0"
             )
         nproc = config.nproc if config.nproc is not None else _devices()
         nproc = check_int("nodes.nproc (NPROC)", nproc, 1, 1024, "give the number of ranks on a node")

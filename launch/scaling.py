@@ -1,8 +1,8 @@
 """`python -m launch.scaling`: methods over world sizes, measured by launches of launch.benchmark, or projected.
 
-Measured: one launch for each of `ranks`, on the nodes that it needs (launch/nodes.py); speed-up is against plain decoding on one device of the same launch, so that
-drift between launches cancels. Projected (project=true): every rank's share timed on this device, marked as such in
-every table and plot. `--cfg job` shows the keys.
+Measured: one launch for each of `ranks`, on the nodes that it needs; speed-up is against plain decoding on one device
+of the same launch, so that drift between launches cancels. Projected (project=true): every rank's share timed on this
+device, marked as such in every table and plot. `--cfg job` shows the keys.
 """
 
 from __future__ import annotations

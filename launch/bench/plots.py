@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from .gpu_projection import GpuLine, LogLaw
 from .scaling import PROJECTED, Line
 from .summary import ORACLE, PLAIN, Total
 
@@ -94,6 +95,36 @@ def _step_times(lines: Sequence[Line], caption: str, path: Path) -> Path:
         axes.invert_yaxis()
         axes.set_xlabel("ms a step (hatched: projected)" if links else "ms a step")
         drawn.legend(**LEGEND | {"ncols": 3})
+    return path
+
+
+def projection_plot(series: Mapping[float, Sequence[GpuLine]], caption: str, path: Path) -> Path:
+    """By temperature: S with its law, the speed over one GPU, and of the highest temperature the parts of a step."""
+    with figure(path, caption, 6.4, 3) as (_, (upper, middle, lower)):
+        for number, (temperature, lines) in enumerate(series.items()):
+            law = LogLaw.of(lines)
+            tokens = [line.step_tokens for line in lines]
+            look = _look(number, f"T = {temperature:g}") | {"markerfacecolor": "none"}
+            upper.plot(tokens, [line.compression for line in lines], **look | {"linestyle": "none"})
+            upper.plot(tokens, [law.compression(count) for count in tokens], color=look["color"], label=str(law))
+            ratios = [line.tokens_per_s / lines[0].tokens_per_s for line in lines]
+            middle.plot([line.ranks for line in lines], ratios, **look | {"linestyle": "--"})
+        lines = series[max(series)]
+        labels = [str(line.ranks) for line in lines]
+        bottom = [0.0] * len(lines)
+        for part, colour in zip(dict.fromkeys(part for line in lines for part in line.parts), COLOURS, strict=False):
+            heights = [1e3 * line.parts.get(part, 0.0) for line in lines]
+            lower.bar(labels, heights, 0.7, bottom, color=colour, label=part, hatch="////", edgecolor="white")
+            bottom = [start + height for start, height in zip(bottom, heights, strict=True)]
+        for axes, numbers in ((upper, tokens), (middle, [line.ranks for line in lines])):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(numbers, map(str, numbers))
+            axes.set_ylim(0, None)
+        upper.set(xlabel="tokens a step, of all GPUs", ylabel="S")
+        middle.set(xlabel="GPUs (projected)", ylabel="speed over 1 GPU (x)")
+        lower.set(xlabel=f"GPUs (projected), T = {max(series):g}", ylabel="ms a step")
+        upper.legend(loc="upper left")
+        lower.legend(loc="lower right", ncols=2, frameon=True)
     return path
 
 

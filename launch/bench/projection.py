@@ -139,6 +139,15 @@ class Projection:
         """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
         return _summed(runs, self.recorded.payload_bytes)
 
+    def slowest_host_s(self, runs: Sequence[Run]) -> list[float]:
+        """Of every step the host time of the rank that has most, for a device where all forward passes take as long.
+
+        Each rank's is the least of the runs: they do the same, and of many ranks one would be disturbed at every step.
+        """
+        steps = zip(*(output.step_stats for run in runs for output in run), strict=True)
+        ranks = range(self.ranks)
+        return [max(min(s.host_s for s in step[rank :: self.ranks]) for rank in ranks) for step in steps]
+
 
 def check_projectable(config: LookaheadConfig) -> None:
     """Refuse what ranks cannot be timed with.
