@@ -104,17 +104,17 @@ def projection_plot(series: Mapping[float, Sequence[GpuLine]], caption: str, pat
         for number, (temperature, lines) in enumerate(series.items()):
             law = LogLaw.of(lines)
             tokens = [line.step_tokens for line in lines]
-            look = _look(number, f"T = {temperature:g}") | {"markerfacecolor": "none"}
+            look = _look(number, f"T = {temperature:g}: {law}") | {"markerfacecolor": "none"}
             upper.plot(tokens, [line.compression for line in lines], **look | {"linestyle": "none"})
-            upper.plot(tokens, [law.compression(count) for count in tokens], color=look["color"], label=str(law))
+            upper.plot(tokens, [law.compression(count) for count in tokens], color=look["color"])
             ratios = [line.tokens_per_s / lines[0].tokens_per_s for line in lines]
             middle.plot([line.ranks for line in lines], ratios, **look | {"linestyle": "--"})
         lines = series[max(series)]
-        labels = [str(line.ranks) for line in lines]
         bottom = [0.0] * len(lines)
         for part, colour in zip(dict.fromkeys(part for line in lines for part in line.parts), COLOURS, strict=False):
             heights = [1e3 * line.parts.get(part, 0.0) for line in lines]
-            lower.bar(labels, heights, 0.7, bottom, color=colour, label=part, hatch="////", edgecolor="white")
+            bars: dict[str, Any] = {"color": colour, "label": part, "hatch": "////", "edgecolor": "white"}
+            lower.bar([str(line.ranks) for line in lines], heights, 0.7, bottom, **bars)
             bottom = [start + height for start, height in zip(bottom, heights, strict=True)]
         for axes, numbers in ((upper, tokens), (middle, [line.ranks for line in lines])):
             axes.set_xscale("log", base=2)
@@ -122,9 +122,10 @@ def projection_plot(series: Mapping[float, Sequence[GpuLine]], caption: str, pat
             axes.set_ylim(0, None)
         upper.set(xlabel="tokens a step, of all GPUs", ylabel="S")
         middle.set(xlabel="GPUs (projected)", ylabel="speed over 1 GPU (x)")
-        lower.set(xlabel=f"GPUs (projected), T = {max(series):g}", ylabel="ms a step")
-        upper.legend(loc="upper left")
-        lower.legend(loc="lower right", ncols=2, frameon=True)
+        highest = f"GPUs (projected), T = {max(series):g}"
+        lower.set(xlabel=highest, ylabel="ms a step", ylim=(0, 1.3 * max(bottom)))
+        upper.legend(loc="lower right")
+        lower.legend(loc="upper left", ncols=4)
     return path
 
 

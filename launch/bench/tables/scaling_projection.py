@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import zip_longest
@@ -31,7 +31,7 @@ from lp.models.loader import Loaded
 from lp.parallel.thread_ranks import run_lockstep
 
 from ...app import CONF
-from ..arithmetic import GPUS, Gpu, StepTime
+from ..arithmetic import GPUS, StepTime
 from ..ceilings import Work
 from ..gpu_projection import GpuLine, LogLaw
 from ..plots import projection_plot
@@ -80,18 +80,15 @@ def _decode(decoder: Any, ids: list[int], new: int, temperature: float, index: i
     return output
 
 
-def project(result: Result, gpu: Gpu, shape: str, prefix: int, links: dict[str, Link]) -> GpuLine:
-    """A line of the file on this GPU."""
-    config = shape_config(shape)
-    work = Work.of(sketch(config, "bfloat16"))
-    forward = StepTime.of(gpu, work, config.num_hidden_layers, result["budget"], prefix)
+def project(result: Result, step_time: Callable[[int], StepTime], links: dict[str, Link]) -> GpuLine:
+    """A line of the file, on GPUs with these step times."""
     link = links[LINKS[result["ranks"] > NODE_GPUS]]
-    gather = link.all_gather_s(result["ranks"], result["payload_bytes"])
+    gather_s = link.all_gather_s(result["ranks"], result["payload_bytes"])
     return GpuLine(
         ranks=result["ranks"],
         budget=result["budget"],
         compression=result["tokens"] / result["steps"],
-        parts=forward.parts | {"host": result["host_s"], "gather": gather},
+        parts=step_time(result["budget"]).parts | {"host": result["host_s"], "gather": gather_s},
     )
 
 
@@ -165,14 +162,16 @@ def run(args: argparse.Namespace) -> None:
     ]
     links = {name: Link(**values) for name, values in OmegaConf.load(CONF / "scaling.yaml").links.items()}
     gpu = GPUS[args.gpu]
-    source = (
-        f"GPU by arithmetic: {gpu.name}, {args.shape}, bfloat16, {args.prefix} cached tokens. S and host time: demo "
-    )
-    source += f"model, one of {os.cpu_count()} CPU cores, W={args.window}. {LINKS[0]} up to {NODE_GPUS} GPUs, then {LINKS[1]}."
+    config = shape_config(args.shape)
+    work, layers = Work.of(sketch(config, "bfloat16")), config.num_hidden_layers
+    step_time = partial(StepTime.of, gpu, work, layers, prefix=args.prefix)
+    source = f"GPU by arithmetic: {gpu.name}, {args.shape}, bfloat16, {args.prefix} cached tokens. S and host time: "
+    source += f"{args.model} model, one of {os.cpu_count()} CPU cores, W={args.window}. "
+    source += f"Links: {LINKS[0]} up to {NODE_GPUS} GPUs, then {LINKS[1]}."
     series: dict[float, list[GpuLine]] = {}
     for temperature in args.temperatures:
         of_one = [result for result in results if result["temperature"] == temperature]
-        lines = [project(result, gpu, args.shape, args.prefix, links) for result in of_one]
+        lines = [project(result, step_time, links) for result in of_one]
         series[temperature] = [line for line in lines if line.budget == args.budget]
         print(f"T = {temperature:g}, B = {args.budget}. {source}\n")
         print(markdown(HEADS, cells(lines, args.budget)))

@@ -1,0 +1,104 @@
+"""R GPUs over one by arithmetic: step times by hand, what limits, the law of S, and the table made of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import lp
+from launch.bench.arithmetic import GPUS, Gpu, StepTime
+from launch.bench.ceilings import Work
+from launch.bench.gpu_projection import GpuLine, LogLaw
+from launch.bench.projection import Projection
+from launch.bench.shapes import shape_config, sketch
+from launch.bench.tables import main
+from lp.engine.output import StepStats
+from tests.tiny_models import tiny_model
+
+WORK = Work(weight_bytes=900, kv_token_bytes=1, token_flop=6, head_flop=1, key_flop=0)
+
+
+def test_step_times_by_hand() -> None:
+    """100 bytes and 10 operations a second of the data sheet; 3 layers; a step of 3 tokens is captured as one of 4."""
+    gpu = Gpu(name="slow", bytes_per_s=100, flop_per_s=10)
+    few = StepTime.of(gpu, WORK, 3, 1, 16)
+    assert few.weights == pytest.approx((900 + 17) / 90) and few.flops == pytest.approx(7 / 7)
+    assert few.kernels == pytest.approx(3 * 17e-6 + 15e-6) and few.seconds == few.weights + few.kernels
+    many = StepTime.of(gpu, WORK, 3, 15, 16)
+    assert many.flops == pytest.approx(16 * 7 / 7) and many.seconds == many.flops + many.kernels
+    assert (*few.parts, *many.parts) == ("weights", "kernels", "FLOPs", "kernels")
+    assert StepTime.of(gpu, WORK, 3, 3, 16) == StepTime.of(gpu, WORK, 3, 4, 16)
+
+
+def test_a_7b_on_an_h200() -> None:
+    """The weights of 13.2 GB take 3.06 ms; 64 tokens hide behind them, 512 do not."""
+    config = shape_config("llama2_7b")
+    work = Work.of(sketch(config, "bfloat16"))
+    times = [StepTime.of(GPUS["h200"], work, config.num_hidden_layers, size, 0) for size in (1, 64, 512)]
+    assert [round(1e3 * time.weights, 2) for time in times[:1]] == [3.06]
+    assert [max(time.parts, key=lambda name: time.parts[name]) for time in times] == ["weights", "weights", "FLOPs"]
+
+
+def line(ranks: int, compression: float, **parts: float) -> GpuLine:
+    return GpuLine(ranks=ranks, budget=64, compression=compression, parts={"weights": 3.0, "host": 1.0} | parts)
+
+
+def test_what_limits() -> None:
+    """One GPU by its step; more by S, unless a part of the step ate up what S gained."""
+    one = line(1, 2.0)
+    assert (one.limit(None), one.largest, one.tokens_per_s, one.step_tokens) == ("weights", "weights, 75%", 0.5, 64)
+    assert line(2, 2.2).limit(one) == "S"
+    assert line(2, 2.2, host=1.6).limit(one) == "host"
+    assert line(2, 2.2, gather=0.7, host=1.1).limit(one) == "gather"
+    assert line(2, 2.0, host=1.6).limit(one) == "S"  # nothing was gained
+
+
+def test_the_law_is_a_line_over_the_logarithm() -> None:
+    law = LogLaw.fitted([(64, 4.0), (128, 4.5), (512, 5.5)])
+    assert (law.start, law.doubling) == (pytest.approx(1.0), pytest.approx(0.5))
+    assert law.compression(256) == pytest.approx(5.0)
+    assert str(law) == "S = 1.00 + 0.50 log2(tokens a step)"
+    assert LogLaw.of([line(1, 3.0)]) == LogLaw(start=3.0, doubling=0.0)
+    with pytest.raises(ValueError, match="points is empty"):
+        LogLaw.fitted([])
+
+
+def test_host_time_is_the_slowest_ranks_least() -> None:
+    """Of two ranks and two runs; what disturbed one run is no rank's."""
+
+    def output(*host_s: float) -> lp.GenerationOutput:
+        return lp.GenerationOutput([1], "length", [StepStats(7, 0, 0, 9.0, 9.0, each) for each in host_s])
+
+    config = lp.LookaheadConfig(window_size=2, ngram_size=2, guess_set_size=4)
+    projection = Projection(
+        decoder=lp.LookaheadDecoder(tiny_model(), config), decode=lambda decoder: decoder.generate([1], 1), ranks=2
+    )
+    runs = [[output(1, 8), output(3, 4)], [output(50, 5), output(2, 60)]]
+    assert projection.slowest_host_s(runs) == [2, 5]
+
+
+def test_the_table_and_its_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every number of ranks at every temperature, each measured once whatever the GPU; marked as arithmetic."""
+    results, figure = tmp_path / "runs.jsonl", tmp_path / "figure.png"
+    args = ["scaling_projection", str(results), "--ranks", "1,2", "--budget", "4", "--alone", "2", "--limit", "1"]
+    args += ["--max-new-tokens", "4", "--rounds", "1", "--figure", str(figure)]
+    printed = []
+    for gpu in ("h200", "a100"):
+        main([*args, "--gpu", gpu])
+        printed.append(capsys.readouterr().out)
+    rows = [json.loads(row) for row in results.read_text().splitlines()]
+    assert [(row["temperature"], row["ranks"], row["budget"]) for row in rows] == [
+        (temperature, ranks, budget) for ranks, budget in ((1, 1), (1, 2), (1, 4), (2, 4)) for temperature in (0.0, 0.8)
+    ]
+    assert figure.stat().st_size and all("GPU by arithmetic: " in text for text in printed)
+    tables = [[row for row in text.splitlines() if row.startswith(("| 1 |", "| 2 |"))] for text in printed]
+    assert len(tables[0]) == 4 and "| 1.00 x | 100% |" in tables[0][0]
+    (first, second) = (json.loads(text.splitlines()[-1])["by_temperature"]["0.8"] for text in printed)
+    assert [each["parts"]["host"] for each in first] == [each["parts"]["host"] for each in second]
+    assert first[1]["parts"]["weights"] < second[1]["parts"]["weights"]
+    assert first[0]["parts"]["gather"] == 0 < first[1]["parts"]["gather"] < 1e-4
+    with pytest.raises(SystemExit, match="2"):
+        main([*args[:2], "--ranks", "2"])
+    assert "--ranks needs 1" in capsys.readouterr().err
