@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ from launch.bench.ceilings import Work
 from launch.bench.gpu_projection import GpuLine, LogLaw
 from launch.bench.projection import Projection
 from launch.bench.shapes import shape_config, sketch
-from launch.bench.tables import main
+from launch.bench.tables import main, scaling_projection
+from launch.bench.tables.scaling_projection import BEGIN, END
 from lp.engine.output import StepStats
+from tests.conftest import ROOT
 from tests.tiny_models import tiny_model
 
 WORK = Work(weight_bytes=900, kv_token_bytes=1, token_flop=6, head_flop=1, key_flop=0)
@@ -79,26 +83,49 @@ def test_host_time_is_the_slowest_ranks_least() -> None:
     assert projection.slowest_host_s(runs) == [2, 5]
 
 
-def test_the_table_and_its_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every number of ranks at every temperature, each measured once whatever the GPU; marked as arithmetic."""
-    results, figure = tmp_path / "runs.jsonl", tmp_path / "figure.png"
-    args = ["scaling_projection", str(results), "--ranks", "1,2", "--budget", "4", "--alone", "2", "--limit", "1"]
-    args += ["--max-new-tokens", "4", "--rounds", "1", "--figure", str(figure)]
+def test_the_tables_and_their_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every run at every temperature, each measured once whatever the GPU; marked as arithmetic."""
+    results, figure, page = tmp_path / "runs.jsonl", tmp_path / "figure.png", tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    args = ["scaling_projection", str(results), "--ranks", "1,2", "--budget", "4", "--alone", "2", "--paper", "8,16"]
+    args += ["--limit", "1", "--max-new-tokens", "4", "--rounds", "1", "--figure", str(figure), "--page", str(page)]
     printed = []
     for gpu in ("h200", "a100"):
         main([*args, "--gpu", gpu])
         printed.append(capsys.readouterr().out)
     rows = [json.loads(row) for row in results.read_text().splitlines()]
-    assert [(row["temperature"], row["ranks"], row["budget"]) for row in rows] == [
-        (temperature, ranks, budget) for ranks, budget in ((1, 1), (1, 2), (1, 4), (2, 4)) for temperature in (0.0, 0.8)
+    runs = [("plain", 1, 1), ("paper", 1, 8), ("paper", 1, 16), ("lookahead", 1, 2), ("lookahead", 1, 4)]
+    assert [(row["method"], row["ranks"], row["budget"], row["temperature"]) for row in rows] == [
+        (*run, temperature) for run in [*runs, ("lookahead", 2, 4)] for temperature in (0.0, 0.8)
     ]
-    assert figure.stat().st_size and all("GPU by arithmetic: " in text for text in printed)
+    assert figure.stat().st_size and all("By arithmetic: " in text for text in printed)
     tables = [[row for row in text.splitlines() if row.startswith(("| 1 |", "| 2 |"))] for text in printed]
     assert len(tables[0]) == 4 and "| 1.00 x | 100% |" in tables[0][0]
-    (first, second) = (json.loads(text.splitlines()[-1])["by_temperature"]["0.8"] for text in printed)
+    first, second = (json.loads(text.splitlines()[-1])["series"]["T = 0.8"] for text in printed)
     assert [each["parts"]["host"] for each in first] == [each["parts"]["host"] for each in second]
     assert first[1]["parts"]["weights"] < second[1]["parts"]["weights"]
     assert first[0]["parts"]["gather"] == 0 < first[1]["parts"]["gather"] < 1e-4
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}\nBy arithmetic: A100") and text.endswith(f"{END}\nafter\n")
+    assert tables[1][3] in text and tables[0][3] not in text and "old" not in text
+
+
+def test_one_gpu_is_what_others_are_compared_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([*args[:2], "--ranks", "2"])
-    assert "--ranks needs 1" in capsys.readouterr().err
+        main(["scaling_projection", str(tmp_path / "none.jsonl"), "--ranks", "2"])
+    assert "--ranks is [2]; it needs 1" in capsys.readouterr().err
+
+
+def test_the_page_is_made_of_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own command, on a copy: a run, a link or a constant that is new must be so in the page too."""
+    page = ROOT / "docs" / "scaling.md"
+    copy = tmp_path / "scaling.md"
+    copy.write_bytes(page.read_bytes())
+    (command,) = re.findall(r"scripts/tables.py (scaling_projection (?:.*\\\n)*.*)", page.read_text())
+    words = shlex.split(command.replace("\\\n", ""))
+    words[words.index("--page") + 1] = str(copy)
+    words[words.index("--figure") + 1] = str(tmp_path / "figure.png")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(scaling_projection, "load_model", None)  # nothing is left to be measured
+    main(words)
+    assert copy.read_bytes() == page.read_bytes()

@@ -5,15 +5,14 @@
 
 S comes from R ranks with B tokens each, run as threads. Host time and message size come from the same ranks run one at
 a time on the first prompts (--timed): each step's slowest rank. The time of the gather is that of the links in
-conf/scaling.yaml. Each line of the file is one number of ranks at one temperature; what it has is not run again.
-docs/scaling.md is made of it.
+conf/scaling.yaml. Beside them S of the paper's method, on one rank with as many tokens. Each line of the file is one
+of these runs at one temperature; what it has is not run again. --page puts the tables into docs/scaling.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -39,9 +38,12 @@ from ..projection import Link, Projection
 from ..shapes import SHAPES, shape_config, sketch
 from ..summary import markdown
 from ._common import add_model_arguments, append_result, load_model, progress, read_results, sampling_at
-from .shares_compression import decode_all, fixed_config, names, numbers, read_sets
+from .shares_compression import BUILTIN, decode_all, fixed_config, names, numbers, read_sets
 
 Result = dict[str, Any]
+PLAIN, PAPER, LP = "plain", "paper", "lookahead"
+PAPER_N = 5  # the paper's best for 7B
+BEGIN, END = "<!-- scaling_projection -->", "<!-- end of scaling_projection -->"
 NODE_GPUS = 8  # joined by the first link; more are joined by the second
 LINKS = ("nvlink", "infiniband")
 HEADS = (
@@ -51,28 +53,37 @@ HEADS = (
 
 
 def measure(loaded: Loaded, sets: dict[str, list[list[int]]], setting: Result) -> Result:
-    """S of one number of ranks at one temperature over all sets, and the host's part of their first prompts."""
-    ranks, budget, temperature = setting["ranks"], setting["budget"], setting["temperature"]
-    new, timed, rounds = setting["max_new_tokens"], setting["timed"], setting["rounds"]
+    """S of one run over all sets; of ours, the host's part of the first prompts too."""
+    temperature, new, timed = setting["temperature"], setting["max_new_tokens"], setting["timed"]
     prompts = [ids for of_set in zip_longest(*sets.values()) for ids in of_set if ids]  # the first of every set first
-    if budget == 1:
-        plain = lp.PlainDecoder(loaded.model)
-        outputs = [_decode(plain, ids, new, temperature, index) for index, ids in enumerate(prompts)]
-        host_s = [step.host_s for output in outputs[:timed] for step in output.step_stats]
-        payload_bytes = 0
-    else:
+    decodes = [
+        partial(_decode, ids=ids, new=new, temperature=temperature, index=index) for index, ids in enumerate(prompts)
+    ]
+    host_s: list[float] = []
+    payload_bytes = 0
+    if setting["method"] == LP:
+        ranks, budget = setting["ranks"], setting["budget"]
         config = fixed_config(min(setting["window"], budget // 2), ranks, budget)
         outputs = run_lockstep(ranks, partial(decode_all, loaded, config, prompts, new, temperature))[0]
-        host_s = []
-        for index, ids in enumerate(prompts[:timed]):
-            decode = partial(_decode, ids=ids, new=new, temperature=temperature, index=index)
+        for decode in decodes[:timed]:
             decoder = lp.LookaheadDecoder(loaded.model, config, capture="off")
             projection = Projection(decoder=decoder, decode=decode, ranks=ranks)
-            host_s += projection.slowest_host_s([projection.run() for _ in range(rounds)])
+            host_s += projection.slowest_host_s([projection.run() for _ in range(setting["rounds"])])
             payload_bytes = projection.recorded.payload_bytes
+    else:
+        outputs = [decode(_alone(loaded, setting)) for decode in decodes]
+        host_s = [step.host_s for output in outputs[:timed] for step in output.step_stats]
     tokens = sum(len(output.tokens) for output in outputs)
     steps = sum(output.steps for output in outputs)
     return {"tokens": tokens, "steps": steps, "host_s": fmean(host_s), "payload_bytes": payload_bytes}
+
+
+def _alone(loaded: Loaded, setting: Result) -> Any:
+    """A decoder of one rank: plain decoding, or the paper's with W = G and `budget` step tokens."""
+    if setting["method"] == PLAIN:
+        return lp.PlainDecoder(loaded.model)
+    size = max(setting["budget"] // (2 * (PAPER_N - 1)), 1)
+    return lp.LookaheadDecoder(loaded.model, lp.PaperConfig(size, PAPER_N, size), capture="off")
 
 
 def _decode(decoder: Any, ids: list[int], new: int, temperature: float, index: int) -> lp.GenerationOutput:
@@ -92,17 +103,13 @@ def project(result: Result, step_time: Callable[[int], StepTime], links: dict[st
     )
 
 
-def cells(lines: Sequence[GpuLine], budget: int) -> list[list[str]]:
-    """The table of one temperature: the ranks with this budget."""
-    shown = sorted((line for line in lines if line.budget == budget), key=lambda line: line.ranks)
-    one = next(line for line in shown if line.ranks == 1)
-    plain = next(line for line in lines if line.budget == 1)
-    best = max((line for line in lines if line.ranks == 1), key=lambda line: line.tokens_per_s)
+def cells(lines: Sequence[GpuLine], plain: GpuLine, best: GpuLine) -> list[list[str]]:
+    """The table of one temperature: R ranks in order, the first of them alone."""
     found = []
-    for line, fewer in zip(shown, [None, *shown], strict=False):
+    for line, fewer in zip(lines, [None, *lines], strict=False):
         host_s, gather_s = line.parts["host"], line.parts["gather"]
-        ratio = line.tokens_per_s / one.tokens_per_s
-        row = [str(line.ranks), str(line.ranks * budget), f"{line.compression:.2f}"]
+        ratio = line.tokens_per_s / lines[0].tokens_per_s
+        row = [str(line.ranks), str(line.step_tokens), f"{line.compression:.2f}"]
         row += [f"{1e3 * seconds:.2f}" for seconds in (line.step_s - host_s - gather_s, host_s, gather_s)]
         row += [f"{line.tokens_per_s:.0f}", f"{ratio:.2f} x", f"{ratio / line.ranks:.0%}"]
         row += [f"{line.tokens_per_s / other.tokens_per_s:.2f} x" for other in (best, plain)]
@@ -117,12 +124,14 @@ def integers(text: str) -> list[int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, help="JSONL to write, or to go on with")
     parser.add_argument("--figure", type=Path, help="PNG to draw")
+    parser.add_argument("--page", type=Path, help="Markdown whose part between two comments the tables replace")
     parser.add_argument("--gpu", choices=[*GPUS], default="h200")
     parser.add_argument("--shape", choices=[*SHAPES], default="llama2_7b", metavar="NAME", help="of conf's models")
     parser.add_argument("--prefix", type=int, default=1024, help="cached tokens")
     parser.add_argument("--ranks", type=integers, default=[1, 2, 4, 8, 16, 32, 64], help="by commas")
     parser.add_argument("--budget", type=int, default=64, help="B, step tokens of every rank")
     parser.add_argument("--alone", type=integers, default=[32, 128, 192], help="B that one GPU is tried with besides")
+    parser.add_argument("--paper", type=integers, default=[64, 128, 256, 512], help="step tokens of the paper's method")
     parser.add_argument("--window", type=int, default=0, help="W, with N = 2; half of B at most")
     parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.8], help="by commas; 0 is greedy")
     parser.add_argument("--data", type=Path, help="folder of SET.jsonl; the built-in prompts without it")
@@ -136,49 +145,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings(args: argparse.Namespace) -> list[Result]:
     """Every run, the cheap ones first."""
-    pairs = [(1, 1), *((1, budget) for budget in args.alone), *((ranks, args.budget) for ranks in args.ranks)]
+    runs = [(PLAIN, 1, 1), *((PAPER, 1, budget) for budget in args.paper)]
+    runs += sorted({*((LP, 1, budget) for budget in args.alone), *((LP, ranks, args.budget) for ranks in args.ranks)})
     shared = {"model": args.model, "dtype": args.dtype, "threads": args.threads, "window": args.window}
-    shared |= {"sets": args.sets if args.data else ["built-in"], "limit": args.limit, "timed": args.timed}
+    shared |= {"sets": args.sets if args.data else [BUILTIN], "limit": args.limit, "timed": args.timed}
     shared |= {"rounds": args.rounds, "max_new_tokens": args.max_new_tokens}
     return [
-        {"temperature": temperature, "ranks": ranks, "budget": budget} | shared
-        for ranks, budget in sorted(dict.fromkeys(pairs))
+        {"method": method, "ranks": ranks, "budget": budget, "temperature": temperature} | shared
+        for method, ranks, budget in runs
         for temperature in args.temperatures
     ]
 
 
 def run(args: argparse.Namespace) -> None:
-    if 1 not in args.ranks or args.budget == 1:
-        raise UserError("--ranks needs 1, which the others are compared with, and --budget 2 at least")
+    if 1 not in args.ranks:
+        raise UserError(f"--ranks is {args.ranks}; it needs 1, which the others are compared with")
     asked = settings(args)
-    done = read_results(args.results)
-    left = [setting for setting in asked if not any(setting.items() <= result.items() for result in done)]
-    loaded = load_model(args)
-    sets = read_sets(args, loaded)
+    left = [setting for setting in asked if _result(setting, args.results) is None]
+    if left:
+        loaded = load_model(args)
+        sets = read_sets(args, loaded)
     for setting in progress(left, "settings"):
         append_result(args.results, setting | measure(loaded, sets, setting) | {"torch": torch.__version__})
-    results = [
-        result for result in read_results(args.results) for setting in asked if setting.items() <= result.items()
-    ]
-    links = {name: Link(**values) for name, values in OmegaConf.load(CONF / "scaling.yaml").links.items()}
-    gpu = GPUS[args.gpu]
+    results = [result for setting in asked if (result := _result(setting, args.results))]
     config = shape_config(args.shape)
     work, layers = Work.of(sketch(config, "bfloat16")), config.num_hidden_layers
-    step_time = partial(StepTime.of, gpu, work, layers, prefix=args.prefix)
-    source = f"GPU by arithmetic: {gpu.name}, {args.shape}, bfloat16, {args.prefix} cached tokens. S and host time: "
-    source += f"{args.model} model, one of {os.cpu_count()} CPU cores, W={args.window}. "
-    source += f"Links: {LINKS[0]} up to {NODE_GPUS} GPUs, then {LINKS[1]}."
-    series: dict[float, list[GpuLine]] = {}
+    step_time = partial(StepTime.of, GPUS[args.gpu], work, layers, prefix=args.prefix)
+    links = {name: Link(**values) for name, values in OmegaConf.load(CONF / "scaling.yaml").links.items()}
+    source = f"By arithmetic: {GPUS[args.gpu].name}, {args.shape} in bfloat16, {args.prefix} cached tokens. S and host "
+    source += f"time: {args.model} model on a CPU, W={args.window}. {LINKS[0]} up to {NODE_GPUS} GPUs, then {LINKS[1]}."
+    text = source + "\n"
+    series: dict[str, list[GpuLine]] = {}
     for temperature in args.temperatures:
-        of_one = [result for result in results if result["temperature"] == temperature]
-        lines = [project(result, step_time, links) for result in of_one]
-        series[temperature] = [line for line in lines if line.budget == args.budget]
-        print(f"T = {temperature:g}, B = {args.budget}. {source}\n")
-        print(markdown(HEADS, cells(lines, args.budget)))
-        alone = [line for line in lines if line.ranks == 1]
-        speeds = ", ".join(f"{line.tokens_per_s:.0f} (B = {line.budget})" for line in alone)
-        print(f"One GPU, tokens/s: {speeds}; B = 1 is plain decoding. {LogLaw.of(series[temperature])}\n")
+        by_method: dict[str, list[GpuLine]] = {PLAIN: [], PAPER: [], LP: []}
+        for result in results:
+            if result["temperature"] == temperature:
+                by_method[result["method"]].append(project(result, step_time, links))
+        (plain,), paper, ours = by_method.values()
+        alone = sorted((line for line in ours if line.ranks == 1), key=lambda line: line.budget)
+        lines = [line for line in ours if line.budget == args.budget]
+        best = max(alone, key=lambda line: line.tokens_per_s)
+        text += f"\nT = {temperature:g}, B = {args.budget}\n\n{markdown(HEADS, cells(lines, plain, best))}\n"
+        speeds = ", ".join(f"{line.tokens_per_s:.0f} with B = {line.budget}" for line in alone)
+        text += f"One GPU, tokens/s: plain decoding {plain.tokens_per_s:.0f}; {speeds}.\n"
+        text += f"Law: {LogLaw.of(lines)}; the paper's method on one rank: {LogLaw.of(paper)}.\n"
+        series |= {f"T = {temperature:g}": lines, f"T = {temperature:g}, paper": paper}
+    print(text)
+    if args.page:
+        before, _, after = args.page.read_text(encoding="utf-8").partition(BEGIN)
+        args.page.write_text(f"{before}{BEGIN}\n{text}{END}{after.partition(END)[2]}", encoding="utf-8")
     if args.figure:
         projection_plot(series, source, args.figure)
-    figures = {temperature: [asdict(line) for line in lines] for temperature, lines in series.items()}
-    print(json.dumps({"gpu": args.gpu, "shape": args.shape, "by_temperature": figures}))
+    figures = {name: [asdict(line) for line in lines] for name, lines in series.items()}
+    print(json.dumps({"gpu": args.gpu, "shape": args.shape, "series": figures}))
+
+
+def _result(setting: Result, path: Path) -> Result | None:
+    return next((result for result in read_results(path) if setting.items() <= result.items()), None)
