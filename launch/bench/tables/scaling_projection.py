@@ -83,7 +83,8 @@ def _alone(loaded: Loaded, setting: Result) -> Any:
     if setting["method"] == PLAIN:
         return lp.PlainDecoder(loaded.model)
     size = max(setting["budget"] // (2 * (PAPER_N - 1)), 1)
-    return lp.LookaheadDecoder(loaded.model, lp.PaperConfig(size, PAPER_N, size), capture="off")
+    config = lp.PaperConfig(window_size=size, ngram_size=PAPER_N, guess_set_size=size)
+    return lp.LookaheadDecoder(loaded.model, config, capture="off")
 
 
 def _decode(decoder: Any, ids: list[int], new: int, temperature: float, index: int) -> lp.GenerationOutput:
