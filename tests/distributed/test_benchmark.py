@@ -80,7 +80,7 @@ def test_scaling_over_two_nodes(processes: Processes, settings: list[str], tmp_p
         shared = {"NNODES": "2", "NPROC": "1", "NODE_RANK": str(node), "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
         own = {"LP_RUN_DIR": str(tmp_path / f"node-{node}"), "OMP_NUM_THREADS": "1"}
         started.append(processes.start(command, ON_CPU | shared | own))
-    (said, errors), (said_1, errors_1) = [process.communicate(timeout=120) for process in started]
+    (said, errors), (said_1, errors_1) = [process.communicate(timeout=240) for process in started]
     assert [process.returncode for process in started] == [0, 0], errors + errors_1
     lines = read_lines(tmp_path / "node-0" / "scaling.csv")
     assert [(line.method, line.ranks, line.kind) for line in lines] == [

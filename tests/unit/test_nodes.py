@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +41,15 @@ class Launches:
         self.seen.append((ranks, nproc, [*place]))
         if code := self.codes.get((ranks, self.node)):
             raise SystemExit(code)
+
+
+def _retried(port: int) -> socket.socket:
+    """A connection to node 0, once it listens."""
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except OSError:
+            time.sleep(0.01)
 
 
 def end_of(body: Callable[[], Any]) -> BaseException | None:
@@ -147,13 +158,8 @@ def test_a_stranger_at_the_port_is_no_node() -> None:
     launches, ends = [Launches(0), Launches(1)], []
 
     def come() -> None:
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", places[0].port)) as stranger:
-                    stranger.sendall(b"GET / HTTP/1.1\r\n")
-                    break
-            except OSError:
-                continue
+        with _retried(places[0].port) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n")
         ends.append(end_of(lambda: follow(places[1], ARGUMENTS, 10, launches[1])))
 
     other = threading.Thread(target=come)
@@ -164,8 +170,7 @@ def test_a_stranger_at_the_port_is_no_node() -> None:
     assert ends == [None] and len(launches[1].seen) == 1
 
 
-def test_a_node_that_is_gone_ends_the_run() -> None:
-    """Before the next launch waits for it; and the others hear of it when it is node 0."""
+def test_a_node_that_fails_in_a_launch_ends_the_run() -> None:
     places = nodes(2)
 
     def vanish() -> None:
@@ -177,6 +182,30 @@ def test_a_node_that_is_gone_ends_the_run() -> None:
     with pytest.raises(RankLost, match="node 1 ended, or did not answer"), leading(places[0], ARGUMENTS, 10) as leader:
         leader.launch(4, Launches(0))
     other.join(30)
+
+
+def test_a_node_that_is_gone_is_no_part_of_a_launch() -> None:
+    """Node 0's torchrun would wait for it."""
+    places = nodes(2)
+    hello = {"node": 1, "count": 2, "nproc": 2, "arguments": ARGUMENTS}
+
+    def vanish() -> None:
+        with _retried(places[0].port) as connection:
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+
+    other = threading.Thread(target=vanish)
+    other.start()
+    launches = Launches(0)
+    gone = pytest.raises(RankLost, match=r"nodes \[1\] have ended; start the command on all nodes again")
+    with gone, leading(places[0], ARGUMENTS, 10) as leader:
+        other.join(30)
+        leader.launch(4, launches)
+    assert not launches.seen
+
+
+def test_the_others_hear_of_the_end_of_node_0() -> None:
+    """Killed, it can send no exit code."""
+    places = nodes(2)
     ended: list[BaseException | None] = []
     with socket.create_server(("127.0.0.1", places[0].port)) as server:
         other = threading.Thread(
@@ -185,7 +214,7 @@ def test_a_node_that_is_gone_ends_the_run() -> None:
         other.start()
         server.accept()[0].close()
     other.join(30)
-    assert "has ended without an exit code" in str(ended[0])
+    assert isinstance(ended[0], RankLost) and "has ended without an exit code" in str(ended[0])
 
 
 @pytest.mark.parametrize(
