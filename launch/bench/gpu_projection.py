@@ -46,18 +46,19 @@ class GpuLine:
         return f"{name}, {seconds / self.step_s:.0%}"
 
     def limit(self, fewer: GpuLine | None) -> str:
-        """What keeps R GPUs from R times the speed of one.
+        """What costs most of the speed that more GPUs should bring.
 
         Args:
             fewer: the line before this one; None for the first.
 
         Returns:
-            S, which grows more slowly than R; or, where R GPUs are no faster than fewer, the part of a step that grew
-            most. Of the first line its largest part.
+            S, if it falls short of growing with the GPUs by a larger factor than the step grows; else the part of a
+            step that grew most. Of the first line its largest part.
         """
         if fewer is None:
             return max(self.parts, key=lambda name: self.parts[name])
-        if self.tokens_per_s > fewer.tokens_per_s or self.compression <= fewer.compression:
+        short = self.ranks / fewer.ranks / (self.compression / fewer.compression)
+        if short >= self.step_s / fewer.step_s:
             return "S"
         return max(self.parts, key=lambda name: self.parts[name] - fewer.parts.get(name, 0.0))
 

@@ -127,7 +127,7 @@ def projection_plot(series: Mapping[str, Sequence[GpuLine]], caption: str, path:
         middle.set(xlabel="GPUs (by arithmetic)", ylabel="speed over 1 GPU (x)")
         lower.set(xlabel=f"GPUs (by arithmetic), {last}", ylabel="ms a step", ylim=(0, 1.3 * max(bottom)))
         upper.legend(loc="upper left")
-        middle.legend(loc="lower right")
+        middle.legend()
         lower.legend(loc="upper left", ncols=4)
     return path
 

@@ -139,14 +139,13 @@ class Projection:
         """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
         return _summed(runs, self.recorded.payload_bytes)
 
-    def slowest_host_s(self, runs: Sequence[Run]) -> list[float]:
-        """Of every step the host time of the rank that has most, for a device where all forward passes take as long.
+    def slowest_host_s(self, runs: Sequence[Run]) -> float:
+        """Host time of a step of the slowest rank, for a device on which the forward passes of all ranks take as long.
 
-        Each rank's is the least of the runs: they do the same, and of many ranks one would be disturbed at every step.
+        A step's is the least of the runs, which do the same: what is more is other work of the machine.
         """
-        steps = zip(*(output.step_stats for run in runs for output in run), strict=True)
-        ranks = range(self.ranks)
-        return [max(min(s.host_s for s in step[rank :: self.ranks]) for rank in ranks) for step in steps]
+        by_rank = ([run[rank].step_stats for run in runs] for rank in range(self.ranks))
+        return max(fmean(min(s.host_s for s in step) for step in zip(*of_runs, strict=True)) for of_runs in by_rank)
 
 
 def check_projectable(config: LookaheadConfig) -> None:

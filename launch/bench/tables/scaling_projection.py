@@ -4,7 +4,7 @@
     python scripts/tables.py scaling_projection results.jsonl --gpu a100 --shape llama2_13b    # of the same runs
 
 S comes from R ranks with B tokens each, run as threads. Host time and message size come from the same ranks run one at
-a time on the first prompts (--timed): each step's slowest rank. The time of the gather is that of the links in
+a time on the first prompts (--timed): the slowest rank's. The time of the gather is that of the links in
 conf/scaling.yaml. Beside them S of the paper's method, on one rank with as many tokens. Each line of the file is one
 of these runs at one temperature; what it has is not run again. --page puts the tables into docs/scaling.md.
 """
@@ -68,11 +68,11 @@ def measure(loaded: Loaded, sets: dict[str, list[list[int]]], setting: Result) -
         for decode in decodes[:timed]:
             decoder = lp.LookaheadDecoder(loaded.model, config, capture="off")
             projection = Projection(decoder=decoder, decode=decode, ranks=ranks)
-            host_s += projection.slowest_host_s([projection.run() for _ in range(setting["rounds"])])
+            host_s.append(projection.slowest_host_s([projection.run() for _ in range(setting["rounds"])]))
             payload_bytes = projection.recorded.payload_bytes
     else:
         outputs = [decode(_alone(loaded, setting)) for decode in decodes]
-        host_s = [step.host_s for output in outputs[:timed] for step in output.step_stats]
+        host_s = [fmean(step.host_s for step in output.step_stats) for output in outputs[:timed]]
     tokens = sum(len(output.tokens) for output in outputs)
     steps = sum(output.steps for output in outputs)
     return {"tokens": tokens, "steps": steps, "host_s": fmean(host_s), "payload_bytes": payload_bytes}
@@ -112,7 +112,7 @@ def cells(lines: Sequence[GpuLine], plain: GpuLine, best: GpuLine) -> list[list[
         ratio = line.tokens_per_s / lines[0].tokens_per_s
         row = [str(line.ranks), str(line.step_tokens), f"{line.compression:.2f}"]
         row += [f"{1e3 * seconds:.2f}" for seconds in (line.step_s - host_s - gather_s, host_s, gather_s)]
-        row += [f"{line.tokens_per_s:.0f}", f"{ratio:.2f} x", f"{ratio / line.ranks:.0%}"]
+        row += [f"{line.tokens_per_s:.0f}", f"{ratio:.2f} x", f"{ratio / line.ranks:.1%}"]
         row += [f"{line.tokens_per_s / other.tokens_per_s:.2f} x" for other in (best, plain)]
         found.append([*row, line.largest, line.limit(fewer)])
     return found
