@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lp.errors import UserError
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLine:
@@ -88,7 +90,7 @@ class LogLaw:
             ValueError: no points.
         """
         if not points:
-            raise ValueError("points is empty, and a line needs one at least")
+            raise UserError("points is empty; a line needs one at least")
         tokens, compressions = zip(*points, strict=True)
         if len(set(tokens)) == 1:
             return cls(start=float(np.mean(compressions)), doubling=0.0)
