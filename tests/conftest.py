@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """An interrupt that escapes from a test is its failure: pytest would end, and xdist call it a crash."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if type(error) is KeyboardInterrupt:  # Ctrl-C
+            raise
+        raise AssertionError(f"the test was interrupted: {error}") from error
 
 
 @pytest.fixture(autouse=True)
