@@ -7,6 +7,7 @@
 #   bash torchrun.sh launch.chat                  # rank 0 reads the keyboard; Ctrl-C stops an answer, not the ranks
 #   NPROC=2 bash torchrun.sh                      # two ranks; default: one a GPU, or one on the CPU
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host0:29500 bash torchrun.sh ...   # on each node, with its own NODE_RANK
+#   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host0:29500 bash torchrun.sh launch.scaling ranks=[1,8,16]   # launches ranks itself
 #
 #   MAX_RESTARTS=3 NPROC=8 bash torchrun.sh ...   # ranks that fail start again, all of them, and go on from a journal
 #
@@ -62,9 +63,9 @@ export LP_RUN_DIR="${LP_RUN_DIR:-outputs/$(date +%Y-%m-%d/%H-%M-%S)-$$}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 # exec: signals and the exit code pass without this shell between.
-if [ "$nproc" = 1 ] && [ "$nnodes" = 1 ] && [ "$restarts" = 0 ]; then
-  # One process needs no torchrun, which would add seconds and turn every exit code into 1. The variables of an outer
-  # launcher would make it wait for ranks that never come.
+if [ "$app" = launch.scaling ] || { [ "$nproc" = 1 ] && [ "$nnodes" = 1 ] && [ "$restarts" = 0 ]; }; then
+  # One process needs no torchrun, which would add seconds and turn every exit code into 1; launch.scaling runs torchrun
+  # itself, once for each number of ranks. The variables of an outer launcher would make it wait for ranks that never come.
   unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
   exec "$python" -m "${module[@]}" "$@"
 fi

@@ -1,8 +1,8 @@
 """`python -m launch.scaling`: methods over world sizes, measured by launches of launch.benchmark, or projected.
 
-Measured: one launch for each of `ranks`; speed-up is against plain decoding on one device of the same launch, so that
-drift between launches cancels. Projected (project=true): every rank's share timed on this device, marked as such in
-every table and plot. `--cfg job` shows the keys.
+Measured: one launch for each of `ranks`, on the nodes that it needs; speed-up is against plain decoding on one device
+of the same launch, so that drift between launches cancels. Projected (project=true): every rank's share timed on this
+device, marked as such in every table and plot. `--cfg job` shows the keys.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,15 +30,39 @@ from .bench.baselines import BASELINES
 from .bench.plots import scaling_plots
 from .bench.projection import Link, Projection, Run, check_projectable
 from .bench.records import Record, digest, load_records
-from .bench.scaling import HEADS, MEASURED, PROJECTED, Line, errors, measured_lines, projected_lines, with_efficiency
+from .bench.scaling import (
+    HEADS,
+    MEASURED,
+    PROJECTED,
+    ErrorsOfRuns,
+    Line,
+    errors_of_runs,
+    measured_lines,
+    medians,
+    projected_lines,
+    with_efficiency,
+)
 from .bench.session import Bench, ModelCache, methods_of, open_bench
 from .bench.summary import PLAIN, markdown
 from .cli import start
+from .nodes import Leader, Nodes, follow, leading
 from .schema import Output, ScalingConfig, frozen
 from .sweep import folder_of_run, relaunch
 
 ROUNDS = 3  # of projections
-OWN_KEYS = ("ranks", "project", "projected_ranks", "weak", "links", "methods", "out", "limit", "output")
+OWN_KEYS = (
+    "ranks",
+    "nodes",
+    "runs",
+    "project",
+    "projected_ranks",
+    "weak",
+    "links",
+    "methods",
+    "out",
+    "limit",
+    "output",
+)
 
 
 def scaling(config: ScalingConfig) -> None:
@@ -47,25 +72,39 @@ def scaling(config: ScalingConfig) -> None:
         ValueError: a user error.
         SystemExit: a launch failed, with its exit code.
     """
-    check(config)
+    nodes = check(config)
+    given = HydraConfig.get().overrides.task
+    arguments = [override for override in given if not override.startswith("nodes.rank")]
+    if nodes.rank > 0:
+        follow(nodes, arguments, config.parallel.timeout_s, partial(launch_benchmark, config, folder_of_run()))
+        return
     folder = Path(config.out).absolute() if config.out else folder_of_run()
+    models = ModelCache()
+    with leading(nodes, arguments, config.parallel.timeout_s) as leader:
+        folders = [folder / f"run-{number}" for number in range(1, config.runs + 1)] if config.runs > 1 else [folder]
+        runs, captions = zip(*(run(config, leader, each, models) for each in folders), strict=True)
+        report(with_efficiency(medians(runs)), errors_of_runs(runs), captions[0], folder, config.output is Output.table)
+
+
+def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache) -> tuple[list[Line], str]:
+    """Measure and project once: the lines, and what they were taken on."""
     lines: list[Line] = []
     caption = ""
     if config.ranks:
         for ranks in config.ranks:
-            launch_benchmark(config, ranks, folder / f"ranks-{ranks}")
+            leader.launch(ranks, partial(launch_benchmark, config, folder / f"ranks-{ranks}"))
         found = [_records_of_one_setting(folder / f"ranks-{ranks}") for ranks in config.ranks]
         lines += [line for records in found for line in measured_lines(records)]
         caption = _caption(found[0][0])
     if config.project:
-        bench = open_bench(replace(config, methods=["lookahead", PLAIN]), ModelCache())
+        bench = open_bench(replace(config, methods=["lookahead", PLAIN]), models)
         lines += project_all(config, bench)
         caption = caption or f"{os.cpu_count()} cores, torch {torch.__version__}, model {config.model.name}"
-    report(with_efficiency(lines), caption, folder, config.output is Output.table)
+    return lines, caption
 
 
-def check(config: ScalingConfig) -> None:
-    """Refuse what cannot be scaled.
+def check(config: ScalingConfig) -> Nodes:
+    """Refuse what cannot be scaled, and return the nodes to do it on.
 
     Raises:
         ValueError: the key, the limit and the remedy.
@@ -87,15 +126,27 @@ def check(config: ScalingConfig) -> None:
             raise UserError(f"ranks has {ranks}, on which none of methods={methods} runs; give one more")
     if config.project and config.decoder.name == "lookahead":  # now, not when everything else has been measured
         check_projectable(frozen(lp.LookaheadConfig, config.decoder))
+    check_int("runs", config.runs, 1, 100, "give how often to measure and project")
+    nodes = Nodes.of(config.nodes)
+    for ranks in config.ranks:
+        nodes.check(ranks)
+    return nodes
 
 
-def launch_benchmark(config: ScalingConfig, ranks: int, folder: Path) -> None:
-    """Measure one world size in processes of its own; records that exist already are not measured again."""
+def launch_benchmark(config: ScalingConfig, folder: Path, ranks: int, nproc: int, place: Sequence[str]) -> None:
+    """Measure one world size in processes of its own; records that exist already are not measured again.
+
+    Args:
+        config: of this job.
+        folder: where rank 0 writes.
+        ranks: of all nodes.
+        nproc, place: those of this node, and torchrun's options for the others.
+    """
     task = HydraConfig.get().overrides.task
     shared = [override for override in task if re.split("[.=]", override.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
     own = [f"methods=[{','.join(_methods(config, ranks))}]", f"out={folder}", f"limit={limit}"]
-    relaunch(ranks, "benchmark", [*shared, *own, f"output={config.output}"])
+    relaunch(nproc, "benchmark", [*shared, *own, f"output={config.output}"], place)
 
 
 def _methods(config: ScalingConfig, ranks: int) -> list[str]:
@@ -155,7 +206,7 @@ def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
     return lp.LookaheadDecoder(bench.loaded.model, shape, None, attention.name, attention.capture)
 
 
-def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:
+def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, table: bool) -> None:
     """A CSV, a Markdown table and plots in the folder; on stdout the table and the folder, or one JSON object."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "scaling.csv").open("w", newline="", encoding="utf-8") as file:
@@ -163,9 +214,10 @@ def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:
         writer.writeheader()
         writer.writerows(line.figures() for line in lines)
     text = markdown(HEADS, [line.cells() for line in lines]) + f"\n{caption}\n"
-    projection_errors = errors(lines)
-    for (method, ranks), error in projection_errors.items():
-        text += f"\n{method} on {ranks} ranks: projected {error:+.1%} off the measured speed-up.\n"
+    for (method, ranks), each in off.items():
+        text += f"\n{method} on {ranks} ranks: projected {', '.join(f'{error:+.1%}' for error in each)} off the "
+        text += "measured speed-up"
+        text += f" in {len(each)} runs, by {median(map(abs, each)):.1%} in the median.\n" if len(each) > 1 else ".\n"
     (folder / "scaling.md").write_text(text, encoding="utf-8")
     scaling_plots(lines, caption, folder)
     if table:
@@ -174,7 +226,7 @@ def report(lines: list[Line], caption: str, folder: Path, table: bool) -> None:
         return
     projected = sum(line.kind == PROJECTED for line in lines)
     counts = {MEASURED: len(lines) - projected, PROJECTED: projected}
-    named = {f"{method}@{ranks}": error for (method, ranks), error in projection_errors.items()}
+    named = {f"{method}@{ranks}": each for (method, ranks), each in off.items()}
     print(json.dumps({"folder": str(folder), **counts, "errors": named, "lines": [line.figures() for line in lines]}))
 
 

@@ -229,10 +229,29 @@ class LinkSchema:
 
 
 @dataclass
+class NodesSchema:
+    """The nodes that launch.scaling runs on, by the variables of torchrun.sh.
+
+    Args:
+        count: of nodes.
+        rank: of this one, from 0.
+        nproc: ranks of each node, where a world size needs several; null: one a GPU, or one.
+        endpoint: host:port, a free port of node 0.
+    """
+
+    count: int = 1
+    rank: int = 0
+    nproc: int | None = None
+    endpoint: str | None = None
+
+
+@dataclass
 class ScalingConfig(BenchmarkConfig):
     """The keys of launch.scaling. The comments are in conf/scaling.yaml."""
 
     ranks: list[int] = field(default_factory=list)
+    nodes: NodesSchema = field(default_factory=NodesSchema)
+    runs: int = 1
     project: bool = False
     projected_ranks: list[int] = field(default_factory=list)
     weak: bool = True

@@ -40,13 +40,16 @@ def leave_objective(value: float | None) -> float | None:
     return value
 
 
-def relaunch(nproc: int, app: str | None = None, instead: Sequence[str] | None = None) -> float | None:
+def relaunch(
+    nproc: int, app: str | None = None, instead: Sequence[str] | None = None, place: Sequence[str] = ("--standalone",)
+) -> float | None:
     """Run this job once more, on so many ranks of this machine, and return what rank 0 returned.
 
     Args:
         nproc: ranks.
         app: another app of launch/; None is this one.
         instead: its overrides; None takes this job's.
+        place: torchrun's options for ranks that have others on other machines.
 
     Raises:
         SystemExit: the exit code of the ranks, if it is not 0.
@@ -57,7 +60,7 @@ def relaunch(nproc: int, app: str | None = None, instead: Sequence[str] | None =
         raise UserError(f"parallel.nproc is {nproc} in a launch of {os.environ['WORLD_SIZE']} ranks; leave one out")
     hydra = HydraConfig.get()
     overrides = hydra.overrides.task if instead is None else instead
-    torchrun = [sys.executable, "-m", f"{__package__}.torchrun", "--standalone", "--nproc-per-node", str(nproc)]
+    torchrun = [sys.executable, "-m", f"{__package__}.torchrun", *place, "--nproc-per-node", str(nproc)]
     cli = ["-m", f"{__package__}.cli", app or str(hydra.job.config_name)]
     kept = {key: value for key, value in os.environ.items() if key not in (*OF_A_LAUNCH, "HYDRA_FULL_ERROR")}
     with tempfile.TemporaryDirectory(prefix="lp-") as folder:

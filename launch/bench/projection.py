@@ -139,6 +139,14 @@ class Projection:
         """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
         return _summed(runs, self.recorded.payload_bytes)
 
+    def slowest_host_s(self, runs: Sequence[Run]) -> float:
+        """Host time of a step of the slowest rank, for a device on which the forward passes of all ranks take as long.
+
+        A step's is the least of the runs, which do the same: what is more is other work of the machine.
+        """
+        by_rank = ([run[rank].step_stats for run in runs] for rank in range(self.ranks))
+        return max(fmean(min(s.host_s for s in step) for step in zip(*of_runs, strict=True)) for of_runs in by_rank)
+
 
 def check_projectable(config: LookaheadConfig) -> None:
     """Refuse what ranks cannot be timed with.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from .projection import Link, Projected
@@ -12,6 +12,7 @@ from .records import Record
 from .summary import ORACLE, PLAIN, Total, totals
 
 MEASURED, PROJECTED = "measured", "projected"
+ErrorsOfRuns = dict[tuple[str, int], list[float]]  # by method and ranks
 HEADS = (
     *("method", "ranks", "kind", "W", "G", "tokens/s", "vs plain", "efficiency", "S", "step tokens"),
     *("forward ms", "exchange ms", "host ms"),
@@ -139,6 +140,23 @@ def with_efficiency(lines: Sequence[Line]) -> list[Line]:
         efficiency = line.speedup / base / line.ranks if line.speedup and base else None
         found.append(replace(line, efficiency=efficiency))
     return found
+
+
+def medians(runs: Sequence[Sequence[Line]]) -> list[Line]:
+    """The lines of several runs of the same command as one run's: of every figure the median."""
+    return [_median(of_runs) for of_runs in zip(*runs, strict=True)]
+
+
+def _median(lines: Sequence[Line]) -> Line:
+    names = ("tokens_per_s", "speedup", "compression", "num_tokens", "forward_ms", "exchange_ms", "host_ms")
+    found = {name: [getattr(line, name) for line in lines] for name in names}
+    return replace(lines[0], **{name: median(each) for name, each in found.items() if None not in each})
+
+
+def errors_of_runs(runs: Sequence[Sequence[Line]]) -> ErrorsOfRuns:
+    """`errors` of every run, in order."""
+    found = [errors(lines) for lines in runs]
+    return {key: [each[key] for each in found] for key in found[0]}
 
 
 def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -65,4 +66,27 @@ def test_scaling_measures_ranks_and_holds_a_projection_against_them(
     measured = {("plain", 1, "measured"), ("lookahead", 2, "measured"), ("transformers_tp", 2, "measured")}
     assert measured == {line for line in lines if line[2] == "measured"}
     assert "lookahead on 2 ranks: projected" in (tmp_path / "scaling.md").read_text()
+    assert processes.wait_for_end() == []
+
+
+def test_scaling_over_two_nodes(processes: Processes, settings: list[str], tmp_path: Path) -> None:
+    """Two launchers of this machine: node 0 alone measures one rank and writes, both run two ranks between them."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    asked = [*settings, "W=4", "ranks=[1,2]", "methods=[lookahead]", "parallel.backend=gloo"]
+    command = [sys.executable, "-m", "launch.scaling", *asked]
+    started = []
+    for node in range(2):
+        shared = {"NNODES": "2", "NPROC": "1", "NODE_RANK": str(node), "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
+        own = {"LP_RUN_DIR": str(tmp_path / f"node-{node}"), "OMP_NUM_THREADS": "1"}
+        started.append(processes.start(command, ON_CPU | shared | own))
+    (said, errors), (said_1, errors_1) = [process.communicate(timeout=240) for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors + errors_1
+    lines = read_lines(tmp_path / "node-0" / "scaling.csv")
+    assert [(line.method, line.ranks, line.kind) for line in lines] == [
+        ("lookahead", 1, "measured"), ("lookahead", 2, "measured")
+    ]  # fmt: skip
+    (record, *_) = load_records(tmp_path / "node-0" / "ranks-2")
+    assert len(record["split"]) == 2 and "written to" in said
+    assert said_1 == "" and not [path for path in (tmp_path / "node-1").rglob("*") if path.is_file()]
     assert processes.wait_for_end() == []

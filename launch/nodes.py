@@ -1,0 +1,301 @@
+"""An app that launches ranks on several nodes: node 0 leads, the others follow.
+
+Every node runs the app with the same arguments but the node's number. Node 0 listens at the endpoint as long as it
+runs. For a launch it tells the nodes that it needs a free port of its own, at which their torchruns meet; the others
+wait for the next one. At the end it tells all of them its exit code. Messages are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TextIO
+
+from lp.checks import check_int
+from lp.errors import RankLost, UserError
+
+from .schema import NodesSchema
+from .sweep import INTERRUPTED, USER_ERROR
+from .torchrun import GRACE_S, of_ranks
+
+# A launch on this node: the ranks of all nodes, those of this one, and torchrun's options for meeting the others.
+Start = Callable[[int, int, Sequence[str]], object]
+STANDALONE = ("--standalone",)
+RETRY_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes of a run, as one of them sees them.
+
+    Args:
+        count: of nodes.
+        rank: this one's number, from 0.
+        nproc: ranks of a node, where a launch needs several nodes.
+        host, port: where node 0 listens; None and 0 with one node.
+    """
+
+    count: int
+    rank: int
+    nproc: int
+    host: str | None
+    port: int
+
+    @classmethod
+    def of(cls, config: NodesSchema) -> Nodes:
+        """Those of the keys.
+
+        Raises:
+            ValueError: a value out of range, or a missing endpoint.
+        """
+        count = check_int("nodes.count (NNODES)", config.count, 1, 1024, "give the number of nodes")
+        rank = check_int("nodes.rank (NODE_RANK)", config.rank, 0, count - 1, "each node has its own, from 0")
+        if count == 1:
+            return cls(count=1, rank=0, nproc=1, host=None, port=0)
+        host, _, port = (config.endpoint or "").rpartition(":")
+        if not host or not port.isdecimal():
+            raise UserError(
+                f"nodes.endpoint (RDZV_ENDPOINT) is {config.endpoint!r} with {count} nodes; give host:port, a free "
+                "port of node 0"
+            )
+        nproc = config.nproc if config.nproc is not None else _devices()
+        nproc = check_int("nodes.nproc (NPROC)", nproc, 1, 1024, "give the number of ranks on a node")
+        return cls(count=count, rank=rank, nproc=nproc, host=host.strip("[]"), port=int(port))
+
+    def check(self, ranks: int) -> None:
+        """Refuse a world size that does not fill the nodes that it needs.
+
+        Raises:
+            ValueError: the limit and the remedy.
+        """
+        if self.count == 1 or ranks <= self.nproc:
+            return
+        if ranks > self.count * self.nproc:
+            raise UserError(f"ranks has {ranks}, and {self.count} nodes of {self.nproc} ranks have fewer; leave it out")
+        if ranks % self.nproc:
+            raise UserError(
+                f"ranks has {ranks}, more than a node's {self.nproc} and no multiple of it; take a multiple"
+            )
+
+    def needed(self, ranks: int) -> int:
+        """How many nodes a launch of so many ranks runs on, node 0 first."""
+        return 1 if self.count == 1 else math.ceil(ranks / self.nproc)
+
+    def place(self, ranks: int, port: int) -> list[str]:
+        """torchrun's options for this node's part of a launch on several nodes."""
+        where = ["--nnodes", str(self.needed(ranks)), "--node-rank", str(self.rank), "--rdzv-backend", "static"]
+        host = f"[{self.host}]" if ":" in str(self.host) else self.host
+        return [*where, "--rdzv-endpoint", f"{host}:{port}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leader:
+    """Node 0.
+
+    Args:
+        nodes: of the run.
+        others: lines from and to each other node, by number.
+        timeout_s: how long it waits for their exit codes behind its own.
+    """
+
+    nodes: Nodes
+    timeout_s: float
+    others: dict[int, tuple[socket.socket, TextIO]] = field(default_factory=dict)
+
+    def launch(self, ranks: int, start: Start) -> None:
+        """Run `start` on every node that these ranks need.
+
+        Raises:
+            SystemExit: the exit code of the ranks, if it is not 0.
+            RankLost: a node has ended.
+        """
+        needed = {node: lines for node, (_, lines) in self.others.items() if node < self.nodes.needed(ranks)}
+        if not needed:
+            start(ranks, ranks, STANDALONE)
+            return
+        self._check_alive()
+        port = _free_port()
+        for lines in needed.values():
+            _send(lines, {"ranks": ranks, "port": port})
+        codes = {0: _code(partial(start, ranks, self.nodes.nproc, self.nodes.place(ranks, port)))}
+        for node, lines in needed.items():
+            answer = _receive(lines)
+            if answer is None:
+                raise RankLost(f"node {node} ended, or did not answer for {self.timeout_s:g} s, in a launch of {ranks}")
+            codes[node] = answer["code"]
+        failed = {node: code for node, code in codes.items() if code}
+        if failed:
+            raise SystemExit(of_ranks(failed))
+
+    def _check_alive(self) -> None:
+        """Between launches no node has anything to say, so that one which can be read has ended."""
+        sockets = {connection: node for node, (connection, _) in self.others.items()}
+        ended = sorted(sockets[connection] for connection in select.select([*sockets], [], [], 0)[0])
+        if ended:
+            raise RankLost(f"nodes {ended} have ended; start the command on all nodes again")
+
+
+@contextlib.contextmanager
+def leading(nodes: Nodes, arguments: Sequence[str], timeout_s: float) -> Iterator[Leader]:
+    """Node 0 with all other nodes, which end with its exit code.
+
+    Args:
+        nodes: of the run.
+        arguments: of the app, which all nodes must have alike.
+        timeout_s: how long nodes may come later than this one.
+
+    Raises:
+        ValueError: nodes are missing, came twice, or have other arguments.
+    """
+    leader = Leader(nodes=nodes, timeout_s=timeout_s + float(GRACE_S))
+    with contextlib.ExitStack() as stack:
+        code = 1
+        try:
+            if nodes.count > 1:
+                server = stack.enter_context(_server(nodes.port))
+                _gather(leader, server, [*arguments], timeout_s, stack)
+                server.close()  # the next job of a sweep needs the port, and another node comes too late for this one
+            yield leader
+            code = 0
+        except BaseException as error:
+            code = code_of(error)
+            raise
+        finally:
+            for _, lines in leader.others.values():
+                with contextlib.suppress(OSError):
+                    _send(lines, {"code": code})
+
+
+def _gather(
+    leader: Leader, server: socket.socket, arguments: list[str], timeout_s: float, stack: contextlib.ExitStack
+) -> None:
+    nodes = leader.nodes
+    end = time.monotonic() + timeout_s
+    while len(leader.others) < nodes.count - 1:
+        server.settimeout(max(end - time.monotonic(), 0.001))
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            missing = [node for node in range(1, nodes.count) if node not in leader.others]
+            raise UserError(
+                f"nodes {missing} of {nodes.count} did not come to {nodes.host}:{nodes.port} within {timeout_s:g} s; "
+                "start the same command there with their NODE_RANK, or raise parallel.timeout_s"
+            ) from None
+        stack.enter_context(connection)
+        connection.settimeout(leader.timeout_s)
+        lines = stack.enter_context(connection.makefile("rw", encoding="utf-8"))
+        hello = _receive(lines)
+        if not isinstance(hello, dict) or "node" not in hello:
+            continue  # no node of ours
+        node = hello["node"]
+        twice = node in leader.others
+        leader.others[-1 if twice else node] = connection, lines  # it must hear of the end, too
+        if twice:
+            raise UserError(f"two nodes have nodes.rank (NODE_RANK) {node}; give each its own, from 0")
+        theirs = {"count": nodes.count, "nproc": nodes.nproc, "arguments": arguments}
+        for name, value in theirs.items():
+            if hello[name] != value:
+                raise UserError(
+                    f"{name} of node {node} is {hello[name]}, and of node 0 {value}; start all of them alike"
+                )
+
+
+def follow(nodes: Nodes, arguments: Sequence[str], timeout_s: float, start: Start) -> None:
+    """Any other node: take part in launches until node 0 ends.
+
+    Raises:
+        SystemExit: node 0's exit code, if it is not 0.
+        ValueError: node 0 is not there.
+        RankLost: node 0 has ended without a word.
+    """
+    with (
+        _connection(nodes, timeout_s) as connection,
+        connection.makefile("rw", encoding="utf-8") as lines,
+    ):
+        hello = {"node": nodes.rank, "count": nodes.count, "nproc": nodes.nproc, "arguments": [*arguments]}
+        _send(lines, hello)
+        while True:
+            message = _receive(lines)  # which may come hours later
+            if message is None:
+                raise RankLost(f"node 0 at {nodes.host}:{nodes.port} has ended without an exit code")
+            if "code" in message:
+                break
+            ranks, place = message["ranks"], nodes.place(message["ranks"], message["port"])
+            _send(lines, {"code": _code(partial(start, ranks, nodes.nproc, place))})
+    if message["code"]:
+        raise SystemExit(message["code"])
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code that an app's error ends it with."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return USER_ERROR if isinstance(error, UserError) else 1
+
+
+def _code(start: Callable[[], object]) -> int:
+    try:
+        start()
+    except SystemExit as end:
+        return code_of(end)
+    return 0
+
+
+def _devices() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _server(port: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise UserError(f"port {port} of nodes.endpoint cannot be used ({error.strerror}); give a free one") from None
+
+
+def _free_port() -> int:
+    with _server(0) as server:
+        return int(server.getsockname()[1])
+
+
+def _connection(nodes: Nodes, timeout_s: float) -> socket.socket:
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection((nodes.host, nodes.port), timeout=timeout_s)
+        except OSError as error:
+            if time.monotonic() < end:
+                time.sleep(RETRY_S)
+                continue
+            raise UserError(
+                f"node 0 does not answer at {nodes.host}:{nodes.port} after {timeout_s:g} s ({error}); start the same "
+                "command there with NODE_RANK=0, check RDZV_ENDPOINT, or raise parallel.timeout_s"
+            ) from None
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return connection
+
+
+def _send(lines: TextIO, message: dict[str, Any]) -> None:
+    lines.write(json.dumps(message) + "\n")
+    lines.flush()
+
+
+def _receive(lines: TextIO) -> Any:
+    """The next message; None where the other side has ended, says nothing in time, or speaks otherwise."""
+    try:
+        return json.loads(lines.readline())
+    except (OSError, ValueError):
+        return None
