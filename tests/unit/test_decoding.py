@@ -150,7 +150,7 @@ def test_only_read_rows_go_through_the_head() -> None:
     assert rows[0] == len(PROMPT) - 1 and max(rows[1:]) == 14
 
 
-@pytest.mark.parametrize("value", [-1, 4097, 2.5, "7", True])
+@pytest.mark.parametrize("value", [-1, 65537, 2.5, "7", True])
 @pytest.mark.parametrize("name", ["window_size", "ngram_size", "guess_set_size"])
 def test_bad_shapes_are_refused(name: str, value: Any) -> None:
     """The error names the value, the limit and the remedy."""
