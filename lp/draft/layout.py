@@ -28,6 +28,7 @@ import numpy as np
 from lp.compiled import compiled_array, compiled_ints, jit
 from lp.draft.tree import DraftTree
 from lp.draft.window import LookaheadWindow, WindowSlice
+from lp.errors import UserError
 
 
 def ancestors(parents: Sequence[int]) -> np.ndarray:
@@ -125,6 +126,9 @@ class StepLayout:
     Attributes:
         nodes: all of them.
         num_window: nodes of `c` and the window; the draft tree's own follow.
+
+    Raises:
+        ValueError: the draft tree's lists differ in length, or a node comes before its parent.
     """
 
     def __init__(
@@ -145,6 +149,12 @@ class StepLayout:
             guesses = guesses + level[columns.first : columns.end]
         self.num_window = 1 + len(guesses)
         size = self.num_window + len(draft)
+        probs = draft.accept_probs or [0.0] * len(draft)
+        if not len(draft.parents) == len(probs) == len(draft):  # compiled functions would not notice
+            raise UserError(
+                f"a draft tree has {len(draft)} tokens, {len(draft.parents)} parents and {len(probs)} accept_probs; "
+                "give one of each for every node, or no accept_probs"
+            )
         nodes = LayoutNodes.room(size)
         count = _lay_out(
             nodes,
@@ -153,11 +163,13 @@ class StepLayout:
             compiled_ints([token, *guesses]),
             compiled_ints(draft.tokens),
             compiled_ints(draft.parents),
-            compiled_array(np.array(draft.accept_probs or [0.0] * len(draft))),
+            compiled_array(np.array(probs, np.float64)),
             draft.merge,
             position,
             limit,
         )
+        if count < 0:
+            raise UserError("a node of a draft tree comes before its parent; list parents first, -1 for the root")
         self.nodes = nodes if count == size else nodes.first(count)
 
     def __len__(self) -> int:
@@ -266,7 +278,7 @@ class _Children(NamedTuple):
 
 @jit
 def _lay_out(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
-    """Fill in `c` and the window, then the draft tree; returns how many nodes there are."""
+    """Fill in `c` and the window, then the draft tree; returns how many nodes there are, -1 for no tree."""
     count = len(own_tokens)
     for node in range(count):
         nodes.tokens[node] = own_tokens[node]
@@ -287,6 +299,8 @@ def _lay_out(nodes, children, window, own_tokens, tokens, parents, probs, merge,
             else:
                 _add_child(nodes, children, parent, node)
     for index in range(len(tokens)):
+        if parents[index] >= index:
+            return -1
         parent = children.node_of[parents[index]] if parents[index] >= 0 else 0
         if parent < 0 or nodes.positions[parent] + 1 >= limit:
             children.node_of[index] = -1

@@ -143,6 +143,22 @@ def test_layout_stays_below_the_limit(w: int, n: int, room: int) -> None:
     assert layout.sampled_nodes == sorted(set(layout.sampled_nodes))
 
 
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        (DraftTree([1, 2], [-1]), "2 tokens, 1 parents and 2 accept_probs"),
+        (DraftTree([1, 2], [-1, 0], [0.5]), "2 tokens, 2 parents and 1 accept_probs"),
+        (DraftTree([1, 2], [1, -1]), "comes before its parent"),
+        (DraftTree([1], [0]), "comes before its parent"),
+        (DraftTree([1], [10**9]), "comes before its parent"),
+    ],
+)
+def test_a_draft_tree_that_is_none_is_refused(draft: DraftTree, says: str) -> None:
+    """A source of the user's may have a fault: compiled code would read memory that is not the tree's."""
+    with pytest.raises(ValueError, match=says):
+        StepLayout(window_of(0, 2), WindowSlice(0, 0, 1), draft, 5, 9, 10**6)
+
+
 def test_ancestors_of_a_tree() -> None:
     """A node sees its ancestors and itself."""
     whole = ancestors([-1, 0, 1, 0, 3, 1, 5])
