@@ -41,7 +41,7 @@ def layout_of(w: int, n: int, paths: Iterable[Sequence[int]], limit: int = FAR, 
 
 def visible_of(layout: StepLayout) -> np.ndarray:
     """What each of its step tokens sees of the step."""
-    return layout.step_tokens(0)[2]
+    return layout.step_tokens(0).visible()
 
 
 def node_of(layout: StepLayout, level: int, column: int) -> int:

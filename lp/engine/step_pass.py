@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
-from lp.draft.layout import StepLayout
+from lp.draft.layout import StepLayout, StepTokens
 from lp.engine.captured_tail import CapturedTail
 from lp.engine.output import StepTimer
 from lp.models.captured_steps import CapturedStep
@@ -101,7 +101,7 @@ class StepPass:
                 logits_indices = [missing + node for node in logits_indices]
             step = self.runner.staged(*inputs, self.cache, logits_indices)
             if step is None:
-                logits = self.runner.forward(*inputs, self.cache, logits_indices, capture=False)
+                logits = self._forward(inputs, logits_indices)
             else:
                 logits_BV = step.run()
                 if tail := self._tail(step, logits_BV, num_logits):
@@ -119,9 +119,12 @@ class StepPass:
         if self.runner.captures(self.cache):
             return sampled_at_c(self.exchange(self.run(layout, Header(0, Stop.NONE, 0), text, step_tokens, 0)))
         with self.timer.forward:
-            inputs = layout.step_tokens(step_tokens)
-            logits = self.runner.forward(*inputs, self.cache, layout.sampled_nodes, capture=False)
+            logits = self._forward(layout.step_tokens(step_tokens), layout.sampled_nodes)
             return int(self._sampled(logits, layout, text, num_logits=0).tokens)
+
+    def _forward(self, step: StepTokens, logits_indices: Sequence[int]) -> torch.Tensor:
+        visible = step.visible()
+        return self.runner.forward(step.tokens, step.positions, visible, self.cache, logits_indices, capture=False)
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
         """The message of a rank that has nothing to report but its header."""

@@ -16,13 +16,12 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from lp.compiled import GOLDEN, I64, MASK, U64, compiled_zeros, exp, jit, log, mix
+from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_zeros, exp, jit, log, mix
 from lp.draft.pool.tables import (
     GUESS,
     LOGITS,
     MAX_GUESS_ORDER,
     MAX_LOGITS_ORDER,
-    ONE,
     ORDERS,
     S11,
     TEXT,

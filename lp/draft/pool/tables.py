@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import GOLDEN, I64, MASK, MIX_1, U64, compiled_array, compiled_zeros, jit, mix
+from lp.compiled import GOLDEN, I64, MASK, MIX_1, ONE, U64, compiled_array, compiled_zeros, jit, mix
 
-ONE = U64(1)
 S11 = U64(11)  # a shift
 
 M = 4
