@@ -149,7 +149,7 @@ def state_digest(previous: int, *parts: Sequence[int]) -> int:
     values = [previous]
     for part in parts:
         values.append(len(part))
-        values += part
+        values.extend(part)  # += would add an array's values to them
     return int(_digest(compiled_ints(values)))
 
 
@@ -239,28 +239,40 @@ def unpack(messages: np.ndarray, shape: MessageShape, step: int, rounding: float
         rounding: by what share logits may differ among ranks.
 
     Raises:
-        RuntimeError: ranks' digests differ, so their states do, or what their models compute; names ranks and step.
+        RuntimeError: ranks' digests differ, so their states do, or what their models compute, or a message has no tree;
+            names ranks and step.
     """
     check_digests(messages, step)
     stop = Stop(int(np.bitwise_or.reduce(messages[:, STOP])))
     if not stop:
         check_best(messages[:, BEST:HEADER], step, rounding)
     trees = RankTrees.room(len(messages), shape.nodes)
-    _read_words(trees.compiled(), compiled_array(messages))
+    broken = _read_words(trees.compiled(), compiled_array(messages))
+    if broken >= 0:
+        raise RuntimeError(
+            f"the message of rank {broken} at step {step} is no tree of 1 to {shape.nodes} nodes, parents first, so "
+            "the job stops before a wrong token is used; run the same version of this package on every rank"
+        )
     top_logits = messages[:, HEADER + shape.nodes :].reshape(len(messages) * shape.nodes, shape.num_logits)
     return Gathered(trees, top_logits, stop, int(messages[0, LENGTH]))
 
 
 @jit
 def _read_words(trees, messages):  # type: ignore[no-untyped-def]
+    """Returns the first rank that sent no tree, or -1: compiled code would follow it beyond its arrays."""
     for rank in range(len(messages)):
         trees.counts[rank] = messages[rank, COUNT]
+        if not 1 <= trees.counts[rank] <= trees.parents.shape[1]:
+            return rank
         for node in range(trees.counts[rank]):
             word = messages[rank, HEADER + node]
+            if not 0 <= word >> PARENT_SHIFT < max(node, 1):
+                return rank
             trees.parents[rank, node] = word >> PARENT_SHIFT
             trees.tokens[rank, node] = word >> DRAFT_SHIFT & TOKEN_MASK
             trees.sampled[rank, node] = word >> SAMPLED_SHIFT & TOKEN_MASK
             trees.probs[rank, node] = PROBS[word & PROB_CODES - 1]
+    return -1
 
 
 def check_digests(messages: np.ndarray, step: int) -> None:
