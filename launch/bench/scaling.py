@@ -84,7 +84,7 @@ def measured_lines(records: Sequence[Record]) -> list[Line]:
             kind=MEASURED,
             link=None,
             W=total.setting["W"] if shaped else None,
-            G=total.setting["G"] if shaped else None,
+            G=total.guess_set_size if shaped else None,
             tokens_per_s=total.tokens_per_s,
             speedup=total.speedup,
             compression=total.compression,

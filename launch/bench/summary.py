@@ -40,6 +40,12 @@ class Total:
         return dict(self.records[0]["settings"])
 
     @property
+    def guess_set_size(self) -> int | None:
+        """G; a run whose methods have their own has it by method."""
+        size = self.setting["G"]
+        return size.get(self.method.partition("@")[0]) if isinstance(size, dict) else size
+
+    @property
     def hardware(self) -> str:
         """Of every record, which a run that was resumed elsewhere has several of."""
         return "; ".join(dict.fromkeys(record["hardware"] for record in self.records))
