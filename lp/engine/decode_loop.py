@@ -396,7 +396,7 @@ class Generation:
         if not isinstance(error, CacheTooLarge):
             return error
         prompt, limit = len(self.request.prompt), self.request.limit
-        return too_large(error, self.config, prompt, limit + 1 - prompt, self.runner.device)
+        return too_large(error, self.config, self.budget, prompt, limit + 1 - prompt, self.runner.device)
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int64, device=self.runner.device)
