@@ -43,7 +43,8 @@ from .bench.scaling import (
     with_efficiency,
 )
 from .bench.session import Bench, ModelCache, methods_of, open_bench
-from .bench.summary import PLAIN, markdown, short
+from .bench.summary import markdown, short
+from .builders import PLAIN
 from .cli import start
 from .nodes import Leader, Nodes, follow, leading
 from .schema import Output, ScalingConfig, frozen

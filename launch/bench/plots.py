@@ -15,9 +15,10 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..builders import ORACLE, PLAIN
 from .gpu_projection import GpuLine, LogLaw
 from .scaling import PROJECTED, Line
-from .summary import ORACLE, PLAIN, Total
+from .summary import Total
 
 WIDTH_IN, DPI = 3.3, 300  # a column of a two-column paper
 STYLE: Any = {

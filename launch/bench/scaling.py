@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from ..builders import ORACLE, PLAIN
 from .projection import Link, Projected
 from .records import Record
-from .summary import ORACLE, PLAIN, Total, totals
+from .summary import Total, totals
 
 MEASURED, PROJECTED = "measured", "projected"
 ErrorsOfRuns = dict[tuple[str, int], list[float]]  # by method and ranks

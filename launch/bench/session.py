@@ -233,8 +233,9 @@ def settings_of(
     for size in guess_set_sizes(config, [config.decoder.name]).values():
         decoder["guess_set_size"] = size
     sizes = guess_set_sizes(config, map(_bare, methods))
-    different = {*sizes.values()} or {config.G}
-    guess_set_size = sizes if len(different) > 1 else different.pop()
+    guess_set_size: dict[str, int] | int | None = sizes
+    if len({*sizes.values()}) < 2:
+        guess_set_size = next(iter(sizes.values()), config.G)
     settings: dict[str, Any] = {
         "model": model.name,
         "parameters": parameters,

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from ..builders import ORACLE, PLAIN
 from .records import Record, digest
 
-PLAIN = "plain"  # what speeds are compared with
-ORACLE = "autoregressive"  # what tokens are compared with
 HIDDEN = ("decoder", "methods", "chat", "parameters")  # settings that tables leave out: long, or implied by others
 
 
