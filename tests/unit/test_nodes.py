@@ -257,11 +257,10 @@ def test_a_node_that_fails_in_a_launch_ends_the_run() -> None:
         with pytest.raises(ZeroDivisionError):
             follow(places[1], ARGUMENTS, 10, lambda *_: 1 / 0)
 
-    other = threading.Thread(target=vanish)
-    other.start()
+    other = Joined(vanish)
     with pytest.raises(RankLost, match="node 1 ended, or did not answer"), leading(places[0], ARGUMENTS, 10) as leader:
         leader.launch(4, Launches(0))
-    other.join(30)
+    other.join()
 
 
 def test_a_node_that_is_gone_is_no_part_of_a_launch() -> None:
@@ -273,12 +272,11 @@ def test_a_node_that_is_gone_is_no_part_of_a_launch() -> None:
         with _retried(places[0].port) as connection:
             connection.sendall(json.dumps(hello).encode() + b"\n")
 
-    other = threading.Thread(target=vanish)
-    other.start()
+    other = Joined(vanish)
     launches = Launches(0)
     gone = pytest.raises(RankLost, match=r"nodes \[1\] have ended; start the command on all nodes again")
     with gone, leading(places[0], ARGUMENTS, 10) as leader:
-        other.join(30)
+        other.join()
         leader.launch(4, launches)
     assert not launches.seen
 
