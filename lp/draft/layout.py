@@ -152,7 +152,7 @@ class StepLayout:
             guesses = guesses + level[columns.first : columns.end]
         self.num_window = 1 + len(guesses)
         size = self.num_window + len(draft)
-        probs = draft.accept_probs or [0.0] * len(draft)
+        probs = draft.accept_probs if len(draft.accept_probs) else np.zeros(len(draft))
         if not len(draft.parents) == len(probs) == len(draft):  # compiled functions would not notice
             raise UserError(
                 f"a draft tree has {len(draft)} tokens, {len(draft.parents)} parents and {len(probs)} accept_probs; "
