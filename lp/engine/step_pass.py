@@ -63,6 +63,11 @@ class StepPass:
         self._on_host: torch.Tensor | None = None
         self._clock = _Clock() if runner.device.type == "cuda" else None
 
+    @property
+    def beside_host(self) -> bool:
+        """The device computes a step while the host does something else, until `exchange`."""
+        return self.runner.device.type != "cpu"
+
     def capture(self, num_tokens: int, num_logits: Sequence[int]) -> None:
         """Capture steps of all buckets up to so many tokens, so that none is captured while text is generated.
 
@@ -145,6 +150,8 @@ class StepPass:
                 self._clock.computed.synchronize()
             messages = self._everyones(message)
         self.timer.count_as_exchange(self._clock.since_computed_s())
+        if self._on_host is not None:  # the next step overwrites it, while the host may still read
+            messages = messages.clone()
         return messages.numpy()
 
     def _everyones(self, message: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def trade(messages: Sequence[torch.Tensor], shape: MessageShape, step: int = 0) 
     """What every rank reads in the messages of all, which must not depend on the rank; they must have one size."""
     assert {len(mine) for mine in messages} == {shape.size}
     everyone = torch.stack([*messages]).numpy()
-    by_rank = [message.unpack(everyone, shape, step, ROUNDING) for _ in messages]
+    by_rank = [message.unpack(everyone, shape.room(len(everyone)), step, ROUNDING) for _ in messages]
     for other in by_rank[1:]:
         assert other.stop == by_rank[0].stop and other.length == by_rank[0].length
         assert (other.trees.counts == by_rank[0].trees.counts).all()
@@ -86,8 +86,10 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
             for read, sent in zip(trees.probs[rank, :size].tolist(), layout.accept_probs, strict=True):
                 least = max(sent, message.PROBS[-1])
                 assert read == 0 == sent or 2**-0.05 <= read / least <= 2**0.05, "to the nearest of the codes"
-            nodes = np.array(layout.sampled_nodes) + rank * budget
-            read_tops = unpack_top_logits(gathered.top_logits[nodes])
+            first, of_rank, of_node = trees.logits_at.tolist()
+            nodes = np.array(layout.sampled_nodes)
+            starts = first + rank * of_rank + nodes * of_node
+            read_tops = unpack_top_logits(gathered.packed[starts[:, None] + np.arange(shape.num_logits)])
             sent_tops = unpack_top_logits(np.array(tops, np.int64).reshape(len(nodes), shape.num_logits))
             assert read_tops.tokens.tolist() == sent_tops.tokens.tolist()
             assert read_tops.logits.tolist() == sent_tops.logits.tolist()
@@ -151,10 +153,10 @@ def test_a_message_without_a_tree_is_refused(at: int, value: int) -> None:
     sampled = Sampled(torch.arange(3), torch.zeros(3, 1, dtype=torch.int64))
     sent = message.pack(Header(7, Stop.NONE, 0), layout_of(0, 2, [[8, 9]]), sampled, shape)
     messages = torch.stack([sent] * 3).numpy()
-    assert message.unpack(messages, shape, 4, ROUNDING).trees.counts.tolist() == [3] * 3
+    assert message.unpack(messages, shape.room(3), 4, ROUNDING).trees.counts.tolist() == [3] * 3
     messages[1, at] = value
     with pytest.raises(RuntimeError, match="the message of rank 1 at step 4 is no tree of 1 to 5 nodes"):
-        message.unpack(messages, shape, 4, ROUNDING)
+        message.unpack(messages, shape.room(3), 4, ROUNDING)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
