@@ -147,7 +147,7 @@ def best_logits(logits: torch.Tensor) -> torch.Tensor:
     return packed if len(packed) == NUM_BEST else packed[torch.arange(NUM_BEST).clamp(max=len(packed) - 1)]
 
 
-def state_digest(previous: int, *parts: Sequence[int]) -> int:
+def state_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
     """A 63-bit digest of the previous one and these lists of ints: for mistakes, not for malice."""
     values = [previous]
     for part in parts:
