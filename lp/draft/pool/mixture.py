@@ -91,7 +91,7 @@ def new_predictor(num_logits: int, sources: int, noise: tuple[int, int] | None) 
         noise_key=U64(sequence_key(*noise)) if noise else U64(0),
         noisy=noise is not None,
         noise_bits=compiled_zeros(KEPT_NOISE, "u8"),
-        noise=compiled_array(np.full(KEPT_NOISE, -log(-log(uniform(U64(0)))))),
+        noise=compiled_array(np.full(KEPT_NOISE, noise_of(U64(0)))),
         context=new_context(),
         keys=compiled_zeros(NUM_CONTEXTS, "u8"),
         entries=compiled_zeros(NUM_CONTEXTS + 1, "i8"),
@@ -111,13 +111,29 @@ def uniform(bits):
 
 
 @jit
-def gumbel(predictor, key, token):
-    """The noise that lp.sampling.noise gives this token at the key's position; steps ask for the same again."""
-    bits = mix((U64(token + 1) * GOLDEN + key) & MASK)
+def gumbel(key, token):
+    """The noise that lp.sampling.noise gives this token at the key's position."""
+    return noise_of(noise_bits(key, token))
+
+
+@jit
+def noise_bits(key, token):
+    return mix((U64(token + 1) * GOLDEN + key) & MASK)
+
+
+@jit
+def noise_of(bits):
+    return -log(-log(uniform(bits)))
+
+
+@jit
+def kept_gumbel(predictor, key, token):
+    """The same, computed once while it is kept: the nodes of a step, and steps, ask for the same tokens again."""
+    bits = noise_bits(key, token)
     index = I64(bits & U64(KEPT_NOISE - 1))
     if predictor.noise_bits[index] != bits:
         predictor.noise_bits[index] = bits
-        predictor.noise[index] = -log(-log(uniform(bits)))
+        predictor.noise[index] = noise_of(bits)
     return predictor.noise[index]
 
 
@@ -264,7 +280,7 @@ def vote_logits(tables, predictor, position, key, choices, votes):
         for k in range(width):
             score = predictor.noisy_logits[k]
             if predictor.noisy and score > first - 2 * FAR:  # noise above FAR is once in e^FAR times
-                score += gumbel(predictor, key, predictor.logits_tokens[k])
+                score += kept_gumbel(predictor, key, predictor.logits_tokens[k])
             predictor.noisy_logits[k] = score
             if score > first:
                 first, second, third = score, first, second
