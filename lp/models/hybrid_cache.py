@@ -99,4 +99,3 @@ class HybridCache(StaticKVCache):
 
     def nbytes(self) -> int:
         return super().nbytes() + self.recurrent.nbytes()
-

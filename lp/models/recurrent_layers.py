@@ -24,6 +24,7 @@ from lp.models.tree_recurrence import StepTree, convolution, gated_delta_rule, s
 
 RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # of layers, as configs name them
 CACHE_PARAMS = {"mamba2"}  # model types whose forward takes the cache under this name
+NO_LIMIT = (0.0, float("inf"))  # of a step of time, which is positive anyway
 L2_EPSILON = 1e-6  # of the norm of queries and keys in transformers' and flash-linear-attention's delta rule
 
 Step = Callable[[Any, torch.Tensor, LayerState, StepTree], torch.Tensor]  # of a module: (T, E) to (T, E)
@@ -151,8 +152,8 @@ def _state_space(
     convolved_TC = _convolved(layer.conv1d, layer.activation, mixed_TC, state, tree)
     x_TC, b_TC, c_TC = convolved_TC.to(DTYPE).split([layer.intermediate_size, per_group, per_group], 1)
     dt_HT = F.softplus(dt_TH + layer.dt_bias.to(dt_TH.dtype)).to(DTYPE).T
-    if layer.time_step_limit:  # transformers applies it to the prompt alone
-        limited = dt_HT.clamp(*layer.time_step_limit)
+    if layer.time_step_limit not in (None, NO_LIMIT):
+        limited = dt_HT.clamp(*layer.time_step_limit)  # see limits_prompt
         dt_HT = torch.where(tree.roots_T & state.first_step, limited, dt_HT)
     g_HT = -layer.A_log.float().exp().to(DTYPE)[:, None] * dt_HT
     x_HTR = _by_head(x_TC, layer.head_dim)
@@ -174,9 +175,7 @@ def _state_space(
 
 def _lfm2_shape(layer: Any) -> RecurrentShape:
     weight = layer.conv.weight
-    return RecurrentShape(
-        channels=len(weight), taps=layer.conv_kernel_size, dtype=weight.dtype, device=weight.device
-    )
+    return RecurrentShape(channels=len(weight), taps=layer.conv_kernel_size, dtype=weight.dtype, device=weight.device)
 
 
 def _lfm2(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
@@ -277,6 +276,15 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
 def cache_keyword(config: Any) -> str:
     """The name under which a causal LM takes its cache."""
     return "cache_params" if config.model_type in CACHE_PARAMS else "past_key_values"
+
+
+def limits_prompt(model: nn.Module) -> bool:
+    """Whether a token of the prompt is computed otherwise than a generated one.
+
+    Transformers keeps the steps of time of Mamba-2 within the config's limits where it computes several tokens, and not
+    where it computes one.
+    """
+    return any(getattr(module, "time_step_limit", None) not in (None, NO_LIMIT) for module, _ in _found(model))
 
 
 def _found(model: nn.Module) -> Iterator[tuple[Any, RecurrentLayer]]:

@@ -123,9 +123,7 @@ class _Group:
         self.shape = shape
         self.layers = layers
         self.last_nCK = torch.zeros(layers, shape.channels, shape.taps, dtype=shape.dtype, device=shape.device)
-        self.state_nHRD = torch.zeros(
-            layers, shape.heads, shape.rows, shape.columns, dtype=DTYPE, device=shape.device
-        )
+        self.state_nHRD = torch.zeros(layers, shape.heads, shape.rows, shape.columns, dtype=DTYPE, device=shape.device)
         self.first_step = torch.ones(1, dtype=torch.bool, device=shape.device)
         self.fixed = Stash.room(shape, layers, room)
         self.stash = self.fixed

@@ -6,6 +6,7 @@ T: step tokens, L: cached tokens, V: vocabulary size.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import warnings
@@ -272,8 +273,11 @@ class ModelRunner:
         if boundary and boundary.grows and not cache.length:
             self._forward_chain([0], [0], cache, committed=False)  # forget how far an earlier text grew
         anchor = [end] if boundary and end >= boundary.length else []
-        for start in range(0, end, chunk):
-            chunk_tokens = tokens[start : start + chunk]
+        starts = [*range(0, end, chunk)]
+        if self.recurrent and chunk > 2 and len(starts) > 1 and end - starts[-1] == 1:
+            starts[-1] -= 1  # transformers may compute a lone token otherwise, see limits_prompt
+        for start, next_start in itertools.pairwise([*starts, end]):
+            chunk_tokens = tokens[start:next_start]
             positions = [*range(start, start + len(chunk_tokens)), *anchor]
             logits_indices = range(len(chunk_tokens) if on_logits else 1)  # a model gives at least one
             chunk_and_anchor = [*chunk_tokens, *tokens[: len(anchor)]]

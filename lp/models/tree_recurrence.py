@@ -77,7 +77,7 @@ def gated_delta_rule(
     g_HT: torch.Tensor,
     beta_HT: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """S_i = exp(g_i) S_p + k_i delta_i^T with delta_i = beta_i (v_i - exp(g_i) S_p^T k_i), p the parent; o_i = S_i^T q_i.
+    """S_i = exp(g_i) S_p + k_i delta_i^T, delta_i = beta_i (v_i - exp(g_i) S_p^T k_i), o_i = S_i^T q_i; p: the parent.
 
     With A_ij = beta_i exp(G_i - G_j) (k_i . k_j) for the ancestors j of i, all delta are the solution of
     (I + A) delta = beta (v - exp(G) S_0^T k), unit lower triangular since ancestors come first.

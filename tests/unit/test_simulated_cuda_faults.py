@@ -18,7 +18,7 @@ import lp
 from lp.attention.masks import StepMasks
 from lp.errors import RankLost
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
-from lp.models.kv_cache import StaticKVCache, PreallocatedLayer
+from lp.models.kv_cache import PreallocatedLayer, StaticKVCache
 from lp.parallel.context import ParallelContext, _ProcessContext
 from lp.sampling.score_recorder import RecordingSampler
 from tests.simulated_cuda import DeviceError, SimulatedCuda, run_on_gpus
