@@ -31,18 +31,24 @@ from lp.draft.window import LookaheadWindow, WindowSlice
 from lp.errors import UserError
 
 
-def ancestors(parents: Sequence[int]) -> np.ndarray:
-    """Visibility (S, S) of a tree given in topological order: [i, j] is whether node i sees node j.
+def ancestors(parents: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Visibility (S, S) of trees given in topological order: [i, j] is whether node i sees node j.
 
     Args:
-        parents: parent of every node, -1 for the root.
+        parents: parent of every node, before it; -1 for a root.
     """
     visible = np.zeros((len(parents), len(parents)), dtype=np.bool_)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            visible[node] = visible[parent]
-        visible[node, node] = True
+    _fill_visible(compiled_ints(parents), compiled_array(visible))
     return visible
+
+
+@jit
+def _fill_visible(parents, visible):  # type: ignore[no-untyped-def]
+    for node in range(len(parents)):
+        if parents[node] >= 0:
+            for above in range(parents[node] + 1):
+                visible[node, above] = visible[parents[node], above]
+        visible[node, node] = True
 
 
 class LayoutNodes(NamedTuple):
@@ -81,14 +87,12 @@ class _WindowNodes(NamedTuple):
 
     Attributes:
         parents, distances: int64 (nodes,); distance from p.
-        visible: bool (nodes, nodes).
         on_walk: bool (nodes,), those that a walk may reach: `c`, level 0 and column 0.
         sampled: bool (nodes,), those whose token is sampled: those on a walk, and the last level.
     """
 
     parents: Any
     distances: Any
-    visible: Any
     on_walk: Any
     sampled: Any
 
@@ -105,7 +109,6 @@ def _window_nodes(columns: WindowSlice) -> _WindowNodes:
     return _WindowNodes(
         parents=compiled_ints(parents),
         distances=compiled_ints([k + j for k, j in entries]),
-        visible=compiled_array(ancestors(parents)),
         on_walk=compiled_array(on_walk),
         sampled=compiled_array(sampled),
     )
@@ -149,7 +152,7 @@ class StepLayout:
             guesses = guesses + level[columns.first : columns.end]
         self.num_window = 1 + len(guesses)
         size = self.num_window + len(draft)
-        probs = draft.accept_probs or [0.0] * len(draft)
+        probs = draft.accept_probs if len(draft.accept_probs) else np.zeros(len(draft))
         if not len(draft.parents) == len(probs) == len(draft):  # compiled functions would not notice
             raise UserError(
                 f"a draft tree has {len(draft)} tokens, {len(draft.parents)} parents and {len(probs)} accept_probs; "
@@ -241,25 +244,32 @@ class StepLayout:
         """Whether a walk may reach the node: it is of level 0, of column 0 or of the draft tree."""
         return bool(self.nodes.reachable[node])
 
-    def step_tokens(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens and positions (T,) and visibility (T, T) of the forward pass: catch-up tokens, then the nodes.
+    def step_tokens(self, num_tokens: int) -> StepTokens:
+        """What the forward pass computes: catch-up tokens, then the nodes.
 
         Args:
             num_tokens: where larger than T, tokens are added that nothing sees and nothing is sampled at.
         """
-        size = max(num_tokens, self.num_tokens)
-        tokens = np.empty(size, np.int64)
-        positions = np.empty(size, np.int64)
-        visible = np.zeros((size, size), np.bool_)
-        _fill_step(
-            self.nodes,
-            self._window.visible,
-            compiled_ints(self.catch_up),
-            compiled_array(tokens),
-            compiled_array(positions),
-            compiled_array(visible),
-        )
-        return tokens, positions, visible
+        step = StepTokens(*np.empty((3, max(num_tokens, self.num_tokens)), np.int64))
+        _fill_step(self.nodes, compiled_ints(self.catch_up), StepTokens(*map(compiled_array, step)))
+        return step
+
+
+class StepTokens(NamedTuple):
+    """The tokens of a forward pass.
+
+    Attributes:
+        tokens, positions: int64 (T,).
+        parents: int64 (T,): a token sees its parent, what that one sees, and itself; -1 where it sees itself alone.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    parents: np.ndarray
+
+    def visible(self) -> np.ndarray:
+        """Bool (T, T), which tokens of the step each one sees."""
+        return ancestors(self.parents)
 
 
 class _Children(NamedTuple):
@@ -341,29 +351,18 @@ def _add_child(nodes, children, parent, node):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _fill_step(nodes, window_visible, catch_up, tokens, positions, visible):  # type: ignore[no-untyped-def]
+def _fill_step(nodes, catch_up, step):  # type: ignore[no-untyped-def]
     missing = len(catch_up)
     used = missing + len(nodes.tokens)
     for at in range(missing):
-        tokens[at] = catch_up[at]
-        positions[at] = nodes.positions[0] - missing + at
-        for above in range(at + 1):
-            visible[at, above] = True
+        step.tokens[at] = catch_up[at]
+        step.positions[at] = nodes.positions[0] - missing + at
+        step.parents[at] = at - 1
     for at in range(missing, used):
-        node = at - missing
-        tokens[at] = nodes.tokens[node]
-        positions[at] = nodes.positions[node]
-        for above in range(missing):
-            visible[at, above] = True
-        if node < len(window_visible):
-            for above in range(node):
-                visible[at, missing + above] = window_visible[node, above]
-        else:
-            parent = nodes.parents[node] + missing
-            for above in range(missing, parent + 1):
-                visible[at, above] = visible[parent, above]
-        visible[at, at] = True
-    for at in range(used, len(tokens)):
-        tokens[at] = nodes.tokens[0]
-        positions[at] = nodes.positions[0]
-        visible[at, at] = True
+        step.tokens[at] = nodes.tokens[at - missing]
+        step.positions[at] = nodes.positions[at - missing]
+        step.parents[at] = nodes.parents[at - missing] + missing  # that of `c` is the last one that it catches up with
+    for at in range(used, len(step.tokens)):
+        step.tokens[at] = nodes.tokens[0]
+        step.positions[at] = nodes.positions[0]
+        step.parents[at] = -1

@@ -18,7 +18,7 @@ from lp.config import KVSync, LookaheadConfig
 from lp.digest import chain_digest
 from lp.draft.layout import StepLayout
 from lp.draft.share import NO_DRAFT, Share
-from lp.draft.source import DraftSource, ShareInput, StepSamples, share_proposer
+from lp.draft.source import DraftSource, ObservePart, ShareInput, StepSamples, share_proposer
 from lp.draft.tree import DraftTree
 from lp.draft.verify import Outcome, UnionTree
 from lp.draft.window import LookaheadWindow, WindowSlice, slice_window
@@ -34,8 +34,8 @@ from lp.models.runner import ModelRunner
 from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, state_digest, unpack
-from lp.sampling.sampler import INVALID_TOKEN, check_sampled
-from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
+from lp.sampling.sampler import check_sampled
+from lp.sampling.top_logits import INVALID_TOKEN, pack_top_logits, unpack_top_logits
 
 T = TypeVar("T")
 
@@ -82,6 +82,7 @@ class Generation:
         self.num_logits = min(source.num_logits, vocabulary_size(runner.model))
         self.propose_share = share_proposer(source)
         self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
+        self.trees = self.message_shape.room(context.world_size)
         self.union = UnionTree(context.world_size, budget.step_tokens)
         self.rounding = logit_rounding(runner.model) if context.world_size > 1 else 0.0
         self.cache = cache
@@ -95,6 +96,9 @@ class Generation:
         self.stats: list[StepStats] = []
         self.timer = StepTimer()
         self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape, self.timer)
+        observe_part = getattr(source, "observe_part", None) if self.step_pass.beside_host else None
+        self._observe: ObservePart = observe_part or source.observe
+        self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
 
     @property
     def tokens(self) -> list[int]:
@@ -112,9 +116,12 @@ class Generation:
         self.prefill()
         prefill_s = timer.restart()
         reason = Stop.NONE
-        while not reason:
-            plain = self.budget.idle and not any(self.catch_up_counts)
-            reason = self.plain_step() if plain else self.step()
+        try:
+            while not reason:
+                plain = self.budget.idle and not any(self.catch_up_counts)
+                reason = self.plain_step() if plain else self.step()
+        finally:
+            self._finish_learning()
         if self.failure:
             raise self.failure
         tokens = self.tokens[: self.num_kept]
@@ -156,7 +163,7 @@ class Generation:
         share = self._propose(slices)
         layout = self._layout(slices[self.context.rank], share.draft)
         messages = self._messages(layout, share.common, slices, self.num_logits)
-        gathered = unpack(messages, self.message_shape, len(self.stats), self.rounding)
+        gathered = unpack(messages, self.trees, len(self.stats), self.rounding)
         if gathered.stop:
             return self._stop(gathered.stop, gathered.length)
         self.union.merge(gathered.trees, slices, share.draft.merge)
@@ -174,13 +181,14 @@ class Generation:
         self._cross_rope_boundary()
         layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
         if self.context.world_size == 1:
+            self._finish_learning()
             size = self.budget.padded_size(1)
             token = self._attempt(lambda: self.step_pass.token_alone(layout, self.text, size))
             stop = self._wants_to_stop()
             length = self.num_kept
         else:
             messages = self._messages(layout, NO_DRAFT, (), num_logits=0)
-            gathered = unpack(messages, self.message_shape, len(self.stats), self.rounding)
+            gathered = unpack(messages, self.trees, len(self.stats), self.rounding)
             token = sampled_at_c(messages)
             stop = gathered.stop
             length = gathered.length
@@ -260,7 +268,13 @@ class Generation:
         message = self._attempt(lambda: self.step_pass.run(layout, header, self.text, size, num_logits))
         if message is None:
             message = self.step_pass.failed(header._replace(stop=self._wants_to_stop()), layout)
+        self._finish_learning()  # while the device computes
         return self.step_pass.exchange(message)
+
+    def _finish_learning(self) -> None:
+        if self._merge:
+            self._merge()
+            self._merge = None
 
     def _header(self, common: DraftTree, slices: Sequence[WindowSlice]) -> Header:
         """What this rank's message begins with."""
@@ -324,23 +338,23 @@ class Generation:
         last_level = self._last_level(gathered, slices)
         ngrams = self.window.ngrams(last_level)
         union = self.union
-        nodes, top_logits = union.samples(gathered.top_logits)
+        sampled = union.sampled
         if self._warming_up:  # the reference code's window has no full column yet
             ngrams = []
-            nodes = nodes[:0]
-            top_logits = top_logits[:0]
+            sampled = np.full_like(sampled, INVALID_TOKEN)
         samples = StepSamples(
             tokens=union.tokens,
             positions=union.depths + (len(self.text) - 1 - len(outcome.tokens)),
             parents=union.parents,
-            nodes=nodes,
-            sampled=union.sampled[nodes],
-            top_logits=unpack_top_logits(top_logits),
+            sampled=sampled,
+            packed=gathered.packed,
+            starts=union.starts,
+            num_logits=self.num_logits,
             ngrams=ngrams,
         )
         self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), last_level)
-        self.source.observe(self.text, len(outcome.tokens), samples)
+        self._merge = self._observe(self.text, len(outcome.tokens), samples)
 
     @staticmethod
     def _last_level(gathered: Gathered, slices: Sequence[WindowSlice]) -> list[int]:

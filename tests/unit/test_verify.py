@@ -138,10 +138,8 @@ def test_union_and_walk_equal_the_table(ranks: int, cases: Callable[[int, int], 
             if oracle.speakers.get(path) == (rank, own):
                 numbers[path] = node
         assert numbers.keys() == oracle.sampled.keys(), f"{where}: a path has another speaker, or none"
-        marked = np.arange(2 * ranks * size).reshape(-1, 2)  # top-k logits that say which node they are of
-        nodes, top_logits = union.samples(marked)
-        assert nodes.tolist() == np.flatnonzero(union.sampled != INVALID_TOKEN).tolist(), where
-        assert (top_logits == marked[union.sources[nodes]]).all(), where
+        speakers, own_nodes = np.divmod(union.sources, size)
+        assert (union.starts == 7 + 100 * size * speakers + 3 * own_nodes).all(), f"{where}: of `trees_of`"
         assert union.accept_probs.tolist() == sorted(oracle.probs.values(), reverse=True), where
 
         if oracle.sampled[()] == INVALID_TOKEN:
