@@ -157,18 +157,10 @@ def _state_space(
         dt_HT = torch.where(tree.roots_T & state.first_step, limited, dt_HT)
     g_HT = -layer.A_log.float().exp().to(DTYPE)[:, None] * dt_HT
     x_HTR = _by_head(x_TC, layer.head_dim)
-    b_GTD, c_GTD = (_by_head(part, layer.ssm_state_size) for part in (b_TC, c_TC))
-    repeats = layer.num_heads // layer.n_groups
+    b_FTD, c_FTD = (_by_head(part, layer.ssm_state_size) for part in (b_TC, c_TC))
     left_HTR = x_HTR * dt_HT[..., None]
-    o_HTR = state_space(
-        tree,
-        state.state_HRD,
-        c_GTD.repeat_interleave(repeats, 0),
-        b_GTD.repeat_interleave(repeats, 0),
-        left_HTR,
-        g_HT,
-    )
-    state.keep(mixed_TC, left_HTR, b_GTD, g_HT)
+    o_HTR = state_space(tree, state.state_HRD, c_FTD, b_FTD, left_HTR, g_HT)
+    state.keep(mixed_TC, left_HTR, b_FTD, g_HT)
     o_HTR = o_HTR + x_HTR * layer.D.to(DTYPE)[:, None, None]
     return o_HTR.transpose(0, 1).to(mixed_TC.dtype)
 

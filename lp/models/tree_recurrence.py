@@ -99,20 +99,25 @@ def gated_delta_rule(
 def state_space(
     tree: StepTree,
     state_HRD: torch.Tensor,
-    c_HTD: torch.Tensor,
-    b_HTD: torch.Tensor,
+    c_FTD: torch.Tensor,
+    b_FTD: torch.Tensor,
     x_HTR: torch.Tensor,
     g_HT: torch.Tensor,
 ) -> torch.Tensor:
     """Mamba-2: S_i = exp(g_i) S_p + x_i b_i^T, p the parent, and o_i = S_i c_i, (H, T, R).
 
     Args:
+        c_FTD, b_FTD: F of them, each for H / F heads in a row.
         x_HTR: times the step of time; left and right of the state's outer products are x and b.
         g_HT: log decays, A times the step of time.
     """
     from_prefix_HT, between_HTT = decays(tree, g_HT)
-    of_state_HTR = from_prefix_HT[..., None] * (c_HTD @ state_HRD.transpose(1, 2))
-    return torch.baddbmm(of_state_HTR, between_HTT * (c_HTD @ b_HTD.transpose(1, 2)), x_HTR)
+    shared, num_tokens, columns = c_FTD.shape
+    heads, rows, _ = state_HRD.shape
+    read_FTP = c_FTD @ state_HRD.reshape(shared, -1, columns).transpose(1, 2)  # of all heads that share c
+    read_HTR = read_FTP.unflatten(2, (-1, rows)).transpose(1, 2).reshape(heads, num_tokens, rows)
+    scores_HTT = (c_FTD @ b_FTD.transpose(1, 2)).repeat_interleave(heads // shared, 0)
+    return torch.baddbmm(from_prefix_HT[..., None] * read_HTR, between_HTT * scores_HTT, x_HTR)
 
 
 def convolution(

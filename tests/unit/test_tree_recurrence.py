@@ -73,9 +73,10 @@ def test_state_space_is_the_recurrence_along_every_path(cases: Callable[[int, in
     """The same of Mamba-2."""
     for parents, tree, numbers in drawn(cases(30, 300)):
         count = len(parents)
-        state, g = numbers(HEADS, ROWS, COLUMNS), -numbers(HEADS, count).abs()
-        x, b, c = numbers(HEADS, count, ROWS), numbers(HEADS, count, COLUMNS), numbers(HEADS, count, COLUMNS)
+        state, g = numbers(2 * HEADS, ROWS, COLUMNS), -numbers(2 * HEADS, count).abs()
+        x, b, c = numbers(2 * HEADS, count, ROWS), numbers(HEADS, count, COLUMNS), numbers(HEADS, count, COLUMNS)
         o = state_space(tree, state, c, b, x, g)
+        b, c = (shared.repeat_interleave(2, 0) for shared in (b, c))
         for node in range(count):
             s = state
             nodes = path(parents, node)
