@@ -65,8 +65,6 @@ class AutoregressiveDecoder(Decoder):
     def _pass(self, inputs: torch.Tensor, cache: DynamicCache, start: int) -> torch.Tensor:
         """The last token's logits; the first one is at position `start`."""
         arguments: dict[str, object] = {cache_keyword(self.model.config): cache}
-        if (
-            "position_ids" in inspect.signature(self.model.forward).parameters
-        ):  # as `generate`
+        if "position_ids" in inspect.signature(self.model.forward).parameters:  # as `generate`
             arguments["position_ids"] = torch.arange(start, start + inputs.shape[1], device=inputs.device)[None]
         return self.model(inputs, use_cache=True, logits_to_keep=1, **arguments).logits[:, -1]

@@ -13,7 +13,7 @@ import torch
 
 from lp.attention.masks import layer_kinds, named_kinds
 from lp.errors import UserError
-from lp.models.recurrent_layers import MODEL_TYPES, RECURRENT_KINDS
+from lp.models.recurrent_layers import LAYERS, MODEL_TYPES, RECURRENT_KINDS
 
 # Recurrent models whose config names no kinds of layers.
 RECURRENT = {"rwkv", "xlstm"}
@@ -55,7 +55,7 @@ def check_supported(config: Any) -> None:
     if any(each in RECURRENT_KINDS for each in named_kinds(text)) and text.model_type not in MODEL_TYPES:
         raise UserError(
             f"model type {kind!r} has recurrent layers that lp can't run over a tree; "
-            f"it can those of {', '.join(sorted(MODEL_TYPES))}: decode it with AutoregressiveDecoder"
+            f"it can those of {', '.join(sorted({name for name, _ in LAYERS}))}: decode it with AutoregressiveDecoder"
         )
     layer_kinds(text)
     strongest = getattr(text, "keep_window_size", None)

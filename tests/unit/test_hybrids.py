@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from transformers import PreTrainedModel
 
@@ -125,6 +126,20 @@ def test_a_commit_runs_no_layer_again(arch: str) -> None:
     prompt = len(ids) - 1
     assert passed == [prompt, *(step.num_tokens for step in output.step_stats)]
     assert output.compression > 1  # or no draft token was committed
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba2"])
+def test_as_custom_generate(arch: str) -> None:
+    """`generate` makes a cache of its own for such a model, and hands it over under a name of its own."""
+    model = tiny_model(arch)
+    options = {"window_size": 4, "ngram_size": 3, "guess_set_size": 4}
+    assert plain_greedy(model, [3, 1, 4], 20, custom_generate=lp.generate, **options) == plain_greedy(
+        model, [3, 1, 4], 20
+    )
+    if arch == "mamba2":
+        cache = model(torch.tensor([[3, 1]]), use_cache=True).cache_params
+        with pytest.raises(ValueError, match="cache_params holds the state of a text"):
+            lp.generate(model, torch.tensor([[3, 1, 4]]), cache_params=cache)
 
 
 def test_a_layer_of_another_class_is_refused() -> None:
