@@ -12,7 +12,7 @@ from lp.draft.layout import StepLayout
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.draft.verify import Outcome, RankTrees, UnionTree
-from lp.draft.window import LookaheadWindow, WindowSlice, slice_window
+from lp.draft.window import LookaheadWindow, WindowSlice, WindowSlices, slice_window
 from lp.sampling.sampler import INVALID_TOKEN
 from lp.sampling.top_logits import TopLogits
 
@@ -99,7 +99,7 @@ def walk_alone(
 ) -> tuple[Outcome, list[int]]:
     """The walk of one rank alone: its outcome, and the nodes of its path."""
     union = UnionTree(1, len(layout))
-    union.merge(trees_of([layout], [sampled], len(layout)), [layout.columns], merge)
+    union.merge(trees_of([layout], [sampled], len(layout)), WindowSlices([layout.columns]), merge)
     return union.walk(0, most)
 
 

@@ -74,8 +74,9 @@ class LayoutNodes(NamedTuple):
     @classmethod
     def room(cls, size: int) -> LayoutNodes:
         """Room for so many nodes."""
-        kinds = {"accept_probs": np.float64, "sampled": np.bool_, "reachable": np.bool_}
-        return cls(*(compiled_array(np.empty(size, kinds.get(name, np.int64))) for name in cls._fields))
+        tokens, positions, parents, drafted_behind = map(compiled_array, np.empty((4, size), np.int64))
+        sampled, reachable = map(compiled_array, np.empty((2, size), np.bool_))
+        return cls(tokens, positions, parents, compiled_array(np.empty(size)), sampled, reachable, drafted_behind)
 
     def first(self, count: int) -> LayoutNodes:
         """The first nodes."""
@@ -159,11 +160,14 @@ class StepLayout:
                 "give one of each for every node, or no accept_probs"
             )
         nodes = LayoutNodes.room(size)
+        step = StepTokens(*np.empty((3, len(catch_up) + size), np.int64))
         count = _lay_out(
             nodes,
+            StepTokens(*map(compiled_array, step)),
             _Children.room(size),
             self._window,
             compiled_ints([token, *guesses]),
+            compiled_ints(catch_up),
             compiled_ints(draft.tokens),
             compiled_ints(draft.parents),
             compiled_array(np.array(probs, np.float64)),
@@ -174,6 +178,7 @@ class StepLayout:
         if count < 0:
             raise UserError("a node of a draft tree comes before its parent; list parents first, -1 for the root")
         self.nodes = nodes if count == size else nodes.first(count)
+        self._step = step
 
     def __len__(self) -> int:
         return len(self.nodes.tokens)
@@ -250,9 +255,12 @@ class StepLayout:
         Args:
             num_tokens: where larger than T, tokens are added that nothing sees and nothing is sampled at.
         """
-        step = StepTokens(*np.empty((3, max(num_tokens, self.num_tokens)), np.int64))
-        _fill_step(self.nodes, compiled_ints(self.catch_up), StepTokens(*map(compiled_array, step)))
-        return step
+        tokens, positions, parents = (field[: self.num_tokens] for field in self._step)
+        if (padding := num_tokens - self.num_tokens) > 0:
+            values = (int(self.nodes.tokens[0]), int(self.nodes.positions[0]), -1)
+            padded = zip((tokens, positions, parents), values, strict=True)
+            return StepTokens(*(np.pad(field, (0, padding), constant_values=value) for field, value in padded))
+        return StepTokens(tokens, positions, parents)
 
 
 class StepTokens(NamedTuple):
@@ -283,12 +291,29 @@ class _Children(NamedTuple):
     @classmethod
     def room(cls, size: int) -> _Children:
         """For so many nodes."""
-        return cls(*(compiled_array(np.empty(size, np.int64)) for _ in cls._fields))
+        return cls(*map(compiled_array, np.empty((4, size), np.int64)))
 
 
 @jit
-def _lay_out(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
-    """Fill in `c` and the window, then the draft tree; returns how many nodes there are, -1 for no tree."""
+def _lay_out(nodes, step, children, window, own_tokens, catch_up, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
+    """Fill in nodes and the tokens of the step; returns how many nodes there are, -1 for no tree."""
+    count = _fill_nodes(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit)
+    missing = len(catch_up)
+    for at in range(missing):
+        step.tokens[at] = catch_up[at]
+        step.positions[at] = position - missing + at
+        step.parents[at] = at - 1
+    for node in range(count):
+        at = missing + node
+        step.tokens[at] = nodes.tokens[node]
+        step.positions[at] = nodes.positions[node]
+        step.parents[at] = nodes.parents[node] + missing  # that of `c` is the last one that it catches up with
+    return count
+
+
+@jit
+def _fill_nodes(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
+    """Fill in `c` and the window, then the draft tree."""
     count = len(own_tokens)
     for node in range(count):
         nodes.tokens[node] = own_tokens[node]
@@ -348,21 +373,3 @@ def _add_child(nodes, children, parent, node):  # type: ignore[no-untyped-def]
     nodes.drafted_behind[node] = parent
     children.next[node] = children.first[parent]
     children.first[parent] = node
-
-
-@jit
-def _fill_step(nodes, catch_up, step):  # type: ignore[no-untyped-def]
-    missing = len(catch_up)
-    used = missing + len(nodes.tokens)
-    for at in range(missing):
-        step.tokens[at] = catch_up[at]
-        step.positions[at] = nodes.positions[0] - missing + at
-        step.parents[at] = at - 1
-    for at in range(missing, used):
-        step.tokens[at] = nodes.tokens[at - missing]
-        step.positions[at] = nodes.positions[at - missing]
-        step.parents[at] = nodes.parents[at - missing] + missing  # that of `c` is the last one that it catches up with
-    for at in range(used, len(step.tokens)):
-        step.tokens[at] = nodes.tokens[0]
-        step.positions[at] = nodes.positions[0]
-        step.parents[at] = -1

@@ -110,7 +110,7 @@ class ShareInput(NamedTuple):
     Attributes:
         rank: whose share it is.
         budget: B, the most step tokens of every rank.
-        base_tokens: by rank, step tokens without a draft: catch-up tokens, `c` and the rank's part of the window.
+        base_tokens: by rank, (R,), step tokens without a draft: catch-up tokens, `c`, and the rank's part of the window.
         window: what the rank's part of the window proposes at no cost.
         price: of the rank's step tokens; None: they cost nothing.
         max_draft: the most draft tokens of every rank.
@@ -118,15 +118,15 @@ class ShareInput(NamedTuple):
 
     rank: int
     budget: int
-    base_tokens: Sequence[int]
+    base_tokens: Sequence[int] | np.ndarray
     window: WindowDrafts
     price: TokenPrice | None
     max_draft: int = MAX_STEP_TOKENS
 
     @property
-    def rooms(self) -> list[int]:
-        """By rank, how many draft tokens it may have."""
-        return [max(min(self.budget - base, self.max_draft), 0) for base in self.base_tokens]
+    def rooms(self) -> np.ndarray:
+        """By rank, how many draft tokens it may have: int64 (R,)."""
+        return np.maximum(np.minimum(self.budget - np.asarray(self.base_tokens, np.int64), self.max_draft), 0)
 
 
 class DraftSource(Protocol):
@@ -174,8 +174,8 @@ def share_proposer(source: DraftSource) -> ProposeShare:
     def cut_whole(text: Sequence[int], step: ShareInput) -> Share:
         alone = len(step.base_tokens) == 1  # else window and price are the rank's own, and the tree is to be all ranks'
         window = step.window if alone else WindowDrafts()
-        tree = source.propose(text, sum(step.rooms), window, step.price if alone else None)
-        return cut_tree(tree, step.budget, step.base_tokens, step.rank)
+        tree = source.propose(text, int(step.rooms.sum()), window, step.price if alone else None)
+        return cut_tree(tree, step.budget, np.asarray(step.base_tokens).tolist(), step.rank)
 
     own: ProposeShare | None = getattr(source, "propose_share", None)
     return own or cut_whole

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import compiled_array, compiled_ints, compiled_zeros, jit
-from lp.draft.window import WindowSlice
+from lp.compiled import compiled_array, compiled_zeros, jit
+from lp.draft.window import WindowSlices
 from lp.sampling.top_logits import INVALID_TOKEN
 
 
@@ -117,10 +117,10 @@ class UnionTree:
         self.num_draft = 0
         size = ranks * budget
         self._nodes = _Nodes(*(compiled_zeros(size, "f8" if name == "probs" else "i8") for name in _Nodes._fields))
-        self._slices: Sequence[WindowSlice] | None = None
-        self._found = _Found(*(compiled_zeros(size + 1, "i8") for _ in range(3)), compiled_zeros(ranks, "i8"))
+        path, tokens, own = (compiled_zeros(size + 1, "i8") for _ in range(3))
+        self._found = _Found(path, tokens, own, compiled_zeros(ranks, "i8"))
 
-    def merge(self, trees: RankTrees, slices: Sequence[WindowSlice], window_drafts: bool) -> None:
+    def merge(self, trees: RankTrees, slices: WindowSlices, window_drafts: bool) -> None:
         """Take in the trees of all ranks.
 
         Args:
@@ -128,12 +128,9 @@ class UnionTree:
             slices: by rank, its columns of the window.
             window_drafts: level 0 and column 0 are drafts.
         """
-        if slices is not self._slices:  # mostly those of the step before
-            self._slices = slices
-            self._columns = compiled_ints([(each.first, each.num_columns, each.level_0_nodes) for each in slices])
         self._trees = trees.compiled()
         self.num_nodes, self.num_draft = _merge(
-            self._nodes, self._trees, self._columns, slices[0].levels, self.budget, window_drafts
+            self._nodes, self._trees, slices.shapes, slices[0].levels, self.budget, window_drafts
         )
 
     def walk(self, rank: int, most: int) -> tuple[Outcome, list[int]]:

@@ -21,7 +21,7 @@ from lp.draft.share import NO_DRAFT, Share
 from lp.draft.source import DraftSource, ObservePart, ShareInput, StepSamples, share_proposer
 from lp.draft.tree import DraftTree
 from lp.draft.verify import Outcome, UnionTree
-from lp.draft.window import LookaheadWindow, WindowSlice, slice_window
+from lp.draft.window import LookaheadWindow, WindowSlice, WindowSlices, slice_window
 from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
@@ -87,7 +87,7 @@ class Generation:
         self.rounding = logit_rounding(runner.model) if context.world_size > 1 else 0.0
         self.cache = cache
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
-        self.catch_up_counts = [0] * context.world_size  # how many every rank lacks
+        self.catch_up_counts = np.zeros(context.world_size, np.int64)  # how many every rank lacks
         self.digest = chain_digest(0, request.prompt)
         self.num_digested = len(request.prompt)  # tokens of the text that are in the digest
         self.pending_stop = Stop.NONE  # what only this rank knows, until its next message
@@ -118,7 +118,7 @@ class Generation:
         reason = Stop.NONE
         try:
             while not reason:
-                plain = self.budget.idle and not any(self.catch_up_counts)
+                plain = self.budget.idle and not self.catch_up_counts.any()
                 reason = self.plain_step() if plain else self.step()
         finally:
             self._finish_learning()
@@ -171,8 +171,7 @@ class Generation:
         self._record(gathered, outcome)
         self._commit(layout, outcome, own_path)
         self._learn(gathered, outcome, slices)
-        columns = sum(own.num_columns for own in slices)
-        return self._deliver(outcome.tokens, layout.num_tokens, self.union.num_draft, columns)
+        return self._deliver(outcome.tokens, layout.num_tokens, self.union.num_draft, slices.num_columns)
 
     def plain_step(self) -> Stop:
         """The same of `c` alone, on every rank: nothing is drafted or learned, so it takes what plain decoding does."""
@@ -187,7 +186,7 @@ class Generation:
             stop = self._wants_to_stop()
             length = self.num_kept
         else:
-            messages = self._messages(layout, NO_DRAFT, (), num_logits=0)
+            messages = self._messages(layout, NO_DRAFT, WindowSlices(), num_logits=0)
             gathered = unpack(messages, self.trees, len(self.stats), self.rounding)
             token = sampled_at_c(messages)
             stop = gathered.stop
@@ -212,25 +211,26 @@ class Generation:
         if self.request.crosses(len(self.text) - 1):
             self._attempt(lambda: self.runner.cross(self.text, self.cache, self.request.prefill_chunk))
             self.catch_up = []
-            self.catch_up_counts = [0] * self.context.world_size
+            self.catch_up_counts[:] = 0
 
     @property
     def _limit(self) -> int:
         """Positions below it may be used by this step."""
         return self.request.limit_at(len(self.text) - 1)
 
-    def _slice_window(self) -> tuple[WindowSlice, ...]:
+    def _slice_window(self) -> WindowSlices:
         """The window's columns of every rank, beside its catch-up tokens, as far as the context goes."""
         room = self._limit - (len(self.text) - 1) - (self.config.ngram_size - 2)
         columns = max(min(self.window.window_size, room), 0)
-        rooms = tuple(self.budget.step_tokens - count for count in self.catch_up_counts)
-        return slice_window(columns, self.config.ngram_size, rooms)
+        enough = columns * self.config.ngram_size  # for all of them, so that most steps have the same rooms
+        rooms = np.minimum(self.budget.step_tokens - self.catch_up_counts, enough)
+        return slice_window(columns, self.config.ngram_size, tuple(rooms.tolist()))
 
-    def _propose(self, slices: Sequence[WindowSlice]) -> Share:
+    def _propose(self, slices: WindowSlices) -> Share:
         """This rank's share of the draft tree."""
         rank = self.context.rank
-        base_tokens = [count + own.num_nodes for count, own in zip(self.catch_up_counts, slices, strict=True)]
-        largest = max(base_tokens)
+        base_tokens = self.catch_up_counts + slices.num_nodes
+        own_tokens, largest = int(base_tokens[rank]), int(base_tokens.max())
         drafts_nothing = self._warming_up or self.budget.idle
         step = ShareInput(
             rank=rank,
@@ -238,7 +238,7 @@ class Generation:
             max_draft=0 if drafts_nothing else self.config.draft_budget,
             base_tokens=base_tokens,
             window=self.window.drafts(slices[rank]),
-            price=self.budget.price(base_tokens[rank], largest if len(slices) > 1 else 0),
+            price=self.budget.price(own_tokens, largest if len(slices) > 1 else 0),
         )
         return self.propose_share(self.text, step)
 
@@ -252,9 +252,7 @@ class Generation:
             )
         return layout
 
-    def _messages(
-        self, layout: StepLayout, common: DraftTree, slices: Sequence[WindowSlice], num_logits: int
-    ) -> np.ndarray:
+    def _messages(self, layout: StepLayout, common: DraftTree, slices: WindowSlices, num_logits: int) -> np.ndarray:
         """Compute this rank's part of the step, and exchange messages: (R, P). Without nodes if it fails.
 
         Args:
@@ -276,11 +274,12 @@ class Generation:
             self._merge()
             self._merge = None
 
-    def _header(self, common: DraftTree, slices: Sequence[WindowSlice]) -> Header:
+    def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
         """What this rank's message begins with."""
         if self.context.world_size > 1:  # a single rank has none to differ from
-            shape = [self.budget.step_tokens, *(own.end - own.first for own in slices), *self.catch_up_counts]
-            state = (*self.window.levels, common.tokens, common.parents, shape)
+            widths = slices.num_nodes.tolist()
+            shape = [self.budget.step_tokens, *widths, *self.catch_up_counts.tolist()]
+            state = (*self.window.levels, list(common.tokens), list(common.parents), shape)
             self.digest = state_digest(self.digest, self.text[self.num_digested :], *state)
             self.num_digested = len(self.text)
         return Header(self.digest, self._wants_to_stop(), self.num_kept)
@@ -321,7 +320,7 @@ class Generation:
             return
         self.cache.commit(computed)
         self.catch_up = accepted[len(own_path) :]
-        self.catch_up_counts = [len(accepted) - held for held in outcome.held]
+        self.catch_up_counts = len(accepted) - np.array(outcome.held)
 
     def _broadcast_kv(self, computed: Sequence[int], outcome: Outcome) -> None:
         """The rank that speaks for the end of the path computed all of it: it sends the KV to the others."""
@@ -333,7 +332,7 @@ class Generation:
         self.cache.commit(computed[:1])
         self.cache.append(flat, len(path))
 
-    def _learn(self, gathered: Gathered, outcome: Outcome, slices: Sequence[WindowSlice]) -> None:
+    def _learn(self, gathered: Gathered, outcome: Outcome, slices: WindowSlices) -> None:
         """Advance the window and show the draft source what the step sampled."""
         last_level = self._last_level(gathered, slices)
         ngrams = self.window.ngrams(last_level)
@@ -357,11 +356,10 @@ class Generation:
         self._merge = self._observe(self.text, len(outcome.tokens), samples)
 
     @staticmethod
-    def _last_level(gathered: Gathered, slices: Sequence[WindowSlice]) -> list[int]:
+    def _last_level(gathered: Gathered, slices: WindowSlices) -> list[int]:
         """The token that each column's last level sampled."""
         last_level: list[int] = []
-        with_columns = [rank for rank, own in enumerate(slices) if own.end > own.first]
-        for rank in sorted(with_columns, key=lambda rank: slices[rank].first):
+        for rank in slices.holders:
             own = slices[rank]
             first = own.first_of_last_level
             # A node that no walk can reach may have sampled nothing: its scores were not finite.

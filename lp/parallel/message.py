@@ -202,13 +202,14 @@ def prob_code(prob):  # type: ignore[no-untyped-def]
 def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
     """This rank's message (P,), on the device of what was sampled."""
     known = np.zeros(shape.size, np.int64)
-    _fill_known(known, header, layout)
     if sampled.tokens.device.type == "cpu":
         tokens, top_logits = (compiled_array(tensor.numpy()) for tensor in (sampled.tokens, sampled.top_logits))
-        _fill_sampled(compiled_array(known), layout.nodes.sampled, tokens, top_logits, shape.nodes, shape.num_logits)
+        numbers = (*map(int, header), shape.nodes, shape.num_logits)
+        _fill_message(compiled_array(known), layout.nodes, tokens, top_logits, *numbers)
         if sampled.best is not None:
             known[BEST:HEADER] = sampled.best.numpy()
         return torch.from_numpy(known)
+    _fill_known(known, header, layout)
     message = to_device(known, sampled.tokens.device)
     at: slice | torch.Tensor = slice(len(layout))
     if not layout.samples_all:
@@ -222,10 +223,11 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
 
 
 @jit
-def _fill_sampled(message, is_sampled, tokens, top_logits, num_nodes, num_logits):  # type: ignore[no-untyped-def]
+def _fill_message(message, nodes, tokens, top_logits, digest, stop, length, num_nodes, num_logits):  # type: ignore[no-untyped-def]
+    _fill_header_and_words(message, digest, stop, length, nodes)
     index = 0
-    for node in range(len(is_sampled)):
-        if is_sampled[node]:
+    for node in range(len(nodes.tokens)):
+        if nodes.sampled[node]:
             message[HEADER + node] |= tokens[index] << SAMPLED_SHIFT
             at = HEADER + num_nodes + node * num_logits
             for k in range(top_logits.shape[1]):

@@ -10,11 +10,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from lp.compiled import compiled_array, compiled_zeros, jit
+from lp.compiled import compiled_zeros, jit
 from lp.draft.pool.tables import MAX_GUESS_ORDER, MAX_LOGITS_ORDER, M, Samples
 from lp.sampling.top_logits import INVALID_TOKEN, LOGIT, TOKEN
+
+NO_INTS = compiled_zeros(0, "i8")
+NO_SAMPLES = Samples(
+    tokens=NO_INTS,
+    parents=NO_INTS,
+    positions=NO_INTS,
+    sampled=NO_INTS,
+    starts=NO_INTS,
+    top_tokens=compiled_zeros(0, "i4"),
+    top_logits=compiled_zeros(0, "f4"),
+)
 
 
 class LastStep(NamedTuple):
@@ -36,7 +45,7 @@ def new_last_step(nodes: int) -> LastStep:
     """Room for so many nodes."""
     return LastStep(
         counts=compiled_zeros(2, "i8"),
-        samples=Samples(*(compiled_zeros(0, "i8") for _ in range(5)), *NO_LOGITS),
+        samples=NO_SAMPLES,
         before=compiled_zeros(MAX_LOGITS_ORDER, "i8"),
         newest=compiled_zeros(1 << max(nodes, 1).bit_length(), "i8"),
         older=compiled_zeros(nodes, "i8"),
@@ -45,9 +54,6 @@ def new_last_step(nodes: int) -> LastStep:
         nodes=compiled_zeros(MAX_LOGITS_ORDER + 1, "i8"),
         guesses=compiled_zeros((MAX_GUESS_ORDER + 1) * M, "i8"),
     )
-
-
-NO_LOGITS = compiled_array(np.zeros(0, np.int32)), compiled_array(np.zeros(0, np.float32))
 
 
 @jit

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import compiled_array, compiled_ints
+from lp.compiled import compiled_array, compiled_ints, jit
 from lp.config import LookaheadConfig
 from lp.draft.pool.growth import Proposal, StepInput, new_tree, propose
 from lp.draft.pool.last_step import index_step, new_last_step
@@ -105,20 +105,21 @@ class NGramPool:
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Learn the weights from the step's tokens, then remember what it read and sampled."""
-        known = self._learn(text, num_new)
-        self._merge(known, _compiled_samples(samples), self._predictor.sources)
-        self._remember(known, samples)
+        known = self._take_in(text, num_new)
+        arrays = _compiled_samples(samples)
+        self._learn(known, samples)
+        self._merge(known, arrays, self._predictor.sources)
 
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None]:
         """The same, but for what the next proposal can do without; returns what does the rest."""
-        known = self._learn(text, num_new)
+        known = self._take_in(text, num_new)
         if len(samples.tokens) > len(self._last_step.older):
             self._last_step = new_last_step(2 * len(samples.tokens))
         arrays = _compiled_samples(samples)
         last_step = self._last_step._replace(samples=arrays)
-        index_step(last_step, known.tokens, known.start)
         self._predictor = self._predictor._replace(last_step=last_step)
-        self._remember(known, samples)
+        self._learn(known, samples)
+        index_step(last_step, known.tokens, known.start)
 
         def merge() -> None:
             self._merge(known, arrays, self._predictor.sources)
@@ -126,27 +127,23 @@ class NGramPool:
 
         return merge
 
-    def _learn(self, text: Sequence[int], num_new: int) -> _Text:
-        """Take in the new tokens."""
-        tables = self._tables
+    def _take_in(self, text: Sequence[int], num_new: int) -> _Text:
+        """The text with its new tokens."""
         self._catch_up(text[: len(text) - num_new])
         start = self._length
-        tables.clock[0] += 1
+        self._tables.clock[0] += 1
         self._extend(text[len(text) - num_new :])
-        known = _Text(compiled_array(self._text), start, self._length)
-        if self.config.learn:
-            learn_text(tables, self._predictor, known.tokens, known.start, known.length)
-        return known
+        return _Text(compiled_array(self._text), start, self._length)
+
+    def _learn(self, text: _Text, samples: StepSamples) -> None:
+        """Learn from the new tokens and from the window."""
+        config, ngrams = self.config, samples.ngrams
+        tokens = compiled_ints([token for ngram in ngrams for token in ngram])
+        length = len(ngrams[0]) if ngrams else 1
+        _learn(self._tables, self._predictor, text, tokens, length, config.learn, config.output_ngrams)
 
     def _merge(self, text: _Text, samples: Samples, sources: int) -> None:
         add_samples(self._tables, self._predictor.context, text.tokens, text.start, samples, sources)
-
-    def _remember(self, text: _Text, samples: StepSamples) -> None:
-        if self._predictor.sources >> WINDOW & 1 and samples.ngrams:
-            tokens = compiled_ints([token for ngram in samples.ngrams for token in ngram])
-            add_ngrams(self._tables, self._predictor.context, tokens, len(samples.ngrams[0]))
-        if self.config.output_ngrams:
-            self._add_text(text.start)
 
     def _catch_up(self, text: Sequence[int]) -> None:
         """Take in tokens of steps that were not observed."""
@@ -167,14 +164,27 @@ class NGramPool:
         self._length = end
 
 
+@jit
+def _learn(tables, predictor, text, ngrams, length, weights_too, text_too):  # type: ignore[no-untyped-def]
+    if weights_too:
+        learn_text(tables, predictor, text.tokens, text.start, text.length)
+    if predictor.sources >> WINDOW & 1:
+        add_ngrams(tables, predictor.context, ngrams, length)
+    if text_too:
+        add_text(tables, predictor.context, text.tokens, text.start, text.length)
+
+
 def _compiled_samples(samples: StepSamples) -> Samples:
+    """Without a copy, where it has arrays."""
+    ints = (samples.tokens, samples.positions, samples.parents, samples.sampled, samples.starts)
+    tokens, positions, parents, sampled, starts = (compiled_array(np.asarray(each, np.int64)) for each in ints)
     packed = samples.packed
     return Samples(
-        tokens=compiled_ints(samples.tokens),
-        parents=compiled_ints(samples.parents),
-        positions=compiled_ints(samples.positions),
-        sampled=compiled_ints(samples.sampled),
-        starts=compiled_ints(samples.starts),
+        tokens=tokens,
+        parents=parents,
+        positions=positions,
+        sampled=sampled,
+        starts=starts,
         top_tokens=compiled_array(packed.view(np.int32)),
         top_logits=compiled_array(packed.view(np.float32)),
     )
