@@ -74,9 +74,9 @@ class Stash(NamedTuple):
             (layers, shape.right_heads, tokens, shape.columns),
             (layers, shape.heads, tokens),
         ]
-        products = [torch.zeros(size, dtype=DTYPE, device=shape.device) for size in sizes]
+        left, right, g = (torch.zeros(size, dtype=DTYPE, device=shape.device) for size in sizes)
         inputs = torch.zeros(layers, 1, tokens, shape.channels, dtype=shape.dtype, device=shape.device)
-        return cls(*products, inputs)
+        return cls(left, right, g, inputs)
 
     def of(self, tokens: torch.Tensor | slice) -> Stash:
         """Some tokens of it."""

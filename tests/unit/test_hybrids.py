@@ -183,7 +183,7 @@ def test_limits_of_the_steps_of_time_hold_in_the_prompt_alone(arch: str) -> None
     model = tiny_model(arch, seed=1, **limits)
     assert limits_prompt(model)
     config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
-    for length in (1, 2, 3, 17):
+    for length in (1, 2, 3, 18):
         ids = drawn_text(random.Random(length), length)
         plain = plain_greedy(model, ids, 25)
         assert lp.AutoregressiveDecoder(model).generate(ids, 25).tokens == plain
