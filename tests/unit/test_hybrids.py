@@ -100,6 +100,16 @@ def test_captured_steps_give_the_same_text(arch: str, cases: Callable[[int, int]
             assert tokens == plain_greedy(tiny_model(arch, seed=number), ids, new), f"case {number}"
 
 
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba2", "lfm2"])
+def test_a_prompt_of_one_token_begins_with_no_state(arch: str) -> None:
+    """Its first step has no prefill before it that would overwrite the state of the text before, in the same cache."""
+    model = tiny_model(arch)
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=3))
+    captured_runner(decoder)
+    for ids in ([3, 1, 4, 1, 5], [9]):
+        assert decoder.generate(ids, 20).tokens == plain_greedy(model, ids, 20)
+
+
 @pytest.mark.parametrize("arch", HYBRIDS)
 def test_the_users_model_stays_as_it_was(arch: str) -> None:
     """A forward replaced on the model itself, or on its class, would be felt by everyone who uses it."""
