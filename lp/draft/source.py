@@ -110,7 +110,7 @@ class ShareInput(NamedTuple):
     Attributes:
         rank: whose share it is.
         budget: B, the most step tokens of every rank.
-        base_tokens: by rank, (R,), step tokens without a draft: catch-up tokens, `c`, and the rank's part of the window.
+        base_tokens: by rank, (R,), step tokens without a draft: catch-up tokens, `c`, the rank's part of the window.
         window: what the rank's part of the window proposes at no cost.
         price: of the rank's step tokens; None: they cost nothing.
         max_draft: the most draft tokens of every rank.
