@@ -196,7 +196,7 @@ class StepPass:
         nodes = layout.sampled_nodes
         branches = self._branches(layout)
         behind = layout.drafts() if sampler.uses_drafts else {}
-        drafts = [behind.get(node, []) for node in nodes]
+        drafts = [behind.get(node, []) for node in nodes] if behind else [[]] * len(nodes)
         best = best_logits(logits) if self.context.world_size > 1 else None
         scores = sampler.scores(logits, branches, text)
         sampled = sampler.sample(scores, layout.sampled_positions, branches, drafts)
