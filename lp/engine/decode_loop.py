@@ -59,6 +59,7 @@ class Generation:
         request: the checked call.
         budget: decides how many columns and draft tokens a step has.
         cache: an empty one of at least `cache_slots` slots.
+        merges_late: let the source learn a part of a step while the next one is computed, if it can.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Generation:
         request: Request,
         budget: Budget,
         cache: StaticKVCache,
+        merges_late: bool = False,
     ) -> None:
         self.config = config
         self.context = context
@@ -96,7 +98,7 @@ class Generation:
         self.stats: list[StepStats] = []
         self.timer = StepTimer()
         self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape, self.timer)
-        observe_part = getattr(source, "observe_part", None) if self.step_pass.beside_host else None
+        observe_part = getattr(source, "observe_part", None) if merges_late else None
         self._observe: ObservePart = observe_part or source.observe
         self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
 
@@ -266,10 +268,12 @@ class Generation:
         message = self._attempt(lambda: self.step_pass.run(layout, header, self.text, size, num_logits))
         if message is None:
             message = self.step_pass.failed(header._replace(stop=self._wants_to_stop()), layout)
-        self._finish_learning()  # while the device computes
+        with self.timer.forward:  # while the device computes
+            self._finish_learning()
         return self.step_pass.exchange(message)
 
     def _finish_learning(self) -> None:
+        """Let the source learn what it has yet to learn of the last step."""
         if self._merge:
             self._merge()
             self._merge = None

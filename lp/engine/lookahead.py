@@ -44,6 +44,8 @@ class LookaheadDecoder(Decoder):
     Attributes:
         settings: the config as it was given, which ranks must agree on.
         config: the shape of its steps.
+        merges_late: what a step sampled is merged into the draft source's memory while the next one is computed: where
+            the model is on a device that runs beside the host.
 
     Raises:
         ValueError: a model whose architecture or attention takes no tree mask, or whose steps can't be captured; a
@@ -64,6 +66,7 @@ class LookaheadDecoder(Decoder):
         self.factory = source_of(self.settings).factory(self.settings)
         self.config = self.settings.shape()
         self.runner = runner_of(model, attention, Capture(capture))
+        self.merges_late = self.runner.device.type != "cpu"
         self._last: list[StepStats] = []
         check_vocabulary(model.get_input_embeddings().weight.shape[0])
         if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
@@ -127,7 +130,9 @@ class LookaheadDecoder(Decoder):
         budget = self.budget(source, request.sampler.full_vocabulary_temperature)
         self.runner.follow()
         with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:
-            generation = Generation(self.config, self.context, self.runner, source, request, budget, cache)
+            generation = Generation(
+                self.config, self.context, self.runner, source, request, budget, cache, self.merges_late
+            )
             on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it
             with self.context.setting_up("capturing steps") if on_gpu else nullcontext():
                 generation.capture_steps()

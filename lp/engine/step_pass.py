@@ -63,11 +63,6 @@ class StepPass:
         self._on_host: torch.Tensor | None = None
         self._clock = _Clock() if runner.device.type == "cuda" else None
 
-    @property
-    def beside_host(self) -> bool:
-        """The device computes a step while the host does something else, until `exchange`."""
-        return self.runner.device.type != "cpu"
-
     def capture(self, num_tokens: int, num_logits: Sequence[int]) -> None:
         """Capture steps of all buckets up to so many tokens, so that none is captured while text is generated.
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
+import lp
+from lp.budget.step_times import StepTimes
 from lp.draft.pool.mixture import FEATURES
 from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree
+from lp.parallel.context import ParallelContext
+from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.top_logits import INVALID_TOKEN
 from tests.pools import drawn_step, drawn_switches, empty_tables, pool_of
+from tests.tiny_models import drawn_text, tiny_model
 
 
 def observed_at_once(pool: NGramPool, text: list[int], num_new: int, samples: StepSamples, budget: int) -> DraftTree:
@@ -58,3 +64,27 @@ def test_late_merging_changes_no_proposal(kinds: int, cases: Callable[[int, int]
         remembered = [np.sort(np.asarray(pool._tables.logits_keys)) for pool in (at_once, late)]
         assert (remembered[0] == remembered[1]).all(), f"seed {seed}: something was never merged"
     assert grown > 1000
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_text_takes_the_same_steps(ranks: int, adaptive: bool) -> None:
+    """As on a GPU: samples are merged between launch and message, plain steps and the end of the text included."""
+    model = tiny_model()
+    config = lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=8, adaptive=adaptive, pool_scope="session")
+    times = StepTimes((1, 8, 24), (1e-3, 1.1e-3, 4e-3), 0.9e-3) if adaptive else None
+    sampling = lp.SamplingParams(temperature=0.8, seed=3)
+
+    def texts(late: bool, context: ParallelContext) -> tuple[list[tuple[int, int, int]], list[list[int]]]:
+        decoder = lp.LookaheadDecoder(model, config, context, step_times=times)
+        assert decoder.merges_late is False, "the model is on the CPU"
+        decoder.merges_late = late
+        outputs = [decoder.generate(drawn_text(random.Random(seed), 20), 40, sampling) for seed in range(3)]
+        steps = [(step.num_draft, step.accepted, step.idle) for output in outputs for step in output.step_stats]
+        return steps, [output.tokens for output in outputs]
+
+    for late, at_once in zip(
+        run_lockstep(ranks, partial(texts, True)), run_lockstep(ranks, partial(texts, False)), strict=True
+    ):
+        assert late == at_once
+        assert sum(accepted for _, accepted, _ in late[0]) > 10
