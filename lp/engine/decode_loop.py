@@ -35,7 +35,7 @@ from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import INVALID_TOKEN, check_sampled
-from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
+from lp.sampling.top_logits import unpack_top_logits
 
 T = TypeVar("T")
 
@@ -136,8 +136,7 @@ class Generation:
         packed: list[torch.Tensor] = []
 
         def collect(logits: torch.Tensor) -> None:
-            scores = self.request.sampler.scores(logits, [None] * len(logits), prompt)
-            packed.append(pack_top_logits(scores, num_logits))
+            packed.append(self.step_pass.top_logits(logits, prompt, num_logits))
 
         def fill() -> None:
             chunk = self.request.prefill_chunk
@@ -156,7 +155,7 @@ class Generation:
         share = self._propose(slices)
         layout = self._layout(slices[self.context.rank], share.draft)
         messages = self._messages(layout, share.common, slices, self.num_logits)
-        gathered = unpack(messages, self.message_shape, len(self.stats), self.rounding)
+        gathered = self._unpacked(messages)
         if gathered.stop:
             return self._stop(gathered.stop, gathered.length)
         self.union.merge(gathered.trees, slices, share.draft.merge)
@@ -173,14 +172,14 @@ class Generation:
         self.timer.restart()
         self._cross_rope_boundary()
         layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
-        if self.context.world_size == 1:
+        if self.context.alone:
             size = self.budget.padded_size(1)
             token = self._attempt(lambda: self.step_pass.token_alone(layout, self.text, size))
             stop = self._wants_to_stop()
             length = self.num_kept
         else:
             messages = self._messages(layout, NO_DRAFT, (), num_logits=0)
-            gathered = unpack(messages, self.message_shape, len(self.stats), self.rounding)
+            gathered = self._unpacked(messages)
             token = sampled_at_c(messages)
             stop = gathered.stop
             length = gathered.length
@@ -262,9 +261,12 @@ class Generation:
             message = self.step_pass.failed(header._replace(stop=self._wants_to_stop()), layout)
         return self.step_pass.exchange(message)
 
+    def _unpacked(self, messages: np.ndarray) -> Gathered:
+        return unpack(messages, self.message_shape, len(self.stats), self.rounding, self.context.name_of)
+
     def _header(self, common: DraftTree, slices: Sequence[WindowSlice]) -> Header:
         """What this rank's message begins with."""
-        if self.context.world_size > 1:  # a single rank has none to differ from
+        if not self.context.alone:  # a single rank has none to differ from
             shape = [self.budget.step_tokens, *(own.end - own.first for own in slices), *self.catch_up_counts]
             state = (*self.window.levels, common.tokens, common.parents, shape)
             self.digest = state_digest(self.digest, self.text[self.num_digested :], *state)
@@ -381,14 +383,14 @@ class Generation:
             Exception: what the work raised, where there is no other rank.
         """
         try:
-            if not self.failure:
+            if not self.failure or self.context.replica.size > 1:  # whose ranks can't compute without this one
                 return work()
         except RanksParted:  # the others have it too
             raise
         except Exception as error:
             self.failure = self._explained(error)
             self.pending_stop |= Stop.FAILED
-            if self.context.world_size == 1:
+            if self.context.alone:
                 raise self.failure from error
         return None
 
@@ -408,7 +410,7 @@ class Generation:
         """
         tokens = self.tokens
         stopping = self.request.stopping
-        alone = self.context.world_size == 1
+        alone = self.context.alone
         if not alone and stopping.criteria and not self.context.is_main:
             self.num_kept = len(tokens)
             return Stop.NONE

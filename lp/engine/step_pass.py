@@ -15,10 +15,12 @@ import torch
 from lp.draft.layout import StepLayout
 from lp.engine.captured_tail import CapturedTail
 from lp.engine.output import StepTimer
+from lp.engine.sharded_sampling import ShardedSampling
 from lp.models.captured_steps import CapturedStep
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
+from lp.models.sharded_layers import head_of
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Header, MessageShape, Sampled, Stop, best_logits, known_part, pack, sampled_at_c
 from lp.sampling.sampler import Sampler
@@ -58,7 +60,10 @@ class StepPass:
         self.context = context
         self.shape = shape
         self.timer = timer
-        self._capture_key = sampler.capture_key if runner.captures(cache) else None
+        head = head_of(runner.model)
+        self._sharded = ShardedSampling(head, sampler, context) if head else None
+        captures = runner.captures(cache) and self._sharded is None
+        self._capture_key = sampler.capture_key if captures else None
         self._shares_noise = False
         self._on_host: torch.Tensor | None = None
         self._clock = _Clock() if runner.device.type == "cuda" else None
@@ -101,13 +106,18 @@ class StepPass:
                 logits_indices = [missing + node for node in logits_indices]
             step = self.runner.staged(*inputs, self.cache, logits_indices)
             if step is None:
-                logits = self.runner.forward(*inputs, self.cache, logits_indices, capture=False)
+                logits = self.runner.forward(*inputs, self.cache, logits_indices, capture=False, whole=False)
             else:
                 logits_BV = step.run()
                 if tail := self._tail(step, logits_BV, num_logits):
                     self._on_host = tail.on_host
                     return tail.run(known_part(header, layout, self.shape), *self._sampled_nodes(layout))
                 logits = logits_BV[: len(logits_indices)]
+            if self._sharded:
+                branches, drafts = self._branches(layout), self._drafts(layout)
+                positions = layout.sampled_positions
+                sampled, header = self._sharded.sample(logits, positions, branches, drafts, text, num_logits, header)
+                return pack(header, layout, sampled, self.shape)
             return pack(header, layout, self._sampled(logits, layout, text, num_logits), self.shape)
 
     def token_alone(self, layout: StepLayout, text: Sequence[int], step_tokens: int) -> int:
@@ -122,6 +132,16 @@ class StepPass:
             inputs = layout.step_tokens(step_tokens)
             logits = self.runner.forward(*inputs, self.cache, layout.sampled_nodes, capture=False)
             return int(self._sampled(logits, layout, text, num_logits=0).tokens)
+
+    def top_logits(self, logits: torch.Tensor, prompt: Sequence[int], num_logits: int) -> torch.Tensor:
+        """The top-k logits of the prompt's tokens, packed: (n, num_logits).
+
+        Args:
+            logits: (n, V), of a divided model this rank's part of them.
+        """
+        if self._sharded:
+            return self._sharded.top_logits(logits, self.sampler, prompt, num_logits)
+        return pack_top_logits(self.sampler.scores(logits, [None] * len(logits), prompt), num_logits)
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
         """The message of a rank that has nothing to report but its header."""
@@ -185,13 +205,17 @@ class StepPass:
         sampler = self.sampler
         nodes = layout.sampled_nodes
         branches = self._branches(layout)
-        behind = layout.drafts() if sampler.uses_drafts else {}
-        drafts = [behind.get(node, []) for node in nodes]
+        drafts = self._drafts(layout)
         best = best_logits(logits) if self.context.world_size > 1 else None
         scores = sampler.scores(logits, branches, text)
         sampled = sampler.sample(scores, layout.sampled_positions, branches, drafts)
         top_logits = pack_top_logits(scores, num_logits) if num_logits else sampled.new_zeros(len(nodes), 0)
         return Sampled(sampled, top_logits, best)  # the top 0 would take time, too
+
+    def _drafts(self, layout: StepLayout) -> list[list[int]]:
+        """The draft tokens behind every sampled node, where the sampler needs them."""
+        behind = layout.drafts() if self.sampler.uses_drafts else {}
+        return [behind.get(node, []) for node in layout.sampled_nodes]
 
     def _branches(self, layout: StepLayout) -> list[list[int] | None]:
         """The tokens behind `c` that processors see of every sampled node; None where no walk can reach it."""

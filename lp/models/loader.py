@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lp.errors import UserError
 from lp.models.rope import rope_boundary
 from lp.models.support import check_supported
+from lp.models.vocabulary import embedded_tokens
 
 HUB_TIMEOUT_S = 5.0  # for one request that shows whether the hub can be reached; set by hand
 DEMO_MODEL = Path(__file__).parent / "demo"
@@ -124,7 +125,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         ValueError: both sizes.
     """
     largest_id = max(tokenizer.get_vocab().values(), default=-1)
-    embedded = model.get_input_embeddings().weight.shape[0]
+    embedded = embedded_tokens(model)
     if largest_id >= embedded:
         raise UserError(
             f"the tokenizer's largest id is {largest_id} but the model embeds {embedded} tokens; "
