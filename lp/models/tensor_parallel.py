@@ -35,7 +35,7 @@ STYLES = {
     "replicated_with_grad_allreduce": WHOLE,
 }
 _KV = {"k_proj", "v_proj"}
-_PACKED = {"qkv_proj", "gate_up_proj"}  # linear layers whose output is several in one
+_FED_BY = {"o_proj": "qkv_proj", "down_proj": "gate_up_proj"}  # by a linear layer whose output is several in one
 FORMAT = (
     'give lp.load(tp_plan=...) a dict as {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": '
     f'"rowwise", ...}}, with names of modules inside the base model and one of {", ".join(STYLES)}'
@@ -132,15 +132,10 @@ def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]
     heads.check(replica.size)
     parts: Parts = {}
     for name, module in model.named_modules():
-        style = style_of(name, styles)
-        last = name.rpartition(".")[2]
-        if style == "gathered" and last in _PACKED:
-            style = COLUMNS
-        if style == "split":
-            style = ROWS if _fed_by_known(name, styles) else WHOLE
+        style = division_of(name, styles)
         if style == COLUMNS:
             _check_linear(name, module)
-            ranges = heads.ranges(last, module, replica)
+            ranges = heads.ranges(name.rpartition(".")[2], module, replica)
             parts |= {f"{name}.{each}": Part(0, ranges) for each, _ in module.named_parameters(recurse=False)}
         elif style == ROWS:
             _check_linear(name, module)
@@ -159,11 +154,15 @@ def style_of(name: str, styles: Mapping[str, str]) -> str | None:
     return styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
-def _fed_by_known(name: str, styles: Mapping[str, str]) -> bool:
-    """Whether the layer that feeds this one has a packed output that is split before the product."""
-    before = {"o_proj": "qkv_proj", "down_proj": "gate_up_proj"}
+def division_of(name: str, styles: Mapping[str, str]) -> str | None:
+    """How a module is divided: COLUMNS, ROWS, EXPERTS, or not at all."""
+    style = style_of(name, styles)
     path, _, last = name.rpartition(".")
-    return last in before and style_of(f"{path}.{before[last]}", styles) == "gathered"
+    if style == "gathered":
+        return COLUMNS if last in _FED_BY.values() else None
+    if style == "split":  # its inputs are divided if the layer before it is
+        return ROWS if last in _FED_BY and style_of(f"{path}.{_FED_BY[last]}", styles) == "gathered" else None
+    return style if style in (COLUMNS, ROWS, EXPERTS) else None
 
 
 def _check_linear(name: str, module: nn.Module) -> None:
@@ -259,13 +258,14 @@ def _wrap(
     config.num_attention_heads, config.num_key_value_heads = queries, kv
     known = {"num_heads": queries, "num_key_value_heads": kv, "num_key_value_groups": queries // kv}
     for name, module in [*model.named_modules()]:
-        style = style_of(name, styles)
-        if hasattr(module, "num_key_value_groups"):
+        style = division_of(name, styles)
+        children = {division_of(f"{name}.{child}", styles) for child, _ in module.named_children()}
+        if hasattr(module, "num_key_value_groups") and COLUMNS in children:
             for attribute in known.keys() & vars(module).keys():
                 setattr(module, attribute, known[attribute])
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
-            if style == ROWS or (style == "split" and _fed_by_known(name, styles)):
+            if style == ROWS:
                 _replace(model, name, _row_wise(module, replica))
         elif style == EXPERTS:
             for attribute in {"intermediate_dim", "intermediate_size"} & vars(module).keys():
