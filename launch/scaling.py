@@ -147,7 +147,9 @@ def check(config: ScalingConfig) -> Nodes:
 
 def splits_of(config: ScalingConfig) -> list[tuple[int, int]]:
     """(ranks, tp) of every launch: all that divide."""
-    return [(ranks, tp) for ranks in config.ranks for tp in config.tp if ranks % tp == 0 and _methods(config, ranks, tp)]
+    return [
+        (ranks, tp) for ranks in config.ranks for tp in config.tp if ranks % tp == 0 and _methods(config, ranks, tp)
+    ]
 
 
 def _folder_of(folder: Path, ranks: int, tp: int) -> Path:

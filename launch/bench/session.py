@@ -217,7 +217,9 @@ def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
     whole = [name for name in methods if name in BASELINES]
     if whole or config.quality:
         what = f"method {whole[0]!r}" if whole else "quality=true"
-        raise UserError(f"{what} needs the whole model on a rank, and parallel.tp is {config.parallel.tp}; leave it out")
+        raise UserError(
+            f"{what} needs the whole model on a rank, and parallel.tp is {config.parallel.tp}; leave it out"
+        )
 
 
 def methods_of(config: BenchmarkConfig) -> list[str]:

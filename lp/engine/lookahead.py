@@ -23,8 +23,8 @@ from lp.engine.request import Request
 from lp.engine.step_timing import decoder_step_times
 from lp.models.digests import model_digests
 from lp.models.loader import vocabulary_size
-from lp.models.vocabulary import embedded_tokens
 from lp.models.runner import runner_of
+from lp.models.vocabulary import embedded_tokens
 from lp.parallel.agreement import check_same
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import check_vocabulary

@@ -88,7 +88,9 @@ class ShardedSampling:
         top = top.view(self.replica.size, count, num_logits)
         if not divided:
             return Sampled(tokens[0], top[0], best[0] if self.compared else None), header
-        winner = scores.contiguous().view(torch.float64).argmax(0, keepdim=True)  # of equal ones the first, as of one rank
+        winner = (
+            scores.contiguous().view(torch.float64).argmax(0, keepdim=True)
+        )  # of equal ones the first, as of one rank
         sampled = Sampled(
             tokens.gather(0, winner)[0],
             merged(top, num_logits),

@@ -54,7 +54,9 @@ def load_divided(
             than the config says, or a model that cannot be divided.
     """
     if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{source!r} is quantised, which cannot be divided among {replica.size} ranks; use parallel.tp=1")
+        raise UserError(
+            f"{source!r} is quantised, which cannot be divided among {replica.size} ranks; use parallel.tp=1"
+        )
     offline = kwargs.pop("local_files_only", False)
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
@@ -106,7 +108,9 @@ class Checkpoint:
             return
         single = self._file(SINGLE)
         if single is None:
-            raise UserError(f"cannot load {source!r}: it has no {SINGLE} or {INDEX}; convert its weights to safetensors")
+            raise UserError(
+                f"cannot load {source!r}: it has no {SINGLE} or {INDEX}; convert its weights to safetensors"
+            )
         with self._opened(single) as file:
             self._file_of = dict.fromkeys(file.keys(), SINGLE)
         self._files = {SINGLE: single}
@@ -153,7 +157,13 @@ class Checkpoint:
         return values
 
     def _read_expert(
-        self, target: torch.Tensor, name: str, expert: int, shape: tuple[int, ...], part: Part | None, dtype: torch.dtype
+        self,
+        target: torch.Tensor,
+        name: str,
+        expert: int,
+        shape: tuple[int, ...],
+        part: Part | None,
+        dtype: torch.dtype,
     ) -> None:
         """One expert's part of a tensor of all experts: gate and up projections are tensors of their own."""
         path, _, kind = name.rpartition(".")

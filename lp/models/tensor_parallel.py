@@ -246,9 +246,7 @@ class _Heads(NamedTuple):
         return (replica.part(linear.out_features),)
 
 
-def _wrap(
-    model: PreTrainedModel, replica: Replica, styles: Mapping[str, str], embedded: int, vocabulary: int
-) -> None:
+def _wrap(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str], embedded: int, vocabulary: int) -> None:
     """Put the layers that talk to other ranks into their places, and correct the sizes that modules know."""
     heads = _Heads.of(model)
     first, last = heads.kv_heads(replica)

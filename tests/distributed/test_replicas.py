@@ -33,7 +33,9 @@ def test_tokens_and_collectives(processes: Processes, tmp_path: Path, world: int
         whole = sum(each.numel() for each in model.parameters())
         greedy = plain_greedy(model, IDS, NEW)
         for case, (_, sampling) in CASES.items():
-            expected = greedy if sampling is None else lp.AutoregressiveDecoder(model).generate(IDS, NEW, sampling).tokens
+            expected = (
+                greedy if sampling is None else lp.AutoregressiveDecoder(model).generate(IDS, NEW, sampling).tokens
+            )
             for rank, found in enumerate(by_rank):
                 assert found[arch][case]["tokens"] == expected, (arch, case, rank)
         for rank, found in enumerate(by_rank):

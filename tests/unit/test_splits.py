@@ -10,7 +10,9 @@ from launch.bench.gpu_projection import LogLaw
 from launch.bench.splits import Machine, Shape, Sum
 from launch.bench.tables.splits import cells
 
-WORK = Work(weight_bytes=13_000_000_000, kv_token_bytes=500_000, token_flop=13_000_000_000, head_flop=0, key_flop=500_000)
+WORK = Work(
+    weight_bytes=13_000_000_000, kv_token_bytes=500_000, token_flop=13_000_000_000, head_flop=0, key_flop=500_000
+)
 RING = Sum(base_s=7e-6, hop_s=1e-6, bytes_per_s=1e11, ring=True)
 
 

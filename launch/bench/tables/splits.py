@@ -45,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     nvlink = OmegaConf.load(CONF / "scaling.yaml").links.nvlink
-    ring = Sum(
-        base_s=1e-6 * nvlink.base_us, hop_s=1e-6 * nvlink.hop_us, bytes_per_s=1e9 * nvlink.gb_s, ring=True
-    )
+    ring = Sum(base_s=1e-6 * nvlink.base_us, hop_s=1e-6 * nvlink.hop_us, bytes_per_s=1e9 * nvlink.gb_s, ring=True)
     law = LogLaw(start=args.start, doubling=args.doubling)
     rows, figures = [], []
     for name in args.shapes.split(","):
