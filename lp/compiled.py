@@ -110,6 +110,7 @@ MASK = U64((1 << 64) - 1)
 GOLDEN = U64(0x9E3779B97F4A7C15)  # this and the next two: splitmix64's constants
 MIX_1 = U64(0xBF58476D1CE4E5B9)
 MIX_2 = U64(0x94D049BB133111EB)
+ONE = U64(1)
 S27, S30, S31 = U64(27), U64(30), U64(31)  # shifts
 
 

@@ -12,11 +12,11 @@ from lp.draft.layout import StepLayout
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.draft.verify import Outcome, RankTrees, UnionTree
-from lp.draft.window import LookaheadWindow, WindowSlice, slice_window
+from lp.draft.window import LookaheadWindow, WindowSlice, WindowSlices, slice_window
 from lp.sampling.sampler import INVALID_TOKEN
 from lp.sampling.top_logits import TopLogits
 
-NOTHING = StepSamples([], [], [], [], [], TopLogits.empty(), [])  # what a source learns besides the text
+NOTHING = StepSamples.of([], [], [], [], TopLogits.empty())  # what a source learns besides the text
 FIRST = 1000  # tokens from here on stand in no window entry
 FAR = 10**6  # a limit that nothing reaches
 
@@ -41,7 +41,7 @@ def layout_of(w: int, n: int, paths: Iterable[Sequence[int]], limit: int = FAR, 
 
 def visible_of(layout: StepLayout) -> np.ndarray:
     """What each of its step tokens sees of the step."""
-    return layout.step_tokens(0)[2]
+    return layout.step_tokens(0).visible()
 
 
 def node_of(layout: StepLayout, level: int, column: int) -> int:
@@ -90,7 +90,8 @@ def trees_of(layouts: Sequence[StepLayout], sampled: Sequence[Mapping[int, int]]
         tokens[rank, :size] = layout.tokens
         probs[rank, :size] = layout.accept_probs
         chosen[rank, :size] = [own.get(node, INVALID_TOKEN) for node in range(size)]
-    return RankTrees(parents, tokens, chosen, probs, np.array([len(layout) for layout in layouts]))
+    counts = np.array([len(layout) for layout in layouts])
+    return RankTrees(parents, tokens, chosen, probs, counts, np.array([7, 100 * budget, 3]))
 
 
 def walk_alone(
@@ -98,7 +99,7 @@ def walk_alone(
 ) -> tuple[Outcome, list[int]]:
     """The walk of one rank alone: its outcome, and the nodes of its path."""
     union = UnionTree(1, len(layout))
-    union.merge(trees_of([layout], [sampled], len(layout)), [layout.columns], merge)
+    union.merge(trees_of([layout], [sampled], len(layout)), WindowSlices([layout.columns]), merge)
     return union.walk(0, most)
 
 

@@ -20,7 +20,8 @@ from lp.draft.pool.factory import tables_digest
 from lp.draft.pool.mixture import FEATURES, GUESS_0, LOGITS_0, NONE_0, TEXT_0, WINDOW_0, predict
 from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.pool.tables import MAX_CONTEXT, ORDERS, Tables, new_tables
-from lp.draft.source import StepSamples
+from lp.draft.share import Share
+from lp.draft.source import ShareInput, StepSamples
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
@@ -59,7 +60,15 @@ def reads_of(
     for _, parent, _ in nodes:
         positions.append(positions[parent] + 1 if parent >= 0 else position)
     tokens, parents, chosen = ([node[item] for node in nodes] for item in range(3))
-    return StepSamples(tokens, positions, parents, range(len(nodes)), chosen, top_logits, ngrams)
+    return StepSamples.of(tokens, positions, parents, chosen, top_logits, ngrams)
+
+
+def share_of(pool: NGramPool, text: Sequence[int], step: ShareInput) -> Share:
+    """A rank's share, of lists, which can be compared."""
+    share = pool.propose_share(text, step)
+    draft = share.draft
+    lists = (np.asarray(field).tolist() for field in (draft.tokens, draft.parents, draft.accept_probs))
+    return Share(DraftTree(*lists), share.common)
 
 
 def drawn_step(rng: random.Random, text: Sequence[int], kinds: int, k: int) -> tuple[list[int], StepSamples]:
@@ -157,7 +166,7 @@ def drawn_run(seed: int, steps: int, pools: int = 1) -> Iterator[tuple[list[Draf
         new, seen = drawn_step(rng, text, 99, 16)
         text += new
         for pool in alike:
-            pool.observe(list(text), len(new), replace(seen, top_logits=TopLogits(*map(np.copy, seen.top_logits))))
+            pool.observe(list(text), len(new), replace(seen, packed=seen.packed.copy()))
 
 
 def proposal_digest(previous: int, tree: DraftTree) -> int:

@@ -42,7 +42,8 @@ class Passes:
 
     def share(self, layout: StepLayout, count: int) -> Call:
         """The first `count` tokens of a rank's step: nodes come before those that see them, so they are a step too."""
-        _, positions, visible = layout.step_tokens(layout.num_tokens)
+        step = layout.step_tokens(layout.num_tokens)
+        positions, visible = step.positions, step.visible()
         offsets = [position - positions[0] for position in positions[:count]]
         return self._call(offsets, visible[:count, :count], sampled_of(layout, count))
 

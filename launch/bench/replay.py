@@ -103,7 +103,7 @@ def replay(
         budget: draft tokens a step, at most.
         max_new_tokens: of the call; nodes past it are not computed. None: as many as the text has.
     """
-    no_samples = StepSamples([], [], [], [], [], TopLogits.empty(), [])
+    no_samples = StepSamples.of([], [], [], [], TopLogits.empty())
     text = list(prompt)
     whole = [*prompt, *tokens]
     last = len(prompt) + (max_new_tokens or len(tokens))

@@ -31,18 +31,24 @@ from lp.draft.window import LookaheadWindow, WindowSlice
 from lp.errors import UserError
 
 
-def ancestors(parents: Sequence[int]) -> np.ndarray:
-    """Visibility (S, S) of a tree given in topological order: [i, j] is whether node i sees node j.
+def ancestors(parents: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Visibility (S, S) of trees given in topological order: [i, j] is whether node i sees node j.
 
     Args:
-        parents: parent of every node, -1 for the root.
+        parents: parent of every node, before it; -1 for a root.
     """
     visible = np.zeros((len(parents), len(parents)), dtype=np.bool_)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            visible[node] = visible[parent]
-        visible[node, node] = True
+    _fill_visible(compiled_ints(parents), compiled_array(visible))
     return visible
+
+
+@jit
+def _fill_visible(parents, visible):  # type: ignore[no-untyped-def]
+    for node in range(len(parents)):
+        if parents[node] >= 0:
+            for above in range(parents[node] + 1):
+                visible[node, above] = visible[parents[node], above]
+        visible[node, node] = True
 
 
 class LayoutNodes(NamedTuple):
@@ -68,8 +74,9 @@ class LayoutNodes(NamedTuple):
     @classmethod
     def room(cls, size: int) -> LayoutNodes:
         """Room for so many nodes."""
-        kinds = {"accept_probs": np.float64, "sampled": np.bool_, "reachable": np.bool_}
-        return cls(*(compiled_array(np.empty(size, kinds.get(name, np.int64))) for name in cls._fields))
+        tokens, positions, parents, drafted_behind = map(compiled_array, np.empty((4, size), np.int64))
+        sampled, reachable = map(compiled_array, np.empty((2, size), np.bool_))
+        return cls(tokens, positions, parents, compiled_array(np.empty(size)), sampled, reachable, drafted_behind)
 
     def first(self, count: int) -> LayoutNodes:
         """The first nodes."""
@@ -81,14 +88,12 @@ class _WindowNodes(NamedTuple):
 
     Attributes:
         parents, distances: int64 (nodes,); distance from p.
-        visible: bool (nodes, nodes).
         on_walk: bool (nodes,), those that a walk may reach: `c`, level 0 and column 0.
         sampled: bool (nodes,), those whose token is sampled: those on a walk, and the last level.
     """
 
     parents: Any
     distances: Any
-    visible: Any
     on_walk: Any
     sampled: Any
 
@@ -105,7 +110,6 @@ def _window_nodes(columns: WindowSlice) -> _WindowNodes:
     return _WindowNodes(
         parents=compiled_ints(parents),
         distances=compiled_ints([k + j for k, j in entries]),
-        visible=compiled_array(ancestors(parents)),
         on_walk=compiled_array(on_walk),
         sampled=compiled_array(sampled),
     )
@@ -149,18 +153,21 @@ class StepLayout:
             guesses = guesses + level[columns.first : columns.end]
         self.num_window = 1 + len(guesses)
         size = self.num_window + len(draft)
-        probs = draft.accept_probs or [0.0] * len(draft)
+        probs = draft.accept_probs if len(draft.accept_probs) else np.zeros(len(draft))
         if not len(draft.parents) == len(probs) == len(draft):  # compiled functions would not notice
             raise UserError(
                 f"a draft tree has {len(draft)} tokens, {len(draft.parents)} parents and {len(probs)} accept_probs; "
                 "give one of each for every node, or no accept_probs"
             )
         nodes = LayoutNodes.room(size)
+        step = StepTokens(*np.empty((3, len(catch_up) + size), np.int64))
         count = _lay_out(
             nodes,
+            StepTokens(*map(compiled_array, step)),
             _Children.room(size),
             self._window,
             compiled_ints([token, *guesses]),
+            compiled_ints(catch_up),
             compiled_ints(draft.tokens),
             compiled_ints(draft.parents),
             compiled_array(np.array(probs, np.float64)),
@@ -171,6 +178,7 @@ class StepLayout:
         if count < 0:
             raise UserError("a node of a draft tree comes before its parent; list parents first, -1 for the root")
         self.nodes = nodes if count == size else nodes.first(count)
+        self._step = step
 
     def __len__(self) -> int:
         return len(self.nodes.tokens)
@@ -241,25 +249,35 @@ class StepLayout:
         """Whether a walk may reach the node: it is of level 0, of column 0 or of the draft tree."""
         return bool(self.nodes.reachable[node])
 
-    def step_tokens(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens and positions (T,) and visibility (T, T) of the forward pass: catch-up tokens, then the nodes.
+    def step_tokens(self, num_tokens: int) -> StepTokens:
+        """What the forward pass computes: catch-up tokens, then the nodes.
 
         Args:
             num_tokens: where larger than T, tokens are added that nothing sees and nothing is sampled at.
         """
-        size = max(num_tokens, self.num_tokens)
-        tokens = np.empty(size, np.int64)
-        positions = np.empty(size, np.int64)
-        visible = np.zeros((size, size), np.bool_)
-        _fill_step(
-            self.nodes,
-            self._window.visible,
-            compiled_ints(self.catch_up),
-            compiled_array(tokens),
-            compiled_array(positions),
-            compiled_array(visible),
-        )
-        return tokens, positions, visible
+        tokens, positions, parents = (field[: self.num_tokens] for field in self._step)
+        if (padding := num_tokens - self.num_tokens) > 0:
+            values = (int(self.nodes.tokens[0]), int(self.nodes.positions[0]), -1)
+            padded = zip((tokens, positions, parents), values, strict=True)
+            return StepTokens(*(np.pad(field, (0, padding), constant_values=value) for field, value in padded))
+        return StepTokens(tokens, positions, parents)
+
+
+class StepTokens(NamedTuple):
+    """The tokens of a forward pass.
+
+    Attributes:
+        tokens, positions: int64 (T,).
+        parents: int64 (T,): a token sees its parent, what that one sees, and itself; -1 where it sees itself alone.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    parents: np.ndarray
+
+    def visible(self) -> np.ndarray:
+        """Bool (T, T), which tokens of the step each one sees."""
+        return ancestors(self.parents)
 
 
 class _Children(NamedTuple):
@@ -273,12 +291,29 @@ class _Children(NamedTuple):
     @classmethod
     def room(cls, size: int) -> _Children:
         """For so many nodes."""
-        return cls(*(compiled_array(np.empty(size, np.int64)) for _ in cls._fields))
+        return cls(*map(compiled_array, np.empty((4, size), np.int64)))
 
 
 @jit
-def _lay_out(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
-    """Fill in `c` and the window, then the draft tree; returns how many nodes there are, -1 for no tree."""
+def _lay_out(nodes, step, children, window, own_tokens, catch_up, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
+    """Fill in nodes and the tokens of the step; returns how many nodes there are, -1 for no tree."""
+    count = _fill_nodes(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit)
+    missing = len(catch_up)
+    for at in range(missing):
+        step.tokens[at] = catch_up[at]
+        step.positions[at] = position - missing + at
+        step.parents[at] = at - 1
+    for node in range(count):
+        at = missing + node
+        step.tokens[at] = nodes.tokens[node]
+        step.positions[at] = nodes.positions[node]
+        step.parents[at] = nodes.parents[node] + missing  # that of `c` is the last one that it catches up with
+    return count
+
+
+@jit
+def _fill_nodes(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
+    """Fill in `c` and the window, then the draft tree."""
     count = len(own_tokens)
     for node in range(count):
         nodes.tokens[node] = own_tokens[node]
@@ -338,32 +373,3 @@ def _add_child(nodes, children, parent, node):  # type: ignore[no-untyped-def]
     nodes.drafted_behind[node] = parent
     children.next[node] = children.first[parent]
     children.first[parent] = node
-
-
-@jit
-def _fill_step(nodes, window_visible, catch_up, tokens, positions, visible):  # type: ignore[no-untyped-def]
-    missing = len(catch_up)
-    used = missing + len(nodes.tokens)
-    for at in range(missing):
-        tokens[at] = catch_up[at]
-        positions[at] = nodes.positions[0] - missing + at
-        for above in range(at + 1):
-            visible[at, above] = True
-    for at in range(missing, used):
-        node = at - missing
-        tokens[at] = nodes.tokens[node]
-        positions[at] = nodes.positions[node]
-        for above in range(missing):
-            visible[at, above] = True
-        if node < len(window_visible):
-            for above in range(node):
-                visible[at, missing + above] = window_visible[node, above]
-        else:
-            parent = nodes.parents[node] + missing
-            for above in range(missing, parent + 1):
-                visible[at, above] = visible[parent, above]
-        visible[at, at] = True
-    for at in range(used, len(tokens)):
-        tokens[at] = nodes.tokens[0]
-        positions[at] = nodes.positions[0]
-        visible[at, at] = True

@@ -65,7 +65,7 @@ def cut_tree(tree: DraftTree, budget: int, base_tokens: Sequence[int], rank: int
     if len(base_tokens) == 1:
         return Share(tree)
     deepest = budget - min(base_tokens)
-    paths = [path for path in _preorder_paths(tree.parents) if len(path) <= deepest]
+    paths = [path for path in _preorder_paths(list(tree.parents)) if len(path) <= deepest]
     sizes = range(max(base_tokens), budget)
     largest = bisect_left(sizes, len(paths), key=lambda size: _divide(paths, size, base_tokens)[1])
     size = min(sizes.start + largest, budget)

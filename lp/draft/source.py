@@ -17,7 +17,7 @@ from lp.config import MAX_STEP_TOKENS
 from lp.draft.share import Share, cut_tree
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
-from lp.sampling.top_logits import TopLogits
+from lp.sampling.top_logits import INVALID_TOKEN, TopLogits, pack_again, unpack_top_logits
 
 Ints = Sequence[int] | np.ndarray
 
@@ -28,19 +28,48 @@ class StepSamples:
 
     Attributes:
         tokens, positions, parents: of all nodes, in topological order; node 0 is `c`, whose parent is -1.
-        nodes: those that were sampled, n.
-        sampled: the token of each, (n,).
-        top_logits: of each, (n, K).
+        sampled: of all nodes, the token that each sampled; INVALID_TOKEN where it sampled none.
+        packed: int64, one-dimensional: has the nodes' top-k logits, packed.
+        starts: of all nodes, where in `packed` theirs begin.
+        num_logits: K.
         ngrams: the window's new n-grams, of N tokens, one a column.
     """
 
     tokens: Ints
     positions: Ints
     parents: Ints
-    nodes: Ints
     sampled: Ints
-    top_logits: TopLogits
+    packed: np.ndarray
+    starts: Ints
+    num_logits: int
     ngrams: Sequence[tuple[int, ...]]
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Ints,
+        positions: Ints,
+        parents: Ints,
+        sampled: Ints,
+        top_logits: TopLogits,
+        ngrams: Sequence[tuple[int, ...]] = (),
+    ) -> StepSamples:
+        """Of nodes with these top-k logits, one row a node."""
+        packed = pack_again(top_logits)
+        count, num_logits = packed.shape
+        starts = np.arange(count) * num_logits
+        return cls(tokens, positions, parents, sampled, packed.reshape(-1), starts, num_logits, ngrams)
+
+    @property
+    def nodes(self) -> list[int]:
+        """Those that sampled a token, n."""
+        return np.flatnonzero(np.asarray(self.sampled) != INVALID_TOKEN).tolist()
+
+    @property
+    def top_logits(self) -> TopLogits:
+        """Of `nodes`: (n, K)."""
+        starts = np.asarray(self.starts)[self.nodes]
+        return unpack_top_logits(self.packed[starts[:, None] + np.arange(self.num_logits)])
 
 
 class TokenPrice(NamedTuple):
@@ -81,7 +110,7 @@ class ShareInput(NamedTuple):
     Attributes:
         rank: whose share it is.
         budget: B, the most step tokens of every rank.
-        base_tokens: by rank, step tokens without a draft: catch-up tokens, `c` and the rank's part of the window.
+        base_tokens: by rank, (R,), step tokens without a draft: catch-up tokens, `c`, the rank's part of the window.
         window: what the rank's part of the window proposes at no cost.
         price: of the rank's step tokens; None: they cost nothing.
         max_draft: the most draft tokens of every rank.
@@ -89,23 +118,28 @@ class ShareInput(NamedTuple):
 
     rank: int
     budget: int
-    base_tokens: Sequence[int]
+    base_tokens: Sequence[int] | np.ndarray
     window: WindowDrafts
     price: TokenPrice | None
     max_draft: int = MAX_STEP_TOKENS
 
     @property
-    def rooms(self) -> list[int]:
-        """By rank, how many draft tokens it may have."""
-        return [max(min(self.budget - base, self.max_draft), 0) for base in self.base_tokens]
+    def rooms(self) -> np.ndarray:
+        """By rank, how many draft tokens it may have: int64 (R,)."""
+        return np.maximum(np.minimum(self.budget - np.asarray(self.base_tokens, np.int64), self.max_draft), 0)
 
 
 class DraftSource(Protocol):
     """Proposes draft tokens for one text; every `generate` call has its own.
 
     All ranks call it alike, with equal arguments but for the rank, and each computes its own share of what it proposes:
-    it must be deterministic. A source may also have `propose_share(text, step: ShareInput) -> Share`, which grows
-    one rank's share alone; without it, every rank proposes the whole tree and takes its part (`cut_tree`).
+    it must be deterministic. A source may also have
+
+    - `propose_share(text, step: ShareInput) -> Share`, which grows one rank's share alone; without it, every rank
+      proposes the whole tree and takes its part (`cut_tree`);
+    - `observe_part(text, num_new, samples) -> Callable[[], None]`, which is called instead of `observe` where a device
+      computes beside the host: it learns what the next proposal needs, and returns what learns the rest. That is
+      called once, while the next step is computed.
     """
 
     num_logits: int  # K, top-k logits that it wants of every sampled node; 0 for none
@@ -131,6 +165,7 @@ class DraftSource(Protocol):
 
 
 ProposeShare = Callable[[Sequence[int], ShareInput], Share]
+ObservePart = Callable[[Sequence[int], int, StepSamples], Callable[[], None] | None]
 
 
 def share_proposer(source: DraftSource) -> ProposeShare:
@@ -139,8 +174,8 @@ def share_proposer(source: DraftSource) -> ProposeShare:
     def cut_whole(text: Sequence[int], step: ShareInput) -> Share:
         alone = len(step.base_tokens) == 1  # else window and price are the rank's own, and the tree is to be all ranks'
         window = step.window if alone else WindowDrafts()
-        tree = source.propose(text, sum(step.rooms), window, step.price if alone else None)
-        return cut_tree(tree, step.budget, step.base_tokens, step.rank)
+        tree = source.propose(text, int(step.rooms.sum()), window, step.price if alone else None)
+        return cut_tree(tree, step.budget, np.asarray(step.base_tokens).tolist(), step.rank)
 
     own: ProposeShare | None = getattr(source, "propose_share", None)
     return own or cut_whole

@@ -92,7 +92,7 @@ class TokenRecycling:
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Every sampled node replaces its token's successors."""
-        self._store([samples.tokens[node] for node in samples.nodes], samples.top_logits)
+        self._store([int(samples.tokens[node]) for node in samples.nodes], samples.top_logits)
 
     def _store(self, tokens: Sequence[int], top_logits: TopLogits) -> None:
         self._successors.update(zip(tokens, top_logits.tokens.tolist(), strict=True))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -21,9 +23,9 @@ class DraftTree:
             layout: paths lie side by side, and no two nodes are shared.
     """
 
-    tokens: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    accept_probs: Sequence[float] = ()
+    tokens: Sequence[int] | np.ndarray = ()
+    parents: Sequence[int] | np.ndarray = ()
+    accept_probs: Sequence[float] | np.ndarray = ()
     merge: bool = True
 
     def __len__(self) -> int:

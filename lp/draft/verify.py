@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import compiled_array, compiled_ints, compiled_zeros, jit
-from lp.draft.window import WindowSlice
-from lp.sampling.sampler import INVALID_TOKEN
+from lp.compiled import compiled_array, compiled_zeros, jit
+from lp.draft.window import WindowSlices
+from lp.sampling.top_logits import INVALID_TOKEN
 
 
 class RankTrees(NamedTuple):
@@ -27,6 +27,8 @@ class RankTrees(NamedTuple):
         parents, tokens, sampled: int64 (R, B); a rank's own node numbers; INVALID_TOKEN where nothing was sampled.
         probs: float64 (R, B): of a draft token and all before it to be accepted; 0 where none is stated.
         counts: (R,), nodes of every rank.
+        logits_at: (3,), where in the messages of all ranks the packed logits of a node begin: at the sum of these
+            times 1, its rank, and its number there.
     """
 
     parents: np.ndarray
@@ -34,16 +36,27 @@ class RankTrees(NamedTuple):
     sampled: np.ndarray
     probs: np.ndarray
     counts: np.ndarray
+    logits_at: np.ndarray
 
     @classmethod
-    def room(cls, ranks: int, budget: int) -> RankTrees:
+    def room(cls, ranks: int, budget: int, logits_at: Sequence[int] = (0, 0, 0)) -> RankTrees:
         """Room for the trees of R ranks, of B nodes each."""
-        ints = np.empty((3, ranks, budget), np.int64)
-        return cls(ints[0], ints[1], ints[2], np.empty((ranks, budget)), np.empty(ranks, np.int64))
+        ints = np.zeros((3, ranks, budget), np.int64)
+        counts = np.zeros(ranks, np.int64)
+        return cls(ints[0], ints[1], ints[2], np.zeros((ranks, budget)), counts, np.array(logits_at, np.int64))
 
     def compiled(self) -> RankTrees:
         """As compiled functions take them."""
         return RankTrees(*map(compiled_array, self))
+
+
+class _Found(NamedTuple):
+    """Room for what a walk finds; see `Outcome`."""
+
+    path: Any  # int64 (R * B + 1,), like the next two
+    tokens: Any
+    own: Any  # nodes of the path, as the rank numbers them
+    held: Any  # int64 (R,)
 
 
 class _Nodes(NamedTuple):
@@ -57,6 +70,7 @@ class _Nodes(NamedTuple):
     first_child: Any  # -1 for none; children that a walk may take
     next_sibling: Any
     sources: Any  # rank * B + node of the rank that speaks
+    starts: Any  # where in the messages its packed logits begin
     node_of: Any  # by rank * B + node: its node here
 
 
@@ -103,12 +117,10 @@ class UnionTree:
         self.num_draft = 0
         size = ranks * budget
         self._nodes = _Nodes(*(compiled_zeros(size, "f8" if name == "probs" else "i8") for name in _Nodes._fields))
-        self._slices: Sequence[WindowSlice] | None = None
-        self._path = compiled_zeros(size + 1, "i8")
-        self._local = compiled_zeros(size + 1, "i8")
-        self._held = compiled_zeros(ranks, "i8")
+        path, tokens, own = (compiled_zeros(size + 1, "i8") for _ in range(3))
+        self._found = _Found(path, tokens, own, compiled_zeros(ranks, "i8"))
 
-    def merge(self, trees: RankTrees, slices: Sequence[WindowSlice], window_drafts: bool) -> None:
+    def merge(self, trees: RankTrees, slices: WindowSlices, window_drafts: bool) -> None:
         """Take in the trees of all ranks.
 
         Args:
@@ -116,12 +128,9 @@ class UnionTree:
             slices: by rank, its columns of the window.
             window_drafts: level 0 and column 0 are drafts.
         """
-        if slices is not self._slices:  # mostly those of the step before
-            self._slices = slices
-            self._columns = compiled_ints([(each.first, each.num_columns, each.level_0_nodes) for each in slices])
         self._trees = trees.compiled()
         self.num_nodes, self.num_draft = _merge(
-            self._nodes, self._trees, self._columns, slices[0].levels, self.budget, window_drafts
+            self._nodes, self._trees, slices.shapes, slices[0].levels, self.budget, window_drafts
         )
 
     def walk(self, rank: int, most: int) -> tuple[Outcome, list[int]]:
@@ -137,14 +146,11 @@ class UnionTree:
         Returns:
             The outcome, and the rank's own nodes of its path, as far as it has them.
         """
-        length, expected, accepted_drafts = _walk(self._nodes, self._path, most)
-        counts = self._trees.counts
-        _find_held(self._nodes, counts, self.budget, self._path, length, rank, self._held, self._local)
-        held = np.asarray(self._held).tolist()
-        path = np.asarray(self._path)[:length]
-        tokens = np.asarray(self._nodes.sampled)[path].tolist()
-        own = np.asarray(self._local)[: held[rank]].tolist()
-        return Outcome(path.tolist(), tokens, held, expected, accepted_drafts), own
+        found, counts = self._found, self._trees.counts
+        length, expected, accepted_drafts = _walk(self._nodes, counts, self.budget, rank, most, found)
+        held = found.held.tolist()
+        path, tokens = found.path[:length].tolist(), found.tokens[:length].tolist()
+        return Outcome(path, tokens, held, expected, accepted_drafts), found.own[: held[rank]].tolist()
 
     def speaker(self, node: int) -> int:
         """The rank that speaks for a node."""
@@ -175,22 +181,10 @@ class UnionTree:
         """Rank * B + node of the rank that speaks."""
         return np.asarray(self._nodes.sources)[: self.num_nodes]
 
-    def samples(self, top_logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The nodes that sampled a token, (n,), and their top-k logits, (n, K), packed.
-
-        Args:
-            top_logits: int64 (R * B, K), of rank * B + node.
-        """
-        nodes = np.empty(self.num_nodes, np.int64)
-        packed = np.empty((self.num_nodes, top_logits.shape[1]), np.int64)
-        count = _gather_samples(
-            self._nodes,
-            self.num_nodes,
-            compiled_array(top_logits),
-            compiled_array(nodes),
-            compiled_array(packed),
-        )
-        return nodes[:count], packed[:count]
+    @property
+    def starts(self) -> np.ndarray:
+        """Where in the messages its packed logits begin."""
+        return np.asarray(self._nodes.starts)[: self.num_nodes]
 
     @property
     def accept_probs(self) -> np.ndarray:
@@ -229,6 +223,7 @@ def _merge(nodes, trees, slices, levels, budget, window_drafts):  # type: ignore
                 nodes.sampled[node] = trees.sampled[rank, index]
                 nodes.probs[node] = 0.0
                 nodes.sources[node] = at
+                nodes.starts[node] = trees.logits_at[0] + trees.logits_at[1] * rank + trees.logits_at[2] * index
                 nodes.first_child[node] = -1
                 if index > 0 and on_walk:
                     nodes.next_sibling[node] = nodes.first_child[parent]
@@ -249,8 +244,17 @@ def _child(nodes, parent, token):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _walk(nodes, path, most):  # type: ignore[no-untyped-def]
-    """Fill the path; returns its length, and `expected` and `accepted_drafts` as in Outcome."""
+def _walk(nodes, counts, budget, own_rank, most, found):  # type: ignore[no-untyped-def]
+    """Fill `found`; returns the path's length, and `expected` and `accepted_drafts` as in Outcome."""
+    length, expected, accepted_drafts = _find_path(nodes, most, found.path)
+    for index in range(length):
+        found.tokens[index] = nodes.sampled[found.path[index]]
+    _find_held(nodes, counts, budget, found.path, length, own_rank, found.held, found.own)
+    return length, expected, accepted_drafts
+
+
+@jit
+def _find_path(nodes, most, path):  # type: ignore[no-untyped-def]
     node = 0
     length = 1
     path[0] = 0
@@ -286,16 +290,3 @@ def _find_held(nodes, counts, budget, path, length, own_rank, held, local):  # t
                 held[rank] = depth + 1
                 if rank == own_rank:
                     local[depth] = index
-
-
-@jit
-def _gather_samples(nodes, num_nodes, top_logits, found, packed):  # type: ignore[no-untyped-def]
-    """Returns how many nodes sampled a token."""
-    count = 0
-    for node in range(num_nodes):
-        if nodes.sampled[node] != INVALID_TOKEN:
-            found[count] = node
-            for k in range(top_logits.shape[1]):
-                packed[count, k] = top_logits[nodes.sources[node], k]
-            count += 1
-    return count

@@ -7,8 +7,12 @@ Entry [k][j] (level k, column j) is a guess for position p + j + k; entry [0][0]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
+
+import numpy as np
+
+from lp.compiled import compiled_ints
 
 _STRIDE = 2654435761  # Knuth's multiplicative hash: spreads neighbouring positions over the text
 
@@ -53,8 +57,32 @@ class WindowSlice(NamedTuple):
         return self.first if self.levels == 1 else self.num_nodes - self.num_columns
 
 
+class WindowSlices(tuple[WindowSlice, ...]):
+    """Every rank's slice of the window, and what a step needs to know of all of them."""
+
+    @cached_property
+    def num_nodes(self) -> np.ndarray:
+        """By rank, nodes of `c` and the window: int64 (R,)."""
+        return np.array([own.num_nodes for own in self], np.int64)
+
+    @cached_property
+    def num_columns(self) -> int:
+        """Of all ranks."""
+        return sum(own.num_columns for own in self)
+
+    @cached_property
+    def shapes(self) -> Any:
+        """By rank, its first column, its number of columns, and its nodes of level 0: int64 (R, 3)."""
+        return compiled_ints([(own.first, own.num_columns, own.level_0_nodes) for own in self])
+
+    @cached_property
+    def holders(self) -> list[int]:
+        """The ranks that have columns, by their first one."""
+        return sorted((rank for rank, own in enumerate(self) if own.num_columns), key=lambda rank: self[rank].first)
+
+
 @lru_cache(maxsize=1024)
-def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> tuple[WindowSlice, ...]:
+def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> WindowSlices:
     """Share the window's columns among ranks, as many on each as fit, from the last column and the last rank.
 
     A column needs all of level 0 before it, so columns on few ranks repeat the fewest nodes. With N = 2 level 0 is all
@@ -73,7 +101,7 @@ def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> tuple
     if levels == 1:
         holder = max(range(ranks), key=lambda rank: (rooms[rank], rank))
         columns = max(min(columns, rooms[holder]), 0)
-        return tuple(WindowSlice(0, columns if rank == holder else 0, 1) for rank in range(ranks))
+        return WindowSlices(WindowSlice(0, columns if rank == holder else 0, 1) for rank in range(ranks))
     while True:
         slices = [WindowSlice(0, 0, levels)] * ranks
         end = columns
@@ -82,7 +110,7 @@ def slice_window(columns: int, ngram_size: int, rooms: tuple[int, ...]) -> tuple
             slices[rank] = WindowSlice(end - fitting, end, levels)
             end -= fitting
         if end == 0:
-            return tuple(slices)
+            return WindowSlices(slices)
         columns -= 1
 
 

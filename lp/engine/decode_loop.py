@@ -18,10 +18,10 @@ from lp.config import KVSync, LookaheadConfig
 from lp.digest import chain_digest
 from lp.draft.layout import StepLayout
 from lp.draft.share import NO_DRAFT, Share
-from lp.draft.source import DraftSource, ShareInput, StepSamples, share_proposer
+from lp.draft.source import DraftSource, ObservePart, ShareInput, StepSamples, share_proposer
 from lp.draft.tree import DraftTree
 from lp.draft.verify import Outcome, UnionTree
-from lp.draft.window import LookaheadWindow, WindowSlice, slice_window
+from lp.draft.window import LookaheadWindow, WindowSlice, WindowSlices, slice_window
 from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
@@ -34,8 +34,8 @@ from lp.models.runner import ModelRunner
 from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, state_digest, unpack
-from lp.sampling.sampler import INVALID_TOKEN, check_sampled
-from lp.sampling.top_logits import unpack_top_logits
+from lp.sampling.sampler import check_sampled
+from lp.sampling.top_logits import INVALID_TOKEN, unpack_top_logits
 
 T = TypeVar("T")
 
@@ -82,11 +82,12 @@ class Generation:
         self.num_logits = min(source.num_logits, vocabulary_size(runner.model))
         self.propose_share = share_proposer(source)
         self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
+        self.trees = self.message_shape.room(context.world_size)
         self.union = UnionTree(context.world_size, budget.step_tokens)
         self.rounding = logit_rounding(runner.model) if context.world_size > 1 else 0.0
         self.cache = cache
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
-        self.catch_up_counts = [0] * context.world_size  # how many every rank lacks
+        self.catch_up_counts = np.zeros(context.world_size, np.int64)  # how many every rank lacks
         self.digest = chain_digest(0, request.prompt)
         self.num_digested = len(request.prompt)  # tokens of the text that are in the digest
         self.pending_stop = Stop.NONE  # what only this rank knows, until its next message
@@ -95,6 +96,9 @@ class Generation:
         self.stats: list[StepStats] = []
         self.timer = StepTimer()
         self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape, self.timer)
+        observe_part = getattr(source, "observe_part", None) if self.step_pass.beside_host else None
+        self._observe: ObservePart = observe_part or source.observe
+        self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
 
     @property
     def tokens(self) -> list[int]:
@@ -112,9 +116,12 @@ class Generation:
         self.prefill()
         prefill_s = timer.restart()
         reason = Stop.NONE
-        while not reason:
-            plain = self.budget.idle and not any(self.catch_up_counts)
-            reason = self.plain_step() if plain else self.step()
+        try:
+            while not reason:
+                plain = self.budget.idle and not self.catch_up_counts.any()
+                reason = self.plain_step() if plain else self.step()
+        finally:
+            self._finish_learning()
         if self.failure:
             raise self.failure
         tokens = self.tokens[: self.num_kept]
@@ -163,8 +170,7 @@ class Generation:
         self._record(gathered, outcome)
         self._commit(layout, outcome, own_path)
         self._learn(gathered, outcome, slices)
-        columns = sum(own.num_columns for own in slices)
-        return self._deliver(outcome.tokens, layout.num_tokens, self.union.num_draft, columns)
+        return self._deliver(outcome.tokens, layout.num_tokens, self.union.num_draft, slices.num_columns)
 
     def plain_step(self) -> Stop:
         """The same of `c` alone, on every rank: nothing is drafted or learned, so it takes what plain decoding does."""
@@ -173,12 +179,13 @@ class Generation:
         self._cross_rope_boundary()
         layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
         if self.context.alone:
+            self._finish_learning()
             size = self.budget.padded_size(1)
             token = self._attempt(lambda: self.step_pass.token_alone(layout, self.text, size))
             stop = self._wants_to_stop()
             length = self.num_kept
         else:
-            messages = self._messages(layout, NO_DRAFT, (), num_logits=0)
+            messages = self._messages(layout, NO_DRAFT, WindowSlices(), num_logits=0)
             gathered = self._unpacked(messages)
             token = sampled_at_c(messages)
             stop = gathered.stop
@@ -203,25 +210,26 @@ class Generation:
         if self.request.crosses(len(self.text) - 1):
             self._attempt(lambda: self.runner.cross(self.text, self.cache, self.request.prefill_chunk))
             self.catch_up = []
-            self.catch_up_counts = [0] * self.context.world_size
+            self.catch_up_counts[:] = 0
 
     @property
     def _limit(self) -> int:
         """Positions below it may be used by this step."""
         return self.request.limit_at(len(self.text) - 1)
 
-    def _slice_window(self) -> tuple[WindowSlice, ...]:
+    def _slice_window(self) -> WindowSlices:
         """The window's columns of every rank, beside its catch-up tokens, as far as the context goes."""
         room = self._limit - (len(self.text) - 1) - (self.config.ngram_size - 2)
         columns = max(min(self.window.window_size, room), 0)
-        rooms = tuple(self.budget.step_tokens - count for count in self.catch_up_counts)
-        return slice_window(columns, self.config.ngram_size, rooms)
+        enough = columns * self.config.ngram_size  # for all of them, so that most steps have the same rooms
+        rooms = np.minimum(self.budget.step_tokens - self.catch_up_counts, enough)
+        return slice_window(columns, self.config.ngram_size, tuple(rooms.tolist()))
 
-    def _propose(self, slices: Sequence[WindowSlice]) -> Share:
+    def _propose(self, slices: WindowSlices) -> Share:
         """This rank's share of the draft tree."""
         rank = self.context.rank
-        base_tokens = [count + own.num_nodes for count, own in zip(self.catch_up_counts, slices, strict=True)]
-        largest = max(base_tokens)
+        base_tokens = self.catch_up_counts + slices.num_nodes
+        own_tokens, largest = int(base_tokens[rank]), int(base_tokens.max())
         drafts_nothing = self._warming_up or self.budget.idle
         step = ShareInput(
             rank=rank,
@@ -229,7 +237,7 @@ class Generation:
             max_draft=0 if drafts_nothing else self.config.draft_budget,
             base_tokens=base_tokens,
             window=self.window.drafts(slices[rank]),
-            price=self.budget.price(base_tokens[rank], largest if len(slices) > 1 else 0),
+            price=self.budget.price(own_tokens, largest if len(slices) > 1 else 0),
         )
         return self.propose_share(self.text, step)
 
@@ -243,9 +251,7 @@ class Generation:
             )
         return layout
 
-    def _messages(
-        self, layout: StepLayout, common: DraftTree, slices: Sequence[WindowSlice], num_logits: int
-    ) -> np.ndarray:
+    def _messages(self, layout: StepLayout, common: DraftTree, slices: WindowSlices, num_logits: int) -> np.ndarray:
         """Compute this rank's part of the step, and exchange messages: (R, P). Without nodes if it fails.
 
         Args:
@@ -259,16 +265,23 @@ class Generation:
         message = self._attempt(lambda: self.step_pass.run(layout, header, self.text, size, num_logits))
         if message is None:
             message = self.step_pass.failed(header._replace(stop=self._wants_to_stop()), layout)
+        self._finish_learning()  # while the device computes
         return self.step_pass.exchange(message)
 
     def _unpacked(self, messages: np.ndarray) -> Gathered:
-        return unpack(messages, self.message_shape, len(self.stats), self.rounding, self.context.name_of)
+        return unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)
 
-    def _header(self, common: DraftTree, slices: Sequence[WindowSlice]) -> Header:
+    def _finish_learning(self) -> None:
+        if self._merge:
+            self._merge()
+            self._merge = None
+
+    def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
         """What this rank's message begins with."""
         if not self.context.alone:  # a single rank has none to differ from
-            shape = [self.budget.step_tokens, *(own.end - own.first for own in slices), *self.catch_up_counts]
-            state = (*self.window.levels, common.tokens, common.parents, shape)
+            widths = slices.num_nodes.tolist()
+            shape = [self.budget.step_tokens, *widths, *self.catch_up_counts.tolist()]
+            state = (*self.window.levels, list(common.tokens), list(common.parents), shape)
             self.digest = state_digest(self.digest, self.text[self.num_digested :], *state)
             self.num_digested = len(self.text)
         return Header(self.digest, self._wants_to_stop(), self.num_kept)
@@ -309,7 +322,7 @@ class Generation:
             return
         self.cache.commit(computed)
         self.catch_up = accepted[len(own_path) :]
-        self.catch_up_counts = [len(accepted) - held for held in outcome.held]
+        self.catch_up_counts = len(accepted) - np.array(outcome.held)
 
     def _broadcast_kv(self, computed: Sequence[int], outcome: Outcome) -> None:
         """The rank that speaks for the end of the path computed all of it: it sends the KV to the others."""
@@ -321,35 +334,34 @@ class Generation:
         self.cache.commit(computed[:1])
         self.cache.append(flat, len(path))
 
-    def _learn(self, gathered: Gathered, outcome: Outcome, slices: Sequence[WindowSlice]) -> None:
+    def _learn(self, gathered: Gathered, outcome: Outcome, slices: WindowSlices) -> None:
         """Advance the window and show the draft source what the step sampled."""
         last_level = self._last_level(gathered, slices)
         ngrams = self.window.ngrams(last_level)
         union = self.union
-        nodes, top_logits = union.samples(gathered.top_logits)
+        sampled = union.sampled
         if self._warming_up:  # the reference code's window has no full column yet
             ngrams = []
-            nodes = nodes[:0]
-            top_logits = top_logits[:0]
+            sampled = np.full_like(sampled, INVALID_TOKEN)
         samples = StepSamples(
             tokens=union.tokens,
             positions=union.depths + (len(self.text) - 1 - len(outcome.tokens)),
             parents=union.parents,
-            nodes=nodes,
-            sampled=union.sampled[nodes],
-            top_logits=unpack_top_logits(top_logits),
+            sampled=sampled,
+            packed=gathered.packed,
+            starts=union.starts,
+            num_logits=self.num_logits,
             ngrams=ngrams,
         )
         self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), last_level)
-        self.source.observe(self.text, len(outcome.tokens), samples)
+        self._merge = self._observe(self.text, len(outcome.tokens), samples)
 
     @staticmethod
-    def _last_level(gathered: Gathered, slices: Sequence[WindowSlice]) -> list[int]:
+    def _last_level(gathered: Gathered, slices: WindowSlices) -> list[int]:
         """The token that each column's last level sampled."""
         last_level: list[int] = []
-        with_columns = [rank for rank, own in enumerate(slices) if own.end > own.first]
-        for rank in sorted(with_columns, key=lambda rank: slices[rank].first):
+        for rank in slices.holders:
             own = slices[rank]
             first = own.first_of_last_level
             # A node that no walk can reach may have sampled nothing: its scores were not finite.

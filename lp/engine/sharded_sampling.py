@@ -18,8 +18,8 @@ from lp.models.sharded_layers import ShardedHead
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import NUM_BEST, Header, Sampled, Stop, best_logits
 from lp.parallel.replica import Replica
-from lp.sampling.sampler import INVALID_TOKEN, Sampler
-from lp.sampling.top_logits import pack_top_logits
+from lp.sampling.sampler import Sampler
+from lp.sampling.top_logits import INVALID_TOKEN, pack_top_logits
 
 HEAD = 3  # int64s before the nodes
 

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
-from lp.draft.layout import StepLayout
+from lp.draft.layout import StepLayout, StepTokens
 from lp.engine.captured_tail import CapturedTail
 from lp.engine.output import StepTimer
 from lp.engine.sharded_sampling import ShardedSampling
@@ -68,6 +68,11 @@ class StepPass:
         self._on_host: torch.Tensor | None = None
         self._clock = _Clock() if runner.device.type == "cuda" else None
 
+    @property
+    def beside_host(self) -> bool:
+        """The device computes a step while the host does something else, until `exchange`."""
+        return self.runner.device.type != "cpu"
+
     def capture(self, num_tokens: int, num_logits: Sequence[int]) -> None:
         """Capture steps of all buckets up to so many tokens, so that none is captured while text is generated.
 
@@ -106,7 +111,7 @@ class StepPass:
                 logits_indices = [missing + node for node in logits_indices]
             step = self.runner.staged(*inputs, self.cache, logits_indices)
             if step is None:
-                logits = self.runner.forward(*inputs, self.cache, logits_indices, capture=False, whole=False)
+                logits = self._forward(inputs, logits_indices)
             else:
                 logits_BV = step.run()
                 if tail := self._tail(step, logits_BV, num_logits):
@@ -129,8 +134,7 @@ class StepPass:
         if self.runner.captures(self.cache):
             return sampled_at_c(self.exchange(self.run(layout, Header(0, Stop.NONE, 0), text, step_tokens, 0)))
         with self.timer.forward:
-            inputs = layout.step_tokens(step_tokens)
-            logits = self.runner.forward(*inputs, self.cache, layout.sampled_nodes, capture=False)
+            logits = self._forward(layout.step_tokens(step_tokens), layout.sampled_nodes)
             return int(self._sampled(logits, layout, text, num_logits=0).tokens)
 
     def top_logits(self, logits: torch.Tensor, prompt: Sequence[int], num_logits: int) -> torch.Tensor:
@@ -142,6 +146,12 @@ class StepPass:
         if self._sharded:
             return self._sharded.top_logits(logits, self.sampler, prompt, num_logits)
         return pack_top_logits(self.sampler.scores(logits, [None] * len(logits), prompt), num_logits)
+
+    def _forward(self, step: StepTokens, logits_indices: Sequence[int]) -> torch.Tensor:
+        visible = step.visible()
+        return self.runner.forward(
+            step.tokens, step.positions, visible, self.cache, logits_indices, capture=False, whole=False
+        )
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
         """The message of a rank that has nothing to report but its header."""
@@ -162,6 +172,8 @@ class StepPass:
                 self._clock.computed.synchronize()
             messages = self._everyones(message)
         self.timer.count_as_exchange(self._clock.since_computed_s())
+        if self._on_host is not None:  # the next step overwrites it, while the host may still read
+            messages = messages.clone()
         return messages.numpy()
 
     def _everyones(self, message: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ class StepTimingDecoder(Decoder):
         def step(num_tokens: int) -> float:
             nonlocal generation, reason
             no_room = len(generation.tokens) > (request.limit - len(request.prompt)) // 2  # for deep trees
-            lacks_kv = any(generation.catch_up_counts)  # of a draft token that was right, for all that
+            lacks_kv = generation.catch_up_counts.any()  # of a draft token that was right, for all that
             if reason or no_room or lacks_kv:
                 generation = self._prefilled(request, budget, cache)
             budget.step_tokens = max(num_tokens, 1)

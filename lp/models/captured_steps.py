@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lp.attention.base import AttentionBackend
 from lp.attention.masks import StepMasks
+from lp.compiled import ONE, U64, compiled_array, compiled_ints, jit
 from lp.config import Capture
 from lp.errors import UserError
 from lp.models.compile_options import compile_options
@@ -177,10 +178,12 @@ class CapturedSteps:
         self,
         tokens: Sequence[int] | np.ndarray,
         positions: Sequence[int] | np.ndarray,
-        visible: np.ndarray,
+        parents: Sequence[int] | np.ndarray,
         logits_indices: Sequence[int],
     ) -> CapturedStep:
         """The captured step of their bucket, with these inputs in its block: the last copy of it must be over.
+
+        Arguments are those of `ModelRunner.staged`.
 
         Raises:
             CaptureFailed: it can't be captured.
@@ -200,9 +203,7 @@ class CapturedSteps:
         inputs.targets_M[: len(sources)] = targets
         inputs.sources_M[len(sources) :] = inputs.targets_M[len(sources) :] = self.cache.capacity - 1
         inputs.length_1[0] = self.cache.length
-        padded = np.eye(step.bucket, inputs.visible_BW.shape[1] * BITS, dtype=bool)  # padding sees itself
-        padded[:num_tokens, :num_tokens] = visible
-        inputs.visible_BW[:] = np.packbits(padded, axis=1, bitorder="little").view(np.int64)
+        _fill_visible(inputs.visible_BW, parents)
         return step
 
     def step_of(self, num_tokens: int) -> CapturedStep:
@@ -255,9 +256,7 @@ class CapturedSteps:
         size = _Inputs.size(bucket)
         host = torch.zeros(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         staged = _Inputs.parts(host.numpy(), bucket)
-        staged.visible_BW[:] = np.packbits(
-            np.eye(bucket, staged.visible_BW.shape[1] * BITS, dtype=bool), 1, "little"
-        ).view(np.int64)
+        _fill_visible(staged.visible_BW, ())
         staged.sources_M[:] = staged.targets_M[:] = cache.capacity - 1
         staged.length_1[0] = cache.length  # what runs before the capture writes behind the prefix, too
         block = torch.zeros(size, dtype=torch.int64, device=self.device)
@@ -297,3 +296,17 @@ class CapturedSteps:
             return CapturedStep(bucket, host, staged, self.recorder.record(step))
         except CaptureFailed as error:
             raise CaptureFailed(f"a step of {bucket} tokens can't be captured ({error}); choose capture=off") from error
+
+
+def _fill_visible(visible_BW: np.ndarray, parents: Sequence[int] | np.ndarray) -> None:
+    """Set the bits of what each token sees: its parent, what that one sees, and itself; padding sees itself."""
+    _fill_bits(compiled_array(visible_BW.view(np.uint64)), compiled_ints(parents))
+
+
+@jit
+def _fill_bits(visible_BW, parents):  # type: ignore[no-untyped-def]
+    for token in range(len(visible_BW)):
+        parent = parents[token] if token < len(parents) else -1
+        for word in range(visible_BW.shape[1]):
+            visible_BW[token, word] = visible_BW[parent, word] if parent >= 0 else U64(0)
+        visible_BW[token, token // BITS] |= ONE << U64(token % BITS)

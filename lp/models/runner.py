@@ -308,18 +308,22 @@ class ModelRunner:
         self,
         tokens: Sequence[int] | np.ndarray,
         positions: Sequence[int] | np.ndarray,
-        visible: np.ndarray,
+        parents: Sequence[int] | np.ndarray,
         cache: StaticKVCache,
         logits_indices: Sequence[int],
     ) -> CapturedStep | None:
-        """The captured step for these arguments of `forward`, ready to be run; None where there is none."""
+        """The captured step, ready to be run; None where there is none. The other arguments are those of `forward`.
+
+        Args:
+            parents: (T,), of each token the last one before it that it sees; -1 for none.
+        """
         if not self.captures(cache):
             return None
         assert self.captured
         if not self.captured.fits(len(tokens)):
             return None
         try:
-            return self.captured.staged(tokens, positions, visible, logits_indices)
+            return self.captured.staged(tokens, positions, parents, logits_indices)
         except CaptureFailed as error:
             self._give_up_capturing(error)
             return None
@@ -378,7 +382,7 @@ class ModelRunner:
         capture: bool,
     ) -> torch.Tensor:
         num_logits = len(logits_indices)
-        if capture and (step := self.staged(tokens, positions, visible, cache, logits_indices)):
+        if capture and (step := self.staged(tokens, positions, _parents_of(visible), cache, logits_indices)):
             return step.run()[:num_logits]
         cache.flush()
         num_tokens = len(tokens)
@@ -397,3 +401,9 @@ class ModelRunner:
             logits_to_keep=logits_to_keep,
         )
         return output.logits[0]
+
+
+def _parents_of(visible: np.ndarray) -> np.ndarray:
+    """Of each token of a tree, the last one before it that it sees; -1 for none."""
+    tokens = np.arange(len(visible))
+    return np.where(visible & (tokens < tokens[:, None]), tokens, -1).max(1)

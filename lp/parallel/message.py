@@ -25,8 +25,7 @@ from lp.draft.layout import StepLayout
 from lp.draft.verify import RankTrees
 from lp.errors import UserError
 from lp.parallel.agreement import check_calls
-from lp.sampling.sampler import INVALID_TOKEN
-from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
+from lp.sampling.top_logits import INVALID_TOKEN, pack_top_logits, unpack_top_logits
 from lp.to_device import to_device
 
 DIGEST, STOP, LENGTH, COUNT, BEST = range(5)  # where the header has them
@@ -93,13 +92,13 @@ class Gathered(NamedTuple):
 
     Attributes:
         trees: of all ranks.
-        top_logits: int64 (R * B, K), packed, of rank * B + node.
+        packed: int64 (R * P,), the messages, which have the top-k logits.
         stop: why any rank wants to stop.
         length: rank 0's generated tokens to return then.
     """
 
     trees: RankTrees
-    top_logits: np.ndarray
+    packed: np.ndarray
     stop: Stop
     length: int
 
@@ -120,6 +119,10 @@ class MessageShape:
     def size(self) -> int:
         """P, int64s of the message."""
         return HEADER + self.nodes * (1 + self.num_logits)
+
+    def room(self, ranks: int) -> RankTrees:
+        """Room for what as many ranks have in their messages."""
+        return RankTrees.room(ranks, self.nodes, [HEADER + self.nodes, self.size, self.num_logits])
 
 
 def check_vocabulary(size: int) -> None:
@@ -173,17 +176,18 @@ def known_part(header: Header, layout: StepLayout, shape: MessageShape) -> np.nd
 
 
 def _fill_known(message: np.ndarray, header: Header, layout: StepLayout) -> None:
-    message[:BEST] = (*header, len(layout))
-    _fill_words(compiled_array(message[HEADER:]), layout.nodes)
+    _fill_header_and_words(compiled_array(message), *map(int, header), layout.nodes)
 
 
 @jit
-def _fill_words(words, nodes):  # type: ignore[no-untyped-def]
-    for node in range(len(nodes.tokens)):
+def _fill_header_and_words(message, digest, stop, length, nodes):  # type: ignore[no-untyped-def]
+    count = len(nodes.tokens)
+    message[DIGEST], message[STOP], message[LENGTH], message[COUNT] = digest, stop, length, count
+    for node in range(count):
         word = max(nodes.parents[node], 0) << PARENT_SHIFT | nodes.tokens[node] << DRAFT_SHIFT
         if not nodes.sampled[node]:
             word |= INVALID_TOKEN << SAMPLED_SHIFT
-        words[node] = word | prob_code(nodes.accept_probs[node])
+        message[HEADER + node] = word | prob_code(nodes.accept_probs[node])
 
 
 @jit
@@ -198,10 +202,14 @@ def prob_code(prob):  # type: ignore[no-untyped-def]
 def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
     """This rank's message (P,), on the device of what was sampled."""
     known = np.zeros(shape.size, np.int64)
-    _fill_known(known, header, layout)
     if sampled.tokens.device.type == "cpu":
-        _fill_sampled(known, layout, sampled, shape)
+        tokens, top_logits = (compiled_array(tensor.numpy()) for tensor in (sampled.tokens, sampled.top_logits))
+        numbers = (*map(int, header), shape.nodes, shape.num_logits)
+        _fill_message(compiled_array(known), layout.nodes, tokens, top_logits, *numbers)
+        if sampled.best is not None:
+            known[BEST:HEADER] = sampled.best.numpy()
         return torch.from_numpy(known)
+    _fill_known(known, header, layout)
     message = to_device(known, sampled.tokens.device)
     at: slice | torch.Tensor = slice(len(layout))
     if not layout.samples_all:
@@ -214,14 +222,17 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
     return message
 
 
-def _fill_sampled(message: np.ndarray, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> None:
-    """On the CPU numpy takes a third of torch's time."""
-    at: slice | list[int] = slice(len(layout)) if layout.samples_all else layout.sampled_nodes
-    message[HEADER : HEADER + shape.nodes][at] |= sampled.tokens.numpy() << SAMPLED_SHIFT
-    if sampled.top_logits.numel():
-        message[HEADER + shape.nodes :].reshape(shape.nodes, shape.num_logits)[at] = sampled.top_logits.numpy()
-    if sampled.best is not None:
-        message[BEST:HEADER] = sampled.best.numpy()
+@jit
+def _fill_message(message, nodes, tokens, top_logits, digest, stop, length, num_nodes, num_logits):  # type: ignore[no-untyped-def]
+    _fill_header_and_words(message, digest, stop, length, nodes)
+    index = 0
+    for node in range(len(nodes.tokens)):
+        if nodes.sampled[node]:
+            message[HEADER + node] |= tokens[index] << SAMPLED_SHIFT
+            at = HEADER + num_nodes + node * num_logits
+            for k in range(top_logits.shape[1]):
+                message[at + k] = top_logits[index, k]
+            index += 1
 
 
 def sampled_at_c(messages: np.ndarray) -> int:
@@ -230,13 +241,13 @@ def sampled_at_c(messages: np.ndarray) -> int:
 
 
 def unpack(
-    messages: np.ndarray, shape: MessageShape, step: int, rounding: float, name_of: Callable[[int], str] = str
+    messages: np.ndarray, trees: RankTrees, step: int, rounding: float, name_of: Callable[[int], str] = str
 ) -> Gathered:
     """What all ranks have in their messages.
 
     Args:
         messages: int64 (R, P), of all ranks.
-        shape: of all messages.
+        trees: room for theirs, of `MessageShape.room`.
         step: for errors.
         rounding: by what share logits may differ among ranks.
         name_of: what errors call a rank.
@@ -244,26 +255,34 @@ def unpack(
     Raises:
         RuntimeError: ranks' digests differ, so their states do, or what their models compute; names ranks and step.
     """
-    check_digests(messages, step, name_of)
-    stop = Stop(int(np.bitwise_or.reduce(messages[:, STOP])))
-    if not stop:
+    alike, best_alike, stops, length = _read(trees.compiled(), compiled_array(messages))
+    if not alike:
+        check_digests(messages, step, name_of)
+    stop = Stop(stops)
+    if not stop and not best_alike:
         check_best(messages[:, BEST:HEADER], step, rounding, name_of)
-    trees = RankTrees.room(len(messages), shape.nodes)
-    _read_words(trees.compiled(), compiled_array(messages))
-    top_logits = messages[:, HEADER + shape.nodes :].reshape(len(messages) * shape.nodes, shape.num_logits)
-    return Gathered(trees, top_logits, stop, int(messages[0, LENGTH]))
+    return Gathered(trees, messages.reshape(-1), stop, length)
 
 
 @jit
-def _read_words(trees, messages):  # type: ignore[no-untyped-def]
+def _read(trees, messages):  # type: ignore[no-untyped-def]
+    """Read the words; returns whether digests and best logits are alike, the reasons to stop, and rank 0's length."""
+    alike = best_alike = True
+    stops = 0
     for rank in range(len(messages)):
-        trees.counts[rank] = messages[rank, COUNT]
+        alike = alike and messages[rank, DIGEST] == messages[0, DIGEST]
+        for at in range(BEST, HEADER):
+            best_alike = best_alike and messages[rank, at] == messages[0, at]
+        stops |= messages[rank, STOP]
+        # What ranks at another call have sent may be no message of a step.
+        trees.counts[rank] = min(max(messages[rank, COUNT], 0), trees.parents.shape[1])
         for node in range(trees.counts[rank]):
             word = messages[rank, HEADER + node]
             trees.parents[rank, node] = word >> PARENT_SHIFT
             trees.tokens[rank, node] = word >> DRAFT_SHIFT & TOKEN_MASK
             trees.sampled[rank, node] = word >> SAMPLED_SHIFT & TOKEN_MASK
             trees.probs[rank, node] = PROBS[word & PROB_CODES - 1]
+    return alike, best_alike, stops, messages[0, LENGTH]
 
 
 def check_digests(messages: np.ndarray, step: int, name_of: Callable[[int], str] = str) -> None:

@@ -23,9 +23,9 @@ from lp.errors import UserError
 from lp.sampling.noise import NoiseCache
 from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import BranchProcessors
+from lp.sampling.top_logits import INVALID_TOKEN
 from lp.to_device import to_device
 
-INVALID_TOKEN = (1 << 21) - 1  # the token of a node whose scores are NaN or infinite; messages have 21 bits a token
 NOT_FINITE_REMEDY = "load it with dtype=float32 or bfloat16, or check its weights"
 
 

@@ -1,4 +1,4 @@
-"""The K best logits of sampled nodes, and how a message carries them: the one module that knows the wire format.
+"""What nodes sampled, and their K best logits, as a message carries them: the one module that knows the wire format.
 
 One int64 holds a pair: token << 32 | the bits of its float32 logit.
 n: nodes; V: vocabulary; K: `num_logits`.
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 # Which half of an int64 an int32 view shows first depends on the machine's byte order.
-_TOKEN, _LOGIT = (1, 0) if sys.byteorder == "little" else (0, 1)
+TOKEN, LOGIT = (1, 0) if sys.byteorder == "little" else (0, 1)
+INVALID_TOKEN = (1 << 21) - 1  # the token of a node whose scores are NaN or infinite; messages have 21 bits a token
 
 
 class TopLogits(NamedTuple):
@@ -60,4 +61,12 @@ def unpack_top_logits(packed: np.ndarray) -> TopLogits:
         packed: int64 (n, K).
     """
     packed = np.ascontiguousarray(packed)
-    return TopLogits(packed.view(np.int32)[:, _TOKEN::2], packed.view(np.float32)[:, _LOGIT::2])
+    return TopLogits(packed.view(np.int32)[:, TOKEN::2], packed.view(np.float32)[:, LOGIT::2])
+
+
+def pack_again(top_logits: TopLogits) -> np.ndarray:
+    """The reverse of `unpack_top_logits`: int64 (n, K)."""
+    packed = np.empty((*top_logits.tokens.shape, 2), np.int32)
+    packed[..., TOKEN] = top_logits.tokens
+    packed[..., LOGIT] = np.ascontiguousarray(top_logits.logits).view(np.int32)
+    return packed.view(np.int64)[..., 0]

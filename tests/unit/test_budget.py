@@ -313,7 +313,7 @@ def test_the_pool_follows_idle_steps() -> None:
     rng = random.Random(5)
     text = [rng.randrange(30) for _ in range(40)]
     pool, informed = (pool_of(text, guess_set_size=20, learn=False) for _ in range(2))
-    nothing = StepSamples([], [], [], [], [], TopLogits.empty(), [])
+    nothing = StepSamples.of([], [], [], [], TopLogits.empty())
     for token in (text * 2)[:30]:
         text.append(token)
         informed.observe(list(text), 1, nothing)

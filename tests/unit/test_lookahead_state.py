@@ -97,7 +97,8 @@ def test_a_slice_is_part_of_the_whole_window(n: int, first: int, end: int) -> No
     nodes = [node_of(whole, k, j) for k, j in entries]
     assert [layout.tokens[node] for node in range(layout.num_window)] == [whole.tokens[node] for node in nodes]
     assert [layout.positions[node] for node in range(layout.num_window)] == [whole.positions[node] for node in nodes]
-    tokens, positions, visible = layout.step_tokens(0)
+    tokens, positions, _ = layout.step_tokens(0)
+    visible = visible_of(layout)
     missing, window = 2, layout.num_window
     assert (
         visible[missing : missing + window, missing : missing + window] == visible_of(whole)[np.ix_(nodes, nodes)]
@@ -123,8 +124,10 @@ def test_a_slice_is_part_of_the_whole_window(n: int, first: int, end: int) -> No
 def test_padding_is_seen_by_nothing(missing: int) -> None:
     """Tokens that make a step as large as a faster one must not change what the others see."""
     layout = StepLayout(window_of(3, 3), WindowSlice(0, 3, 2), _tree([41, 42]), 5, 9, 10**6, catch_up=[1] * missing)
-    tokens, positions, visible = layout.step_tokens(0)
-    more_tokens, more_positions, more_visible = layout.step_tokens(len(tokens) + 4)
+    tokens, positions, _ = layout.step_tokens(0)
+    padded = layout.step_tokens(len(tokens) + 4)
+    more_tokens, more_positions, _ = padded
+    visible, more_visible = visible_of(layout), padded.visible()
     size = len(tokens)
     assert (more_tokens[:size] == tokens).all() and (more_positions[:size] == positions).all()
     assert len(more_tokens) == size + 4

@@ -29,7 +29,7 @@ def trade(messages: Sequence[torch.Tensor], shape: MessageShape, step: int = 0) 
     """What every rank reads in the messages of all, which must not depend on the rank; they must have one size."""
     assert {len(mine) for mine in messages} == {shape.size}
     everyone = torch.stack([*messages]).numpy()
-    by_rank = [message.unpack(everyone, shape, step, ROUNDING) for _ in messages]
+    by_rank = [message.unpack(everyone, shape.room(len(everyone)), step, ROUNDING) for _ in messages]
     for other in by_rank[1:]:
         assert other.stop == by_rank[0].stop and other.length == by_rank[0].length
         assert (other.trees.counts == by_rank[0].trees.counts).all()
@@ -86,8 +86,10 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
             for read, sent in zip(trees.probs[rank, :size].tolist(), layout.accept_probs, strict=True):
                 least = max(sent, message.PROBS[-1])
                 assert read == 0 == sent or 2**-0.05 <= read / least <= 2**0.05, "to the nearest of the codes"
-            nodes = np.array(layout.sampled_nodes) + rank * budget
-            read_tops = unpack_top_logits(gathered.top_logits[nodes])
+            first, of_rank, of_node = trees.logits_at.tolist()
+            nodes = np.array(layout.sampled_nodes)
+            starts = first + rank * of_rank + nodes * of_node
+            read_tops = unpack_top_logits(gathered.packed[starts[:, None] + np.arange(shape.num_logits)])
             sent_tops = unpack_top_logits(np.array(tops, np.int64).reshape(len(nodes), shape.num_logits))
             assert read_tops.tokens.tolist() == sent_tops.tokens.tolist()
             assert read_tops.logits.tolist() == sent_tops.logits.tolist()

@@ -19,7 +19,7 @@ from lp.draft.source import ShareInput, TokenPrice, share_proposer
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts, WindowSlice, slice_window
 from tests.layouts import Path, drawn_tree, tree_paths
-from tests.pools import drawn_pool, drawn_step_times
+from tests.pools import drawn_pool, drawn_step_times, share_of
 
 NO_WINDOW = WindowDrafts()
 
@@ -261,8 +261,8 @@ def test_pool_shares_divide_one_tree(ranks: int, cases: Callable[[int, int], ran
     for seed in cases(40, 400):
         rng = random.Random(f"{seed} {ranks}")
         pool, text, inputs = drawn_shares(rng, ranks)
-        shares = [pool.propose_share(text, each) for each in inputs]
-        assert [pool.propose_share(text, each) for each in inputs] == shares, "the same again"
+        shares = [share_of(pool, text, each) for each in inputs]
+        assert [share_of(pool, text, each) for each in inputs] == shares, "the same again"
         common = shares[0].common
         assert all(share.common == common for share in shares), f"seed {seed}: ranks grew different trunks"
         trunk = set(check_draft(common))
@@ -292,7 +292,7 @@ def test_the_share_of_one_rank_is_the_whole_tree(cases: Callable[[int, int], ran
     for seed in cases(60, 600):
         pool, text, inputs = drawn_shares(random.Random(seed), 1)
         (only,) = inputs
-        share = pool.propose_share(text, only)
+        share = share_of(pool, text, only)
         assert share.draft == pool.propose(text, only.rooms[0], only.window) and not share.common.tokens
 
 
@@ -305,7 +305,7 @@ def test_shares_are_worth_nearly_what_one_tree_is(ranks: int, cases: Callable[[i
         inputs = [ShareInput(rank, 17, [1] * ranks, NO_WINDOW, None) for rank in range(ranks)]
         union: dict[Path, float] = {}
         for each in inputs:
-            draft = pool.propose_share(text, each).draft
+            draft = share_of(pool, text, each).draft
             union |= dict(zip(tree_paths(draft), draft.accept_probs, strict=True))
         found += sum(union.values())
         best += sum(pool.propose(text, 16 * ranks).accept_probs)
@@ -324,10 +324,10 @@ def test_a_rank_drafts_for_nothing_up_to_the_largest(cases: Callable[[int, int],
         dear = TokenPrice(1e9, 1, seconds, marginal, least_tokens=least)
         window = [1, least or 1]
         shares = [
-            pool.propose_share(text, ShareInput(rank, 40, window, NO_WINDOW, dear._replace(base_tokens=window[rank])))
+            share_of(pool, text, ShareInput(rank, 40, window, NO_WINDOW, dear._replace(base_tokens=window[rank])))
             for rank in range(2)
         ]
-        free = pool.propose_share(text, ShareInput(0, max(least, 1), [1, 1], NO_WINDOW, None))
+        free = share_of(pool, text, ShareInput(0, max(least, 1), [1, 1], NO_WINDOW, None))
         if times.seconds_by_tokens[least] < times.seconds_by_tokens[least + 1 :].min():
             assert len(shares[0].draft) == (len(free.draft) if least else 0), f"seed {seed}"
             assert len(shares[1].draft) == 0
@@ -338,8 +338,8 @@ def test_a_rank_drafts_for_nothing_up_to_the_largest(cases: Callable[[int, int],
 def test_a_rank_without_room_drafts_nothing() -> None:
     """Catch-up tokens may fill a step: a block of the tree for that rank would be lost."""
     pool, text = drawn_pool(random.Random(3), draft_depth=12, guess_set_size=200)
-    shares = [pool.propose_share(text, ShareInput(rank, 20, [1, 20, 25], NO_WINDOW, None)) for rank in range(3)]
+    shares = [share_of(pool, text, ShareInput(rank, 20, [1, 20, 25], NO_WINDOW, None)) for rank in range(3)]
     assert [len(share.draft) for share in shares[1:]] == [0, 0]
     assert shares[0].draft.tokens and set(tree_paths(shares[0].common)) <= set(tree_paths(shares[0].draft))
-    nothing = [pool.propose_share(text, ShareInput(rank, 0, [1, 1], NO_WINDOW, None)).draft for rank in range(2)]
+    nothing = [share_of(pool, text, ShareInput(rank, 0, [1, 1], NO_WINDOW, None)).draft for rank in range(2)]
     assert [len(draft) for draft in nothing] == [0, 0], "a step that drafts nothing has a budget of 0"

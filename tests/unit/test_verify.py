@@ -13,7 +13,7 @@ import torch
 from lp.draft.layout import StepLayout
 from lp.draft.tree import DraftTree
 from lp.draft.verify import UnionTree
-from lp.draft.window import LookaheadWindow, WindowSlice
+from lp.draft.window import LookaheadWindow, WindowSlice, WindowSlices
 from lp.sampling.sampler import INVALID_TOKEN, accept_or_resample
 from tests.layouts import FAR, Path, drawn_ranks, expected_and_accepted, paths_of, trees_of, walk_alone
 
@@ -100,8 +100,8 @@ def drawn_samples(rng: random.Random, layouts: Sequence[StepLayout]) -> Sampled:
     return sampled
 
 
-def slices_of(layouts: Sequence[StepLayout]) -> list[WindowSlice]:
-    return [layout.columns for layout in layouts]
+def slices_of(layouts: Sequence[StepLayout]) -> WindowSlices:
+    return WindowSlices(layout.columns for layout in layouts)
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
@@ -138,10 +138,8 @@ def test_union_and_walk_equal_the_table(ranks: int, cases: Callable[[int, int], 
             if oracle.speakers.get(path) == (rank, own):
                 numbers[path] = node
         assert numbers.keys() == oracle.sampled.keys(), f"{where}: a path has another speaker, or none"
-        marked = np.arange(2 * ranks * size).reshape(-1, 2)  # top-k logits that say which node they are of
-        nodes, top_logits = union.samples(marked)
-        assert nodes.tolist() == np.flatnonzero(union.sampled != INVALID_TOKEN).tolist(), where
-        assert (top_logits == marked[union.sources[nodes]]).all(), where
+        speakers, own_nodes = np.divmod(union.sources, size)
+        assert (union.starts == 7 + 100 * size * speakers + 3 * own_nodes).all(), f"{where}: of `trees_of`"
         assert union.accept_probs.tolist() == sorted(oracle.probs.values(), reverse=True), where
 
         if oracle.sampled[()] == INVALID_TOKEN:
@@ -217,7 +215,7 @@ def test_walks_go_on_across_ranks_windows() -> None:
     """Level 0 of one rank and column 0 of another may begin alike: one node stands for both, and both may follow."""
     window = LookaheadWindow(3, 4, [5])
     window.levels = [[5, 1, 2], [1, 8, 8], [2, 8, 8]]  # level 0 is 5, 1, 2 and column 0 is 5, 1, 2
-    slices = [WindowSlice(0, 1, 3), WindowSlice(1, 3, 3)]
+    slices = WindowSlices([WindowSlice(0, 1, 3), WindowSlice(1, 3, 3)])
     layouts = [StepLayout(window, own, DraftTree(), 5, 9, FAR) for own in slices]
     assert [layout.tokens for layout in layouts] == [[5, 1, 2], [5, 1, 2, 8, 8, 8, 8]]
     sampled = [{0: 1, 1: 2, 2: 30}, {0: 1, 1: 7, 2: 31, 5: 0, 6: 0}]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from lp.compiled import compiled_zeros, jit
 from lp.draft.pool.mixture import MAX_CHOICES, predict
 from lp.draft.pool.tables import MAX_CONTEXT, fill_context_of_node
+from lp.draft.source import TokenPrice
 
 MIN_PROB = 1e-7  # of being accepted, below which no token enters the tree
 TRUNK_NODES = 16  # `c` included. Of 16 and 32, with S of 8 ranks x 64 tokens measured, the better
@@ -43,14 +44,31 @@ class GrowingTree(NamedTuple):
 class StepInput(NamedTuple):
     """What the tree of one step is grown from."""
 
-    newest: Any  # int64 (at most MAX_CONTEXT,): the text's last tokens, the newest first
-    position: int  # of the newest
+    text: Any  # int64: prompt and generated tokens
+    length: int  # of the text; its newest token, `c`, is the last one
     budget: int  # tokens that the tree may add to the rank's step
     max_depth: int  # of the tree
     level_0: Any  # int64: the window's drafts that the rank has, see WindowDrafts
     column_0: Any  # int64
     rank: int
-    block_ends: Any  # float64 (R,): by rank, where its block of the open ends' worth ends; the last is 1
+    rooms: Any  # int64 (R,): by rank, how many draft tokens it may have
+
+
+class Proposal(NamedTuple):
+    """Room for what `propose` gives: a rank's share, and what all ranks have alike."""
+
+    tokens: Any  # int64 (nodes,)
+    parents: Any  # int64 (nodes,): -1 for `c`, which is none of the nodes
+    accept_probs: Any  # float64 (nodes,)
+    trunk_tokens: Any  # int64 (TRUNK_NODES,)
+    trunk_parents: Any  # int64 (TRUNK_NODES,)
+
+    @classmethod
+    def room(cls, nodes: int) -> Proposal:
+        """For a share of so many nodes."""
+        ints = (compiled_zeros(size, "i8") for size in (nodes, nodes, TRUNK_NODES, TRUNK_NODES))
+        tokens, parents, *trunk = ints
+        return cls(tokens, parents, compiled_zeros(nodes, "f8"), *trunk)
 
 
 def new_tree(nodes: int) -> GrowingTree:
@@ -60,6 +78,53 @@ def new_tree(nodes: int) -> GrowingTree:
     fields = GrowingTree._fields
     size = nodes + TRUNK_NODES
     return GrowingTree(*(compiled_zeros(size * widths.get(name, 1), dtypes.get(name, "i8")) for name in fields))
+
+
+@jit
+def propose(tables, predictor, tree, proposal, step, price):
+    """Grow a rank's share; returns how many nodes it has, and how many the trunk has, without `c`."""
+    trunk = 0
+    if len(step.rooms) > 1:
+        trunk = grow_trunk(tables, predictor, tree, step, price)
+        divide(tree, trunk, step)
+        for node in range(1, trunk):
+            proposal.trunk_tokens[node - 1] = tree.tokens[node]
+            proposal.trunk_parents[node - 1] = tree.parents[node] - 1
+    taken = grow(tables, predictor, tree, trunk, step, price)
+    for place in range(1, taken):
+        node = tree.order[place]
+        proposal.tokens[place - 1] = tree.tokens[node]
+        proposal.parents[place - 1] = tree.places[tree.parents[node]] - 1
+        proposal.accept_probs[place - 1] = tree.accept_probs[node]
+    return taken - 1, max(trunk - 1, 0)
+
+
+@jit
+def grow_trunk(tables, predictor, tree, step, price):
+    """Grow what all ranks have alike, whatever their windows and prices; returns its nodes."""
+    nothing = step.rooms[:0]
+    alike = StepInput(
+        text=step.text,
+        length=step.length,
+        budget=TRUNK_NODES - 1,
+        max_depth=step.max_depth,
+        level_0=nothing,
+        column_0=nothing,
+        rank=step.rank,
+        rooms=step.rooms,
+    )
+    free = TokenPrice(
+        tokens_per_s=0.0,
+        base_tokens=0,
+        seconds=price.seconds,
+        marginal_seconds=price.marginal_seconds,
+        exploration_bonus=0.0,
+        exploration_tokens=0,
+        calibration=price.calibration,
+        depth_discount=price.depth_discount,
+        least_tokens=0,
+    )
+    return grow(tables, predictor, tree, 0, alike, free)
 
 
 @jit
@@ -90,7 +155,7 @@ def grow(tables, predictor, tree, trunk, step, price):
     tree.level_0[0] = 0
     tree.column_0[0] = 0
     if trunk == 0:
-        tree.tokens[0] = step.newest[0]
+        tree.tokens[0] = step.text[step.length - 1]
         tree.parents[0] = -1
         tree.depths[0] = 0
         tree.accept_probs[0] = 1.0
@@ -163,12 +228,17 @@ def grow(tables, predictor, tree, trunk, step, price):
 @jit
 def divide(tree, trunk, step):
     """Divide a tree, grown as a trunk: find every node's block, and drop the choices that are not in the rank's."""
+    ranks = len(step.rooms)
+    room = 0
+    for rank in range(ranks):
+        room += step.rooms[rank]
     total = 0.0
     for node in range(trunk):
         for choice in range(node * MAX_CHOICES, node * MAX_CHOICES + tree.num_choices[node]):
             total += tree.accept_probs[node] * tree.choice_probs[choice]
     before = 0.0
     block = 0
+    block_end = step.rooms[0]  # of all rooms, those up to the block's
     waiting = 1
     tree.order[0] = 0  # a stack of trunk nodes, for the preorder
     while waiting > 0:
@@ -178,8 +248,9 @@ def divide(tree, trunk, step):
         tree.places[node] = ABSENT
         for choice in range(node * MAX_CHOICES, node * MAX_CHOICES + tree.num_choices[node]):
             worth = tree.accept_probs[node] * tree.choice_probs[choice]
-            while block < len(step.block_ends) - 1 and before + worth / 2 >= step.block_ends[block] * total:
+            while block < ranks - 1 and (before + worth / 2) * max(room, 1) >= block_end * total:
                 block += 1
+                block_end += step.rooms[block]
             before += worth
             if block != step.rank:
                 tree.choice_probs[choice] = 0.0
@@ -220,9 +291,10 @@ def likeliest_trunk_node(tree, trunk, rank):
 @jit
 def predict_choices(tables, predictor, tree, node, step, price):
     """Predict what follows a node."""
-    known = fill_context_of_node(predictor.context, tree.tokens, tree.parents, node, step.newest, MAX_CONTEXT)
+    text, end = step.text, step.length
+    known = fill_context_of_node(predictor.context, tree.tokens, tree.parents, node, text, end, MAX_CONTEXT)
     depth = tree.depths[node]
-    choices, _ = predict(tables, predictor, known, step.position + depth + 1)
+    choices, _ = predict(tables, predictor, known, end + depth)
     discount = price.depth_discount
     calibrated = price.calibration * (1 + discount * depth) / (1 + discount * (depth + 1))
     base = node * MAX_CHOICES

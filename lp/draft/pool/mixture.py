@@ -16,13 +16,15 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from lp.compiled import GOLDEN, I64, MASK, U64, compiled_zeros, exp, jit, log, mix
+import numpy as np
+
+from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_array, compiled_zeros, exp, jit, log, mix
+from lp.draft.pool.last_step import LastStep, add_older_guess, logits_of_node, new_last_step, search_step
 from lp.draft.pool.tables import (
     GUESS,
     LOGITS,
     MAX_GUESS_ORDER,
     MAX_LOGITS_ORDER,
-    ONE,
     ORDERS,
     S11,
     TEXT,
@@ -57,6 +59,7 @@ GUESS_0 = WINDOW_0 + 2 * M
 LOGITS_0 = GUESS_0 + 3 * M
 NONE_0 = LOGITS_0 + 4 * 2 * 4 * GAPS
 FEATURES = NONE_0 + (len(ORDERS) + 1) * 5
+KEPT_NOISE = 4096  # noises, a power of two
 LEARNING_RATE = 0.3  # of Adagrad
 FAR = 10.0  # logits this far behind the best get no vote
 
@@ -67,12 +70,16 @@ class Predictor(NamedTuple):
     sources: int  # bit 1 << kind for each kind of memory that votes
     noise_key: Any  # uint64: of the sampler's noise
     noisy: bool  # logits vote under that noise
+    noise_bits: Any  # uint64 (KEPT_NOISE,): what the noise of a token and position is made of
+    noise: Any  # float64 (KEPT_NOISE,)
     context: Context
     keys: Any  # uint64 (NUM_CONTEXTS,): of the contexts that may vote, 0 for one that may not
     entries: Any  # int64 (NUM_CONTEXTS + 1,): where they are, -1 for nowhere
+    last_step: LastStep  # what is not in the tables yet
     votes: Any  # int64 (2 * most votes,): (token's index, feature)
     tokens: Any  # int64 (MAX_CHOICES,): voted for
     scores: Any  # float64 (MAX_CHOICES + 1,): then probabilities; the last is "none of them"
+    logits_tokens: Any  # int64 (K,): of the logits that vote
     noisy_logits: Any  # float64 (K,)
 
 
@@ -83,12 +90,16 @@ def new_predictor(num_logits: int, sources: int, noise: tuple[int, int] | None) 
         sources=sources,
         noise_key=U64(sequence_key(*noise)) if noise else U64(0),
         noisy=noise is not None,
+        noise_bits=compiled_zeros(KEPT_NOISE, "u8"),
+        noise=compiled_array(np.full(KEPT_NOISE, noise_of(U64(0)))),
         context=new_context(),
         keys=compiled_zeros(NUM_CONTEXTS, "u8"),
         entries=compiled_zeros(NUM_CONTEXTS + 1, "i8"),
+        last_step=new_last_step(0),
         votes=compiled_zeros(votes, "i8"),
         tokens=compiled_zeros(MAX_CHOICES, "i8"),
         scores=compiled_zeros(MAX_CHOICES + 1, "f8"),
+        logits_tokens=compiled_zeros(num_logits, "i8"),
         noisy_logits=compiled_zeros(num_logits, "f8"),
     )
 
@@ -102,8 +113,28 @@ def uniform(bits):
 @jit
 def gumbel(key, token):
     """The noise that lp.sampling.noise gives this token at the key's position."""
-    bits = mix((U64(token + 1) * GOLDEN + key) & MASK)
+    return noise_of(noise_bits(key, token))
+
+
+@jit
+def noise_bits(key, token):
+    return mix((U64(token + 1) * GOLDEN + key) & MASK)
+
+
+@jit
+def noise_of(bits):
     return -log(-log(uniform(bits)))
+
+
+@jit
+def kept_gumbel(predictor, key, token):
+    """The same, computed once while it is kept: the nodes of a step, and steps, ask for the same tokens again."""
+    bits = noise_bits(key, token)
+    index = I64(bits & U64(KEPT_NOISE - 1))
+    if predictor.noise_bits[index] != bits:
+        predictor.noise_bits[index] = bits
+        predictor.noise[index] = noise_of(bits)
+    return predictor.noise[index]
 
 
 @jit
@@ -171,6 +202,23 @@ def vote_followers(tables, predictor, choices, votes, entry, feature):
 
 
 @jit
+def vote_guesses(tables, predictor, choices, votes, order, feature):
+    """Votes of the guesses for a position, the last step's first, each token once."""
+    guesses, entry = predictor.last_step.guesses, predictor.entries[GUESS_AT + order]
+    if entry >= 0:
+        for older in range(entry * M, entry * M + M):
+            if tables.followers[older] == 0:
+                break
+            add_older_guess(guesses, order * M, tables.followers[older] >> 32)
+    for rank in range(M):
+        guess = guesses[order * M + rank]
+        if guess == 0:
+            break
+        choices, votes = vote(tables, predictor, choices, votes, guess - 1, feature + rank)
+    return choices, votes
+
+
+@jit
 def vote_text(tables, predictor, choices, votes):
     """Votes of the text's n-grams, by order, rank, count, and whether the context had one follower only.
 
@@ -211,16 +259,28 @@ def vote_logits(tables, predictor, position, key, choices, votes):
         The order of that context, -1 if there is none, and how many tokens and votes there are.
     """
     width = len(predictor.noisy_logits)
+    if predictor.sources >> LOGITS & 1 == 0:
+        return -1, choices, votes
     for order in range(MAX_LOGITS_ORDER, -1, -1):
-        entry = predictor.entries[LOGITS_AT + order]
-        if entry < 0:
+        node, entry = predictor.last_step.nodes[order], predictor.entries[LOGITS_AT + order]
+        if node < 0 and entry < 0:
             continue
-        base = entry * width
+        if node >= 0:
+            seen_at = text_position(tables, predictor.last_step.samples.positions[node] + 1)
+            for k in range(width):
+                token, logit = logits_of_node(predictor.last_step, node, k)
+                predictor.logits_tokens[k] = token
+                predictor.noisy_logits[k] = logit
+        else:
+            seen_at = tables.logits_positions[entry]
+            for k in range(width):
+                predictor.logits_tokens[k] = tables.logits_tokens[entry * width + k]
+                predictor.noisy_logits[k] = tables.logits_values[entry * width + k]
         first, second, third = -math.inf, -math.inf, -math.inf
         for k in range(width):
-            score = tables.logits_values[base + k] * 1.0
+            score = predictor.noisy_logits[k]
             if predictor.noisy and score > first - 2 * FAR:  # noise above FAR is once in e^FAR times
-                score += gumbel(key, tables.logits_tokens[base + k])
+                score += kept_gumbel(predictor, key, predictor.logits_tokens[k])
             predictor.noisy_logits[k] = score
             if score > first:
                 first, second, third = score, first, second
@@ -228,7 +288,7 @@ def vote_logits(tables, predictor, position, key, choices, votes):
                 second, third = score, second
             elif score > third:
                 third = score
-        same_position = 1 if tables.logits_positions[entry] == position else 0
+        same_position = 1 if seen_at == position else 0
         group = LOGITS_0 + (order * 2 + same_position) * 4 * GAPS
         for k in range(width):
             score = predictor.noisy_logits[k]
@@ -237,7 +297,7 @@ def vote_logits(tables, predictor, position, key, choices, votes):
             rank = 0 if score >= first else 1 if score >= second else 2 if score >= third else 3
             gap = first - second if rank == 0 else first - score
             feature = group + rank * GAPS + gap_bucket(gap)
-            choices, votes = vote(tables, predictor, choices, votes, tables.logits_tokens[base + k], feature)
+            choices, votes = vote(tables, predictor, choices, votes, predictor.logits_tokens[k], feature)
         return order, choices, votes
     return -1, choices, votes
 
@@ -253,14 +313,15 @@ def predict(tables, predictor, known, position):
     key = mix((predictor.noise_key + U64(position) * GOLDEN + GOLDEN) & MASK)
     in_text = text_position(tables, position)
     look_up(tables, predictor, known, in_text)
+    search_step(predictor.last_step, predictor.context, known, position)
     logits_order, choices, votes = vote_logits(tables, predictor, in_text, key, 0, 0)
     matched, choices, votes = vote_text(tables, predictor, choices, votes)
     for order in range(MAX_GUESS_ORDER + 1):
         if order:
             entry, feature = predictor.entries[WINDOW_AT + order], WINDOW_0 + (order - 1) * M
             choices, votes = vote_followers(tables, predictor, choices, votes, entry, feature)
-        entry, feature = predictor.entries[GUESS_AT + order], GUESS_0 + order * M
-        choices, votes = vote_followers(tables, predictor, choices, votes, entry, feature)
+        if predictor.sources >> GUESS & 1:
+            choices, votes = vote_guesses(tables, predictor, choices, votes, order, GUESS_0 + order * M)
     none = NONE_0 + matched * 5 + logits_order + 1
     predictor.votes[2 * votes] = choices
     predictor.votes[2 * votes + 1] = none
@@ -296,9 +357,9 @@ def learn(tables, predictor, choices, votes, token):
 
 
 @jit
-def learn_text(tables, predictor, text, start):
-    """Learn the weights from the text's tokens from `start` on."""
-    for end in range(start, len(text)):
+def learn_text(tables, predictor, text, start, length):
+    """Learn the weights from the text's tokens from `start` up to `length`."""
+    for end in range(start, length):
         known = fill_context(predictor.context, text, 0, end)
         choices, votes = predict(tables, predictor, known, end)
         learn(tables, predictor, choices, votes, text[end])

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import compiled_array, compiled_ints
+from lp.compiled import compiled_array, compiled_ints, jit
 from lp.config import LookaheadConfig
-from lp.draft.pool.growth import TRUNK_NODES, StepInput, divide, grow, new_tree
+from lp.draft.pool.growth import Proposal, StepInput, new_tree, propose
+from lp.draft.pool.last_step import index_step, new_last_step
 from lp.draft.pool.mixture import learn_text, new_predictor
-from lp.draft.pool.tables import (
-    GUESS,
-    LOGITS,
-    MAX_CONTEXT,
-    TEXT,
-    WINDOW,
-    Samples,
-    Tables,
-    add_ngrams,
-    add_samples,
-    add_text,
-)
+from lp.draft.pool.tables import GUESS, LOGITS, TEXT, WINDOW, Samples, Tables, add_ngrams, add_samples, add_text
 from lp.draft.share import Share
 from lp.draft.source import ShareInput, StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
@@ -30,8 +20,14 @@ from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
 
 NO_DRAFTS = WindowDrafts()
-NOTHING = compiled_ints([])
-ALL_MINE = compiled_array(np.ones(1))  # the block of a rank that is alone
+
+
+class _Text(NamedTuple):
+    """The text and its new part, as compiled functions take them."""
+
+    tokens: Any  # int64, with room behind the text
+    start: int  # of the new part
+    length: int
 
 
 class NGramPool:
@@ -52,11 +48,13 @@ class NGramPool:
         kinds = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, LOGITS: self.num_logits > 0}
         sources = sum(1 << kind for kind, is_on in kinds.items() if is_on)
         self._predictor = new_predictor(self.num_logits, sources, noise if config.renoise else None)
+        self._last_step = self._predictor.last_step
         self._tables = tables
         tables.clock[0] += 1  # so that what the prompt leaves is newer than an empty entry
         tables.clock[1] += 1
-        nodes = 2 + config.draft_budget + config.window_size + config.ngram_size
-        self._tree = new_tree(nodes)
+        size = 2 + config.draft_budget + config.window_size + config.ngram_size
+        self._tree = new_tree(size)
+        self._proposal = Proposal.room(len(self._tree.tokens))
         self._free = TokenPrice.free(len(self._tree.tokens))
         self._text = np.zeros(2 * len(prompt) + 1024, np.int64)
         self._length = 0
@@ -72,67 +70,80 @@ class NGramPool:
         price: TokenPrice | None = None,
     ) -> DraftTree:
         """The tree of the tokens most likely to be accepted, as far as they pay; what the window has costs nothing."""
-        return self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
+        draft = self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
+        return DraftTree(*(np.asarray(field).tolist() for field in (draft.tokens, draft.parents, draft.accept_probs)))
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
         """A rank's share of that tree."""
         self._catch_up(text)
         rooms = step.rooms
-        price = step.price or self._free
         own = StepInput(
-            newest=self._newest(),
-            position=self._length - 1,
+            text=compiled_array(self._text),
+            length=self._length,
             budget=rooms[step.rank],
             max_depth=self.config.depth,
             level_0=compiled_ints(step.window.level_0),
             column_0=compiled_ints(step.window.column_0),
             rank=step.rank,
-            block_ends=compiled_array(np.cumsum(rooms) / max(sum(rooms), 1)) if len(rooms) > 1 else ALL_MINE,
+            rooms=compiled_ints(rooms),
         )
-        trunk = self._grow_trunk(own, price) if len(rooms) > 1 else 0
-        taken = grow(self._tables, self._predictor, self._tree, trunk, own, price)
-        tree = self._tree
-        order = np.asarray(tree.order)[1:taken]
-        draft = DraftTree(
-            tokens=np.asarray(tree.tokens)[order].tolist(),
-            parents=(np.asarray(tree.places)[np.asarray(tree.parents)[order]] - 1).tolist(),
-            accept_probs=np.asarray(tree.accept_probs)[order].tolist(),
-        )
+        price = step.price or self._free
+        found = self._proposal
+        count, trunk = propose(self._tables, self._predictor, self._tree, found, own, price)
+        tokens, parents, accept_probs = (np.array(field[:count]) for field in found[:3])
+        draft = DraftTree(tokens, parents, accept_probs)
         if not trunk:
             return Share(draft)
-        tokens = np.asarray(tree.tokens)[1:trunk].tolist()
-        return Share(draft, DraftTree(tokens, (np.asarray(tree.parents)[1:trunk] - 1).tolist()))
-
-    def _grow_trunk(self, own: StepInput, price: TokenPrice) -> int:
-        """Grow and divide what all ranks have alike, whatever their windows and prices; returns its nodes."""
-        alike = own._replace(budget=TRUNK_NODES - 1, level_0=NOTHING, column_0=NOTHING)
-        free = self._free._replace(calibration=price.calibration, depth_discount=price.depth_discount)
-        trunk = grow(self._tables, self._predictor, self._tree, 0, alike, free)
-        divide(self._tree, trunk, own)
-        return int(trunk)
+        return Share(draft, DraftTree(found.trunk_tokens[:trunk].tolist(), found.trunk_parents[:trunk].tolist()))
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """Remember the logits behind the prompt's tokens."""
         nodes = range(len(prompt) - 1)
-        samples = StepSamples(prompt, nodes, range(-1, len(nodes) - 1), nodes, prompt[1:], top_logits, ())
-        self._add_samples(compiled_ints(prompt[:1]), samples, self._predictor.sources & 1 << LOGITS)
+        samples = StepSamples.of(prompt[:-1], nodes, range(-1, len(nodes) - 1), prompt[1:], top_logits)
+        text = _Text(compiled_array(self._text), 1, self._length)
+        self._merge(text, _compiled_samples(samples), self._predictor.sources & 1 << LOGITS)
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Learn the weights from the step's tokens, then remember what it read and sampled."""
-        tables, sources = self._tables, self._predictor.sources
+        known = self._take_in(text, num_new)
+        arrays = _compiled_samples(samples)
+        self._learn(known, samples)
+        self._merge(known, arrays, self._predictor.sources)
+
+    def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None]:
+        """The same, but for what the next proposal can do without; returns what does the rest."""
+        known = self._take_in(text, num_new)
+        if len(samples.tokens) > len(self._last_step.older):
+            self._last_step = new_last_step(2 * len(samples.tokens))
+        arrays = _compiled_samples(samples)
+        last_step = self._last_step._replace(samples=arrays)
+        self._predictor = self._predictor._replace(last_step=last_step)
+        self._learn(known, samples)
+        index_step(last_step, known.tokens, known.start)
+
+        def merge() -> None:
+            self._merge(known, arrays, self._predictor.sources)
+            last_step.counts[0] = 0
+
+        return merge
+
+    def _take_in(self, text: Sequence[int], num_new: int) -> _Text:
+        """The text with its new tokens."""
         self._catch_up(text[: len(text) - num_new])
         start = self._length
-        newest = self._newest()
-        tables.clock[0] += 1
+        self._tables.clock[0] += 1
         self._extend(text[len(text) - num_new :])
-        if self.config.learn:
-            learn_text(tables, self._predictor, self._known_text(), start)
-        self._add_samples(newest, samples, sources)
-        if sources >> WINDOW & 1 and samples.ngrams:
-            tokens = compiled_ints([token for ngram in samples.ngrams for token in ngram])
-            add_ngrams(tables, self._predictor.context, tokens, len(samples.ngrams[0]))
-        if self.config.output_ngrams:
-            self._add_text(start)
+        return _Text(compiled_array(self._text), start, self._length)
+
+    def _learn(self, text: _Text, samples: StepSamples) -> None:
+        """Learn from the new tokens and from the window."""
+        config, ngrams = self.config, samples.ngrams
+        tokens = compiled_ints([token for ngram in ngrams for token in ngram])
+        length = len(ngrams[0]) if ngrams else 1
+        _learn(self._tables, self._predictor, text, tokens, length, config.learn, config.output_ngrams)
+
+    def _merge(self, text: _Text, samples: Samples, sources: int) -> None:
+        add_samples(self._tables, self._predictor.context, text.tokens, text.start, samples, sources)
 
     def _catch_up(self, text: Sequence[int]) -> None:
         """Take in tokens of steps that were not observed."""
@@ -143,26 +154,7 @@ class NGramPool:
                 self._add_text(start)
 
     def _add_text(self, start: int) -> None:
-        add_text(self._tables, self._predictor.context, self._known_text(), start)
-
-    def _add_samples(self, newest: Any, samples: StepSamples, sources: int) -> None:
-        arrays = Samples(
-            tokens=compiled_ints(samples.tokens),
-            parents=compiled_ints(samples.parents),
-            positions=compiled_ints(samples.positions),
-            nodes=compiled_ints(samples.nodes),
-            sampled=compiled_ints(samples.sampled),
-            top_tokens=compiled_array(samples.top_logits.tokens),
-            top_logits=compiled_array(samples.top_logits.logits),
-        )
-        add_samples(self._tables, self._predictor.context, newest, arrays, sources)
-
-    def _known_text(self) -> Any:
-        return compiled_array(self._text[: self._length])
-
-    def _newest(self) -> Any:
-        """The text's last tokens, the newest first."""
-        return compiled_array(self._text[max(self._length - MAX_CONTEXT, 0) : self._length][::-1].copy())
+        add_text(self._tables, self._predictor.context, compiled_array(self._text), start, self._length)
 
     def _extend(self, tokens: Sequence[int]) -> None:
         end = self._length + len(tokens)
@@ -170,3 +162,29 @@ class NGramPool:
             self._text = np.concatenate([self._text, np.zeros(end, np.int64)])
         self._text[self._length : end] = tokens
         self._length = end
+
+
+@jit
+def _learn(tables, predictor, text, ngrams, length, weights_too, text_too):  # type: ignore[no-untyped-def]
+    if weights_too:
+        learn_text(tables, predictor, text.tokens, text.start, text.length)
+    if predictor.sources >> WINDOW & 1:
+        add_ngrams(tables, predictor.context, ngrams, length)
+    if text_too:
+        add_text(tables, predictor.context, text.tokens, text.start, text.length)
+
+
+def _compiled_samples(samples: StepSamples) -> Samples:
+    """Without a copy, where it has arrays."""
+    ints = (samples.tokens, samples.positions, samples.parents, samples.sampled, samples.starts)
+    tokens, positions, parents, sampled, starts = (compiled_array(np.asarray(each, np.int64)) for each in ints)
+    packed = samples.packed
+    return Samples(
+        tokens=tokens,
+        parents=parents,
+        positions=positions,
+        sampled=sampled,
+        starts=starts,
+        top_tokens=compiled_array(packed.view(np.int32)),
+        top_logits=compiled_array(packed.view(np.float32)),
+    )

@@ -8,7 +8,7 @@ All arithmetic of compiled functions is of integers and of + - * / on doubles in
 exponential included: ranks on unlike processors compute the same bits.
 
 E: entries of the followers' table; F: entries of the logits' table; K: `num_logits`, logits of an entry; M: followers
-of a context; n: sampled nodes of a step.
+of a context.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import GOLDEN, I64, MASK, MIX_1, U64, compiled_array, compiled_zeros, jit, mix
+from lp.compiled import GOLDEN, I64, MASK, MIX_1, ONE, U64, compiled_array, compiled_zeros, jit, mix
+from lp.sampling.top_logits import INVALID_TOKEN, LOGIT, TOKEN
 
-ONE = U64(1)
 S11 = U64(11)  # a shift
 
 M = 4
@@ -57,13 +57,13 @@ class Context(NamedTuple):
 class Samples(NamedTuple):
     """What the nodes of a step sampled, as compiled functions take it; see StepSamples."""
 
-    tokens: Any  # int64 (nodes,)
-    parents: Any  # int64 (nodes,)
-    positions: Any  # int64 (nodes,)
-    nodes: Any  # int64 (n,)
-    sampled: Any  # int64 (n,)
-    top_tokens: Any  # int32 (n, K)
-    top_logits: Any  # float32 (n, K)
+    tokens: Any  # int64 (nodes,), like the next four
+    parents: Any
+    positions: Any
+    sampled: Any
+    starts: Any
+    top_tokens: Any  # int32: the packed logits, of which 2 * (a node's start + k) + TOKEN is a token
+    top_logits: Any  # float32: the same, of which 2 * (a node's start + k) + LOGIT is its logit
 
 
 def new_tables(num_logits: int, mebibytes: int, weights: np.ndarray, squares: np.ndarray) -> Tables:
@@ -191,9 +191,9 @@ def add_follower(tables, key, token):
 
 
 @jit
-def add_text(tables, context, text, start):
-    """Remember what followed every context of the text, for the tokens from `start` on."""
-    for end in range(max(start, 1), len(text)):
+def add_text(tables, context, text, start, length):
+    """Remember what followed every context of the text, for the tokens from `start` up to `length`."""
+    for end in range(max(start, 1), length):
         known = fill_context(context, text, 0, end)
         hash_context(context, known)
         for index in range(len(ORDERS)):
@@ -213,41 +213,42 @@ def add_ngrams(tables, context, ngrams, length):
 
 
 @jit
-def fill_context_of_node(context, tokens, parents, node, newest, longest):
+def fill_context_of_node(context, tokens, parents, node, text, end, longest):
     """Fill the context with the tokens up to a node of a tree behind the text; returns how many.
 
-    Node 0 is the newest token of the text, whose last tokens `newest` has, the newest first.
+    Node 0 is the newest token of the text, which ends at `end`.
     """
     known = 0
     while node > 0 and known < longest:
         context.tokens[known] = tokens[node]
         node = parents[node]
         known += 1
-    back = 0
-    while node == 0 and back < len(newest) and known < longest:
-        context.tokens[known] = newest[back]
+    while known < longest and end > 0:
+        end -= 1
+        context.tokens[known] = text[end]
         known += 1
-        back += 1
     return known
 
 
 @jit
-def add_samples(tables, context, newest, samples, sources):
+def add_samples(tables, context, text, end, samples, sources):
     """Remember of every sampled node its token as a guess for its position, and its logits behind its last tokens."""
     width = len(tables.logits_tokens) // len(tables.logits_keys)
-    for index in range(len(samples.nodes)):
-        node = samples.nodes[index]
+    for node in range(len(samples.tokens)):
+        if samples.sampled[node] == INVALID_TOKEN:
+            continue
         position = text_position(tables, samples.positions[node] + 1)
-        known = fill_context_of_node(context, samples.tokens, samples.parents, node, newest, MAX_LOGITS_ORDER)
+        known = fill_context_of_node(context, samples.tokens, samples.parents, node, text, end, MAX_LOGITS_ORDER)
         hash_context(context, known)
         if sources >> GUESS & 1:
             for order in range(min(known, MAX_GUESS_ORDER) + 1):
-                add_follower(tables, context_key(context.hashes[order], GUESS, position), samples.sampled[index])
+                add_follower(tables, context_key(context.hashes[order], GUESS, position), samples.sampled[node])
         if sources >> LOGITS & 1:
             for order in range(known + 1):
                 key = logits_key(context, order, position)
                 entry, _ = claim(tables.logits_keys, tables.logits_stamps, key, tables.clock[0])
                 tables.logits_positions[entry] = position
                 for k in range(width):
-                    tables.logits_tokens[entry * width + k] = samples.top_tokens[index, k]
-                    tables.logits_values[entry * width + k] = samples.top_logits[index, k]
+                    at = 2 * (samples.starts[node] + k)
+                    tables.logits_tokens[entry * width + k] = samples.top_tokens[at + TOKEN]
+                    tables.logits_values[entry * width + k] = samples.top_logits[at + LOGIT]
