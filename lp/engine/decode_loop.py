@@ -269,7 +269,9 @@ class Generation:
         return self.step_pass.exchange(message)
 
     def _unpacked(self, messages: np.ndarray) -> Gathered:
-        return unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)
+        gathered = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)
+        self.step_pass.check_replicas(gathered.stop, len(self.stats))
+        return gathered
 
     def _finish_learning(self) -> None:
         if self._merge:

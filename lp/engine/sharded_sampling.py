@@ -39,7 +39,7 @@ class ShardedSampling:
         self.sampler = sampler
         self.context = context
         self.compared = context.world_size > 1
-        self.steps = 0
+        self.heads = torch.zeros(1, HEAD, dtype=torch.int64)  # of the last step, of all ranks of the replica
 
     def sample(
         self,
@@ -50,8 +50,10 @@ class ShardedSampling:
         text: Sequence[int],
         num_logits: int,
         header: Header,
-    ) -> tuple[Sampled, Header]:
-        """What the nodes sampled, and the header with the flags of all ranks of the replica.
+    ) -> tuple[Sampled, torch.Tensor]:
+        """What the nodes sampled, and STOP and LENGTH of the replica's message, (2,), on the device.
+
+        The host learns of the other ranks with the message, so that it waits once a step.
 
         Args:
             logits: (n, V), or this rank's part of them.
@@ -60,7 +62,6 @@ class ShardedSampling:
             header: of this rank's message.
 
         Raises:
-            RuntimeError: the digests of the ranks differ; names them and the step.
             Exception: what a processor raised on this rank, once the others know of it.
         """
         count = len(positions)
@@ -80,14 +81,15 @@ class ShardedSampling:
         known = logits.new_tensor([header.digest, header.stop, header.length], dtype=torch.int64)
         body = torch.cat([part.flatten() for part in mine]) if mine else known.new_zeros(size)
         gathered = self.replica.all_gather(torch.cat([known, body]))
-        header = self._agreed(gathered[:, :HEAD].cpu().numpy(), header)
+        self.heads = gathered[:, :HEAD]
+        flags = self._flags(self.heads)
         if failure:
             raise failure
         sizes = [count, count, size - count * (2 + num_logits), count * num_logits]
         scores, tokens, best, top = gathered[:, HEAD:].split(sizes, 1)
         top = top.view(self.replica.size, count, num_logits)
         if not divided:
-            return Sampled(tokens[0], top[0], best[0] if self.compared else None), header
+            return Sampled(tokens[0], top[0], best[0] if self.compared else None), flags
         winner = (
             scores.contiguous().view(torch.float64).argmax(0, keepdim=True)
         )  # of equal ones the first, as of one rank
@@ -96,7 +98,7 @@ class ShardedSampling:
             merged(top, num_logits),
             merged(best[:, None], NUM_BEST)[0] if self.compared else None,
         )
-        return sampled, header
+        return sampled, flags
 
     def top_logits(self, logits: torch.Tensor, scale: Sampler, prompt: Sequence[int], k: int) -> torch.Tensor:
         """The k best scores of nodes that no walk can reach, packed: (n, k).
@@ -154,21 +156,27 @@ class ShardedSampling:
         everyones = torch.cat([*self.replica.all_gather(best)], -1)
         return everyones.topk(k).values[:, -1:]
 
-    def _agreed(self, heads: np.ndarray, header: Header) -> Header:
-        """The header with the flags of all ranks of the replica.
+    def _flags(self, heads: torch.Tensor) -> torch.Tensor:
+        """STOP, with the flags of all ranks, and the first one's LENGTH."""
+        stop = (heads[:, 0] != heads[0, 0]).any() * int(Stop.PARTED)
+        for flags in heads[:, 1]:
+            stop = stop | flags
+        return torch.stack([stop, heads[0, 2]])
+
+    def check_alike(self, step: int) -> None:
+        """Refuse to go on where the ranks of this replica had different states in the last step.
 
         Raises:
-            RuntimeError: their digests differ.
+            RuntimeError: names the ranks and the step.
         """
-        self.steps += 1
-        if (heads[:, 0] != heads[0, 0]).any():
-            odd = ", ".join(str(rank) for rank in np.flatnonzero(heads[:, 0] != heads[0, 0]))
+        digests = self.heads[:, 0].cpu().numpy()
+        if (digests != digests[0]).any():
+            odd = ", ".join(str(rank) for rank in np.flatnonzero(digests != digests[0]))
             raise RuntimeError(
-                f"rank {self.context.name_of(self.context.rank)} has another state than other ranks of its replica at "
-                f"step {self.steps - 1} (tp {odd} differs from tp 0), so the job stops before a wrong token is used"
+                f"in the replica of rank {self.context.name_of(self.context.rank)}, tp {odd} differs from tp 0 at step "
+                f"{step}: their tokens, windows or draft trees are not the same, so the job stops before a wrong token "
+                "is used"
             )
-        stop = Stop(int(np.bitwise_or.reduce(heads[:, 1])))
-        return header._replace(stop=stop, length=int(heads[0, 2]))
 
 
 NOTHING = int(np.array([-math.inf], np.float32).view(np.int32)[0]) & 0xFFFFFFFF  # a logit of -inf, of token 0

@@ -22,7 +22,7 @@ from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from lp.models.sharded_layers import head_of
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Header, MessageShape, Sampled, Stop, best_logits, known_part, pack, sampled_at_c
+from lp.parallel.message import LENGTH, STOP, Header, MessageShape, Sampled, Stop, best_logits, known_part, pack, sampled_at_c
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
 
@@ -121,8 +121,10 @@ class StepPass:
             if self._sharded:
                 branches, drafts = self._branches(layout), self._drafts(layout)
                 positions = layout.sampled_positions
-                sampled, header = self._sharded.sample(logits, positions, branches, drafts, text, num_logits, header)
-                return pack(header, layout, sampled, self.shape)
+                sampled, flags = self._sharded.sample(logits, positions, branches, drafts, text, num_logits, header)
+                message = pack(header, layout, sampled, self.shape)
+                message[STOP : LENGTH + 1] = flags
+                return message
             return pack(header, layout, self._sampled(logits, layout, text, num_logits), self.shape)
 
     def token_alone(self, layout: StepLayout, text: Sequence[int], step_tokens: int) -> int:
@@ -152,6 +154,16 @@ class StepPass:
         return self.runner.forward(
             step.tokens, step.positions, visible, self.cache, logits_indices, capture=False, whole=False
         )
+
+    def check_replicas(self, stop: Stop, step: int) -> None:
+        """Refuse to go on where the ranks of some replica differ.
+
+        Raises:
+            RuntimeError: names them, or says that it is another replica's.
+        """
+        if Stop.PARTED in stop and self._sharded:
+            self._sharded.check_alike(step)
+            raise RuntimeError(f"the ranks of another replica differ from each other at step {step}; see their errors")
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
         """The message of a rank that has nothing to report but its header."""

@@ -57,6 +57,7 @@ class Stop(IntFlag):
     CRITERIA = 16
     STOP_STRING = 32
     CONTEXT = 64
+    PARTED = 128  # ranks of a replica, which tensor parallelism divides the model among, have different states
 
 
 class Header(NamedTuple):
