@@ -20,6 +20,7 @@ from lp.parallel.message import NUM_BEST, Header, Sampled, Stop, best_logits
 from lp.parallel.replica import Replica
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import INVALID_TOKEN, pack_top_logits
+from lp.to_device import to_device
 
 HEAD = 3  # int64s before the nodes
 
@@ -78,7 +79,7 @@ class ShardedSampling:
                 failure = error
                 header = header._replace(stop=header.stop | Stop.FAILED)
         size = 2 * count + (NUM_BEST if self.compared else 0) + count * num_logits
-        known = logits.new_tensor([header.digest, header.stop, header.length], dtype=torch.int64)
+        known = to_device([header.digest, int(header.stop), header.length], logits.device)
         body = torch.cat([part.flatten() for part in mine]) if mine else known.new_zeros(size)
         gathered = self.replica.all_gather(torch.cat([known, body]))
         self.heads = gathered[:, :HEAD]

@@ -131,8 +131,17 @@ class _Nccl:
         simulation().launched("all_gather")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        target = self.values(tensor)
-        target.copy_(torch.stack(self.meeting.trade(self.rank, target)).sum(0))
+        """In place; a capture records it."""
+        self.values(tensor)
+
+        def summed(raw: torch.Tensor) -> torch.Tensor:
+            return raw.copy_(torch.stack(self.meeting.trade(self.rank, raw)).sum(0))
+
+        recording = simulation().recording
+        if recording is None:
+            summed(self.values(tensor))
+        else:
+            recording.run(summed, (tensor,), {}, [tensor], fresh=False)
         simulation().launched("all_reduce")
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -24,6 +25,7 @@ from lp.checks import env_int
 from lp.errors import UserError
 from lp.models.tensor_parallel import divide
 from lp.optional import is_installed
+from lp.parallel.replica import Replica
 
 from ..baselines import BASELINES, BaselineOptions
 from ..summary import markdown
@@ -70,7 +72,8 @@ def run(args: argparse.Namespace) -> None:
     }
     missing = [name for name, package in PACKAGES.items() if not is_installed(package)]
     for name in PACKAGES.keys() - {*missing}:
-        decoders[name] = BASELINES[name].build(whole, context, BaselineOptions())
+        undivided = replace(context, replica=Replica(), dimensions={})  # they divide a model themselves
+        decoders[name] = BASELINES[name].build(whole, undivided, BaselineOptions())
     ids = [int(token) for token in torch.randint(args.vocabulary, (64,), generator=torch.Generator().manual_seed(1))]
     texts = {name: partial(decoder.generate, ids, args.new) for name, decoder in decoders.items()}
     outputs: dict[str, list[Any]] = {name: [] for name in texts}
