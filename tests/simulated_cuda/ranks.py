@@ -125,9 +125,14 @@ class _Nccl:
         return tensor.raw
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        target = self.values(output)
-        everyone = self.meeting.trade(self.rank, self.values(tensor))
-        target.copy_(torch.cat(everyone).view(target.shape))
+        """Into `output`; a capture records it."""
+        self.values(output)
+        self.values(tensor)
+
+        def gathered(target: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+            return target.copy_(torch.cat(self.meeting.trade(self.rank, raw)).view(target.shape))
+
+        simulation().run(gathered, (output, tensor), {}, [output])
         simulation().launched("all_gather")
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -137,11 +142,7 @@ class _Nccl:
         def summed(raw: torch.Tensor) -> torch.Tensor:
             return raw.copy_(torch.stack(self.meeting.trade(self.rank, raw)).sum(0))
 
-        recording = simulation().recording
-        if recording is None:
-            summed(self.values(tensor))
-        else:
-            recording.run(summed, (tensor,), {}, [tensor], fresh=False)
+        simulation().run(summed, (tensor,), {}, [tensor])
         simulation().launched("all_reduce")
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
