@@ -96,8 +96,8 @@ class Decoder(ABC):
         recorded = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
         if recorded and self.context.lp.world_size > 1:
             raise UserError(
-                f"output_{recorded[0]} is on among {self.context.lp.world_size} ranks, of which each has only the logits "
-                "of its own nodes; leave it out, or generate on one rank"
+                f"output_{recorded[0]} is on among {self.context.lp.world_size} ranks, of which each has only the "
+                "logits of its own nodes; leave it out, or generate on one rank"
             )
         context = context_limit(self.model)
         stopping = Stopping.build(

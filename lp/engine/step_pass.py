@@ -22,7 +22,18 @@ from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from lp.models.sharded_layers import head_of
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import LENGTH, STOP, Header, MessageShape, Sampled, Stop, best_logits, known_part, pack, sampled_at_c
+from lp.parallel.message import (
+    LENGTH,
+    STOP,
+    Header,
+    MessageShape,
+    Sampled,
+    Stop,
+    best_logits,
+    known_part,
+    pack,
+    sampled_at_c,
+)
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
 

@@ -59,9 +59,10 @@ def load(
         tp_plan: how they divide it, as transformers' `base_model_tp_plan`; None takes the model's own.
 
     Raises:
-        ValueError: a model that its ranks cannot divide, no such folder, not a causal LM, an architecture that takes no tree mask, weights that are damaged,
+        ValueError: no such folder, not a causal LM, an architecture that takes no tree mask, weights that are damaged,
             missing or of other shapes than the config says, a tokenizer that is missing, damaged or larger than the
-            model's vocabulary, a package that is not installed, or an unknown dtype.
+            model's vocabulary, a package that is not installed, an unknown dtype, or a model that its ranks cannot
+            divide.
     """
     device = device or (context.device if context else "cpu")
     source = str(DEMO_MODEL) if str(name_or_path) == "demo" else str(name_or_path)

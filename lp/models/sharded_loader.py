@@ -23,7 +23,7 @@ from lp.parallel.replica import Replica
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# Where checkpoints have names of their own for what transformers holds: Mixtral's experts, and those of one tensor each.
+# Where checkpoints have other names than transformers' modules: Mixtral's experts; and those of one tensor each.
 RENAMED = ((".mlp.", ".block_sparse_moe."),)
 GATES = (("gate_proj", "up_proj"), ("w1", "w3"))  # of an expert
 DOWNS = ("down_proj", "w2")

@@ -24,7 +24,7 @@ WORKER = "tests.distributed.workers.replicas"
 
 @pytest.mark.parametrize(("world", "tp", "archs"), LAUNCHES)
 def test_tokens_and_collectives(processes: Processes, tmp_path: Path, world: int, tp: int, archs: list[str]) -> None:
-    """Two sums a layer and one of the embeddings within a replica, the vocabulary's gathers there, one among replicas."""
+    """Two sums a layer and one of embeddings within a replica, the vocabulary's gather, and one among replicas."""
     ran = processes.run(processes.torchrun(world, WORKER, str(tmp_path), str(tp), *archs), ON_CPU, timeout_s=400)
     assert ran.returncode == 0, ran.stderr
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]

@@ -22,9 +22,7 @@ T = TypeVar("T")
 TIMEOUT_S = 60.0
 
 
-def run_on_gpus(
-    world_size: int, body: Callable[[ParallelContext, SimulatedCuda], T], tp: bool = False
-) -> list[T]:
+def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda], T], tp: bool = False) -> list[T]:
     """Run `body(context, gpu)` for every rank, each in a thread with a GPU of its own, within `simulated_cuda()`.
 
     Args:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import lp
+from lp.models import fused
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from tests.simulated_cuda.counts import CONFIG, NEW, SAMPLING
@@ -29,16 +30,22 @@ def gpu() -> Iterator[SimulatedCuda]:
 
 @pytest.mark.parametrize("capture", ["off", "graph"])
 @pytest.mark.parametrize("sampling", ["greedy", "coupled", "top-k", "top-p"])
-def test_one_wait_a_step_and_no_host_tensor(sampling: str, capture: str, gpu: SimulatedCuda) -> None:
+def test_one_wait_a_step_and_no_host_tensor(
+    sampling: str, capture: str, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NCCL refuses host tensors, and a wait for the replica beside that for the message would be felt in each step."""
+    # Simulated parameters are of no class that weights may be moved of; where they lie matters to no token.
+    monkeypatch.setattr(fused, "is_mergeable", lambda linears: True)
+    monkeypatch.setattr(fused, "laid_out", lambda parameters: [each.data for each in parameters])
     model = tiny_model(sharpness=2.0)
     params = SAMPLING[sampling]
     expected = lp.AutoregressiveDecoder(model).generate(IDS, NEW, params).tokens
-    wholes = [copy.deepcopy(model) for _ in range(2)]
+    wholes = [copy.deepcopy(model).to(f"cuda:{rank}") for rank in range(2)]
 
     def body(context: ParallelContext, own: SimulatedCuda) -> tuple[list[int], list[Events]]:
-        part = divide(wholes[context.rank], context.replica).to(context.device)
+        part = divide(wholes[context.rank], context.replica)
         decoder = lp.LookaheadDecoder(part, CONFIG, context, capture=capture)
+        assert decoder.runner.fused and (decoder.runner.captured is not None) == (capture == "graph")
         decoder.generate(IDS, NEW, params)
         seen: list[Events] = []
         output = decoder.generate(IDS, NEW, params, on_tokens=lambda tokens, step: seen.append(Events(own.events)))

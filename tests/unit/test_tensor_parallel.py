@@ -208,7 +208,9 @@ def test_another_replica_that_differs_is_named_by_both_coordinates(monkeypatch: 
                 part.model.norm.weight.mul_(1.5)
         lp.LookaheadDecoder(part, SHAPE, context)
 
-    with pytest.raises(lp.UserError, match=r"checksum of rank \d \(lp 1, tp (\d)\) differs from rank \d \(lp 0, tp \1\)"):
+    with pytest.raises(
+        lp.UserError, match=r"checksum of rank \d \(lp 1, tp (\d)\) differs from rank \d \(lp 0, tp \1\)"
+    ):
         on_ranks(model, 4, 2, use)
     header = Generation._header
 

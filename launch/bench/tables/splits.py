@@ -3,10 +3,10 @@
     python scripts/tables.py splits
     python scripts/tables.py splits --gpu h100 --memory-gb 80 --start 4.44 --doubling 0.41    # S of greedy text
 
-Step times are those of scaling_projection, of a part of the model. A sum over a replica is a ring of NCCL's on NVLink, by the
-figures of conf/scaling.yaml; or one step in which every rank reads all others (torch's symmetric memory): its 5 us
-are assumed. S = start + doubling x log2(tokens a step), of docs/scaling.md; host time of a step the measured one there, or a
-shorter one that is assumed.
+Step times are those of scaling_projection, of a part of the model. A sum over a replica is a ring of NCCL's on NVLink,
+by the figures of conf/scaling.yaml; or one step in which each rank reads all others (torch's symmetric memory), whose
+5 us are assumed. S = start + doubling x log2(tokens a step), of docs/scaling.md; host time of a step is the one
+measured there, or a shorter one that is assumed.
 """
 
 from __future__ import annotations
