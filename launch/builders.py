@@ -43,6 +43,17 @@ def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
     return {name: _builder(name, config) for name in names}
 
 
+def guess_set_sizes(config: Common, names: Iterable[str]) -> dict[str, int]:
+    """G of each of these decoders that has one.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+    choices = decoder_choices()
+    having = [name for name in names if name in choices and choices[name].has("guess_set_size")]
+    return {name: _settings(name, config).guess_set_size for name in having}  # type: ignore[attr-defined]
+
+
 def _builder(name: str, config: Common) -> Builder:
     attention, capture = config.attention.name, config.attention.capture
     if name == ORACLE:
@@ -60,4 +71,5 @@ def _settings(name: str, config: Common) -> DraftConfig:
     if config.decoder.name == name:
         return frozen(choice.config, config.decoder)
     shape = {field: getattr(config, key) for field, key in SHAPE_KEYS.items() if choice.has(field)}
-    return choice.config(**{**choice.values, **shape})
+    given = {field: value for field, value in shape.items() if value is not None}
+    return choice.config(**{**choice.values, **given})

@@ -29,6 +29,7 @@ from .torchrun import GRACE_S, of_ranks
 Start = Callable[..., object]  # of ranks, nproc and place, and of options by name
 STANDALONE = ("--standalone",)
 RETRY_S = 0.2
+HELLO_S = 10.0  # a node says at once who it is; who says nothing must not keep the nodes behind it waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ class Nodes:
                 f"nodes.endpoint (RDZV_ENDPOINT) is {config.endpoint!r} with {count} nodes; give host:port, a free "
                 "port of node 0"
             )
+        check_int("the port of nodes.endpoint (RDZV_ENDPOINT)", int(port), 1, 65535, "give a free one of node 0")
         nproc = config.nproc if config.nproc is not None else _devices()
         nproc = check_int("nodes.nproc (NPROC)", nproc, 1, 1024, "give the number of ranks on a node")
         return cls(count=count, rank=rank, nproc=nproc, host=host.strip("[]"), port=int(port))
@@ -101,7 +103,7 @@ class Leader:
 
     Args:
         nodes: of the run.
-        others: lines from and to each other node, by number.
+        others: the connection to each other node and the lines that come from it, by number.
         timeout_s: how long it waits for their exit codes behind its own.
     """
 
@@ -116,16 +118,16 @@ class Leader:
             SystemExit: the exit code of the ranks, if it is not 0.
             RankLost: a node has ended.
         """
-        needed = {node: lines for node, (_, lines) in self.others.items() if node < self.nodes.needed(ranks)}
+        needed = {node: ends for node, ends in self.others.items() if node < self.nodes.needed(ranks)}
         if not needed:
             start(ranks, ranks, STANDALONE, **options)
             return
         self._check_alive()
         port = _free_port()
-        for lines in needed.values():
-            _send(lines, {"ranks": ranks, "port": port, "options": options})
+        for connection, _ in needed.values():
+            _send(connection, {"ranks": ranks, "port": port, "options": options})
         codes = {0: _code(partial(start, ranks, self.nodes.nproc, self.nodes.place(ranks, port), **options))}
-        for node, lines in needed.items():
+        for node, (_, lines) in needed.items():
             answer = _receive(lines)
             if answer is None:
                 raise RankLost(f"node {node} ended, or did not answer for {self.timeout_s:g} s, in a launch of {ranks}")
@@ -168,9 +170,9 @@ def leading(nodes: Nodes, arguments: Sequence[str], timeout_s: float) -> Iterato
             code = code_of(error)
             raise
         finally:
-            for _, lines in leader.others.values():
-                with contextlib.suppress(OSError):
-                    _send(lines, {"code": code})
+            for connection, _ in leader.others.values():
+                with contextlib.suppress(RankLost):
+                    _send(connection, {"code": code})
 
 
 def _gather(
@@ -189,11 +191,12 @@ def _gather(
                 "start the same command there with their NODE_RANK, or raise parallel.timeout_s"
             ) from None
         stack.enter_context(connection)
-        connection.settimeout(leader.timeout_s)
-        lines = stack.enter_context(connection.makefile("rw", encoding="utf-8"))
+        connection.settimeout(min(HELLO_S, timeout_s))
+        lines = stack.enter_context(connection.makefile(encoding="utf-8"))
         hello = _receive(lines)
         if not isinstance(hello, dict) or "node" not in hello:
             continue  # no node of ours
+        connection.settimeout(leader.timeout_s)
         node = hello["node"]
         twice = node in leader.others
         leader.others[-1 if twice else node] = connection, lines  # it must hear of the end, too
@@ -217,10 +220,10 @@ def follow(nodes: Nodes, arguments: Sequence[str], timeout_s: float, start: Star
     """
     with (
         _connection(nodes, timeout_s) as connection,
-        connection.makefile("rw", encoding="utf-8") as lines,
+        connection.makefile(encoding="utf-8") as lines,
     ):
         hello = {"node": nodes.rank, "count": nodes.count, "nproc": nodes.nproc, "arguments": [*arguments]}
-        _send(lines, hello)
+        _send(connection, hello)
         while True:
             message = _receive(lines)  # which may come hours later
             if message is None:
@@ -228,7 +231,7 @@ def follow(nodes: Nodes, arguments: Sequence[str], timeout_s: float, start: Star
             if "code" in message:
                 break
             ranks, place = message["ranks"], nodes.place(message["ranks"], message["port"])
-            _send(lines, {"code": _code(partial(start, ranks, nodes.nproc, place, **message.get("options", {})))})
+            _send(connection, {"code": _code(partial(start, ranks, nodes.nproc, place, **message.get("options", {})))})
     if message["code"]:
         raise SystemExit(message["code"])
 
@@ -288,9 +291,16 @@ def _connection(nodes: Nodes, timeout_s: float) -> socket.socket:
         return connection
 
 
-def _send(lines: TextIO, message: dict[str, Any]) -> None:
-    lines.write(json.dumps(message) + "\n")
-    lines.flush()
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send one message; not through a file, which would try to send again what a lost node did not take when it closes.
+
+    Raises:
+        RankLost: the other side has ended.
+    """
+    try:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+    except OSError as error:
+        raise RankLost(f"a node has ended ({error}); start the command on all nodes again") from None
 
 
 def _receive(lines: TextIO) -> Any:

@@ -44,7 +44,8 @@ from .bench.scaling import (
     with_efficiency,
 )
 from .bench.session import Bench, ModelCache, methods_of, open_bench
-from .bench.summary import PLAIN, markdown
+from .bench.summary import markdown, short
+from .builders import PLAIN
 from .cli import start
 from .nodes import Leader, Nodes, follow, leading
 from .schema import Output, ScalingConfig, frozen
@@ -277,7 +278,7 @@ def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, tab
 def _caption(record: Record) -> str:
     settings = record["settings"]
     versions = record["versions"]
-    shape = f"W={settings['W']} N={settings['N']} G={settings['G']}"
+    shape = f"W={settings['W']} N={settings['N']} G={short(settings['G'])}"
     model = f"model {settings['model']} ({settings['parameters'] / 1e6:.1f} M parameters), {settings['dtype']}"
     return f"{record['hardware']}, torch {versions['torch']}, {model}, {shape}, task {settings['task']}"
 

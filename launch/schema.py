@@ -27,7 +27,8 @@ from .arguments import closest
 from .bench.shapes import SHAPES
 
 T = TypeVar("T")
-# Fields that a draft source's config takes from top-level keys, where it has them.
+# Fields that a draft source's config takes from top-level keys, where it has them. One that is null is the config's own
+# default.
 SHAPE_KEYS = {"window_size": "W", "ngram_size": "N", "guess_set_size": "G"}
 POOL_KEYS = {"pool_scope": "pool.scope", "pool_mib": "pool.mib", "pool_file": "pool.file"}
 LOOKAHEAD_PRESETS = {"lookahead_auto": {"adaptive": True}, "lookahead": {"adaptive": False}}  # of one config
@@ -172,7 +173,7 @@ class Common:
     pool: PoolSchema = field(default_factory=PoolSchema)
     W: int = 16
     N: int = 2
-    G: int = 104
+    G: int | None = None
     W_per_rank: int | None = None
     G_per_rank: int | None = None
     max_new_tokens: int = 128
@@ -306,7 +307,7 @@ def mirror(config: type, name: str, values: Mapping[str, Any] | None = None) -> 
     """An unfrozen dataclass with the fields of `config` and a `name`, which tells the decoders apart.
 
     An enum becomes a str: OmegaConf takes enums by member name, users know them by value. A field whose default is None
-    may be null, whatever its type: the config fills it in.
+    may be null, whatever its type: the config fills it in. So may those of SHAPE_KEYS, which `frozen` leaves out then.
 
     Args:
         values: defaults other than the config's own; strings may be interpolations.
@@ -319,7 +320,8 @@ def mirror(config: type, name: str, values: Mapping[str, Any] | None = None) -> 
         default = (values or {}).get(item.name, item.default)
         if isinstance(hint, type) and issubclass(hint, Enum):
             hint, default = str, str(default)
-        members.append((item.name, hint | None if item.default is None else hint, field(default=default)))
+        nullable = item.default is None or item.name in SHAPE_KEYS
+        members.append((item.name, hint | None if nullable else hint, field(default=default)))
     return make_dataclass(f"{config.__name__}Schema", members)
 
 
@@ -360,7 +362,8 @@ def frozen(config: type[T], schema: Any) -> T:
     Raises:
         ValueError: a value out of range, from the config itself.
     """
-    return config(**{item.name: getattr(schema, item.name) for item in fields(config)})  # type: ignore[arg-type]
+    values = {item.name: getattr(schema, item.name) for item in fields(config)}  # type: ignore[arg-type]
+    return config(**{name: value for name, value in values.items() if value is not None or name not in SHAPE_KEYS})
 
 
 def settings(cfg: DictConfig) -> Any:

@@ -15,9 +15,10 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..builders import ORACLE, PLAIN
 from .gpu_projection import GpuLine, LogLaw
 from .scaling import PROJECTED, Line
-from .summary import ORACLE, PLAIN, Total
+from .summary import Total
 
 WIDTH_IN, DPI = 3.3, 300  # a column of a two-column paper
 STYLE: Any = {
@@ -171,7 +172,7 @@ def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
         low, high = image.get_clim()
         for (w, n), total in best.items():
             colour = "white" if value(total) < (low + high) / 2 else "black"
-            text = f"{value(total):.2f}\nG={total.setting['G']}"
+            text = f"{value(total):.2f}\nG={total.guess_set_size}"
             axes.text(widths.index(w), sizes.index(n), text, ha="center", va="center", fontsize=5.5, color=colour)
         axes.set_xticks(range(len(widths)), map(str, widths))
         axes.set_yticks(range(len(sizes)), map(str, sizes))

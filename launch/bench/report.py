@@ -9,11 +9,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..builders import ORACLE, PLAIN
 from .plots import dataset_plot, heat_map, scaling_plots, tokens_plot
 from .records import load_records
 from .scaling import HEADS as SCALING_HEADS
 from .scaling import Line
-from .summary import HEADS, ORACLE, PLAIN, Total, caption, cells, common, ordered, shown, totals, varying
+from .summary import HEADS, Total, caption, cells, common, ordered, shown, totals, varying
 
 STYLE = """body { font: 15px/1.4 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .7em; border-bottom: 1px solid #ddd }

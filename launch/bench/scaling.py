@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from ..builders import ORACLE, PLAIN
 from .projection import Link, Projected
 from .records import Record
-from .summary import ORACLE, PLAIN, Total, totals
+from .summary import Total, totals
 
 MEASURED, PROJECTED = "measured", "projected"
 ErrorsOfRuns = dict[tuple[str, int], list[float]]  # by method and ranks
@@ -91,7 +92,7 @@ def measured_lines(records: Sequence[Record]) -> list[Line]:
             kind=MEASURED,
             link=None,
             W=total.setting["W"] if shaped else None,
-            G=total.setting["G"] if shaped else None,
+            G=total.guess_set_size if shaped else None,
             tokens_per_s=total.tokens_per_s,
             speedup=total.speedup,
             compression=total.compression,

@@ -24,7 +24,7 @@ from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
-from ..builders import METHODS, ORACLE, PLAIN, decoder_names
+from ..builders import METHODS, ORACLE, PLAIN, decoder_names, guess_set_sizes
 from ..schema import BenchmarkConfig
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
@@ -242,8 +242,18 @@ def methods_of(config: BenchmarkConfig) -> list[str]:
 def settings_of(
     config: BenchmarkConfig, methods: list[str], sampling: lp.SamplingParams | None, ranks: int, parameters: int
 ) -> dict[str, Any]:
-    """All that a figure depends on beside prompt and machine."""
+    """All that a figure depends on beside prompt and machine.
+
+    G is the one that was used; by method where these have their own defaults.
+    """
     model = config.model
+    decoder = dict(vars(config.decoder))
+    for size in guess_set_sizes(config, [config.decoder.name]).values():
+        decoder["guess_set_size"] = size
+    sizes = guess_set_sizes(config, map(_bare, methods))
+    guess_set_size: dict[str, int] | int | None = sizes
+    if len({*sizes.values()}) < 2:
+        guess_set_size = next(iter(sizes.values()), config.G)
     settings: dict[str, Any] = {
         "model": model.name,
         "parameters": parameters,
@@ -251,8 +261,8 @@ def settings_of(
         "attention": config.attention.name,
         "capture": config.attention.capture,
     }
-    settings |= {"task": config.task.name, "chat": config.task.chat, "W": config.W, "N": config.N, "G": config.G}
-    settings |= {"decoder": dict(vars(config.decoder)), "methods": methods, "draft": config.draft, "ranks": ranks}
+    settings |= {"task": config.task.name, "chat": config.task.chat, "W": config.W, "N": config.N, "G": guess_set_size}
+    settings |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
     settings |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
     settings |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from ..builders import ORACLE, PLAIN
 from .records import Record, digest
 
-PLAIN = "plain"  # what speeds are compared with
-ORACLE = "autoregressive"  # what tokens are compared with
 HIDDEN = ("decoder", "methods", "chat", "parameters")  # settings that tables leave out: long, or implied by others
 
 
@@ -38,6 +37,12 @@ class Total:
     @property
     def setting(self) -> dict[str, Any]:
         return dict(self.records[0]["settings"])
+
+    @property
+    def guess_set_size(self) -> int | None:
+        """G; a run whose methods have their own has it by method."""
+        size = self.setting["G"]
+        return size.get(self.method.partition("@")[0]) if isinstance(size, dict) else size
 
     @property
     def hardware(self) -> str:

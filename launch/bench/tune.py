@@ -15,9 +15,10 @@ from lp.config import LookaheadConfig
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 
+from ..builders import PLAIN
 from .compare import alternate
 
-PLAIN, ADAPTIVE = "plain", "adaptive"
+ADAPTIVE = "adaptive"
 BUDGETS = (4, 8, 16, 32, 64, 104)  # G at N = 2
 PAYS = 1.02  # times the speed without it: a further rank that brings less is not worth its power
 

@@ -32,6 +32,7 @@ class Budget(Protocol):
     Attributes:
         columns: of the lookahead window, on all ranks together.
         step_tokens: B, the most step tokens of a rank.
+        ranks: that share a step.
         uses_prompt_logits: the pool may learn from the prompt's logits, if the config has it so.
         max_padded_tokens: the most tokens that `padded_size` may raise a step to; 0 if it never pads.
         learns: `record_step` is to be called.
@@ -39,6 +40,7 @@ class Budget(Protocol):
 
     columns: int
     step_tokens: int
+    ranks: int
     uses_prompt_logits: bool
     max_padded_tokens: int
     learns: bool
@@ -88,6 +90,7 @@ class FixedBudget:
     learns = False
 
     def __init__(self, config: LookaheadConfig, ranks: int = 1) -> None:
+        self.ranks = ranks
         self.columns = config.window_size
         self.step_tokens = step_tokens(config, ranks)
         if self.step_tokens > MAX_STEP_TOKENS:
@@ -129,7 +132,7 @@ class AdaptiveBudget:
         self, config: LookaheadConfig, step_times: StepTimes, ranks: int = 1, temperature: float = 0.0
     ) -> None:
         self._step_times = step_times
-        self._ranks = ranks
+        self.ranks = ranks
         self._seconds = compiled_array(step_times.seconds_by_tokens)
         self._marginal_seconds = compiled_array(step_times.marginal_seconds)
         self._rate = RunningRatio(PRIOR_STEPS, PRIOR_STEPS * step_times.plain_s, MEMORY_STEPS)
@@ -158,7 +161,7 @@ class AdaptiveBudget:
         While one rank computes one token more, all of them may: a second is shared by R tokens.
         """
         return TokenPrice(
-            tokens_per_s=self._price_per_s / self._ranks,
+            tokens_per_s=self._price_per_s / self.ranks,
             base_tokens=base_tokens,
             seconds=self._seconds,
             marginal_seconds=self._marginal_seconds,

@@ -130,6 +130,7 @@ class StepLayout:
     Attributes:
         nodes: all of them.
         num_window: nodes of `c` and the window; the draft tree's own follow.
+        num_tokens: T.
 
     Raises:
         ValueError: the draft tree's lists differ in length, or a node comes before its parent.
@@ -178,15 +179,11 @@ class StepLayout:
         if count < 0:
             raise UserError("a node of a draft tree comes before its parent; list parents first, -1 for the root")
         self.nodes = nodes if count == size else nodes.first(count)
+        self.num_tokens = len(catch_up) + int(count)
         self._step = step
 
     def __len__(self) -> int:
         return len(self.nodes.tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return len(self.catch_up) + len(self)
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -216,8 +213,7 @@ class StepLayout:
     @property
     def sampled_positions(self) -> list[int]:
         """Of these nodes."""
-        positions = self.positions
-        return positions if self.samples_all else [positions[node] for node in self.sampled_nodes]
+        return np.asarray(self.nodes.positions)[np.asarray(self.nodes.sampled)].tolist()
 
     @property
     def samples_all(self) -> bool:

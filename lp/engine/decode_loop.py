@@ -244,7 +244,7 @@ class Generation:
     def _layout(self, columns: WindowSlice, draft: DraftTree) -> StepLayout:
         position = len(self.text) - 1
         layout = StepLayout(self.window, columns, draft, self.text[-1], position, self._limit, self.catch_up)
-        if len(draft) > self.message_shape.nodes:
+        if len(layout) > self.message_shape.nodes:  # compiled code would write beyond the message
             raise UserError(
                 f"{type(self.source).__name__} proposed {len(draft)} draft tokens, which makes a step of "
                 f"{layout.num_tokens} tokens; the budget is {self.message_shape.nodes}: propose no more than asked for"
@@ -412,7 +412,7 @@ class Generation:
         if not isinstance(error, CacheTooLarge):
             return error
         prompt, limit = len(self.request.prompt), self.request.limit
-        return too_large(error, self.config, prompt, limit + 1 - prompt, self.runner.device)
+        return too_large(error, self.config, self.budget, prompt, limit + 1 - prompt, self.runner.device)
 
     def _zeros(self, *shape: int) -> torch.Tensor:
         return torch.zeros(*shape, dtype=torch.int64, device=self.runner.device)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from lp.budget.policy import Budget
 from lp.config import LookaheadConfig
 from lp.draft.share import step_tokens
 from lp.errors import UserError
@@ -17,40 +18,56 @@ USABLE = 0.9
 
 
 def too_large(
-    error: CacheTooLarge, config: LookaheadConfig, prompt_tokens: int, new_tokens: int, device: torch.device
+    error: CacheTooLarge,
+    config: LookaheadConfig,
+    budget: Budget,
+    prompt_tokens: int,
+    new_tokens: int,
+    device: torch.device,
 ) -> ValueError:
     """The error for the user: needed and free memory, and a smaller shape or length that fits.
 
     Args:
         error: of the cache.
-        config: of the generation.
+        config, budget: of the generation.
         prompt_tokens, new_tokens: of the generation.
         device: the cache's.
     """
     free = free_bytes(device)
+    a_rank = " a rank" if budget.ranks > 1 else ""
     message = (
         f"the KV cache of {prompt_tokens} prompt and {new_tokens} new tokens and a step of "
-        f"{step_tokens(config)} tokens needs {format_bytes(error.nbytes)} on {device}"
+        f"{_step_slots(budget)} tokens{a_rank} needs {format_bytes(error.nbytes)} on {device}"
     )
     remedies: list[str] = []
     if free is not None:
         message += f", where {format_bytes(free)} are free"
-        remedies = _remedies(int(USABLE * free) // error.slot_bytes, config, prompt_tokens, new_tokens)
+        remedies = _remedies(int(USABLE * free) // error.slot_bytes, config, budget, prompt_tokens, new_tokens)
     remedy = " or ".join(remedies) or "use a shorter prompt, or a device with more memory"
     return UserError(f"{message}; {remedy}")
 
 
-def _remedies(cache_slots: int, config: LookaheadConfig, prompt_tokens: int, new_tokens: int) -> list[str]:
+def _remedies(
+    cache_slots: int, config: LookaheadConfig, budget: Budget, prompt_tokens: int, new_tokens: int
+) -> list[str]:
     """Smaller settings whose prefix and step together need no more than so many cache slots."""
     remedies = []
     smaller = config
     while smaller.window_size + smaller.guess_set_size and (
-        prompt_tokens + new_tokens + step_tokens(smaller) > cache_slots
+        prompt_tokens + new_tokens + step_tokens(smaller, budget.ranks) > cache_slots
     ):
         smaller = replace(smaller, window_size=smaller.window_size // 2, guess_set_size=smaller.guess_set_size // 2)
-    if prompt_tokens + new_tokens + step_tokens(smaller) <= cache_slots:
-        remedies.append(f"W={smaller.window_size} G={smaller.guess_set_size} would fit")
-    fewer = cache_slots - prompt_tokens - step_tokens(config)
+    if prompt_tokens + new_tokens + step_tokens(smaller, budget.ranks) <= cache_slots:
+        whose = ""
+        if budget.ranks > 1:
+            whose = " a rank" if config.adaptive else f" of all {budget.ranks} ranks"
+        remedies.append(f"W={smaller.window_size} G={smaller.guess_set_size}{whose} would fit")
+    fewer = cache_slots - prompt_tokens - _step_slots(budget)
     if fewer > 0:
         remedies.append(f"max_new_tokens={fewer} would fit")
     return remedies
+
+
+def _step_slots(budget: Budget) -> int:
+    """Cache slots of a rank's largest step."""
+    return max(budget.step_tokens, budget.max_padded_tokens)

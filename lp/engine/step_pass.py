@@ -250,7 +250,8 @@ class StepPass:
     def _drafts(self, layout: StepLayout) -> list[list[int]]:
         """The draft tokens behind every sampled node, where the sampler needs them."""
         behind = layout.drafts() if self.sampler.uses_drafts else {}
-        return [behind.get(node, []) for node in layout.sampled_nodes]
+        nodes = layout.sampled_nodes
+        return [behind.get(node, []) for node in nodes] if behind else [[]] * len(nodes)
 
     def _branches(self, layout: StepLayout) -> list[list[int] | None]:
         """The tokens behind `c` that processors see of every sampled node; None where no walk can reach it."""

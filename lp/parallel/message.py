@@ -148,12 +148,12 @@ def best_logits(logits: torch.Tensor) -> torch.Tensor:
     return packed if len(packed) == NUM_BEST else packed[torch.arange(NUM_BEST).clamp(max=len(packed) - 1)]
 
 
-def state_digest(previous: int, *parts: Sequence[int]) -> int:
+def state_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
     """A 63-bit digest of the previous one and these lists of ints: for mistakes, not for malice."""
     values = [previous]
     for part in parts:
         values.append(len(part))
-        values += part
+        values.extend(part)  # += would add an array's values to them
     return int(_digest(compiled_ints(values)))
 
 
@@ -254,21 +254,33 @@ def unpack(
         name_of: what errors call a rank.
 
     Raises:
-        RuntimeError: ranks' digests differ, so their states do, or what their models compute; names ranks and step.
+        RuntimeError: ranks' digests differ, so their states do, or what their models compute, or a message has no tree;
+            names ranks and step.
     """
-    alike, best_alike, stops, length = _read(trees.compiled(), compiled_array(messages))
+    alike, best_alike, broken, stops, length = _read(trees.compiled(), compiled_array(messages))
     if not alike:
         check_digests(messages, step, name_of)
     stop = Stop(stops)
     if not stop and not best_alike:
         check_best(messages[:, BEST:HEADER], step, rounding, name_of)
+    if broken >= 0:
+        raise RuntimeError(
+            f"the message of rank {name_of(broken)} at step {step} is no tree of 1 to {trees.parents.shape[1]} nodes, parents "
+            "first, so the job stops before a wrong token is used; run the same version of this package on every rank"
+        )
     return Gathered(trees, messages.reshape(-1), stop, length)
 
 
 @jit
 def _read(trees, messages):  # type: ignore[no-untyped-def]
-    """Read the words; returns whether digests and best logits are alike, the reasons to stop, and rank 0's length."""
+    """Read the words.
+
+    Returns:
+        Whether digests and best logits are alike, the first rank that sent no tree, which compiled code would follow
+        beyond its arrays, or -1, the reasons to stop, and rank 0's length.
+    """
     alike = best_alike = True
+    broken = -1
     stops = 0
     for rank in range(len(messages)):
         alike = alike and messages[rank, DIGEST] == messages[0, DIGEST]
@@ -277,13 +289,17 @@ def _read(trees, messages):  # type: ignore[no-untyped-def]
         stops |= messages[rank, STOP]
         # What ranks at another call have sent may be no message of a step.
         trees.counts[rank] = min(max(messages[rank, COUNT], 0), trees.parents.shape[1])
+        is_tree = trees.counts[rank] == messages[rank, COUNT] and trees.counts[rank] > 0
         for node in range(trees.counts[rank]):
             word = messages[rank, HEADER + node]
+            is_tree = is_tree and 0 <= word >> PARENT_SHIFT < max(node, 1)
             trees.parents[rank, node] = word >> PARENT_SHIFT
             trees.tokens[rank, node] = word >> DRAFT_SHIFT & TOKEN_MASK
             trees.sampled[rank, node] = word >> SAMPLED_SHIFT & TOKEN_MASK
             trees.probs[rank, node] = PROBS[word & PROB_CODES - 1]
-    return alike, best_alike, stops, messages[0, LENGTH]
+        if not is_tree and broken < 0:
+            broken = rank
+    return alike, best_alike, broken, stops, messages[0, LENGTH]
 
 
 def check_digests(messages: np.ndarray, step: int, name_of: Callable[[int], str] = str) -> None:

@@ -21,7 +21,7 @@ import launch.app
 import lp
 from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.records import load_records
-from launch.bench.session import ModelCache, on_main, open_bench
+from launch.bench.session import ModelCache, on_main, open_bench, settings_of
 from launch.bench.summary import caption, totals
 from launch.benchmark import benchmark
 from launch.schema import BenchmarkConfig
@@ -82,6 +82,32 @@ def test_what_runs_on_rank_0_is_built_there_alone(
 
     benches = run_lockstep(2, lambda context: open_bench(configs[0], LoadedModel(context)))
     assert [[*bench.decoders] for bench in benches] == [["lookahead", "lookahead@1", "plain"], ["lookahead"]]
+
+
+OWN_SIZES = {"lookahead": 104, "lookahead_auto": 184, "lookahead_paper": 15}
+
+
+@pytest.mark.parametrize(
+    ("asked", "methods", "shown", "of_decoder"),
+    [
+        ([], [*OWN_SIZES, "plain"], OWN_SIZES, 104),
+        ([], ["lookahead", "lookahead@1", "prompt_lookup"], 104, 104),
+        (["decoder=lookahead_auto"], ["lookahead_auto"], 184, 184),
+        (["decoder=lookahead_paper"], ["lookahead_paper"], 15, 15),
+        (["decoder=lookahead", "decoder.guess_set_size=9"], ["lookahead", "plain"], 9, 9),
+        (["G=7"], [*OWN_SIZES, "plain"], 7, 7),
+        ([], ["plain"], None, 104),
+    ],
+)
+def test_records_say_which_g_was_used(
+    start_app: Callable[..., Ran], asked: list[str], methods: list[str], shown: Any, of_decoder: int
+) -> None:
+    """Where none is given, every method has its own default; a figure under another one's would be a lie."""
+    configs: list[BenchmarkConfig] = []
+    ran = start_app(configs.append, "benchmark", *asked, f"methods=[{','.join(methods)}]")
+    assert ran.code == 0, ran.err
+    found = settings_of(configs[0], methods, None, 1, 1)
+    assert (found["G"], found["decoder"]["guess_set_size"]) == (shown, of_decoder)
 
 
 def test_records_hold_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import lp
+from lp.budget.step_times import StepTimes
+from lp.draft.share import step_tokens
 from lp.models.memory import format_bytes, free_bytes
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
@@ -59,13 +61,29 @@ def _error(room: Room, free: int, new: int) -> str:
     return str(error.value)
 
 
+def _rank_0(room: Room, config: lp.LookaheadConfig, new: int) -> BaseException | lp.GenerationOutput:
+    """What rank 0 of 4 ends with, where it alone has a limit."""
+    room.used, room.rank = 0, "rank 0"
+    model = tiny_model(max_position_embeddings=1 << 20)
+    step_times = StepTimes.constant(0.01, step_tokens(config)) if config.adaptive else None
+
+    def body(context: ParallelContext) -> lp.GenerationOutput | BaseException:
+        threading.current_thread().name = f"rank {context.rank}"
+        try:
+            return lp.LookaheadDecoder(model, config, context, step_times=step_times).generate(IDS, new)
+        except (ValueError, lp.Interrupted) as error:
+            return error
+
+    return run_lockstep(4, body)[0]
+
+
 def test_the_error_states_memory_and_what_fits(room: Room) -> None:
     """A bare "out of memory" leaves the user to guess which of four numbers to lower, and by how much."""
     free, new = 400 * SLOT_BYTES, 300
     message = _error(room, free, new)
-    step_tokens = 16 * 2 + 40 * 2
-    needed = format_bytes(SLOT_BYTES * (len(IDS) + new + step_tokens))
-    assert f"5 prompt and 300 new tokens and a step of {step_tokens} tokens needs {needed} on cpu" in message
+    size = 16 * 2 + 40 * 2
+    needed = format_bytes(SLOT_BYTES * (len(IDS) + new + size))
+    assert f"5 prompt and 300 new tokens and a step of {size} tokens needs {needed} on cpu" in message
     assert f"where {format_bytes(free)} are free; W=" in message
     found = re.search(r"W=(\d+) G=(\d+) would fit or max_new_tokens=(\d+) would fit", message)
     assert found
@@ -76,6 +94,25 @@ def test_the_error_states_memory_and_what_fits(room: Room) -> None:
         room.used = 0
         assert len(lp.LookaheadDecoder(model, config).generate(IDS, length).tokens) == length
         assert 0 < room.used <= free
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "size", "whose", "fewer"), [(False, 49, " of all 4 ranks", 6), (True, 192, " a rank", None)]
+)
+def test_several_ranks_hear_what_their_parts_need(
+    room: Room, adaptive: bool, size: int, whose: str, fewer: int | None
+) -> None:
+    """A rank of four holds its own part of a fixed step; W and G of an adaptive one are its own."""
+    config = lp.LookaheadConfig(window_size=16, ngram_size=3, guess_set_size=80, adaptive=adaptive)
+    new = 20
+    room.free = int((60 if fewer else 120) * SLOT_BYTES / 0.9) + SLOT_BYTES
+    message = str(_rank_0(room, config, new))
+    needed = format_bytes(SLOT_BYTES * (len(IDS) + new + size))
+    assert f"new tokens and a step of {size} tokens a rank needs {needed} on cpu" in message
+    found = re.search(rf"W=(\d+) G=(\d+){whose} would fit( or max_new_tokens={fewer} would fit)?", message)
+    assert found and bool(found[3]) == bool(fewer)
+    smaller = replace(config, window_size=int(found[1]), guess_set_size=int(found[2]))
+    assert isinstance(_rank_0(room, smaller, new), lp.GenerationOutput)
 
 
 def test_remedies_that_do_not_exist_are_not_proposed(room: Room) -> None:

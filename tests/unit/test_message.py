@@ -134,6 +134,31 @@ def test_a_digest_tells_states_apart() -> None:
     assert message.state_digest(7, *parts) == digests[0]
 
 
+def test_a_digest_takes_arrays() -> None:
+    """A source of the user's may have its tree in one."""
+    assert message.state_digest(7, [3, 1], np.array([4, 1]), (5,)) == message.state_digest(7, [3, 1], [4, 1], [5])
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [(message.COUNT, count) for count in (-1, 0, 6, 10**12)]
+    + [
+        (message.HEADER + node, parent << message.PARENT_SHIFT)
+        for node, parent in ((0, 1), (1, 1), (2, 2), (2, 2**12), (2, -1))
+    ],
+)
+def test_a_message_without_a_tree_is_refused(at: int, value: int) -> None:
+    """Of another version, or broken on its way: compiled code would read and write beyond its arrays."""
+    shape = MessageShape(5, 1)
+    sampled = Sampled(torch.arange(3), torch.zeros(3, 1, dtype=torch.int64))
+    sent = message.pack(Header(7, Stop.NONE, 0), layout_of(0, 2, [[8, 9]]), sampled, shape)
+    messages = torch.stack([sent] * 3).numpy()
+    assert message.unpack(messages, shape.room(3), 4, ROUNDING).trees.counts.tolist() == [3] * 3
+    messages[1, at] = value
+    with pytest.raises(RuntimeError, match="the message of rank 1 at step 4 is no tree of 1 to 5 nodes"):
+        message.unpack(messages, shape.room(3), 4, ROUNDING)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize(
     ("w", "n", "g"), [(15, 5, 15), (10, 5, 10), (7, 5, 7), (5, 4, 2), (20, 7, 20), (0, 5, 10), (15, 2, 0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,21 @@ def _retried(port: int) -> socket.socket:
             return socket.create_connection(("127.0.0.1", port))
         except OSError:
             time.sleep(0.01)
+
+
+class Joined:
+    """A thread whose error is raised by `join`."""
+
+    def __init__(self, body: Callable[[], Any]) -> None:
+        self.end: BaseException | None = None
+        self.thread = threading.Thread(target=lambda: setattr(self, "end", end_of(body)))
+        self.thread.start()
+
+    def join(self) -> None:
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        if self.end:
+            raise self.end
 
 
 def end_of(body: Callable[[], Any]) -> BaseException | None:
@@ -170,6 +186,70 @@ def test_a_stranger_at_the_port_is_no_node() -> None:
     assert ends == [None] and len(launches[1].seen) == 1
 
 
+def test_a_stranger_that_says_nothing_keeps_nobody_waiting() -> None:
+    """A probe of the port that stays connected: the nodes behind it have come in time."""
+    places = nodes(2)
+    gathered = threading.Event()
+
+    def come() -> None:
+        with _retried(places[0].port):
+            other = threading.Thread(target=lambda: follow(places[1], ARGUMENTS, 1, Launches(1)))
+            other.start()
+            assert gathered.wait(10), "node 0 listens to a stranger"
+            other.join(30)
+
+    stranger = Joined(come)
+    with leading(places[0], ARGUMENTS, 1):
+        gathered.set()
+    stranger.join()
+
+
+def _cut(connection: socket.socket) -> None:
+    """End it so that whatever is sent to this side is an error at once, as when a machine is lost."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def test_a_node_that_is_lost_hides_no_error_of_node_0() -> None:
+    """What it is sent last is not taken, which must not be the error that is reported."""
+    places = nodes(2)
+
+    def vanish() -> None:
+        connection = _retried(places[0].port)
+        connection.sendall(json.dumps({"node": 1, "count": 2, "nproc": 2, "arguments": ARGUMENTS}).encode() + b"\n")
+        gathered.wait(10)
+        _cut(connection)
+
+    gathered = threading.Event()
+    other = Joined(vanish)
+    with pytest.raises(ZeroDivisionError), leading(places[0], ARGUMENTS, 10):
+        gathered.set()
+        other.join()
+        raise ZeroDivisionError
+
+
+def test_node_0_that_is_lost_in_a_launch_is_one_line() -> None:
+    """A broken pipe would be a traceback."""
+    places = nodes(2)
+    launched = threading.Event()
+
+    def vanish() -> None:
+        with socket.create_server(("127.0.0.1", places[0].port)) as server:
+            connection, _ = server.accept()
+            connection.sendall(json.dumps({"ranks": 4, "port": 5}).encode() + b"\n")
+            launched.wait(10)
+            _cut(connection)
+
+    leader = Joined(vanish)
+
+    def start(*_: object) -> None:
+        launched.set()
+        leader.join()
+
+    with pytest.raises(RankLost, match="a node has ended"):
+        follow(places[1], ARGUMENTS, 10, start)
+
+
 def test_a_node_that_fails_in_a_launch_ends_the_run() -> None:
     places = nodes(2)
 
@@ -177,11 +257,10 @@ def test_a_node_that_fails_in_a_launch_ends_the_run() -> None:
         with pytest.raises(ZeroDivisionError):
             follow(places[1], ARGUMENTS, 10, lambda *_: 1 / 0)
 
-    other = threading.Thread(target=vanish)
-    other.start()
+    other = Joined(vanish)
     with pytest.raises(RankLost, match="node 1 ended, or did not answer"), leading(places[0], ARGUMENTS, 10) as leader:
         leader.launch(4, Launches(0))
-    other.join(30)
+    other.join()
 
 
 def test_a_node_that_is_gone_is_no_part_of_a_launch() -> None:
@@ -193,12 +272,11 @@ def test_a_node_that_is_gone_is_no_part_of_a_launch() -> None:
         with _retried(places[0].port) as connection:
             connection.sendall(json.dumps(hello).encode() + b"\n")
 
-    other = threading.Thread(target=vanish)
-    other.start()
+    other = Joined(vanish)
     launches = Launches(0)
     gone = pytest.raises(RankLost, match=r"nodes \[1\] have ended; start the command on all nodes again")
     with gone, leading(places[0], ARGUMENTS, 10) as leader:
-        other.join(30)
+        other.join()
         leader.launch(4, launches)
     assert not launches.seen
 
@@ -225,6 +303,8 @@ def test_the_others_hear_of_the_end_of_node_0() -> None:
         ({"rank": 1}, "nodes.rank"),
         ({"count": 2}, "nodes.endpoint .RDZV_ENDPOINT. is None with 2 nodes"),
         ({"count": 2, "endpoint": "host"}, "give host:port"),
+        ({"count": 2, "endpoint": "host:70000"}, r"the port of nodes.endpoint .* is 70000; .* in \[1, 65535\]"),
+        ({"count": 2, "endpoint": "host:0"}, "the port of nodes.endpoint"),
         ({"count": 2, "endpoint": "host:1", "nproc": 0}, "nodes.nproc"),
     ],
 )

@@ -12,7 +12,7 @@ from launch.bench.plots import heat_map
 from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import read_lines, write_report
 from launch.bench.scaling import errors, measured_lines
-from launch.bench.summary import HEADS, Total, cells, ordered, totals, varying
+from launch.bench.summary import HEADS, Total, caption, cells, ordered, totals, varying
 from launch.bench.tables import results
 from tests.conftest import ROOT
 
@@ -126,6 +126,20 @@ def test_measured_lines_are_means_over_steps() -> None:
     ]  # fmt: skip
     assert (both.num_tokens, both.forward_ms) == ((10 * 6 + 30 * 8) / 40, (10 * 10 + 30 * 14) / 40)
     assert (both.exchange_ms, both.host_ms, alone.num_tokens) == (1.0, 0.5, 9)
+
+
+def test_lines_have_their_methods_g() -> None:
+    """By method where these had their own defaults; a table's caption has all of them."""
+    setting = {"task": "a", "W": 2, "N": 2, "ranks": 2}
+    sizes = {"lookahead": 104, "lookahead_auto": 184}
+    methods = (*sizes, "lookahead@1", "plain")
+    records = [
+        _record(0, method, setting | {"G": size}, 10, 1.0) | {"split": [_split(4)]}
+        for size in (sizes, 7)
+        for method in methods
+    ]
+    assert [line.G for line in measured_lines(records)] == [104, 184, 104, None, 7, 7, 7, None]
+    assert "G lookahead=104 lookahead_auto=184" in caption(totals(records[:4]))
 
 
 def test_a_heat_map_shows_the_best_of_several_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 from math import inf
 
+import numpy as np
 import pytest
 
 import lp
@@ -333,6 +334,16 @@ def test_a_rank_drafts_for_nothing_up_to_the_largest(cases: Callable[[int, int],
             assert len(shares[1].draft) == 0
             grew += len(shares[0].draft) > 0
     assert grew > 5
+
+
+def test_the_trunk_is_the_same_whatever_the_step_times_know() -> None:
+    """Those of small steps end before a trunk does: what lies behind them in memory would be read as times."""
+    pool, text = drawn_pool(random.Random(3), draft_depth=12, guess_set_size=200)
+    common = share_of(pool, text, ShareInput(0, 4, [1, 1], NO_WINDOW, None)).common
+    assert len(common) == TRUNK_NODES - 1
+    memory = np.array([1.0] * 5 + [np.nan] * 100)
+    few = TokenPrice(1.0, 1, *(compiled_array(memory[:5]) for _ in range(2)))
+    assert share_of(pool, text, ShareInput(0, 4, [1, 1], NO_WINDOW, few)).common == common
 
 
 def test_a_rank_without_room_drafts_nothing() -> None:

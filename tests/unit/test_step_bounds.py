@@ -77,12 +77,15 @@ def test_a_source_of_whole_trees_may_use_prices(monkeypatch: pytest.MonkeyPatch)
     assert run_lockstep(3, body) == [plain] * 3
 
 
-def test_a_tree_larger_than_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message has no room for it."""
-    tree = DraftTree([1] * 50, [-1] * 50, merge=False)
+@pytest.mark.parametrize(("columns", "drafts", "budget"), [(0, 50, 9), (8, 16, 16), (8, 9, 16)])
+def test_a_tree_larger_than_asked_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch, columns: int, drafts: int, budget: int
+) -> None:
+    """A message has no room for it, be it the window's nodes beside it that are too many."""
+    tree = DraftTree([1] * drafts, [-1] * drafts, merge=False)
     monkeypatch.setattr(LookaheadDecoder, "source", lambda self, request: _Fixed(tree))
-    config = lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=8)
-    with pytest.raises(lp.UserError, match=r"_Fixed proposed 50 draft tokens.* the budget is 9"):
+    config = lp.LookaheadConfig(window_size=columns, ngram_size=2, guess_set_size=8)
+    with pytest.raises(lp.UserError, match=rf"_Fixed proposed {drafts} draft tokens.* the budget is {budget}"):
         lp.LookaheadDecoder(tiny_model(), config).generate([1, 2, 3], 8)
 
 

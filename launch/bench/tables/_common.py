@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from lp.models.loader import Loaded, load
 from ..prompts import Prompt, load_builtin, load_jsonl
 
 T = TypeVar("T")
+PAPER: dict[str, Any] = {"window_size": 7, "ngram_size": 5, "guess_set_size": 7}  # of studies of one shape
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,16 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int | None = No
 def load_prompts(args: argparse.Namespace) -> list[Prompt]:
     """The prompts of these options."""
     return load_jsonl(args.task, args.limit) if args.task else load_builtin(args.limit)
+
+
+def by_commas(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """The type of an option that takes several values."""
+
+    def several(text: str) -> list[T]:
+        return [kind(each) for each in text.split(",")]
+
+    several.__name__ = f"list of {kind.__name__}"  # for argparse's errors
+    return several
 
 
 def sampling_at(temperature: float) -> lp.SamplingParams | None:

@@ -21,9 +21,7 @@ import lp
 from lp.models.loader import Loaded
 
 from ..summary import markdown
-from ._common import add_model_arguments, add_prompt_arguments, load_model, load_prompts, progress
-
-PAPER = {"window_size": 7, "ngram_size": 5, "guess_set_size": 7}
+from ._common import PAPER, add_model_arguments, add_prompt_arguments, load_model, load_prompts, progress
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Total:
 
 
 def _lookahead(**policy: object) -> Callable[[Loaded], lp.Decoder]:
-    return lambda loaded: lp.LookaheadDecoder(loaded.model, lp.LookaheadConfig(**PAPER | policy))  # type: ignore[arg-type]
+    return lambda loaded: lp.LookaheadDecoder(loaded.model, lp.LookaheadConfig(**PAPER | policy))
 
 
 def warmup() -> list[Variant]:

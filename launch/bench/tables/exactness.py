@@ -21,7 +21,7 @@ from lp.models.loader import load
 from ..compare import first_difference, logit_gap
 from ..prompts import Prompt, load_builtin, load_jsonl
 from ..summary import markdown
-from ._common import add_prompt_arguments
+from ._common import PAPER, add_prompt_arguments
 
 DTYPES = ("float64", "float32", "bfloat16")
 
@@ -30,7 +30,7 @@ def compare(name: str, dtype: str, prompts: list[Prompt], max_new_tokens: int) -
     """Lookahead against transformers' own greedy text, prompt by prompt."""
     loaded = load(name, dtype)
     exact = load(name, "float64").model
-    decoder = lp.LookaheadDecoder(loaded.model, lp.LookaheadConfig(window_size=7, ngram_size=5, guess_set_size=7))
+    decoder = lp.LookaheadDecoder(loaded.model, lp.LookaheadConfig(**PAPER))
     differing = []
     compared = 0
     for prompt in prompts:

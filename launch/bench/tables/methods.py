@@ -23,13 +23,12 @@ import torch
 import lp
 from lp.errors import UserError
 
+from ...builders import ORACLE, PLAIN
 from ..prompts import load_jsonl
 from ..summary import markdown
 from ._common import add_model_arguments, append_result, load_model, read_results, sampling_at
 
 DEFAULT = "adaptive"
-PLAIN = "plain"
-ORACLE = "autoregressive"  # whose tokens the others' are compared with
 # (prompt ids, new tokens, temperature, index of the prompt) -> (tokens, steps)
 Run = Callable[[list[int], int, float, int], tuple[list[int], int]]
 Job = tuple[int, str, str, float]  # index, task, prompt, temperature

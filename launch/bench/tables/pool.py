@@ -23,6 +23,7 @@ import lp
 from ..replay import Text, load_texts
 from ..summary import markdown
 from ._common import (
+    PAPER,
     add_model_arguments,
     append_result,
     budget_config,
@@ -32,7 +33,6 @@ from ._common import (
     sampling_at,
 )
 
-PAPER = {"window_size": 7, "ngram_size": 5, "guess_set_size": 7}
 Build = Callable[[Any], lp.Decoder]
 Result = dict[str, Any]
 

@@ -30,6 +30,7 @@ from lp.models.loader import Loaded
 from lp.parallel.thread_ranks import run_lockstep
 
 from ...app import CONF
+from ...builders import PLAIN
 from ..arithmetic import GPUS, StepTime
 from ..ceilings import Work
 from ..gpu_projection import GpuLine, LogLaw
@@ -37,11 +38,11 @@ from ..plots import projection_plot
 from ..projection import Link, Projection
 from ..shapes import SHAPES, shape_config, sketch
 from ..summary import markdown
-from ._common import add_model_arguments, append_result, load_model, progress, read_results, sampling_at
-from .shares_compression import BUILTIN, decode_all, fixed_config, names, numbers, read_sets
+from ._common import add_model_arguments, append_result, by_commas, load_model, progress, read_results, sampling_at
+from .shares_compression import BUILTIN, add_set_arguments, decode_all, fixed_config, read_sets
 
 Result = dict[str, Any]
-PLAIN, PAPER, LP = "plain", "paper", "lookahead"
+PAPER, LP = "paper", "lookahead"
 PAPER_N = 5  # the paper's best for 7B
 BEGIN, END = "<!-- scaling_projection -->", "<!-- end of scaling_projection -->"
 NODE_GPUS = 8  # joined by the first link; more are joined by the second
@@ -118,10 +119,6 @@ def cells(lines: Sequence[GpuLine], plain: GpuLine, best: GpuLine) -> list[list[
     return found
 
 
-def integers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, help="JSONL to write, or to go on with")
     parser.add_argument("--figure", type=Path, help="PNG to draw")
@@ -129,18 +126,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=[*GPUS], default="h200")
     parser.add_argument("--shape", choices=[*SHAPES], default="llama2_7b", metavar="NAME", help="of conf's models")
     parser.add_argument("--prefix", type=int, default=1024, help="cached tokens")
-    parser.add_argument("--ranks", type=integers, default=[1, 2, 4, 8, 16, 32, 64], help="by commas")
+    parser.add_argument("--ranks", type=by_commas(int), default=[1, 2, 4, 8, 16, 32, 64], help="by commas")
     parser.add_argument("--budget", type=int, default=64, help="B, step tokens of every rank")
-    parser.add_argument("--alone", type=integers, default=[32, 128, 192], help="B that one GPU is tried with besides")
-    parser.add_argument("--paper", type=integers, default=[64, 128, 256, 512], help="step tokens of the paper's method")
+    parser.add_argument(
+        "--alone", type=by_commas(int), default=[32, 128, 192], help="B that one GPU is tried with besides"
+    )
+    parser.add_argument(
+        "--paper", type=by_commas(int), default=[64, 128, 256, 512], help="step tokens of the paper's method"
+    )
     parser.add_argument("--window", type=int, default=0, help="W, with N = 2; half of B at most")
-    parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.8], help="by commas; 0 is greedy")
-    parser.add_argument("--data", type=Path, help="folder of SET.jsonl; the built-in prompts without it")
-    parser.add_argument("--sets", type=names, default=["humaneval", "classeval", "gsm8k", "mtbench"], help="by commas")
-    parser.add_argument("--limit", type=int, default=4, help="first prompts of every set")
+    add_set_arguments(parser, limit=4, temperatures=[0.0, 0.8])
     parser.add_argument("--timed", type=int, default=1, help="prompts whose host time is measured")
     parser.add_argument("--rounds", type=int, default=3, help="of host times; the least counts")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
     add_model_arguments(parser)
 
 

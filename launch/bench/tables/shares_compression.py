@@ -23,7 +23,7 @@ from lp.parallel.thread_ranks import run_lockstep
 
 from ..prompts import load_builtin, load_jsonl
 from ..summary import markdown
-from ._common import add_model_arguments, load_model, progress, sampling_at
+from ._common import add_model_arguments, by_commas, load_model, progress, sampling_at
 
 BUILTIN = "built-in"
 ALL_SETS = "all sets"
@@ -153,20 +153,18 @@ def measure(
     return [*totals, whole] if len(totals) > 1 else totals
 
 
-def names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def numbers(text: str) -> list[float]:
-    return [float(each) for each in text.split(",")]
+def add_set_arguments(parser: argparse.ArgumentParser, limit: int, temperatures: list[float]) -> None:
+    """Options that `read_sets` reads, and what is decoded of them."""
+    sets = ["humaneval", "classeval", "gsm8k", "mtbench"]
+    parser.add_argument("--data", type=Path, help="folder of SET.jsonl; the built-in prompts without it")
+    parser.add_argument("--sets", type=by_commas(str), default=sets, help="by commas")
+    parser.add_argument("--limit", type=int, default=limit, help="first prompts of every set")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperatures", type=by_commas(float), default=temperatures, help="by commas; 0 is greedy")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, help="folder of SET.jsonl; the built-in prompts without it")
-    parser.add_argument("--sets", type=names, default=["humaneval", "classeval", "gsm8k", "mtbench"], help="by commas")
-    parser.add_argument("--limit", type=int, default=16, help="first prompts of every set")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperatures", type=numbers, default=[0.0, 0.3, 0.8], help="by commas; 0 is greedy")
+    add_set_arguments(parser, limit=16, temperatures=[0.0, 0.3, 0.8])
     parser.add_argument("--ranks", type=int, default=8, help="R")
     parser.add_argument("--budget", type=int, default=64, help="B, step tokens of every rank")
     parser.add_argument("--window", type=int, default=0, help="W, with N = 2")

@@ -81,11 +81,14 @@ def new_tree(nodes: int) -> GrowingTree:
 
 
 @jit
-def propose(tables, predictor, tree, proposal, step, price):
-    """Grow a rank's share; returns how many nodes it has, and how many the trunk has, without `c`."""
+def propose(tables, predictor, tree, proposal, step, price, free):
+    """Grow a rank's share; returns how many nodes it has, and how many the trunk has, without `c`.
+
+    `free` is a price of none, for the trunk: the step times of the rank's may know fewer tokens than a trunk has.
+    """
     trunk = 0
     if len(step.rooms) > 1:
-        trunk = grow_trunk(tables, predictor, tree, step, price)
+        trunk = grow_trunk(tables, predictor, tree, step, price, free)
         divide(tree, trunk, step)
         for node in range(1, trunk):
             proposal.trunk_tokens[node - 1] = tree.tokens[node]
@@ -100,7 +103,7 @@ def propose(tables, predictor, tree, proposal, step, price):
 
 
 @jit
-def grow_trunk(tables, predictor, tree, step, price):
+def grow_trunk(tables, predictor, tree, step, price, free):
     """Grow what all ranks have alike, whatever their windows and prices; returns its nodes."""
     nothing = step.rooms[:0]
     alike = StepInput(
@@ -113,18 +116,18 @@ def grow_trunk(tables, predictor, tree, step, price):
         rank=step.rank,
         rooms=step.rooms,
     )
-    free = TokenPrice(
+    unpriced = TokenPrice(
         tokens_per_s=0.0,
         base_tokens=0,
-        seconds=price.seconds,
-        marginal_seconds=price.marginal_seconds,
+        seconds=free.seconds,
+        marginal_seconds=free.marginal_seconds,
         exploration_bonus=0.0,
         exploration_tokens=0,
         calibration=price.calibration,
         depth_discount=price.depth_discount,
         least_tokens=0,
     )
-    return grow(tables, predictor, tree, 0, alike, free)
+    return grow(tables, predictor, tree, 0, alike, unpriced)
 
 
 @jit

@@ -89,7 +89,7 @@ class NGramPool:
         )
         price = step.price or self._free
         found = self._proposal
-        count, trunk = propose(self._tables, self._predictor, self._tree, found, own, price)
+        count, trunk = propose(self._tables, self._predictor, self._tree, found, own, price, self._free)
         tokens, parents, accept_probs = (np.array(field[:count]) for field in found[:3])
         draft = DraftTree(tokens, parents, accept_probs)
         if not trunk:
