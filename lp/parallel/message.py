@@ -265,8 +265,9 @@ def unpack(
         check_best(messages[:, BEST:HEADER], step, rounding, name_of)
     if broken >= 0:
         raise RuntimeError(
-            f"the message of rank {name_of(broken)} at step {step} is no tree of 1 to {trees.parents.shape[1]} nodes, parents "
-            "first, so the job stops before a wrong token is used; run the same version of this package on every rank"
+            f"the message of rank {name_of(broken)} at step {step} is no tree of 1 to {trees.parents.shape[1]} nodes, "
+            "parents first, so the job stops before a wrong token is used; run the same version of this package on "
+            "every rank"
         )
     return Gathered(trees, messages.reshape(-1), stop, length)
 
