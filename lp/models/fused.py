@@ -274,7 +274,7 @@ class _Projection:
             check_unhooked(row_wise)
         self._replica = row_wise.replica if row_wise else None
         self._bias = row_wise.bias if row_wise else None
-        linears = [row_wise.linear] if row_wise else layers
+        linears: list[Any] = [row_wise.linear] if row_wise else layers
         if not is_mergeable(linears):
             raise Unknown(f"a projection is no plain linear layer, but {type(linears[0]).__name__}")
         for linear in linears:

@@ -34,7 +34,7 @@ class RowWiseLinear(nn.Module):
         self.out_features = linear.out_features
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> torch.Tensor:
         """This rank's part, (outputs, inputs / T)."""
         return self.linear.weight
 
@@ -79,7 +79,7 @@ class ShardedEmbedding(nn.Module):
         self.replica = replica
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> torch.Tensor:
         """This rank's rows, (V / T, E)."""
         return self.embedding.weight
 
@@ -107,12 +107,12 @@ class ShardedHead(nn.Module):
         self.replica = replica
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> torch.Tensor:
         """This rank's rows, (V / T, E)."""
         return self.linear.weight
 
     @property
-    def bias(self) -> nn.Parameter | None:
+    def bias(self) -> torch.Tensor | None:
         """This rank's part."""
         return self.linear.bias
 

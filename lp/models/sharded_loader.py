@@ -83,7 +83,7 @@ def _compute_buffers(model: PreTrainedModel, device: str | torch.device) -> None
         if on_meta:
             model._init_weights(module)  # of weights on the meta device it does nothing
             for name in on_meta:
-                module._buffers[name] = module._buffers[name].to(device)  # type: ignore[union-attr]
+                module._buffers[name] = module._buffers[name].to(device)
 
 
 class Checkpoint:
