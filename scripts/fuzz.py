@@ -2,6 +2,7 @@
 
     python scripts/fuzz.py --seconds 60                 # as many cases as fit
     python scripts/fuzz.py --cases 3000 --share 0.1     # a tenth of them with several ranks, which are threads
+    python scripts/fuzz.py --archs qwen3_next lfm2      # of these architectures alone
     python scripts/fuzz.py --case '{"ids": [3, 1]}'     # one case again
 
 Draws: architecture, sizes, weights in float64, attention backend, prompt, W, N, G, depth, the pool's switches, the
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.fuzzing import Case, drawn, run
 from tests.shrinking import shrink
+from tests.tiny_models import MATRIX
 
 
 def report(case: Case, failure: str) -> None:
@@ -41,6 +43,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--share", type=float, default=0.1, help="of cases with several ranks")
+    parser.add_argument("--archs", nargs="+", choices=MATRIX, help="names of tests/tiny_models.py to draw from")
     parser.add_argument("--case", help="run this one, as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -60,7 +63,7 @@ def main() -> int:
     for number in range(args.first, last):
         if args.seconds is not None and time.monotonic() - started >= args.seconds:
             break
-        case = drawn(args.seed, number, args.share)
+        case = drawn(args.seed, number, args.share, args.archs)
         kinds["cases"] += 1
         kinds["several ranks"] += case.ranks > 1
         kinds["sampled"] += case.sampling is not None

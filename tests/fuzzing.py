@@ -9,7 +9,7 @@ import copy
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any
@@ -100,10 +100,14 @@ class Case:
     logits: bool = False
 
     @classmethod
-    def drawn(cls, seed: str, ranks: int, long: bool = False) -> Case:
-        """What a seed stands for; a long case has few new tokens behind about as many or twice as many as SHORT."""
+    def drawn(cls, seed: str, ranks: int, long: bool = False, archs: Sequence[str] | None = None) -> Case:
+        """What a seed stands for; a long case has few new tokens behind about as many or twice as many as SHORT.
+
+        Args:
+            archs: to draw from; None: any that is supported.
+        """
         rng = random.Random(seed)
-        arch = rng.choice(FAR if long else RESIZED if rng.random() < 0.6 else _supported())
+        arch = rng.choice(archs or (FAR if long else RESIZED if rng.random() < 0.6 else _supported()))
         overrides = _drawn_sizes(rng, arch)
         vocabulary = overrides["vocab_size"]
         fewest = rng.choice([1, 1, 1, 40])
@@ -221,12 +225,16 @@ PROCESSORS: dict[str, Callable[[Case], LogitsProcessor]] = {
 }
 
 
-def drawn(seed: int, number: int, share: float) -> Case:
-    """Case `number` of a seed; this share of the numbers, evenly spread, has several ranks, and some are long."""
+def drawn(seed: int, number: int, share: float, archs: Sequence[str] | None = None) -> Case:
+    """Case `number` of a seed; this share of the numbers, evenly spread, has several ranks, and some are long.
+
+    Args:
+        archs: to draw from, in cases that are not long; None: any that is supported.
+    """
     before = int(number * share)
     several = int((number + 1) * share) > before
-    long = (before if several else number - before) % LONG_EVERY == 1
-    return Case.drawn(f"{seed}-{number}", 2 + number % 7 if several else 1, long)
+    long = not archs and (before if several else number - before) % LONG_EVERY == 1
+    return Case.drawn(f"{seed}-{number}", 2 + number % 7 if several else 1, long, archs)
 
 
 def run(case: Case) -> str | None:

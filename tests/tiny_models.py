@@ -35,6 +35,7 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,  # tied ones repeat their input
 }
 _NAMED_OTHERWISE = ("intermediate_size", "num_key_value_heads")
+_SIZES: dict[str, Any] = {key: value for key, value in _BASE.items() if key != "attention_dropout"}
 _OLD_BASE: dict[str, Any] = {key: value for key, value in _BASE.items() if key not in _NAMED_OTHERWISE}
 _MIXED: dict[str, Any] = {
     "sliding_window": SLIDING_WINDOW,
@@ -61,6 +62,23 @@ _MLA: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
+}
+# Sizes of a recurrent layer, small and all different: H = 4 heads that share 2 keys, or 2 groups.
+_DELTA: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 6,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
 }
 
 
@@ -125,6 +143,62 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", _BASE | _MIXED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v2": ("DeepseekV2Config", _BASE | _EXPERTS | _MLA),
     "deepseek_v3": ("DeepseekV3Config", _BASE | _EXPERTS | _MLA),
+    "qwen3_next": ("Qwen3NextConfig", _BASE | _EXPERTS | _DELTA | {"num_experts": 4, "head_dim": 8}),
+    "qwen3_5": ("Qwen3_5TextConfig", _BASE | _DELTA | {"head_dim": 8}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", _BASE | _EXPERTS | _DELTA | {"head_dim": 8, "num_experts": 4}),
+    "olmo_hybrid": ("OlmoHybridConfig", _BASE | _DELTA),
+    "bamba": ("BambaConfig", _BASE | _MAMBA2 | {"attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        _BASE
+        | _MAMBA2
+        | {"layer_types": _DELTA["layer_types"], "num_local_experts": 4, "shared_intermediate_size": 24},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        _SIZES
+        | {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 6,
+            "n_groups": 2,
+            "chunk_size": 16,
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 24,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        _BASE
+        | {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "num_mem_blocks": 1,
+            "num_key_value_heads": 4,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 6,
+            "n_mamba_heads": 8,
+            "chunk_size": 16,
+            "adapter_rank": 4,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+        },
+    ),
+    "falcon_h1": ("FalconH1Config", _BASE | _MAMBA2 | {"mamba_d_ssm": 64}),
+    "falcon_h1_norm": ("FalconH1Config", _BASE | _MAMBA2 | {"mamba_d_ssm": 64, "mamba_rms_norm": True}),
+    "mamba2": (
+        "Mamba2Config",
+        _SIZES | {"num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2, "chunk_size": 16},
+    ),
+    "lfm2": ("Lfm2Config", _BASE | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        _BASE | _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_experts": 4, "num_dense_layers": 1},
+    ),
     # Refused.
     "bloom": ("BloomConfig", _OLD_BASE),
     "falcon_alibi": ("FalconConfig", _OLD_BASE | _FALCON | {"alibi": True}),
@@ -134,10 +208,6 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("MptConfig", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2}),
     "t5": ("T5Config", {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 4}),
     "mamba": ("MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        _BASE | _EXPERTS | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "head_dim": 8},
-    ),
     "llama4": (
         "Llama4TextConfig",
         _BASE | {"layer_types": ["chunked_attention", "full_attention"], "num_local_experts": 2, "head_dim": 8},

@@ -13,17 +13,27 @@ from lp.to_device import to_device
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 KINDS = {FULL, SLIDING}
+# Layers without attention, and what their masks are called: they are handed none, since nothing is padded.
+UNMASKED = {"linear_attention", "conv", "moe", "mlp"}
+HYBRID = "hybrid"  # full attention beside a recurrent layer
+
+
+def named_kinds(config: PretrainedConfig) -> list[str]:
+    """The kind of every layer, where the config names them."""
+    named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # the latter: GPT-Neo
+    return list(named or [])
 
 
 def layer_kinds(config: PretrainedConfig) -> set[str]:
-    """The kinds of attention in a model's layers.
+    """The kinds of attention in a model's layers; none of those that have no attention.
 
     Raises:
         ValueError: a kind that a tree mask cannot express.
     """
     sliding = getattr(config, "sliding_window", None)
-    named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # the latter: GPT-Neo
-    kinds = set(named or [SLIDING if sliding else FULL])
+    kinds = set(named_kinds(config) or [SLIDING if sliding else FULL]) - UNMASKED
+    if HYBRID in kinds:
+        kinds = kinds - {HYBRID} | {FULL}
     if kinds - KINDS:
         raise UserError(
             f"model type {config.model_type!r} has layers of kind {sorted(kinds - KINDS)}, which take no tree mask; "
@@ -46,6 +56,7 @@ class StepMasks:
     ) -> None:
         self.config = config
         self.kinds = layer_kinds(config)
+        self.unmasked = UNMASKED if {HYBRID, *UNMASKED} & set(named_kinds(config)) else set()
         self.dtype = dtype
         self.device = device
         self.backend = backend
@@ -56,8 +67,9 @@ class StepMasks:
         positions: torch.Tensor,
         length: int,
         slot_mapping: torch.Tensor | None = None,
-    ) -> Mask | dict[str, Mask] | None:
-        """The mask, or one by kind of layer where a model mixes them; None for a single token that sees everything.
+    ) -> Mask | dict[str, Mask | None] | None:
+        """The mask, or one by kind of layer where a model mixes them; None for a single token that sees everything,
+        and for a model without attention.
 
         Args:
             visible: (T, T) bool, within the step.
@@ -65,11 +77,13 @@ class StepMasks:
             length: L cached tokens; C, if `slot_mapping` is given.
             slot_mapping: (T,) int64, the cache slots of a captured step, as in `StepView`.
         """
+        if not self.kinds:
+            return None
         trivial = len(positions) == 1 and slot_mapping is None and self.kinds == {FULL}
         if trivial and self.backend.omits_trivial_masks:
             return None
         visible_TT = to_device(visible, self.device) if isinstance(visible, np.ndarray) else visible
-        masks: dict[str, Mask] = {}
+        masks: dict[str, Mask | None] = dict.fromkeys(self.unmasked)
         for kind in sorted(self.kinds):
             window = getattr(self.config, "sliding_window", None) if kind == SLIDING else None
             view = StepView(visible_TT, positions, length, slot_mapping, window, self.dtype)

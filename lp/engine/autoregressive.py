@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from transformers import DynamicCache
 
@@ -10,6 +12,7 @@ from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.sharded_sampling import agreed_token
 from lp.engine.stopping import FINISH_REASON
+from lp.models.recurrent_layers import cache_keyword, limits_prompt
 from lp.parallel.message import Stop
 from lp.sampling.sampler import check_sampled
 
@@ -22,14 +25,18 @@ class AutoregressiveDecoder(Decoder):
         cache = DynamicCache(config=self.model.config)
         prompt = torch.tensor([request.prompt], device=self.model.device)
         boundary = request.boundary
+        start = 0
         num_prefilled = len(request.prompt) - 1
         if boundary and boundary.grows:
             self.model(prompt[:, :1], use_cache=False, logits_to_keep=1)  # forget how far an earlier text grew
         if boundary and num_prefilled >= boundary.length:
             num_prefilled = 0  # its frequencies are those of the whole prompt: the first step takes all of it
+        if limits_prompt(self.model):
+            num_prefilled = 0
         for chunk in prompt[:, :num_prefilled].split(request.prefill_chunk, dim=1):
             if chunk.shape[1]:
-                self.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                self._pass(chunk, cache, start)
+                start += chunk.shape[1]
         prefill_s = timer.restart()
         text = list(request.prompt)
         stats: list[StepStats] = []
@@ -40,7 +47,7 @@ class AutoregressiveDecoder(Decoder):
                 if boundary and boundary.refills and request.crosses(len(text) - 1):
                     cache = DynamicCache(config=self.model.config)
                     inputs = prompt.new_tensor([text])
-                logits = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+                logits = self._pass(inputs, cache, len(text) - inputs.shape[1])
                 token = request.sampler.sample_last(logits, text)
             stop = Stop.INTERRUPTED if request.signals.requested else Stop.NONE
             token, stop = agreed_token(self.context.replica, self.model.device, token, stop)
@@ -56,3 +63,10 @@ class AutoregressiveDecoder(Decoder):
             timer.restart()
         decode_s = sum(step.seconds for step in stats)
         return GenerationOutput(text[len(request.prompt) :], FINISH_REASON[reason], stats, prefill_s, decode_s)
+
+    def _pass(self, inputs: torch.Tensor, cache: DynamicCache, start: int) -> torch.Tensor:
+        """The last token's logits; the first one is at position `start`."""
+        arguments: dict[str, object] = {cache_keyword(self.model.config): cache}
+        if "position_ids" in inspect.signature(self.model.forward).parameters:  # as `generate`
+            arguments["position_ids"] = torch.arange(start, start + inputs.shape[1], device=inputs.device)[None]
+        return self.model(inputs, use_cache=True, logits_to_keep=1, **arguments).logits[:, -1]

@@ -38,6 +38,7 @@ KNOWN = {
     "position_ids",
     "cache_position",
     "past_key_values",
+    "cache_params",
     "use_cache",
     "logits_to_keep",
     "return_dict",
@@ -89,6 +90,7 @@ def generate(
     _check_asked(config, len(input_ids), streamer)
     _check_preparation(model)
     _check_cache(model_kwargs.get("past_key_values"))
+    _check_states(model_kwargs.get("cache_params"))
     # Declared as an argument, transformers would hand attention_mask over twice.
     paddings = _paddings(input_ids, config, model_kwargs)
     sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
@@ -188,6 +190,15 @@ def _check_cache(cache: Any) -> None:
         )
     if isinstance(cache, QuantizedCache):
         raise UserError("lp.generate has no quantized cache; leave cache_implementation out, or use generate as it is")
+
+
+def _check_states(cache: Any) -> None:
+    """The same of the cache of a model without attention."""
+    if cache is not None and cache.has_previous_state():
+        raise UserError(
+            "cache_params holds the state of a text; lp.generate makes its own: leave it out and give the whole text "
+            "as input_ids, or use generate as it is"
+        )
 
 
 def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> list[int]:

@@ -9,7 +9,7 @@ mask hides what lies behind them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ from lp.models.compile_options import compile_options
 from lp.models.fused import FusedModel
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
+from lp.models.new_cache import new_cache
+from lp.models.recurrent_layers import cache_keyword
+from lp.models.recurrent_states import RecurrentShape
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens
 LARGEST_PADDING = BUCKETS[-1] // 4  # tokens
@@ -123,6 +126,7 @@ class CapturedSteps:
         mode: GRAPH records the model's own kernels, COMPILE what torch.compile makes of them (recorded on a GPU); OFF
             runs them over the same buffers, as they are: for the probe, and where there is no GPU.
         known: as of `StaticKVCache`.
+        recurrent: as `shapes` of `HybridCache`; empty: the model has no recurrent layers.
 
     Attributes:
         cache: of the generation that is running, or of the last one.
@@ -136,8 +140,10 @@ class CapturedSteps:
         masks: StepMasks,
         mode: Capture,
         known: dict[StatesKind, int] | None = None,
+        recurrent: Mapping[int, RecurrentShape] | None = None,
     ) -> None:
         self.model = model
+        self.recurrent = recurrent or {}
         self.masks = masks
         self.mode = mode
         self.known = {} if known is None else known
@@ -203,6 +209,7 @@ class CapturedSteps:
         inputs.targets_M[: len(sources)] = targets
         inputs.sources_M[len(sources) :] = inputs.targets_M[len(sources) :] = self.cache.capacity - 1
         inputs.length_1[0] = self.cache.length
+        self.cache.begin_replay()
         _fill_visible(inputs.visible_BW, parents)
         return step
 
@@ -248,7 +255,8 @@ class CapturedSteps:
 
     def _new_cache(self, slots: int) -> StaticKVCache:
         capacity = -(-slots // CAPACITY_UNIT) * CAPACITY_UNIT
-        cache = StaticKVCache(self.masks.config.num_hidden_layers, capacity, True, True, self.known)
+        layers = self.masks.config.num_hidden_layers
+        cache = new_cache(layers, capacity, True, True, self.known, self.recurrent, BUCKETS[-1])
         cache.allocate()
         return cache
 
@@ -272,13 +280,14 @@ class CapturedSteps:
                 input_ids=inputs.tokens_B[None],
                 position_ids=inputs.positions_B[None],
                 attention_mask=mask,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=inputs.logits_indices_B,
+                **{cache_keyword(self.masks.config): cache},
                 **self.masks.backend.forward_arguments(slot_mapping_B),
             )
             return output.logits[0]
 
+        cache.begin(visible_BB)
         if not cache.claimed:  # layers take their buffers in the first pass, which no compiled one can do
             with cache.writing_to(slot_mapping_B):
                 forward()
@@ -289,6 +298,7 @@ class CapturedSteps:
             cache.move(inputs.sources_M, inputs.targets_M)
             torch.add(tokens, inputs.length_1, out=slot_mapping_B)
             visible_BB.copy_((inputs.visible_BW[:, :, None] >> bits & 1).flatten(1)[:, :bucket])
+            cache.begin(visible_BB)
             with cache.writing_to(slot_mapping_B):
                 return compiled()
 

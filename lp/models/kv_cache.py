@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -101,7 +102,7 @@ class _Extent:
         return allocate((count, kind.heads, self.capacity, kind.dim), dtype=kind.dtype, device=kind.device)
 
 
-class _PreallocatedLayer(CacheLayerMixin):
+class PreallocatedLayer(CacheLayerMixin):
     """The KV of one layer; hands out views of its first L + T slots."""
 
     is_sliding = False
@@ -181,7 +182,7 @@ class StaticKVCache(Cache):
         self.deferred = deferred
         self._moves: tuple[list[int], list[int]] = ([], [])  # slots to move from, and to
         self._extent = _Extent(num_layers, capacity, zeroed, {} if known is None else known)
-        super().__init__(layers=[_PreallocatedLayer(self._extent) for _ in range(num_layers)])
+        super().__init__(layers=[PreallocatedLayer(self._extent) for _ in range(num_layers)])
 
     @property
     def length(self) -> int:
@@ -223,6 +224,15 @@ class StaticKVCache(Cache):
         if self._extent.zeroed:
             for buffer in self.buffers:
                 buffer.zero_()
+
+    def begin(self, visible_TT: torch.Tensor | np.ndarray | None) -> None:
+        """Before a pass: which tokens each of its tokens sees; None where it is a chain that is committed whole.
+
+        Attention is told by its mask. A cache that also holds recurrent states needs to know.
+        """
+
+    def begin_replay(self) -> None:
+        """Before a captured step, in which `begin` was called when it was captured."""
 
     @contextmanager
     def writing_to(self, slot_mapping_T: torch.Tensor) -> Iterator[None]:

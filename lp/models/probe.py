@@ -23,6 +23,7 @@ from lp.errors import UserError
 from lp.models.captured_steps import CapturedSteps
 from lp.models.kv_cache import StaticKVCache
 from lp.models.model_lock import lock_of
+from lp.models.recurrent_layers import NO_LIMIT
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.sampler import NOT_FINITE_REMEDY
 
@@ -72,7 +73,7 @@ def check_tree_mask(runner: StepRunner) -> None:
     """Compare a tree-shaped step with plain forward passes; once for each way that a model's steps run.
 
     Where the model has a sliding window, the runner's view of it has a short one meanwhile: the same code runs with 24
-    tokens, whatever the window.
+    tokens, whatever the window. And its steps of time have no limits, which hold for some tokens and not for others.
 
     Raises:
         ValueError: the model cannot run such a step, or runs it with other results; names the architecture.
@@ -82,7 +83,7 @@ def check_tree_mask(runner: StepRunner) -> None:
         how = (runner.backend.name, runner.captured is not None, runner.fused)
         if how in passed:
             return
-        with torch.inference_mode(), _short_window(runner):
+        with torch.inference_mode(), _short_window(runner), _no_limits(runner):
             error = _mean_error(runner)
         dtype = runner.model.dtype if runner.exact else torch.bfloat16  # activations rounded to 8 bits are as coarse
         if error <= TOLERANCE.get(dtype, FULL_PRECISION):
@@ -159,6 +160,19 @@ def _short_window(runner: StepRunner) -> Iterator[None]:
     finally:
         for holder in holders:
             holder.sliding_window = window
+
+
+@contextmanager
+def _no_limits(runner: StepRunner) -> Iterator[None]:
+    limited: list[Any] = [module for module in runner.model.modules() if hasattr(module, "time_step_limit")]
+    limits = [module.time_step_limit for module in limited]
+    try:
+        for module in limited:
+            module.time_step_limit = NO_LIMIT
+        yield
+    finally:
+        for module, limit in zip(limited, limits, strict=True):
+            module.time_step_limit = limit
 
 
 def _name(runner: StepRunner) -> str:

@@ -6,6 +6,7 @@ T: step tokens, L: cached tokens, V: vocabulary size.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import warnings
@@ -18,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lp.attention.base import AttentionBackend
-from lp.attention.masks import StepMasks
+from lp.attention.masks import StepMasks, named_kinds
 from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture
 from lp.errors import UserError
@@ -27,7 +28,9 @@ from lp.models.fused import FusedModel, fuse, model_state
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 from lp.models.model_lock import lock_of
+from lp.models.new_cache import new_cache
 from lp.models.probe import check_tree_mask
+from lp.models.recurrent_layers import cache_keyword, recurrent_shapes, tree_forward
 from lp.models.rope import rope_boundary
 from lp.models.sharded_layers import head_of
 from lp.models.support import check_supported, inexact_quantisation
@@ -119,7 +122,7 @@ class ModelRunner:
         fused: bool = True,
     ) -> None:
         check_supported(model.config)
-        self._view = ModelView(model)
+        self._view = ModelView(model, tree_forward)
         self.original = model
         self.model = self._view.model
         self.config = self.model.config.get_text_config()
@@ -170,6 +173,7 @@ class ModelRunner:
         """Fuse the layers of the model as it is now, and build masks for its weights."""
         self.device = self.model.get_input_embeddings().weight.device
         self.masks = StepMasks(self.config, self.model.dtype, self.device, self.backend)
+        self.recurrent = recurrent_shapes(self.model, named_kinds(self.config))
         fused = fuse(self.model) if self._may_fuse else None
         self.network: PreTrainedModel | FusedModel = fused or self.model
         self._state = model_state(self.model)
@@ -218,14 +222,14 @@ class ModelRunner:
                 self.captured = self._captured_steps(self.captured.mode)
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
-        return CapturedSteps(self.network, self.masks, mode, self._known)
+        return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of at least `capacity` slots; with captured steps one that they know, if none is using it."""
         if self.captured and not self.captured.reserved:
             with contextlib.suppress(CacheTooLarge):  # which has padding: a smaller one may fit
                 return self.captured.empty_cache(capacity)
-        return StaticKVCache(self.config.num_hidden_layers, capacity, known=self._known)
+        return new_cache(self.config.num_hidden_layers, capacity, known=self._known, shapes=self.recurrent)
 
     @contextmanager
     def borrowed_cache(self, capacity: int) -> Iterator[StaticKVCache]:
@@ -269,13 +273,17 @@ class ModelRunner:
         boundary = self.boundary
         end = len(tokens)
         if boundary and boundary.grows and not cache.length:
-            self._forward_chain([0], [0], cache)  # forget how far an earlier text grew
+            self._forward_chain([0], [0], cache, committed=False)  # forget how far an earlier text grew
         anchor = [end] if boundary and end >= boundary.length else []
-        for start in range(0, end, chunk):
-            chunk_tokens = tokens[start : start + chunk]
+        starts = [*range(0, end, chunk)]
+        if self.recurrent and chunk > 2 and len(starts) > 1 and end - starts[-1] == 1:
+            starts[-1] -= 1  # transformers may compute a lone token otherwise, see limits_prompt
+        for start, next_start in itertools.pairwise([*starts, end]):
+            chunk_tokens = tokens[start:next_start]
             positions = [*range(start, start + len(chunk_tokens)), *anchor]
             logits_indices = range(len(chunk_tokens) if on_logits else 1)  # a model gives at least one
-            logits = self._forward_chain([*chunk_tokens, *tokens[: len(anchor)]], positions, cache, logits_indices)
+            chunk_and_anchor = [*chunk_tokens, *tokens[: len(anchor)]]
+            logits = self._forward_chain(chunk_and_anchor, positions, cache, logits_indices, not anchor)
             if on_logits:
                 on_logits(logits)
             cache.commit(range(len(chunk_tokens)))
@@ -287,7 +295,7 @@ class ModelRunner:
         """
         assert self.boundary is not None
         if self.boundary.refills:
-            cache.length = 0
+            cache.clear()
             self.prefill(text[:-1], cache, chunk)
         elif missing := text[cache.length : -1]:
             self._forward_chain(missing, range(cache.length, len(text) - 1), cache)
@@ -299,10 +307,17 @@ class ModelRunner:
         positions: Sequence[int],
         cache: StaticKVCache,
         logits_indices: Sequence[int] = (0,),
+        committed: bool = True,
     ) -> torch.Tensor:
-        """A causal forward pass: each token sees all before it."""
+        """A causal forward pass: each token sees all before it.
+
+        Args:
+            committed: all its tokens will be, so that recurrent layers may advance their states.
+        """
         visible = np.tri(len(tokens), dtype=bool)
-        return self.forward(tokens, positions, visible, cache, logits_indices, capture=False, whole=False)
+        return self.forward(
+            tokens, positions, visible, cache, logits_indices, capture=False, chain=committed, whole=False
+        )
 
     def staged(
         self,
@@ -353,6 +368,7 @@ class ModelRunner:
         cache: StaticKVCache,
         logits_indices: Sequence[int],
         capture: bool = True,
+        chain: bool = False,
         whole: bool = True,
     ) -> torch.Tensor:
         """Logits of some tokens of a step; the KV of all is written behind the prefix, uncommitted.
@@ -364,11 +380,12 @@ class ModelRunner:
             logits_indices: tokens whose logits are computed; only these go through the LM head.
             capture: it is a step, of which there will be many.
             whole: of the whole vocabulary; False: this rank's part of it may do, where ranks divide it.
+            chain: each token sees all before it, and all are committed.
 
         Returns:
             (len(logits_indices), V), valid until the next step.
         """
-        logits = self._forward(tokens, positions, visible, cache, logits_indices, capture)
+        logits = self._forward(tokens, positions, visible, cache, logits_indices, capture, chain)
         head = head_of(self.model) if whole else None
         return head.whole(logits) if head else logits
 
@@ -380,6 +397,7 @@ class ModelRunner:
         cache: StaticKVCache,
         logits_indices: Sequence[int],
         capture: bool,
+        chain: bool,
     ) -> torch.Tensor:
         num_logits = len(logits_indices)
         if capture and (step := self.staged(tokens, positions, _parents_of(visible), cache, logits_indices)):
@@ -387,7 +405,9 @@ class ModelRunner:
         cache.flush()
         num_tokens = len(tokens)
         ids_1T, positions_1T = to_device(np.array([tokens, positions]), self.device).split(1)
-        mask = self.masks.build(visible, positions_1T[0], cache.length)
+        seen = to_device(visible, self.device) if self.recurrent else visible
+        mask = self.masks.build(seen, positions_1T[0], cache.length)
+        cache.begin(None if chain else seen)
         last = range(num_tokens - num_logits, num_tokens)
         logits_to_keep: int | torch.Tensor = num_logits  # a number: the last ones, which need no gathering
         if not num_logits or [*logits_indices] != [*last]:
@@ -396,9 +416,9 @@ class ModelRunner:
             input_ids=ids_1T,
             position_ids=positions_1T,
             attention_mask=mask,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
+            **{cache_keyword(self.config): cache},
         )
         return output.logits[0]
 

@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
-from lp.attention.masks import layer_kinds
+from lp.attention.masks import layer_kinds, named_kinds
 from lp.errors import UserError
+from lp.models.recurrent_layers import LAYERS, MODEL_TYPES, RECURRENT_KINDS
 
 # Recurrent models whose config names no kinds of layers.
 RECURRENT = {"rwkv", "xlstm"}
+# Mamba-1, whose states decay by a factor of their own for every channel and state: no sum of outer products under one
+# decay a head, so that a step would hold a state for every node.
+MAMBA_1 = {"mamba", "falcon_mamba", "jamba", "zamba"}
 # Methods that quantise activations by a scale that several tokens of a forward pass may share.
 SHARED_SCALES = {"fbgemm_fp8", "fp_quant", "nvfp4"}
 # Of float32 products, by torch.get_float32_matmul_precision(): float32's own, TF32's, bfloat16's.
@@ -42,6 +46,17 @@ def check_supported(config: Any) -> None:
     if kind in RECURRENT:
         raise UserError(f"model type {kind!r} keeps a recurrent state, which holds one branch only; use a transformer")
     text = config.get_text_config()
+    if text.model_type in MAMBA_1:
+        raise UserError(
+            f"model type {kind!r} has Mamba-1 layers, whose state decays by its own factor in every channel and state; "
+            "a step would hold a state for every node: use a model with Mamba-2 layers, or decode it with "
+            "AutoregressiveDecoder"
+        )
+    if any(each in RECURRENT_KINDS for each in named_kinds(text)) and text.model_type not in MODEL_TYPES:
+        raise UserError(
+            f"model type {kind!r} has recurrent layers that lp can't run over a tree; "
+            f"it can those of {', '.join(sorted({name for name, _ in LAYERS}))}: decode it with AutoregressiveDecoder"
+        )
     layer_kinds(text)
     strongest = getattr(text, "keep_window_size", None)
     context = getattr(text, "max_position_embeddings", None)

@@ -7,6 +7,7 @@ its sliding window for a moment, changes the text that another thread is generat
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from operator import is_
 from types import FunctionType, MethodType
@@ -30,13 +31,20 @@ class ModelView:
 
     Args:
         original: left as it is.
+        replaced: gives for a module what its copy has in place of its forward, which is called with the copy, its own
+            forward and the arguments; None: it keeps its own.
 
     Attributes:
         model: the copy.
     """
 
-    def __init__(self, original: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        original: PreTrainedModel,
+        replaced: Callable[[nn.Module], Callable[..., Any] | None] = lambda module: None,
+    ) -> None:
         self.original = original
+        self._replaced = replaced
         self._configs: dict[int, Any] = {}  # deepcopy's memo: modules that share a config share its copy
         self._copy()
 
@@ -58,7 +66,10 @@ class ModelView:
             self.model = cast(PreTrainedModel, self._mirrored(self.original))
         for module, (attributes, *_) in self._copied:
             own = {name: self._own(value) for name, value in attributes.items() if name not in _OWN}
-            vars(self._modules[id(module)]).update(own)
+            copied = self._modules[id(module)]
+            vars(copied).update(own)
+            if replacement := self._replaced(module):
+                vars(copied)["forward"] = partial(replacement, copied, copied.forward)
 
     def _mirrored(self, module: nn.Module) -> nn.Module:
         """A copy without its attributes yet, but for modules and buffers; or the module itself."""
@@ -67,6 +78,7 @@ class ModelView:
         attributes, modules, buffers = state = _state(module)
         mirrored = {name: child if child is None else self._mirrored(child) for name, child in modules.items()}
         knows = "sliding_window" in attributes or any(isinstance(v, PretrainedConfig) for v in attributes.values())
+        knows = knows or self._replaced(module) is not None
         if not knows and all(map(is_, mirrored.values(), modules.values())):
             self._modules[id(module)] = module
             return module

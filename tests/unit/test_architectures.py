@@ -8,8 +8,8 @@ import lp
 from tests.architectures import BACKENDS, EXACT, PAGE, VARIANTS, WRONG, page, verdict, versions
 from tests.tiny_models import MATRIX, VOCABULARY, tiny_model
 
-NEVER = {"bloom", "falcon_alibi", "mpt", "roformer", "rwkv", "gpt_neo", "t5", "mamba", "qwen3_next", "llama4"}
-EAGER_ONLY = {"gemma2", "gpt_oss", "gptj"}
+NEVER = {"bloom", "falcon_alibi", "mpt", "roformer", "rwkv", "gpt_neo", "t5", "mamba", "llama4"}
+EAGER_ONLY = {"gemma2", "gpt_oss", "gptj", "mamba2"}
 NO_FLASH = {"falcon", "gemma4", "deepseek_v2", "deepseek_v3"}  # which `auto` runs with sdpa
 
 

@@ -39,9 +39,9 @@ def _position(patch: pytest.MonkeyPatch) -> None:
     """The last row of a step stands one position too far."""
     forward = ModelRunner.forward
 
-    def shifted(self: Any, tokens: Any, positions: Any, *rest: Any, capture: bool = True) -> Any:
+    def shifted(self: Any, tokens: Any, positions: Any, *rest: Any, capture: bool = True, **chain: bool) -> Any:
         late = capture and len(positions) > 1
-        return forward(self, tokens, [*positions[:-1], positions[-1] + late], *rest, capture=capture)
+        return forward(self, tokens, [*positions[:-1], positions[-1] + late], *rest, capture=capture, **chain)
 
     patch.setattr(ModelRunner, "forward", shifted)
 
@@ -50,11 +50,13 @@ def _branch(patch: pytest.MonkeyPatch) -> None:
     """The last row of a step sees the row before it, whosever branch that is."""
     forward = ModelRunner.forward
 
-    def leaky(self: Any, tokens: Any, positions: Any, visible: Any, *rest: Any, capture: bool = True) -> Any:
+    def leaky(
+        self: Any, tokens: Any, positions: Any, visible: Any, *rest: Any, capture: bool = True, **chain: bool
+    ) -> Any:
         if capture:
             visible = visible.copy()
             visible[-1, -2:] = True
-        return forward(self, tokens, positions, visible, *rest, capture=capture)
+        return forward(self, tokens, positions, visible, *rest, capture=capture, **chain)
 
     patch.setattr(ModelRunner, "forward", leaky)
 

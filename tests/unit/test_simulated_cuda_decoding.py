@@ -25,12 +25,13 @@ from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_model
 CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 NEW = 16
 # They take no tree mask.
-REFUSED = {"bloom", "falcon_alibi", "roformer", "rwkv", "gpt_neo", "mpt", "t5", "mamba", "qwen3_next", "llama4"}
+REFUSED = {"bloom", "falcon_alibi", "roformer", "rwkv", "gpt_neo", "mpt", "t5", "mamba", "llama4"}
 # Their rotary frequencies change with the length, so that `auto` does not try to capture them.
 SHIFTING = {"llama_dynamic", "llama_longrope", "phi3_longrope"}
 # Their forward pass waits for the GPU: plain experts ask which are used, Falcon's rotary asks whether to scale.
 WAITING = {
     "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "falcon",
+    "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2_moe",
 }  # fmt: skip
 
 

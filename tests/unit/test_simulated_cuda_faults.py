@@ -18,7 +18,7 @@ import lp
 from lp.attention.masks import StepMasks
 from lp.errors import RankLost
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
-from lp.models.kv_cache import StaticKVCache, _PreallocatedLayer
+from lp.models.kv_cache import PreallocatedLayer, StaticKVCache
 from lp.parallel.context import ParallelContext, _ProcessContext
 from lp.sampling.score_recorder import RecordingSampler
 from tests.simulated_cuda import DeviceError, SimulatedCuda, run_on_gpus
@@ -77,7 +77,7 @@ def test_an_item_in_a_captured_region(gpu: SimulatedCuda, monkeypatch: pytest.Mo
 
 def test_a_length_that_a_graph_bakes_in(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same slots are written in every step, those of the step that was captured."""
-    update = _PreallocatedLayer.update
+    update = PreallocatedLayer.update
 
     def by_length(self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.extent.slot_mapping_T is None:
@@ -89,7 +89,7 @@ def test_a_length_that_a_graph_bakes_in(gpu: SimulatedCuda, monkeypatch: pytest.
         self.values[:, :, start : start + key_states.shape[2]] = value_states
         return self.keys, self.values
 
-    monkeypatch.setattr(_PreallocatedLayer, "update", by_length)
+    monkeypatch.setattr(PreallocatedLayer, "update", by_length)
     assert [output.tokens for output in decoded()] != expected()
 
 

@@ -16,9 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_array, compiled_zeros, exp, jit, log, mix
+from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_zeros, exp, jit, log, mix
 from lp.draft.pool.last_step import LastStep, add_older_guess, logits_of_node, new_last_step, search_step
 from lp.draft.pool.tables import (
     GUESS,
@@ -59,7 +57,6 @@ GUESS_0 = WINDOW_0 + 2 * M
 LOGITS_0 = GUESS_0 + 3 * M
 NONE_0 = LOGITS_0 + 4 * 2 * 4 * GAPS
 FEATURES = NONE_0 + (len(ORDERS) + 1) * 5
-KEPT_NOISE = 4096  # noises, a power of two
 LEARNING_RATE = 0.3  # of Adagrad
 FAR = 10.0  # logits this far behind the best get no vote
 
@@ -70,8 +67,6 @@ class Predictor(NamedTuple):
     sources: int  # bit 1 << kind for each kind of memory that votes
     noise_key: Any  # uint64: of the sampler's noise
     noisy: bool  # logits vote under that noise
-    noise_bits: Any  # uint64 (KEPT_NOISE,): what the noise of a token and position is made of
-    noise: Any  # float64 (KEPT_NOISE,)
     context: Context
     keys: Any  # uint64 (NUM_CONTEXTS,): of the contexts that may vote, 0 for one that may not
     entries: Any  # int64 (NUM_CONTEXTS + 1,): where they are, -1 for nowhere
@@ -90,8 +85,6 @@ def new_predictor(num_logits: int, sources: int, noise: tuple[int, int] | None) 
         sources=sources,
         noise_key=U64(sequence_key(*noise)) if noise else U64(0),
         noisy=noise is not None,
-        noise_bits=compiled_zeros(KEPT_NOISE, "u8"),
-        noise=compiled_array(np.full(KEPT_NOISE, noise_of(U64(0)))),
         context=new_context(),
         keys=compiled_zeros(NUM_CONTEXTS, "u8"),
         entries=compiled_zeros(NUM_CONTEXTS + 1, "i8"),
@@ -113,28 +106,8 @@ def uniform(bits):
 @jit
 def gumbel(key, token):
     """The noise that lp.sampling.noise gives this token at the key's position."""
-    return noise_of(noise_bits(key, token))
-
-
-@jit
-def noise_bits(key, token):
-    return mix((U64(token + 1) * GOLDEN + key) & MASK)
-
-
-@jit
-def noise_of(bits):
+    bits = mix((U64(token + 1) * GOLDEN + key) & MASK)
     return -log(-log(uniform(bits)))
-
-
-@jit
-def kept_gumbel(predictor, key, token):
-    """The same, computed once while it is kept: the nodes of a step, and steps, ask for the same tokens again."""
-    bits = noise_bits(key, token)
-    index = I64(bits & U64(KEPT_NOISE - 1))
-    if predictor.noise_bits[index] != bits:
-        predictor.noise_bits[index] = bits
-        predictor.noise[index] = noise_of(bits)
-    return predictor.noise[index]
 
 
 @jit
@@ -280,7 +253,7 @@ def vote_logits(tables, predictor, position, key, choices, votes):
         for k in range(width):
             score = predictor.noisy_logits[k]
             if predictor.noisy and score > first - 2 * FAR:  # noise above FAR is once in e^FAR times
-                score += kept_gumbel(predictor, key, predictor.logits_tokens[k])
+                score += gumbel(key, predictor.logits_tokens[k])
             predictor.noisy_logits[k] = score
             if score > first:
                 first, second, third = score, first, second

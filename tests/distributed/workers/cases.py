@@ -46,7 +46,7 @@ class Case:
             kv_sync=list(lp.KVSync)[seed % 2],
             **drawn_switches(rng),
         )
-        arch = rng.choice(["llama", "llama", "gemma3", "mistral_sliding"])
+        arch = rng.choice(["llama", "llama", "gemma3", "mistral_sliding", "qwen3_5", "falcon_h1", "lfm2"])
         return cls(
             arch, rng.randrange(8), ids, rng.randint(8, 40), rng.randrange(VOCABULARY), config, drawn_step_times(rng)
         )

@@ -1,0 +1,30 @@
+"""The cache that a model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lp.models.kv_cache import StatesKind, StaticKVCache
+from lp.models.recurrent_states import RecurrentShape
+
+
+def new_cache(
+    num_layers: int,
+    capacity: int,
+    zeroed: bool = False,
+    deferred: bool = False,
+    known: dict[StatesKind, int] | None = None,
+    shapes: Mapping[int, RecurrentShape] | None = None,
+    room: int = 0,
+) -> StaticKVCache:
+    """An empty cache, of KV alone where no layer is recurrent.
+
+    Args:
+        num_layers, capacity, zeroed, deferred, known: as of `StaticKVCache`.
+        shapes, room: as of `HybridCache`.
+    """
+    if not shapes:
+        return StaticKVCache(num_layers, capacity, zeroed, deferred, known)
+    from lp.models.hybrid_cache import HybridCache  # older releases of transformers lack what it is made of
+
+    return HybridCache(num_layers, capacity, zeroed, deferred, known, shapes=shapes, room=room)

@@ -1,0 +1,285 @@
+"""The recurrent layers of transformers' models, and how each runs over the tree of a step.
+
+T: step tokens, E: hidden size, C: channels of the convolution, H: heads, R, D: rows and columns of a head's state.
+
+Prefill and everything else is the model's own code. In a step the forward of these layers, on the runner's own view of
+the model, is one of the functions below: it computes what the layer's own does for one more token, of every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+
+from lp.errors import UserError
+from lp.models.recurrent_states import DTYPE, LayerState, RecurrentShape, RecurrentStates
+from lp.models.tree_recurrence import StepTree, convolution, gated_delta_rule, state_space
+
+RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # of layers, as configs name them
+CACHE_PARAMS = {"mamba2"}  # model types whose forward takes the cache under this name
+NO_LIMIT = (0.0, float("inf"))  # of a step of time, which is positive anyway
+L2_EPSILON = 1e-6  # of the norm of queries and keys in transformers' and flash-linear-attention's delta rule
+
+Step = Callable[[Any, torch.Tensor, LayerState, StepTree], torch.Tensor]  # of a module: (T, E) to (T, E)
+
+
+@dataclass(frozen=True)
+class RecurrentLayer:
+    """A class of layers.
+
+    Attributes:
+        shape: what a layer of it keeps.
+        step: its forward pass over the tree of a step; stashes what a commit needs.
+    """
+
+    shape: Callable[[Any], RecurrentShape]
+    step: Step
+
+
+def _delta_shape(layer: Any) -> RecurrentShape:
+    weight = layer.conv1d.weight
+    return RecurrentShape(
+        channels=layer.conv_dim,
+        taps=layer.conv_kernel_size,
+        dtype=weight.dtype,
+        device=weight.device,
+        heads=layer.num_v_heads,
+        rows=layer.head_k_dim,
+        columns=layer.head_v_dim,
+        left_heads=layer.num_k_heads,
+        right_heads=layer.num_v_heads,
+    )
+
+
+def _qwen3_next(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
+    qkvz, ba = layer.in_proj_qkvz(x_TE[None]), layer.in_proj_ba(x_TE[None])
+    q, k, v, z, b, a = (part[0] for part in layer.fix_query_key_value_ordering(qkvz, ba))
+    qkv_TC = torch.cat([part.flatten(1) for part in (q, k, v)], 1)
+    o_THD = _delta_rule(layer, qkv_TC, b.sigmoid(), a, state, tree)
+    return layer.out_proj(_gated(layer.norm, o_THD, z))
+
+
+def _qwen3_5(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
+    beta_TH = layer.in_proj_b(x_TE).sigmoid()
+    o_THD = _delta_rule(layer, layer.in_proj_qkv(x_TE), beta_TH, layer.in_proj_a(x_TE), state, tree)
+    return layer.out_proj(_gated(layer.norm, o_THD, layer.in_proj_z(x_TE)))
+
+
+def _olmo_hybrid(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
+    qkv_TC = torch.cat([layer.q_proj(x_TE), layer.k_proj(x_TE), layer.v_proj(x_TE)], 1)
+    beta_TH = layer.b_proj(x_TE).sigmoid()
+    if layer.allow_neg_eigval:
+        beta_TH = 2 * beta_TH
+    o_THD = _delta_rule(layer, qkv_TC, beta_TH, layer.a_proj(x_TE), state, tree)
+    return layer.o_proj(_gated(layer.o_norm, o_THD, layer.g_proj(x_TE)))
+
+
+def _delta_rule(
+    layer: Any, qkv_TC: torch.Tensor, beta_TH: torch.Tensor, a_TH: torch.Tensor, state: LayerState, tree: StepTree
+) -> torch.Tensor:
+    """The gated delta rule between projections and norm, (T, H, D)."""
+    mixed_TC = _convolved(layer.conv1d, layer.activation, qkv_TC, state, tree)
+    q_TC, k_TC, v_TC = mixed_TC.to(DTYPE).split([layer.key_dim, layer.key_dim, layer.value_dim], 1)
+    q_HTR, k_HTR = (_unit(_by_head(part, layer.head_k_dim)) for part in (q_TC, k_TC))
+    g_TH = -layer.A_log.float().exp() * F.softplus(a_TH.float() + layer.dt_bias)
+    g_HT = g_TH.to(DTYPE).T.contiguous()
+    repeats = layer.num_v_heads // layer.num_k_heads
+    o_HTD, delta_HTD = gated_delta_rule(
+        tree,
+        state.state_HRD,
+        q_HTR.repeat_interleave(repeats, 0) * layer.head_k_dim**-0.5,
+        k_HTR.repeat_interleave(repeats, 0),
+        _by_head(v_TC, layer.head_v_dim),
+        g_HT,
+        beta_TH.to(DTYPE).T,
+    )
+    state.keep(qkv_TC, k_HTR, delta_HTD, g_HT)
+    return o_HTD.transpose(0, 1).to(qkv_TC.dtype)
+
+
+def _gated(norm: nn.Module, o_THD: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Each head's output, normed and gated: (T, H D)."""
+    num_tokens, _, columns = o_THD.shape
+    return norm(o_THD.reshape(-1, columns), gate.reshape(-1, columns)).reshape(num_tokens, -1)
+
+
+def _unit(x_HTR: torch.Tensor) -> torch.Tensor:
+    return x_HTR * torch.rsqrt((x_HTR * x_HTR).sum(-1, keepdim=True) + L2_EPSILON)
+
+
+def _mamba2_shape(layer: Any) -> RecurrentShape:
+    weight = layer.conv1d.weight
+    return RecurrentShape(
+        channels=layer.conv_dim,
+        taps=layer.conv_kernel_size,
+        dtype=weight.dtype,
+        device=weight.device,
+        heads=layer.num_heads,
+        rows=layer.head_dim,
+        columns=layer.ssm_state_size,
+        left_heads=layer.num_heads,
+        right_heads=layer.n_groups,
+    )
+
+
+def _mamba2(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
+    projected = layer.in_proj(x_TE)
+    gate, mixed_TC, dt_TH = projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], 1)
+    o_THR = _state_space(layer, mixed_TC, dt_TH, state, tree)
+    return layer.out_proj(layer.norm(o_THR.flatten(1), gate).to(x_TE.dtype))
+
+
+def _falcon_h1(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
+    projected = layer.in_proj(x_TE * layer.ssm_in_multiplier) * layer.mup_vector[0]
+    gate, mixed_TC, dt_TH = projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], 1)
+    o_TC = _state_space(layer, mixed_TC, dt_TH, state, tree).flatten(1)
+    gated = layer.norm(o_TC, gate) if layer.mamba_rms_norm else o_TC * F.silu(gate)
+    return layer.out_proj(gated.to(x_TE.dtype))
+
+
+def _state_space(
+    layer: Any, mixed_TC: torch.Tensor, dt_TH: torch.Tensor, state: LayerState, tree: StepTree
+) -> torch.Tensor:
+    """Mamba-2 between projections and norm, (T, H, R)."""
+    per_group = layer.n_groups * layer.ssm_state_size
+    convolved_TC = _convolved(layer.conv1d, layer.activation, mixed_TC, state, tree)
+    x_TC, b_TC, c_TC = convolved_TC.to(DTYPE).split([layer.intermediate_size, per_group, per_group], 1)
+    dt_HT = F.softplus(dt_TH + layer.dt_bias.to(dt_TH.dtype)).to(DTYPE).T
+    if layer.time_step_limit not in (None, NO_LIMIT):
+        limited = dt_HT.clamp(*layer.time_step_limit)  # see limits_prompt
+        dt_HT = torch.where(tree.roots_T & state.first_step, limited, dt_HT)
+    g_HT = -layer.A_log.float().exp().to(DTYPE)[:, None] * dt_HT
+    x_HTR = _by_head(x_TC, layer.head_dim)
+    b_FTD, c_FTD = (_by_head(part, layer.ssm_state_size) for part in (b_TC, c_TC))
+    left_HTR = x_HTR * dt_HT[..., None]
+    o_HTR = state_space(tree, state.state_HRD, c_FTD, b_FTD, left_HTR, g_HT)
+    state.keep(mixed_TC, left_HTR, b_FTD, g_HT)
+    o_HTR = o_HTR + x_HTR * layer.D.to(DTYPE)[:, None, None]
+    return o_HTR.transpose(0, 1).to(mixed_TC.dtype)
+
+
+def _lfm2_shape(layer: Any) -> RecurrentShape:
+    weight = layer.conv.weight
+    return RecurrentShape(channels=len(weight), taps=layer.conv_kernel_size, dtype=weight.dtype, device=weight.device)
+
+
+def _lfm2(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
+    before_TE, after_TE, mixed_TE = layer.in_proj(x_TE).chunk(3, 1)
+    inputs_TE = before_TE * mixed_TE
+    convolved_TE = _convolved(layer.conv, None, inputs_TE, state, tree)
+    state.keep(inputs_TE)
+    return layer.out_proj(after_TE * convolved_TE)
+
+
+def _convolved(
+    conv: Any, activation: str | None, inputs_TC: torch.Tensor, state: LayerState, tree: StepTree
+) -> torch.Tensor:
+    output_TC = convolution(tree, state.last_CK, inputs_TC, conv.weight.squeeze(1), conv.bias)
+    if activation is not None:
+        output_TC = ACT2FN[activation](output_TC)
+    return output_TC.to(inputs_TC.dtype)
+
+
+def _by_head(x_TC: torch.Tensor, size: int) -> torch.Tensor:
+    """(heads, T, size)."""
+    return x_TC.unflatten(1, (-1, size)).transpose(0, 1)
+
+
+_MAMBA2 = RecurrentLayer(_mamba2_shape, _mamba2)
+_QWEN3_5 = RecurrentLayer(_delta_shape, _qwen3_5)
+_LFM2 = RecurrentLayer(_lfm2_shape, _lfm2)
+
+# By the name of transformers' module and of the class.
+LAYERS = {
+    ("qwen3_next", "Qwen3NextGatedDeltaNet"): RecurrentLayer(_delta_shape, _qwen3_next),
+    ("qwen3_5", "Qwen3_5GatedDeltaNet"): _QWEN3_5,
+    ("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"): _QWEN3_5,
+    ("olmo_hybrid", "OlmoHybridGatedDeltaNet"): RecurrentLayer(_delta_shape, _olmo_hybrid),
+    ("bamba", "BambaMixer"): _MAMBA2,
+    ("granitemoehybrid", "GraniteMoeHybridMambaLayer"): _MAMBA2,
+    ("nemotron_h", "NemotronHMamba2Mixer"): _MAMBA2,
+    ("zamba2", "Zamba2MambaMixer"): _MAMBA2,
+    ("falcon_h1", "FalconH1Mixer"): RecurrentLayer(_mamba2_shape, _falcon_h1),
+    ("mamba2", "Mamba2Mixer"): _MAMBA2,
+    ("lfm2", "Lfm2ShortConv"): _LFM2,
+    ("lfm2_moe", "Lfm2MoeShortConv"): _LFM2,
+}
+
+MODEL_TYPES = {kind for name, _ in LAYERS for kind in (name, f"{name}_text")}  # of configs
+
+
+def recurrent_layer(module: nn.Module) -> RecurrentLayer | None:
+    """What a module is, if it is exactly of one of transformers' classes: a subclass may compute anything."""
+    found = type(module)
+    path = found.__module__
+    name = path.rpartition(".modeling_")[2]
+    if path != f"transformers.models.{name}.modeling_{name}":
+        return None
+    return LAYERS.get((name, found.__name__))
+
+
+def tree_forward(module: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """What replaces the forward of a recurrent layer in a view of the model: it is given the module and its own one."""
+    layer = recurrent_layer(module)
+    if layer is None:
+        return None
+    step = layer.step
+
+    def forward(copy: Any, own_forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
+        states = getattr(cache, "recurrent", None)
+        if not isinstance(states, RecurrentStates) or states.tree is None:
+            return own_forward(*args, **kwargs)
+        hidden_1TE = args[0] if args else kwargs["hidden_states"]
+        tree = states.tree_on(hidden_1TE.device)
+        return step(copy, hidden_1TE[0], states.layers[copy.layer_idx], tree)[None]
+
+    return forward
+
+
+def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentShape]:
+    """What the recurrent layers of a model keep, by layer.
+
+    Args:
+        kinds: of its layers, as the config names them.
+
+    Raises:
+        ValueError: a recurrent layer of a class that is not known, or a release of transformers without their cache.
+    """
+    shapes = {module.layer_idx: layer.shape(module) for module, layer in _found(model)}
+    missing = [index for index, kind in enumerate(kinds) if kind in RECURRENT_KINDS and index not in shapes]
+    if missing:
+        raise UserError(
+            f"{type(model).__name__} has recurrent layers ({', '.join(map(str, missing[:8]))}) of a class that is not "
+            "transformers' own; decode it with AutoregressiveDecoder"
+        )
+    if shapes and not hasattr(Cache, "get_conv_state"):
+        raise UserError(f"{type(model).__name__} has recurrent layers, which need a newer release of transformers")
+    return shapes
+
+
+def cache_keyword(config: Any) -> str:
+    """The name under which a causal LM takes its cache."""
+    return "cache_params" if config.model_type in CACHE_PARAMS else "past_key_values"
+
+
+def limits_prompt(model: nn.Module) -> bool:
+    """Whether a token of the prompt is computed otherwise than a generated one.
+
+    Transformers keeps the steps of time of Mamba-2 within the config's limits where it computes several tokens, and not
+    where it computes one.
+    """
+    return any(getattr(module, "time_step_limit", None) not in (None, NO_LIMIT) for module, _ in _found(model))
+
+
+def _found(model: nn.Module) -> Iterator[tuple[Any, RecurrentLayer]]:
+    for module in model.modules():
+        if layer := recurrent_layer(module):
+            yield module, layer

@@ -1,0 +1,263 @@
+"""The states of a model's recurrent layers, and what a step leaves so that a commit computes nothing again.
+
+n: layers of one shape, H: heads, R, D: rows and columns of a head's state, T: step tokens, P: tokens of a path, C:
+channels of the convolution, K: its taps.
+
+A state is a sum of outer products (see `lp.models.tree_recurrence`). A step leaves the states as they are and stashes
+of every node both vectors of its product, its log decay and its input of the convolution. A commit adds the products of
+the accepted path, of all layers of one shape at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from lp.models.tree_recurrence import StepTree, advanced_state
+from lp.to_device import to_device
+
+DTYPE = torch.float32  # of states, whatever the model's: transformers' own
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """What one layer keeps.
+
+    Attributes:
+        channels, taps: C and K.
+        dtype, device: of the convolution's inputs.
+        heads, rows, columns: H, R and D; no heads: it is a convolution alone.
+        left_heads, right_heads: heads of the two vectors of an outer product, of which several may share one.
+    """
+
+    channels: int
+    taps: int
+    dtype: torch.dtype
+    device: torch.device
+    heads: int = 0
+    rows: int = 0
+    columns: int = 0
+    left_heads: int = 0
+    right_heads: int = 0
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the layer's state, and of a stash of so many tokens."""
+        state = self.heads * self.rows * self.columns
+        products = self.left_heads * self.rows + self.right_heads * self.columns + self.heads
+        inputs = self.channels * (self.taps + tokens)
+        return DTYPE.itemsize * (state + products * tokens) + self.dtype.itemsize * inputs
+
+
+class Stash(NamedTuple):
+    """Of every token, by index 2; of n layers, or of one without n.
+
+    Attributes:
+        left: (n, left heads, T, R).
+        right: (n, right heads, T, D).
+        g: log decays, (n, H, T).
+        inputs: of the convolution, (n, 1, T, C).
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    g: torch.Tensor
+    inputs: torch.Tensor
+
+    @classmethod
+    def room(cls, shape: RecurrentShape, layers: int, tokens: int) -> Stash:
+        """For so many tokens."""
+        sizes = [
+            (layers, shape.left_heads, tokens, shape.rows),
+            (layers, shape.right_heads, tokens, shape.columns),
+            (layers, shape.heads, tokens),
+        ]
+        left, right, g = (torch.zeros(size, dtype=DTYPE, device=shape.device) for size in sizes)
+        inputs = torch.zeros(layers, 1, tokens, shape.channels, dtype=shape.dtype, device=shape.device)
+        return cls(left, right, g, inputs)
+
+    def of(self, tokens: torch.Tensor | slice) -> Stash:
+        """Some tokens of it."""
+        return Stash(*(part[:, :, tokens] for part in self))
+
+
+class LayerState:
+    """What a layer's forward pass reads and leaves.
+
+    Attributes:
+        last_CK: the last inputs of the convolution.
+        state_HRD: S_0.
+        first_step: bool (1,), see `RecurrentStates`.
+    """
+
+    def __init__(self, group: _Group, index: int) -> None:
+        self._group = group
+        self._index = index
+        self.last_CK = group.last_nCK[index]
+        self.state_HRD = group.state_nHRD[index]
+        self.first_step = group.first_step
+
+    def keep(
+        self,
+        inputs_TC: torch.Tensor,
+        left: torch.Tensor | None = None,
+        right: torch.Tensor | None = None,
+        g_HT: torch.Tensor | None = None,
+    ) -> None:
+        """Stash a step's vectors, (heads, T, R) and (heads, T, D), log decays and inputs."""
+        num_tokens = len(inputs_TC)
+        stash = self._group.stash
+        stash.inputs[self._index, 0, :num_tokens] = inputs_TC
+        if left is not None and right is not None and g_HT is not None:
+            stash.left[self._index, :, :num_tokens] = left
+            stash.right[self._index, :, :num_tokens] = right
+            stash.g[self._index, :, :num_tokens] = g_HT
+
+
+class _Group:
+    """The layers of one shape, in tensors that have them all."""
+
+    def __init__(self, shape: RecurrentShape, layers: int, room: int) -> None:
+        self.shape = shape
+        self.layers = layers
+        self.last_nCK = torch.zeros(layers, shape.channels, shape.taps, dtype=shape.dtype, device=shape.device)
+        self.state_nHRD = torch.zeros(layers, shape.heads, shape.rows, shape.columns, dtype=DTYPE, device=shape.device)
+        self.first_step = torch.ones(1, dtype=torch.bool, device=shape.device)
+        self.fixed = Stash.room(shape, layers, room)
+        self.stash = self.fixed
+
+    def reserve(self, tokens: int) -> None:
+        """Make room in the stash. That which captured steps write to stays where it is."""
+        if tokens <= self.fixed.g.shape[2]:
+            self.stash = self.fixed
+        elif tokens > self.stash.g.shape[2]:
+            self.stash = Stash.room(self.shape, self.layers, 1 << (tokens - 1).bit_length())
+
+    def advance(self, path: Stash) -> None:
+        """Go on along a path."""
+        if self.shape.heads:
+            left, right = (
+                part.repeat_interleave(self.shape.heads // part.shape[1], 1) for part in (path.left, path.right)
+            )
+            self.state_nHRD.copy_(advanced_state(self.state_nHRD, left, right, path.g))
+        inputs_nCP = path.inputs[:, 0].transpose(1, 2)
+        self.last_nCK.copy_(torch.cat([self.last_nCK, inputs_nCP], 2)[..., -self.shape.taps :])
+
+
+class RecurrentStates:
+    """The states of one sequence.
+
+    Args:
+        shapes: by layer.
+        room: tokens of the largest captured step; others make room for themselves.
+
+    Attributes:
+        tree: of the pass that runs; None: it is of a chain, which layers follow by the model's own code.
+        started: by layer, whether it has a state, as transformers' cache layers have it.
+    """
+
+    def __init__(self, shapes: Mapping[int, RecurrentShape], room: int = 0) -> None:
+        of_shape: dict[RecurrentShape, list[int]] = {}
+        for layer, shape in shapes.items():
+            of_shape.setdefault(shape, []).append(layer)
+        self._groups = [_Group(shape, len(layers), room) for shape, layers in of_shape.items()]
+        self.layers = {
+            layer: LayerState(group, index)
+            for group, layers in zip(self._groups, of_shape.values(), strict=True)
+            for index, layer in enumerate(layers)
+        }
+        self.taps = max(shape.taps for shape in of_shape)
+        self.tree: StepTree | None = None
+        self.started = {layer: {0: False} for layer in shapes}
+        self._trees: dict[torch.device, StepTree] = {}
+        self._stashed = False  # by the last pass; a chain has advanced the states itself
+        self._is_first_step = True
+
+    def begin_tree(self, visible_TT: torch.Tensor) -> None:
+        """The next pass is a step of these nodes: it leaves the states as they are."""
+        self.tree = StepTree.of(visible_TT, self.taps)
+        self._trees = {visible_TT.device: self.tree}
+        self._stashed = True
+        for group in self._groups:
+            group.reserve(len(visible_TT))
+
+    def begin_replay(self) -> None:
+        """The next pass is a captured step: it stashes where it did when it was captured."""
+        self._stashed = True
+        for group in self._groups:
+            group.stash = group.fixed
+
+    def begin_chain(self) -> None:
+        """The next pass is of tokens that are all committed: layers advance their states by the model's own code."""
+        self.tree = None
+        self._stashed = False
+
+    def tree_on(self, device: torch.device) -> StepTree:
+        """The step's tree, for layers on several devices."""
+        assert self.tree is not None
+        if device not in self._trees:
+            self._trees[device] = self.tree.to(device)
+        return self._trees[device]
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.begin_chain()
+        self._set_first_step(True)
+        for started in self.started.values():
+            started[0] = False
+        for group in self._groups:
+            group.last_nCK.zero_()
+            group.state_nHRD.zero_()
+
+    def commit(self, token_indices: Sequence[int]) -> None:
+        """Go on to the last of these tokens of the last step, which are a path that continues the prefix."""
+        if not self._stashed or not token_indices:
+            return
+        first = [*token_indices] == [*range(len(token_indices))]
+        for group in self._groups:
+            tokens = slice(len(token_indices)) if first else to_device(token_indices, group.shape.device)
+            group.advance(group.stash.of(tokens))
+        self._has_advanced()
+
+    def pack(self, token_indices: Sequence[int]) -> list[torch.Tensor]:
+        """What the last step stashed of these tokens, flat."""
+        return [
+            part.flatten()
+            for group in self._groups
+            for part in group.stash.of(to_device(token_indices, group.shape.device))
+        ]
+
+    def append(self, packed: torch.Tensor, num_tokens: int) -> None:
+        """Go on along tokens that another rank packed."""
+        offset = 0
+        for group in self._groups:
+            parts = []
+            for part in Stash.room(group.shape, group.layers, num_tokens):
+                parts.append(part.copy_(packed[offset : offset + part.numel()].view(part.shape)))
+                offset += part.numel()
+            group.advance(Stash(*parts))
+        self._has_advanced()
+
+    def nbytes(self) -> int:
+        """Bytes of states and stash."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for group in self._groups:
+            yield from (group.last_nCK, group.state_nHRD, *group.fixed)
+            if group.stash is not group.fixed:
+                yield from group.stash
+
+    def _has_advanced(self) -> None:
+        for started in self.started.values():
+            started[0] = True
+        if self._is_first_step:
+            self._set_first_step(False)
+
+    def _set_first_step(self, value: bool) -> None:
+        """Its root is the prompt's last token, which `generate` computes as one of the prompt."""
+        self._is_first_step = value
+        for group in self._groups:
+            group.first_step.fill_(value)

@@ -1,0 +1,151 @@
+"""Recurrent layers over a tree: every node's output is that of the recurrence along its own path, in one pass.
+
+T: tokens, nodes of a tree in topological order; H: heads; K: taps of a convolution; C: its channels; R, D: rows and
+columns of a head's state S (R, D). The state S_0 and the last inputs of the convolution are those behind the prefix.
+
+G_i is the sum of the log decays g over the path of node i, which is its ancestors and itself. A state is a sum of outer
+products, S_i = exp(G_i) S_0 + sum_j exp(G_i - G_j) left_j right_j^T over the path: so what a node reads of the others'
+is a weighted sum, and the state behind a path is known without any of the states in between.
+
+The gated delta rule is arXiv 2412.06464, its form with a triangular system arXiv 2406.06484, Mamba-2 arXiv 2405.21060.
+There the tokens are a chain and j runs over all before i; here it runs over the path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepTree:
+    """The tree of a step, as recurrent layers need it.
+
+    Attributes:
+        visible_TT: bool, the path of each node.
+        roots_T: bool, nodes that continue the prefix itself.
+        earlier_TK: int64, the K - 1 tokens before each node on its path, then itself, by index; -1 is the last token of
+            the prefix, -2 the one before it.
+    """
+
+    visible_TT: torch.Tensor
+    roots_T: torch.Tensor
+    earlier_TK: torch.Tensor
+
+    @classmethod
+    def of(cls, visible_TT: torch.Tensor, taps: int) -> StepTree:
+        """The tree of nodes that see these nodes.
+
+        Args:
+            visible_TT: bool; a node sees its ancestors and itself, which come before it.
+            taps: the largest K.
+        """
+        device = visible_TT.device
+        num_tokens = len(visible_TT)
+        index_T = torch.arange(num_tokens, device=device)
+        parent_T = torch.where(visible_TT.tril(-1), index_T, -1).amax(1)  # the last ancestor is the nearest
+        # Tokens of the prefix are counted backwards, so all are moved up by as many as are looked back to.
+        offset = max(taps - 1, 1)
+        before = torch.cat([torch.arange(-1, offset - 1, device=device).clamp(min=0), parent_T + offset])
+        earlier = [index_T + offset]
+        for _ in range(taps - 1):
+            earlier.append(before[earlier[-1]])
+        return cls(visible_TT, parent_T < 0, torch.stack(earlier[::-1], 1) - offset)
+
+    def to(self, device: torch.device) -> StepTree:
+        """The same on a device."""
+        return StepTree(self.visible_TT.to(device), self.roots_T.to(device), self.earlier_TK.to(device))
+
+
+def decays(tree: StepTree, g_HT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp(G_i), (H, T), and exp(G_i - G_j) for j on the path of i, else 0, (H, T, T).
+
+    Summed in float64: behind a token that forgets nearly all, G is large, and differences of it are small.
+    """
+    total_HT = g_HT.double() @ tree.visible_TT.double().T
+    between_HTT = (total_HT[:, :, None] - total_HT[:, None]).masked_fill(~tree.visible_TT, -torch.inf)
+    return total_HT.to(g_HT.dtype).exp(), between_HTT.to(g_HT.dtype).exp()
+
+
+def gated_delta_rule(
+    tree: StepTree,
+    state_HRD: torch.Tensor,
+    q_HTR: torch.Tensor,
+    k_HTR: torch.Tensor,
+    v_HTD: torch.Tensor,
+    g_HT: torch.Tensor,
+    beta_HT: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_i = exp(g_i) S_p + k_i delta_i^T, delta_i = beta_i (v_i - exp(g_i) S_p^T k_i), o_i = S_i^T q_i; p: the parent.
+
+    With A_ij = beta_i exp(G_i - G_j) (k_i . k_j) for the ancestors j of i, all delta are the solution of
+    (I + A) delta = beta (v - exp(G) S_0^T k), unit lower triangular since ancestors come first.
+
+    Returns:
+        o (H, T, D), and delta (H, T, D): left and right of the state's outer products are k and delta.
+    """
+    from_prefix_HT, between_HTT = decays(tree, g_HT)
+    read_HTD = torch.cat([k_HTR, q_HTR], 1) @ state_HRD
+    of_k_HTD, of_q_HTD = read_HTD.chunk(2, 1)
+    target_HTD = beta_HT[..., None] * (v_HTD - from_prefix_HT[..., None] * of_k_HTD)
+    keys_HRT = k_HTR.transpose(1, 2)
+    system_HTT = beta_HT[..., None] * between_HTT * (k_HTR @ keys_HRT)  # its diagonal is taken as 1
+    delta_HTD = torch.linalg.solve_triangular(system_HTT, target_HTD, upper=False, unitriangular=True)
+    o_HTD = torch.baddbmm(from_prefix_HT[..., None] * of_q_HTD, between_HTT * (q_HTR @ keys_HRT), delta_HTD)
+    return o_HTD, delta_HTD
+
+
+def state_space(
+    tree: StepTree,
+    state_HRD: torch.Tensor,
+    c_FTD: torch.Tensor,
+    b_FTD: torch.Tensor,
+    x_HTR: torch.Tensor,
+    g_HT: torch.Tensor,
+) -> torch.Tensor:
+    """Mamba-2: S_i = exp(g_i) S_p + x_i b_i^T, p the parent, and o_i = S_i c_i, (H, T, R).
+
+    Args:
+        c_FTD, b_FTD: F of them, each for H / F heads in a row.
+        x_HTR: times the step of time; left and right of the state's outer products are x and b.
+        g_HT: log decays, A times the step of time.
+    """
+    from_prefix_HT, between_HTT = decays(tree, g_HT)
+    shared, num_tokens, columns = c_FTD.shape
+    heads, rows, _ = state_HRD.shape
+    read_FTP = c_FTD @ state_HRD.reshape(shared, -1, columns).transpose(1, 2)  # of all heads that share c
+    read_HTR = read_FTP.unflatten(2, (-1, rows)).transpose(1, 2).reshape(heads, num_tokens, rows)
+    scores_HTT = (c_FTD @ b_FTD.transpose(1, 2)).repeat_interleave(heads // shared, 0)
+    return torch.baddbmm(from_prefix_HT[..., None] * read_HTR, between_HTT * scores_HTT, x_HTR)
+
+
+def convolution(
+    tree: StepTree,
+    last_CK: torch.Tensor,
+    inputs_TC: torch.Tensor,
+    weight_CK: torch.Tensor,
+    bias_C: torch.Tensor | None,
+) -> torch.Tensor:
+    """A causal convolution of each channel along every path, (T, C), in float32 at least.
+
+    Args:
+        last_CK: the last inputs of the prefix, the newest one last.
+    """
+    taps = weight_CK.shape[1]
+    wide = torch.promote_types(inputs_TC.dtype, torch.float32)
+    known = torch.cat([last_CK.T[-(taps - 1) :] if taps > 1 else last_CK.T[:0], inputs_TC]).to(wide)
+    output_TC = torch.zeros_like(known[taps - 1 :]) if bias_C is None else bias_C.to(wide).expand(len(inputs_TC), -1)
+    for tap, index_T in enumerate((tree.earlier_TK[:, -taps:] + taps - 1).unbind(1)):
+        output_TC = torch.addcmul(output_TC, known[index_T], weight_CK[:, tap].to(wide))
+    return output_TC
+
+
+def advanced_state(
+    state_nHRD: torch.Tensor, left_nHPR: torch.Tensor, right_nHPD: torch.Tensor, g_nHP: torch.Tensor
+) -> torch.Tensor:
+    """The state behind a path of P tokens, of n layers: exp(G) S_0 + sum_j exp(G - G_j) left_j right_j^T."""
+    total_nHP = g_nHP.double().cumsum(-1)
+    to_the_end_nHP = (total_nHP[..., -1:] - total_nHP).to(g_nHP.dtype).exp()
+    sums_nHRD = (left_nHPR * to_the_end_nHP[..., None]).transpose(-1, -2) @ right_nHPD
+    return total_nHP[..., -1:, None].to(g_nHP.dtype).exp() * state_nHRD + sums_nHRD

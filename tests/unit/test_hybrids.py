@@ -1,0 +1,200 @@
+"""Models with recurrent layers: the text of transformers' `generate`, whatever the tree, the ranks and the prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import lp
+from lp.models.hybrid_cache import HybridCache
+from lp.models.recurrent_layers import limits_prompt
+from lp.models.support import check_supported
+from lp.parallel.context import ParallelContext
+from lp.parallel.thread_ranks import run_lockstep
+from tests.captured import captured_runner
+from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_model
+
+HYBRIDS = [
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "olmo_hybrid",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "zamba2",
+    "falcon_h1",
+    "falcon_h1_norm",
+    "mamba2",
+    "lfm2",
+    "lfm2_moe",
+]
+pytestmark = pytest.mark.skipif(not set(HYBRIDS) <= set(MATRIX), reason="this release of transformers lacks some")
+SAMPLING = lp.SamplingParams(temperature=0.8, top_p=0.95, seed=3)
+
+
+def drawn_config(rng: random.Random, ranks: int) -> lp.LookaheadConfig:
+    """Any shape, or one that adapts; of several ranks, with either way to complete their caches."""
+    options: dict[str, object] = {"kv_sync": rng.choice(["recompute", "broadcast"])} if ranks > 1 else {}
+    if rng.random() < 0.3:
+        return lp.LookaheadConfig(**options)
+    shape = {"window_size": rng.randint(0, 10), "ngram_size": rng.randint(2, 6), "guess_set_size": rng.randint(1, 10)}
+    return lp.LookaheadConfig(**shape, **options)
+
+
+def drawn_case(arch: str, number: int) -> tuple[list[int], int, int, lp.LookaheadConfig, dict[str, int]]:
+    """A prompt of 1 to 300 tokens, ranks, new tokens, a config, and how the prompt is cut."""
+    rng = random.Random(f"{arch}-{number}")
+    ids = drawn_text(rng, rng.choice([1, 2, rng.randint(3, 60), rng.randint(60, 300)]))
+    ranks = [1, 1, 2, 3][number % 4]
+    chunk = rng.choice([1, 3, 16, 64, 512])
+    return ids, ranks, rng.randint(20, 40), drawn_config(rng, ranks), {"prefill_chunk": chunk}
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_text_is_that_of_generate(arch: str, cases: Callable[[int, int], range]) -> None:
+    """A state that saw a token of another branch, twice or never; a prompt cut in chunks; a rank that lacks tokens."""
+    for number in cases(4, 40):
+        ids, ranks, new, config, options = drawn_case(arch, number)
+        models = [tiny_model(arch, seed=number) for _ in range(ranks)]
+        plain = plain_greedy(tiny_model(arch, seed=number), ids, new)
+
+        oracle = lp.AutoregressiveDecoder(models[0])
+        assert oracle.generate(ids, new).tokens == plain, f"case {number}: plain decoding"
+        expected = plain, oracle.generate(ids, new, SAMPLING).tokens
+        for rank, texts in enumerate(run_lockstep(ranks, partial(texts_of_rank, models, config, ids, new, options))):
+            assert texts == expected, f"case {number}, rank {rank} of {ranks}"
+
+
+def texts_of_rank(
+    models: list[PreTrainedModel],
+    config: lp.LookaheadConfig,
+    ids: list[int],
+    new: int,
+    options: dict[str, int],
+    context: ParallelContext,
+) -> tuple[list[int], list[int]]:
+    """A greedy text and a sampled one."""
+    decoder = lp.LookaheadDecoder(models[context.rank], config, context)
+    greedy = decoder.generate(ids, new, **options)
+    return greedy.tokens, decoder.generate(ids, new, SAMPLING, **options).tokens
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_captured_steps_give_the_same_text(arch: str, cases: Callable[[int, int], range]) -> None:
+    """Padding that reaches a state; a commit that the next captured step would have to do."""
+    for number in cases(2, 20):
+        ids, _, new, config, options = drawn_case(arch, 4 * number)
+        model = tiny_model(arch, seed=number)
+        decoder = lp.LookaheadDecoder(model, config)
+        captured_runner(decoder, probe=True)
+        for _ in range(2):  # the second text is generated in the cache of the first
+            tokens = decoder.generate(ids, new, **options).tokens
+            assert tokens == plain_greedy(tiny_model(arch, seed=number), ids, new), f"case {number}"
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba2", "lfm2"])
+def test_a_prompt_of_one_token_begins_with_no_state(arch: str) -> None:
+    """Its first step has no prefill before it that would overwrite the state of the text before, in the same cache."""
+    model = tiny_model(arch)
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=3))
+    captured_runner(decoder)
+    for ids in ([3, 1, 4, 1, 5], [9]):
+        assert decoder.generate(ids, 20).tokens == plain_greedy(model, ids, 20)
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_the_users_model_stays_as_it_was(arch: str) -> None:
+    """A forward replaced on the model itself, or on its class, would be felt by everyone who uses it."""
+    model = tiny_model(arch)
+    before = [(name, type(module), dict(vars(module))) for name, module in model.named_modules()]
+    forwards = {type(module): type(module).forward for module in model.modules()}
+    lp.LookaheadDecoder(model).generate([1, 2, 3], 10)
+    for (name, kind, attributes), (after, module) in zip(before, model.named_modules(), strict=True):
+        kept = {key: value for key, value in vars(module).items() if not key.startswith("_lp_")}
+        assert (name, kind) == (after, type(module)) and attributes.keys() == kept.keys()
+    assert all(kind.forward is forward for kind, forward in forwards.items())
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_a_commit_runs_no_layer_again(arch: str) -> None:
+    """Every token of a step passes the model once, and no other token does behind the prompt."""
+    model = tiny_model(arch)
+    passed: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: passed.append(args[0].shape[1]))
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=5, ngram_size=3, guess_set_size=5))
+    passed.clear()
+    ids = drawn_text(random.Random(arch), 20)
+    output = decoder.generate(ids, 30)
+    prompt = len(ids) - 1
+    assert passed == [prompt, *(step.num_tokens for step in output.step_stats)]
+    assert output.compression > 1  # or no draft token was committed
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba2"])
+def test_as_custom_generate(arch: str) -> None:
+    """`generate` makes a cache of its own for such a model, and hands it over under a name of its own."""
+    model = tiny_model(arch)
+    options = {"window_size": 4, "ngram_size": 3, "guess_set_size": 4}
+    assert plain_greedy(model, [3, 1, 4], 20, custom_generate=lp.generate, **options) == plain_greedy(
+        model, [3, 1, 4], 20
+    )
+    if arch == "mamba2":
+        cache = model(torch.tensor([[3, 1]]), use_cache=True).cache_params
+        with pytest.raises(ValueError, match="cache_params holds the state of a text"):
+            lp.generate(model, torch.tensor([[3, 1, 4]]), cache_params=cache)
+
+
+def test_a_layer_of_another_class_is_refused() -> None:
+    """A subclass may compute anything; to run transformers' formulas in its place would be wrong text."""
+    model = tiny_model("qwen3_next")
+    layer = model.model.layers[0].linear_attn
+    layer.__class__ = type("Mine", (type(layer),), {})
+    with pytest.raises(ValueError, match=r"recurrent layers \(0\) of a class that is not transformers' own"):
+        lp.LookaheadDecoder(model)
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"), [("mamba", "Mamba-1"), ("jamba", "Mamba-1"), ("minimax", "can't run over a tree")]
+)
+def test_other_recurrent_models_are_refused_by_name(arch: str, reason: str) -> None:
+    """A state that this package cannot carry over a tree must not be taken for one that it can."""
+    config = transformers.AutoConfig.for_model(arch)
+    with pytest.raises(ValueError, match=rf"'{arch}'.*{reason}"):
+        check_supported(config)
+
+
+def test_bytes_of_states_and_stash() -> None:
+    """What docs/models.md states, counted: a state of every head, its last inputs, and of every step token a stash."""
+    model = tiny_model("qwen3_next")
+    runner = lp.LookaheadDecoder(model).runner
+    (shape,) = runner.recurrent.values()
+    cache = runner.new_cache(64)
+    assert isinstance(cache, HybridCache)
+    heads, rows, columns, keys, channels, taps = 4, 6, 10, 2, 2 * 12 + 40, 4
+    state = 4 * heads * rows * columns + 8 * channels * taps  # float32, and float64 of this model
+    token = 4 * (keys * rows + heads * columns + heads) + 8 * channels
+    assert shape.nbytes(0) == state == cache.recurrent.nbytes()
+    runner.forward([1] * 16, range(16), np.tri(16, dtype=bool), cache, [0], capture=False)
+    assert shape.nbytes(16) == state + 16 * token == cache.recurrent.nbytes()
+
+
+@pytest.mark.parametrize("arch", ["nemotron_h", "zamba2", "mamba2"])
+def test_limits_of_the_steps_of_time_hold_in_the_prompt_alone(arch: str) -> None:
+    """Transformers computes the prompt's last token with the others, and we as the root of the first step."""
+    limits = {"time_step_limit": (0.6, 0.7)} if arch == "mamba2" else {"time_step_min": 0.7}
+    model = tiny_model(arch, seed=1, **limits)
+    assert limits_prompt(model)
+    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
+    for length in (1, 2, 3, 18):
+        ids = drawn_text(random.Random(length), length)
+        plain = plain_greedy(model, ids, 25)
+        assert lp.AutoregressiveDecoder(model).generate(ids, 25).tokens == plain
+        assert lp.LookaheadDecoder(model, config).generate(ids, 25, prefill_chunk=8).tokens == plain, length
