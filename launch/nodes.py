@@ -26,7 +26,7 @@ from .sweep import INTERRUPTED, USER_ERROR
 from .torchrun import GRACE_S, of_ranks
 
 # A launch on this node: the ranks of all nodes, those of this one, and torchrun's options for meeting the others.
-Start = Callable[[int, int, Sequence[str]], object]
+Start = Callable[..., object]  # of ranks, nproc and place, and of options by name
 STANDALONE = ("--standalone",)
 RETRY_S = 0.2
 HELLO_S = 10.0  # a node says at once who it is; who says nothing must not keep the nodes behind it waiting
@@ -111,8 +111,8 @@ class Leader:
     timeout_s: float
     others: dict[int, tuple[socket.socket, TextIO]] = field(default_factory=dict)
 
-    def launch(self, ranks: int, start: Start) -> None:
-        """Run `start` on every node that these ranks need.
+    def launch(self, ranks: int, start: Start, **options: int) -> None:
+        """Run `start` on every node that these ranks need, with these options, which other nodes are sent.
 
         Raises:
             SystemExit: the exit code of the ranks, if it is not 0.
@@ -120,13 +120,13 @@ class Leader:
         """
         needed = {node: ends for node, ends in self.others.items() if node < self.nodes.needed(ranks)}
         if not needed:
-            start(ranks, ranks, STANDALONE)
+            start(ranks, ranks, STANDALONE, **options)
             return
         self._check_alive()
         port = _free_port()
         for connection, _ in needed.values():
-            _send(connection, {"ranks": ranks, "port": port})
-        codes = {0: _code(partial(start, ranks, self.nodes.nproc, self.nodes.place(ranks, port)))}
+            _send(connection, {"ranks": ranks, "port": port, "options": options})
+        codes = {0: _code(partial(start, ranks, self.nodes.nproc, self.nodes.place(ranks, port), **options))}
         for node, (_, lines) in needed.items():
             answer = _receive(lines)
             if answer is None:
@@ -231,7 +231,7 @@ def follow(nodes: Nodes, arguments: Sequence[str], timeout_s: float, start: Star
             if "code" in message:
                 break
             ranks, place = message["ranks"], nodes.place(message["ranks"], message["port"])
-            _send(connection, {"code": _code(partial(start, ranks, nodes.nproc, place))})
+            _send(connection, {"code": _code(partial(start, ranks, nodes.nproc, place, **message.get("options", {})))})
     if message["code"]:
         raise SystemExit(message["code"])
 

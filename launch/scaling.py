@@ -25,6 +25,7 @@ from rich.console import Console
 import lp
 from lp.checks import check_int
 from lp.errors import UserError
+from lp.optional import is_installed
 
 from .bench.baselines import BASELINES
 from .bench.plots import scaling_plots
@@ -53,6 +54,7 @@ from .sweep import folder_of_run, relaunch
 ROUNDS = 3  # of projections
 OWN_KEYS = (
     "ranks",
+    "tp",
     "nodes",
     "runs",
     "project",
@@ -84,17 +86,21 @@ def scaling(config: ScalingConfig) -> None:
     with leading(nodes, arguments, config.parallel.timeout_s) as leader:
         folders = [folder / f"run-{number}" for number in range(1, config.runs + 1)] if config.runs > 1 else [folder]
         runs, captions = zip(*(run(config, leader, each, models) for each in folders), strict=True)
-        report(with_efficiency(medians(runs)), errors_of_runs(runs), captions[0], folder, config.output is Output.table)
+        lines = with_efficiency(medians(runs))
+        missing = "".join(f"\n{name}: its package is not installed.\n" for name in missing_methods(config))
+        caption = f"{captions[0]}\n{fastest(lines)}{missing}".rstrip("\n")
+        report(lines, errors_of_runs(runs), caption, folder, config.output is Output.table)
 
 
 def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache) -> tuple[list[Line], str]:
     """Measure and project once: the lines, and what they were taken on."""
     lines: list[Line] = []
     caption = ""
-    if config.ranks:
-        for ranks in config.ranks:
-            leader.launch(ranks, partial(launch_benchmark, config, folder / f"ranks-{ranks}"))
-        found = [_records_of_one_setting(folder / f"ranks-{ranks}") for ranks in config.ranks]
+    splits = splits_of(config)
+    if splits:
+        for ranks, tp in splits:
+            leader.launch(ranks, partial(launch_benchmark, config, _folder_of(folder, ranks, tp)), tp=tp)
+        found = [_records_of_one_setting(_folder_of(folder, *split)) for split in splits]
         lines += [line for records in found for line in measured_lines(records)]
         caption = _caption(found[0][0])
     if config.project:
@@ -122,6 +128,12 @@ def check(config: ScalingConfig) -> Nodes:
     if config.project and not config.links:
         raise UserError("links is empty with project=true; keep one of those in conf/scaling.yaml, or give your own")
     methods = methods_of(config)
+    if not config.tp:
+        raise UserError("tp is empty; give ranks that hold a model between them, as in tp=[1,2]")
+    for tp in config.tp:
+        check_int("tp", tp, 1, 1024, "give ranks that hold a model between them, as in tp=[1,2]")
+        if config.ranks and not any(ranks % tp == 0 for ranks in config.ranks):
+            raise UserError(f"tp has {tp}, which divides none of ranks={config.ranks}; give a multiple of it there")
     for ranks in config.ranks:
         if not _methods(config, ranks):
             raise UserError(f"ranks has {ranks}, on which none of methods={methods} runs; give one more")
@@ -134,7 +146,20 @@ def check(config: ScalingConfig) -> Nodes:
     return nodes
 
 
-def launch_benchmark(config: ScalingConfig, folder: Path, ranks: int, nproc: int, place: Sequence[str]) -> None:
+def splits_of(config: ScalingConfig) -> list[tuple[int, int]]:
+    """(ranks, tp) of every launch: all that divide."""
+    return [
+        (ranks, tp) for ranks in config.ranks for tp in config.tp if ranks % tp == 0 and _methods(config, ranks, tp)
+    ]
+
+
+def _folder_of(folder: Path, ranks: int, tp: int) -> Path:
+    return folder / (f"ranks-{ranks}" if tp == 1 else f"ranks-{ranks}-tp-{tp}")
+
+
+def launch_benchmark(
+    config: ScalingConfig, folder: Path, ranks: int, nproc: int, place: Sequence[str], tp: int = 1
+) -> None:
     """Measure one world size in processes of its own; records that exist already are not measured again.
 
     Args:
@@ -142,17 +167,36 @@ def launch_benchmark(config: ScalingConfig, folder: Path, ranks: int, nproc: int
         folder: where rank 0 writes.
         ranks: of all nodes.
         nproc, place: those of this node, and torchrun's options for the others.
+        tp: of the ranks, those that hold a model between them.
     """
     task = HydraConfig.get().overrides.task
     shared = [override for override in task if re.split("[.=]", override.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
-    own = [f"methods=[{','.join(_methods(config, ranks))}]", f"out={folder}", f"limit={limit}"]
+    own = [f"methods=[{','.join(_methods(config, ranks, tp))}]", f"out={folder}", f"limit={limit}"]
+    own.append(f"parallel.tp={tp}")
     relaunch(nproc, "benchmark", [*shared, *own, f"output={config.output}"], place)
 
 
-def _methods(config: ScalingConfig, ranks: int) -> list[str]:
-    """Those that this many ranks can run."""
-    return [name for name in methods_of(config) if ranks > 1 or not (name in BASELINES and BASELINES[name].all_ranks)]
+def _methods(config: ScalingConfig, ranks: int, tp: int = 1) -> list[str]:
+    """Those that this many ranks can run, with packages that are there."""
+    methods = [name for name in methods_of(config) if name not in missing_methods(config)]
+    if tp > 1:
+        return [name for name in methods if name not in BASELINES]
+    return [name for name in methods if ranks > 1 or not (name in BASELINES and BASELINES[name].all_ranks)]
+
+
+def missing_methods(config: ScalingConfig) -> list[str]:
+    """Methods whose package is not installed, which the report names."""
+    return [name for name in methods_of(config) if name == "deepspeed_tp" and not is_installed("deepspeed")]
+
+
+def fastest(lines: Sequence[Line]) -> str:
+    """Which split of the ranks decodes fastest, of those that were measured with more than one tp."""
+    measured = [line for line in lines if line.kind == MEASURED]
+    if len({line.tp for line in measured}) < 2:
+        return ""
+    best = max(measured, key=lambda line: line.tokens_per_s)
+    return f"\nfastest: {best.method}, lp {best.ranks // best.tp} x tp {best.tp}, {best.tokens_per_s:.1f} tokens/s\n"
 
 
 def _records_of_one_setting(folder: Path) -> list[Record]:

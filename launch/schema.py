@@ -93,12 +93,14 @@ class ParallelSchema:
         nproc: an app that runs alone launches so many ranks of itself; null: the ranks are torchrun's.
         timeout_s: seconds that a rank waits for the others, at the start and in a step, before it ends with an error.
         setup_timeout_s: the same while ranks compile and capture steps ahead.
+        tp: ranks that hold one copy of the model between them, where it is too large or too slow for one.
     """
 
     backend: str = "auto"
     nproc: int | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
     setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S
+    tp: int = 1
 
 
 @dataclass
@@ -251,6 +253,7 @@ class ScalingConfig(BenchmarkConfig):
     """The keys of launch.scaling. The comments are in conf/scaling.yaml."""
 
     ranks: list[int] = field(default_factory=list)
+    tp: list[int] = field(default_factory=lambda: [1])
     nodes: NodesSchema = field(default_factory=NodesSchema)
     runs: int = 1
     project: bool = False

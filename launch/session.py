@@ -97,7 +97,7 @@ class Session(Generic[C]):
         """What the oracle continues a prompt by: in its run among these outputs, or in one that nobody times."""
         if ORACLE in outputs:
             return outputs[ORACLE].tokens
-        return self.run(lp.AutoregressiveDecoder(self.loaded.model), ids, tokens).tokens
+        return self.run(lp.AutoregressiveDecoder(self.loaded.model, self.context.tp), ids, tokens).tokens
 
     @property
     def in_distribution(self) -> bool:
@@ -188,7 +188,8 @@ def open_context(config: Common) -> lp.ParallelContext:
     if config.seed is not None:
         torch.manual_seed(config.seed)
     parallel, device = config.parallel, known_device(config.model.device)
-    return lp.ParallelContext.from_env(parallel.backend, device, parallel.timeout_s, parallel.setup_timeout_s)
+    timeouts = parallel.timeout_s, parallel.setup_timeout_s
+    return lp.ParallelContext.from_env(parallel.backend, device, *timeouts, parallel.tp)
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
@@ -202,7 +203,8 @@ def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
         raise UserError(f"{model.name} is a shape without weights, for launch.profile; model=hf takes a model")
     if not (context.is_main and sys.stderr.isatty()):
         disable_progress_bar()  # of the weights
-    return load(model.name, model.dtype, context.device, model.attn_implementation, model.trust_remote_code)
+    implementation = model.attn_implementation
+    return load(model.name, model.dtype, context.device, implementation, model.trust_remote_code, context)
 
 
 def seeded(

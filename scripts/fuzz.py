@@ -6,8 +6,8 @@
     python scripts/fuzz.py --case '{"ids": [3, 1]}'     # one case again
 
 Draws: architecture, sizes, weights in float64, attention backend, prompt, W, N, G, depth, the pool's switches, the
-method, 2 to 8 ranks, kv_sync, coupled sampling, logits processors, stops. Ends with one JSON line; exit code 1 where a
-case failed.
+method, 2 to 8 ranks, how many of them hold a model between them, kv_sync, coupled sampling, logits processors, stops.
+Ends with one JSON line; exit code 1 where a case failed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ A case is data: JSON of it is all that is needed to run it again.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import random
@@ -20,6 +21,7 @@ import lp
 from lp.attention.flash import SHORT
 from lp.models.loader import context_limit
 from lp.models.support import check_supported
+from lp.models.tensor_parallel import STYLES, divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.captured import captured_runner
@@ -62,6 +64,7 @@ class Case:
         config: fields of LookaheadConfig.
         ids, new: the prompt, and the most tokens to add.
         ranks: threads in lockstep.
+        tp: of these, ranks that hold a model between them.
         sampling: fields of SamplingParams.
         processors: names of PROCESSORS.
         eos, stop_strings: as `generate` takes them.
@@ -84,6 +87,7 @@ class Case:
     ids: list[int] = field(default_factory=lambda: [1])
     new: int = 1
     ranks: int = 1
+    tp: int = 1
     sampling: dict[str, Any] | None = None
     processors: list[str] = field(default_factory=list)
     eos: list[int] = field(default_factory=list)
@@ -138,6 +142,7 @@ class Case:
             step_times=rng.randrange(1000),
             captured=rng.random() < (0.1 if long else 0.3),
             logits=ranks == 1 and rng.random() < (0.8 if long else 0.5),
+            tp=_drawn_tp(rng, arch, ranks, overrides),
         )
 
     def json(self) -> str:
@@ -167,6 +172,18 @@ def _drawn_sizes(rng: random.Random, arch: str) -> dict[str, Any]:
     if "sliding" in arch or arch == "starcoder2":
         sizes |= {"sliding_window": rng.randint(4, 40)}
     return sizes | ({"max_position_embeddings": 64} if rng.random() < 0.2 else {})
+
+
+def _drawn_tp(rng: random.Random, arch: str, ranks: int, overrides: dict[str, Any]) -> int:
+    """Ranks that hold a model between them: 1 where there is no plan of how."""
+    config = tiny_config(arch, **overrides)
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan or not {*plan.values()} <= STYLES.keys() or not getattr(config, "num_attention_heads", 0):
+        return 1
+    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", 4), config.vocab_size
+    fitting = [size for size in (2, 4) if ranks % size == 0 and heads[0] % size == 0 and heads[2] >= size]
+    fitting = [size for size in fitting if heads[1] % size == 0 or size % heads[1] == 0]
+    return rng.choice([1, *fitting])
 
 
 def _drawn_config(rng: random.Random, method: str) -> dict[str, Any]:
@@ -275,6 +292,8 @@ def _compare(case: Case) -> str | None:
 
     def body(context: ParallelContext) -> list[tuple[lp.GenerationOutput, list[int]]]:
         model = models[context.rank]
+        if case.tp > 1:
+            model = divide(copy.deepcopy(model), context.replica)
         if case.method == "lookahead":
             config, step_times = lp.LookaheadConfig(**case.config), drawn_step_times(random.Random(case.step_times))
             decoder = lp.LookaheadDecoder(model, config, context, case.backend, step_times=step_times)
@@ -289,10 +308,10 @@ def _compare(case: Case) -> str | None:
     oracle, _ = generate(lp.AutoregressiveDecoder(models[0]))
     if oracle.tokens != plain:
         return _differ("plain decoding", oracle.tokens, "generate", plain)
-    by_rank = run_lockstep(case.ranks, body)
+    by_rank = run_lockstep(case.ranks, body, case.tp)
     for rank, outputs in enumerate(by_rank):
         for call, (output, streamed) in enumerate(outputs):
-            who = f"rank {rank} of {case.ranks}, call {call}"
+            who = f"rank {rank} of {case.ranks}, tp {case.tp}, call {call}"
             if output.tokens != plain:
                 return _differ(who, output.tokens, "generate", plain)
             if output.finish_reason != oracle.finish_reason:

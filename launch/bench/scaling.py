@@ -15,7 +15,7 @@ from .summary import Total, totals
 MEASURED, PROJECTED = "measured", "projected"
 ErrorsOfRuns = dict[tuple[str, int], list[float]]  # by method and ranks
 HEADS = (
-    *("method", "ranks", "kind", "W", "G", "tokens/s", "vs plain", "efficiency", "S", "step tokens"),
+    *("method", "ranks", "tp", "kind", "W", "G", "tokens/s", "vs plain", "efficiency", "S", "step tokens"),
     *("forward ms", "exchange ms", "host ms"),
 )
 
@@ -26,15 +26,17 @@ class Line:
 
     Args:
         method, ranks: its name, and R.
+        tp: of these, ranks that hold a model between them.
         kind: MEASURED or PROJECTED.
         link: of a projection, with "weak" behind it where every rank has the same shape; None where it was measured.
         W, G: of all ranks together; None for methods without.
         tokens_per_s: of decoding.
-        speedup: against plain decoding on one device.
+        speedup: against plain decoding on one device, or on one replica.
         compression: S.
         num_tokens: of a step, of the largest rank.
         forward_ms, exchange_ms, host_ms: a step; of several ranks the slowest's, or of measured ones their mean.
-        efficiency: speed over R times that of the method on one rank; of plain decoding where there is none.
+        efficiency: speed over as many times that of the method on one replica as there are; of plain decoding where
+            there is none.
     """
 
     method: str
@@ -51,10 +53,13 @@ class Line:
     exchange_ms: float
     host_ms: float
     efficiency: float | None = None
+    tp: int = 1
 
     @property
     def series(self) -> str:
         """Names the line of a plot that it lies on."""
+        if self.tp > 1:
+            return f"{self.method}, tp {self.tp}"
         return self.method if self.link is None else f"{self.method}, {self.link} (projected)"
 
     def figures(self) -> dict[str, Any]:
@@ -68,7 +73,7 @@ class Line:
         speeds = ["-" if self.speedup is None else f"{self.speedup:.2f}x"]
         speeds += ["-" if self.efficiency is None else f"{self.efficiency:.0%}", f"{self.compression:.2f}"]
         times = [f"{value:.2f}" for value in (self.forward_ms, self.exchange_ms, self.host_ms)]
-        head = [self.method, str(self.ranks), kind, *shape, f"{self.tokens_per_s:.1f}"]
+        head = [self.method, str(self.ranks), str(self.tp), kind, *shape, f"{self.tokens_per_s:.1f}"]
         return [*head, *speeds, f"{self.num_tokens:.1f}", *times]
 
 
@@ -79,9 +84,11 @@ def measured_lines(records: Sequence[Record]) -> list[Line]:
         names = ("forward_ms", "exchange_ms", "host_ms")
         means = {name: _a_step(total, name, fmean) for name in names}
         shaped = total.method.startswith("lookahead")
+        tp = total.setting.get("tp", 1)
         line = Line(
             method=total.method,
-            ranks=1 if total.method in (PLAIN, ORACLE) or "@" in total.method else total.setting["ranks"],
+            ranks=tp if total.method in (PLAIN, ORACLE) or "@" in total.method else total.setting["ranks"],
+            tp=tp,
             kind=MEASURED,
             link=None,
             W=total.setting["W"] if shaped else None,
@@ -134,11 +141,11 @@ def projected_lines(
 
 def with_efficiency(lines: Sequence[Line]) -> list[Line]:
     """The lines with it, each against its own series' single rank, or plain decoding."""
-    alone = {line.series: line.speedup for line in lines if line.ranks == 1}
+    alone = {line.series: line.speedup for line in lines if line.ranks == line.tp}
     found = []
     for line in lines:
         base = alone.get(line.series, 1.0)
-        efficiency = line.speedup / base / line.ranks if line.speedup and base else None
+        efficiency = line.speedup / base / (line.ranks // line.tp) if line.speedup and base else None
         found.append(replace(line, efficiency=efficiency))
     return found
 
@@ -164,6 +171,6 @@ def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], f
     """How far speed-ups projected over this link are off those measured with the same W and G, by method and ranks."""
     speedups: dict[tuple[str, int, int | None, int | None], dict[str, float]] = {}
     for line in lines:
-        if line.speedup and line.link in (None, link):
+        if line.speedup and line.tp == 1 and line.link in (None, link):
             speedups.setdefault((line.method, line.ranks, line.W, line.G), {})[line.kind] = line.speedup
     return {key[:2]: pair[PROJECTED] / pair[MEASURED] - 1 for key, pair in speedups.items() if len(pair) == 2}

@@ -64,7 +64,7 @@ class Bench(Session[BenchmarkConfig]):
         units = {"num_tokens": 1e9, "forward_ms": 1e6, "exchange_ms": 1e6, "host_ms": 1e6}
         return [
             {name: mean / unit for mean, (name, unit) in zip(of_rank, units.items(), strict=True)}
-            for of_rank in (by_rank if _together(method) else by_rank[:1])
+            for of_rank in (by_rank if _together(method) else by_rank[: self.context.replica.size])
         ]
 
     def records(
@@ -151,6 +151,7 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
         ValueError: a user error, with its remedy.
     """
     methods = methods_of(config)
+    check_divisible(config, methods)
     prompts, sampling, builders = checked(config, [_bare(name) for name in methods if _bare(name) in decoder_names()])
     if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
         raise UserError(
@@ -162,11 +163,11 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     settings = settings_of(config, methods, sampling, context.world_size, loaded.model.num_parameters())
     decoders: dict[str, Decoder] = {}
     for name in methods:
-        own_context = context if _together(name) else lp.ParallelContext(device=context.device)
+        own_context = context if _together(name) else context.tp
         options = BaselineOptions(draft=config.draft)
         builder = builders.get(_bare(name)) or partial(BASELINES[name].build, options=options)
         build = partial(builder, loaded.model, own_context)
-        if decoder := build() if _together(name) else on_main(context, build):
+        if decoder := build() if _together(name) or context.replica.size > 1 else on_main(context, build):
             decoders[name] = decoder
     bench = Bench(
         config=config,
@@ -190,7 +191,8 @@ def _once(bench: Bench, name: str) -> Once:
         """On rank 0; the others wait."""
         return on_main(bench.context, partial(together, ids, tokens)) or GenerationOutput([], "", [])
 
-    return together if _together(name) else alone
+    # Replicas that span ranks decode all at once, each for itself, where they share no steps.
+    return together if _together(name) or bench.context.replica.size > 1 else alone
 
 
 def _bare(name: str) -> str:
@@ -202,6 +204,22 @@ def _together(name: str) -> bool:
     if name.endswith(ALONE) or name in (PLAIN, ORACLE):
         return False
     return BASELINES[name].all_ranks if name in BASELINES else True
+
+
+def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
+    """Refuse what needs the whole model on one rank where ranks hold parts of it.
+
+    Raises:
+        ValueError: names it.
+    """
+    if config.parallel.tp == 1:
+        return
+    whole = [name for name in methods if name in BASELINES]
+    if whole or config.quality:
+        what = f"method {whole[0]!r}" if whole else "quality=true"
+        raise UserError(
+            f"{what} needs the whole model on a rank, and parallel.tp is {config.parallel.tp}; leave it out"
+        )
 
 
 def methods_of(config: BenchmarkConfig) -> list[str]:
@@ -247,6 +265,7 @@ def settings_of(
     settings |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
     settings |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
     settings |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
+    settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
     return settings | {"threads": torch.get_num_threads()}
 
 

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
+from lp.engine.sharded_sampling import agreed_token
 from lp.engine.stopping import FINISH_REASON
 from lp.models.recurrent_layers import cache_keyword, limits_prompt
 from lp.parallel.message import Stop
@@ -48,6 +49,8 @@ class AutoregressiveDecoder(Decoder):
                     inputs = prompt.new_tensor([text])
                 logits = self._pass(inputs, cache, len(text) - inputs.shape[1])
                 token = request.sampler.sample_last(logits, text)
+            stop = Stop.INTERRUPTED if request.signals.requested else Stop.NONE
+            token, stop = agreed_token(self.context.replica, self.model.device, token, stop)
             check_sampled(token, len(stats), len(text) - 1)
             request.sampler.record([0], [0])
             text.append(token)
@@ -55,8 +58,7 @@ class AutoregressiveDecoder(Decoder):
             reason, _ = request.stopping.check(text[len(request.prompt) :], 1)
             if request.on_tokens:
                 request.on_tokens([token], len(stats))
-            if not reason and request.signals.requested:
-                reason = Stop.INTERRUPTED
+            reason = reason or stop
             stats.append(StepStats(1, 0, 0, *timer.seconds()))
             timer.restart()
         decode_s = sum(step.seconds for step in stats)

@@ -35,7 +35,7 @@ from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import check_sampled
-from lp.sampling.top_logits import INVALID_TOKEN, pack_top_logits, unpack_top_logits
+from lp.sampling.top_logits import INVALID_TOKEN, unpack_top_logits
 
 T = TypeVar("T")
 
@@ -145,8 +145,7 @@ class Generation:
         packed: list[torch.Tensor] = []
 
         def collect(logits: torch.Tensor) -> None:
-            scores = self.request.sampler.scores(logits, [None] * len(logits), prompt)
-            packed.append(pack_top_logits(scores, num_logits))
+            packed.append(self.step_pass.top_logits(logits, prompt, num_logits))
 
         def fill() -> None:
             chunk = self.request.prefill_chunk
@@ -165,7 +164,7 @@ class Generation:
         share = self._propose(slices)
         layout = self._layout(slices[self.context.rank], share.draft)
         messages = self._messages(layout, share.common, slices, self.num_logits)
-        gathered = unpack(messages, self.trees, len(self.stats), self.rounding)
+        gathered = self._unpacked(messages)
         if gathered.stop:
             return self._stop(gathered.stop, gathered.length)
         self.union.merge(gathered.trees, slices, share.draft.merge)
@@ -181,7 +180,7 @@ class Generation:
         self.timer.restart()
         self._cross_rope_boundary()
         layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
-        if self.context.world_size == 1:
+        if self.context.alone:
             self._finish_learning()
             size = self.budget.padded_size(1)
             token = self._attempt(lambda: self.step_pass.token_alone(layout, self.text, size))
@@ -189,7 +188,7 @@ class Generation:
             length = self.num_kept
         else:
             messages = self._messages(layout, NO_DRAFT, WindowSlices(), num_logits=0)
-            gathered = unpack(messages, self.trees, len(self.stats), self.rounding)
+            gathered = self._unpacked(messages)
             token = sampled_at_c(messages)
             stop = gathered.stop
             length = gathered.length
@@ -272,6 +271,11 @@ class Generation:
             self._finish_learning()
         return self.step_pass.exchange(message)
 
+    def _unpacked(self, messages: np.ndarray) -> Gathered:
+        gathered = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)
+        self.step_pass.check_replicas(gathered.stop, len(self.stats))
+        return gathered
+
     def _finish_learning(self) -> None:
         """Let the source learn what it has yet to learn of the last step."""
         if self._merge:
@@ -280,7 +284,7 @@ class Generation:
 
     def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
         """What this rank's message begins with."""
-        if self.context.world_size > 1:  # a single rank has none to differ from
+        if not self.context.alone:  # a single rank has none to differ from
             widths = slices.num_nodes.tolist()
             shape = [self.budget.step_tokens, *widths, *self.catch_up_counts.tolist()]
             state = (*self.window.levels, list(common.tokens), list(common.parents), shape)
@@ -397,14 +401,14 @@ class Generation:
             Exception: what the work raised, where there is no other rank.
         """
         try:
-            if not self.failure:
+            if not self.failure or self.context.replica.size > 1:  # whose ranks can't compute without this one
                 return work()
         except RanksParted:  # the others have it too
             raise
         except Exception as error:
             self.failure = self._explained(error)
             self.pending_stop |= Stop.FAILED
-            if self.context.world_size == 1:
+            if self.context.alone:
                 raise self.failure from error
         return None
 
@@ -424,7 +428,7 @@ class Generation:
         """
         tokens = self.tokens
         stopping = self.request.stopping
-        alone = self.context.world_size == 1
+        alone = self.context.alone
         if not alone and stopping.criteria and not self.context.is_main:
             self.num_kept = len(tokens)
             return Stop.NONE

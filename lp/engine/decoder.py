@@ -20,6 +20,7 @@ from lp.engine.stopping import Stopping
 from lp.errors import UserError
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.rope import rope_boundary
+from lp.models.sharded_layers import check_divided
 from lp.models.support import check_adapter
 from lp.parallel.agreement import shared_seed
 from lp.parallel.context import ParallelContext
@@ -40,6 +41,7 @@ class Decoder(ABC):
         check_model(model)
         check_adapter(model)
         self.model, self.context = model, context or ParallelContext(device=model.device)
+        check_divided(model, self.context.replica)
 
     def generate(
         self,
@@ -92,10 +94,10 @@ class Decoder(ABC):
         sequence = check_int("sequence", sequence, 0, 2**63 - 1, "number the sequences of a batch from 0")
         padding = [check_int("padding", token, 0, math.inf, "give token ids") for token in flat_list(padding)]
         recorded = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
-        if recorded and self.context.world_size > 1:
+        if recorded and self.context.lp.world_size > 1:
             raise UserError(
-                f"output_{recorded[0]} is on among {self.context.world_size} ranks, of which each has only the logits "
-                "of its own nodes; leave it out, or generate on one rank"
+                f"output_{recorded[0]} is on among {self.context.lp.world_size} ranks, of which each has only the "
+                "logits of its own nodes; leave it out, or generate on one rank"
             )
         context = context_limit(self.model)
         stopping = Stopping.build(
@@ -113,7 +115,7 @@ class Decoder(ABC):
             logits_processor,
             padding=padding,
             sequence=sequence,
-            rank=self.context.rank,
+            rank=self.context.lp.rank,
             span=self.span,
             noisy_guesses=self.noisy_guesses,
             vocabulary=vocabulary_size(self.model),

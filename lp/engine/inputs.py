@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lp.checks import as_int, flat_list
 from lp.errors import UserError
 from lp.models.loader import context_limit
+from lp.models.vocabulary import embedded_tokens
 
 Prompt = Sequence[int] | np.ndarray | torch.Tensor
 Eos = int | Iterable[int] | np.ndarray | torch.Tensor
@@ -47,7 +48,7 @@ def prompt_ids(model: PreTrainedModel, input_ids: Prompt) -> list[int]:
         given = first
     if not given:
         raise UserError("the prompt is empty; give at least one token, such as the model's BOS")
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = embedded_tokens(model)
     ids = list[int]()
     for value in given:
         token = as_int(value)

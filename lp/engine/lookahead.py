@@ -24,6 +24,7 @@ from lp.engine.step_timing import decoder_step_times
 from lp.models.digests import model_digests
 from lp.models.loader import vocabulary_size
 from lp.models.runner import runner_of
+from lp.models.vocabulary import embedded_tokens
 from lp.parallel.agreement import check_same
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import check_vocabulary
@@ -68,9 +69,10 @@ class LookaheadDecoder(Decoder):
         self.runner = runner_of(model, attention, Capture(capture))
         self.merges_late = self.runner.device.type != "cpu"
         self._last: list[StepStats] = []
-        check_vocabulary(model.get_input_embeddings().weight.shape[0])
-        if self.context.world_size > 1:  # a single rank has nobody to differ from, and the checksum reads every weight
-            check_same(self.context, f"making a {type(self).__name__}", model_digests(model))
+        check_vocabulary(embedded_tokens(model))
+        making = f"making a {type(self).__name__}"
+        if self.context.lp.world_size > 1:  # a rank has nobody else to differ from, and the checksum reads every weight
+            check_same(self.context.lp, making, model_digests(model))
         self.step_times: StepTimes | None = None
         if self.config.adaptive:
             self.step_times = step_times or decoder_step_times(self.runner, self.config, self.context)
@@ -82,8 +84,8 @@ class LookaheadDecoder(Decoder):
         which cannot be divided: there every rank may have as many tokens as one alone.
         """
         if self.step_times is None:
-            return FixedBudget(self.config, self.context.world_size if hasattr(source, "propose_share") else 1)
-        return AdaptiveBudget(self.config, self.step_times, self.context.world_size, temperature)
+            return FixedBudget(self.config, self.context.lp.world_size if hasattr(source, "propose_share") else 1)
+        return AdaptiveBudget(self.config, self.step_times, self.context.lp.world_size, temperature)
 
     def explain(self) -> str:
         """What steps may take, what they cost, and what those of the last text took: two lines."""
@@ -111,7 +113,7 @@ class LookaheadDecoder(Decoder):
             vocabulary_size=vocabulary_size(self.model),
             max_length=request.limit,
             noise=request.sampler.noise_key,
-            step_tokens=self.step_times.affordable_tokens * self.context.world_size if self.step_times else None,
+            step_tokens=self.step_times.affordable_tokens * self.context.lp.world_size if self.step_times else None,
             check_same=partial(check_same, self.context, "beginning a session's pool"),
         )
         return self.factory.new_source(call)
@@ -131,7 +133,7 @@ class LookaheadDecoder(Decoder):
         self.runner.follow()
         with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:
             generation = Generation(
-                self.config, self.context, self.runner, source, request, budget, cache, self.merges_late
+                self.config, self.context.lp, self.runner, source, request, budget, cache, self.merges_late
             )
             on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it
             with self.context.setting_up("capturing steps") if on_gpu else nullcontext():

@@ -27,7 +27,7 @@ ONE_TOKEN = LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
 
 
 class PlainDecoder(Decoder):
-    """One token a step. Ranks share nothing: each decodes the whole text.
+    """One token a step. Replicas share nothing: each decodes the whole text.
 
     Args:
         model: an HF causal LM, loaded and on its device.
@@ -54,7 +54,7 @@ class PlainDecoder(Decoder):
         return self.runner.attention
 
     def _decode(self, request: Request) -> GenerationOutput:
-        alone = ParallelContext(device=self.runner.device)
+        alone = self.context.tp.lp  # without other replicas
         budget = PlainBudget(ONE_TOKEN)
         self.runner.follow()
         with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:

@@ -15,12 +15,25 @@ import torch
 from lp.draft.layout import StepLayout, StepTokens
 from lp.engine.captured_tail import CapturedTail
 from lp.engine.output import StepTimer
+from lp.engine.sharded_sampling import ShardedSampling
 from lp.models.captured_steps import CapturedStep
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
+from lp.models.sharded_layers import head_of
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Header, MessageShape, Sampled, Stop, best_logits, known_part, pack, sampled_at_c
+from lp.parallel.message import (
+    LENGTH,
+    STOP,
+    Header,
+    MessageShape,
+    Sampled,
+    Stop,
+    best_logits,
+    known_part,
+    pack,
+    sampled_at_c,
+)
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
 
@@ -58,7 +71,10 @@ class StepPass:
         self.context = context
         self.shape = shape
         self.timer = timer
-        self._capture_key = sampler.capture_key if runner.captures(cache) else None
+        head = head_of(runner.model)
+        self._sharded = ShardedSampling(head, sampler, context) if head else None
+        captures = runner.captures(cache) and self._sharded is None
+        self._capture_key = sampler.capture_key if captures else None
         self._shares_noise = False
         self._on_host: torch.Tensor | None = None
         self._clock = _Clock() if runner.device.type == "cuda" else None
@@ -108,6 +124,13 @@ class StepPass:
                     self._on_host = tail.on_host
                     return tail.run(known_part(header, layout, self.shape), *self._sampled_nodes(layout))
                 logits = logits_BV[: len(logits_indices)]
+            if self._sharded:
+                branches, drafts = self._branches(layout), self._drafts(layout)
+                positions = layout.sampled_positions
+                sampled, flags = self._sharded.sample(logits, positions, branches, drafts, text, num_logits, header)
+                message = pack(header, layout, sampled, self.shape)
+                message[STOP : LENGTH + 1] = flags
+                return message
             return pack(header, layout, self._sampled(logits, layout, text, num_logits), self.shape)
 
     def token_alone(self, layout: StepLayout, text: Sequence[int], step_tokens: int) -> int:
@@ -122,9 +145,31 @@ class StepPass:
             logits = self._forward(layout.step_tokens(step_tokens), layout.sampled_nodes)
             return int(self._sampled(logits, layout, text, num_logits=0).tokens)
 
+    def top_logits(self, logits: torch.Tensor, prompt: Sequence[int], num_logits: int) -> torch.Tensor:
+        """The top-k logits of the prompt's tokens, packed: (n, num_logits).
+
+        Args:
+            logits: (n, V), of a divided model this rank's part of them.
+        """
+        if self._sharded:
+            return self._sharded.top_logits(logits, self.sampler, prompt, num_logits)
+        return pack_top_logits(self.sampler.scores(logits, [None] * len(logits), prompt), num_logits)
+
     def _forward(self, step: StepTokens, logits_indices: Sequence[int]) -> torch.Tensor:
         visible = step.visible()
-        return self.runner.forward(step.tokens, step.positions, visible, self.cache, logits_indices, capture=False)
+        return self.runner.forward(
+            step.tokens, step.positions, visible, self.cache, logits_indices, capture=False, whole=False
+        )
+
+    def check_replicas(self, stop: Stop, step: int) -> None:
+        """Refuse to go on where the ranks of some replica differ.
+
+        Raises:
+            RuntimeError: names them, or says that it is another replica's.
+        """
+        if Stop.PARTED in stop and self._sharded:
+            self._sharded.check_alike(step)
+            raise RuntimeError(f"the ranks of another replica differ from each other at step {step}; see their errors")
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
         """The message of a rank that has nothing to report but its header."""
@@ -190,13 +235,18 @@ class StepPass:
         sampler = self.sampler
         nodes = layout.sampled_nodes
         branches = self._branches(layout)
-        behind = layout.drafts() if sampler.uses_drafts else {}
-        drafts = [behind.get(node, []) for node in nodes] if behind else [[]] * len(nodes)
+        drafts = self._drafts(layout)
         best = best_logits(logits) if self.context.world_size > 1 else None
         scores = sampler.scores(logits, branches, text)
         sampled = sampler.sample(scores, layout.sampled_positions, branches, drafts)
         top_logits = pack_top_logits(scores, num_logits) if num_logits else sampled.new_zeros(len(nodes), 0)
         return Sampled(sampled, top_logits, best)  # the top 0 would take time, too
+
+    def _drafts(self, layout: StepLayout) -> list[list[int]]:
+        """The draft tokens behind every sampled node, where the sampler needs them."""
+        behind = layout.drafts() if self.sampler.uses_drafts else {}
+        nodes = layout.sampled_nodes
+        return [behind.get(node, []) for node in nodes] if behind else [[]] * len(nodes)
 
     def _branches(self, layout: StepLayout) -> list[list[int] | None]:
         """The tokens behind `c` that processors see of every sampled node; None where no walk can reach it."""

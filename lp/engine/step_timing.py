@@ -39,7 +39,8 @@ def decoder_step_times(runner: ModelRunner, config: LookaheadConfig, context: Pa
     key_parts = (
         model.config.to_json_string(),
         str(model.dtype),
-        context.world_size,
+        context.lp.world_size,
+        *([context.replica.size] if context.replica.size > 1 else []),
         context.backend,
         env_int("LOCAL_WORLD_SIZE", 1),
         runner.attention,
@@ -116,7 +117,7 @@ class StepTimingDecoder(Decoder):
         tables = fresh_tables(self.config, vocabulary_size(self.model))
         source = RejectedDrafts(self.config, request.prompt, None, tables)
         cache.clear()
-        generation = Generation(self.config, self.context, self.runner, source, request, budget, cache)
+        generation = Generation(self.config, self.context.lp, self.runner, source, request, budget, cache)
         generation.capture_steps()
         generation.prefill()
         return generation

@@ -31,6 +31,7 @@ from lp.models.architectures import (
     check_unhooked,
     is_plain_mlp,
 )
+from lp.models.sharded_layers import RowWiseLinear, ShardedHead
 from lp.models.weight_layout import is_mergeable, laid_out
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,8 @@ class FusedModel:
             keywords: for the attention function.
 
         Returns:
-            `logits` (1, tokens, V), with other fields if the model itself had to run.
+            `logits` (1, tokens, V), with other fields if the model itself had to run. Of a model that is divided among
+            ranks, this rank's part of the vocabulary, unless the model itself had to run.
         """
         keywords |= {"position_ids": position_ids, "use_cache": use_cache}
         if (attention_mask is None and input_ids.shape[1] > 1) or torch.is_autocast_enabled(self._device.type):
@@ -259,14 +261,20 @@ class _Mlp:
 
 
 class _Projection:
-    """Linear layers of one input, (tokens, inputs), as one: (tokens, all their outputs).
+    """Linear layers of one input, (tokens, inputs), as one: (tokens, all their outputs), summed over ranks if need be.
 
     Attributes:
         num_outputs: of all of them.
     """
 
     def __init__(self, module: nn.Module, *names: str) -> None:
-        linears = [getattr(module, name) for name in names]
+        layers = [getattr(module, name) for name in names]
+        row_wise = layers[0] if isinstance(layers[0], RowWiseLinear) else None
+        if row_wise is not None:
+            check_unhooked(row_wise)
+        self._replica = row_wise.replica if row_wise else None
+        self._bias = row_wise.bias if row_wise else None
+        linears: list[Any] = [row_wise.linear] if row_wise else layers
         if not is_mergeable(linears):
             raise Unknown(f"a projection is no plain linear layer, but {type(linears[0]).__name__}")
         for linear in linears:
@@ -279,6 +287,9 @@ class _Projection:
         self.num_outputs = sum(self._sizes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._replica is not None:
+            summed = self._replica.all_reduce(_product(x, self._matrices[0], None))
+            return summed if self._bias is None else summed.add_(self._bias)
         if len(self._matrices) == 1:
             return _product(x, self._matrices[0], self._biases[0])
         if torch.compiler.is_compiling():  # which fuses what it likes, and takes no part of a tensor to write to
@@ -302,7 +313,7 @@ class _Projection:
 
     def added_to(self, x_TE: torch.Tensor, h: torch.Tensor, multiplier: float) -> torch.Tensor:
         """`x_TE` with the projection of `h` added to it in place."""
-        if self._biases[0] is None:
+        if self._biases[0] is None and self._replica is None:
             return x_TE.addmm_(h, self._matrices[0], alpha=multiplier)
         return x_TE.add_(self(h), alpha=multiplier)
 
@@ -314,12 +325,25 @@ def _product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -
 def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """From (tokens, E) to (tokens, V): the module itself, if it is not plain."""
     head: Any = model.lm_head
-    if head.weight is not model.model.embed_tokens.weight:
+    tied = head.weight is model.model.embed_tokens.weight
+    if isinstance(head, ShardedHead):
+        check_unhooked(head)
+        return _projection_of(head, tied)
+    if not tied:
         with contextlib.suppress(Unknown):
             return _Projection(model, "lm_head")
     elif head.weight.device.type == "cpu" and head.bias is None and type(head) is nn.Linear:
         return partial(_tied_head, head)  # embeddings are looked up in its weight: rows must each lie in one piece
     return partial(_called, head)
+
+
+def _projection_of(head: ShardedHead, tied: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """This rank's part of the logits."""
+    if not tied:
+        return _Projection(head, "linear")
+    if head.weight.device.type == "cpu" and head.bias is None:
+        return partial(_tied_head, head.linear)
+    return partial(_called, head.linear)
 
 
 def _called(head: Any, x: torch.Tensor) -> torch.Tensor:

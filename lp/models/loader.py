@@ -16,7 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lp.errors import UserError
 from lp.models.rope import rope_boundary
+from lp.models.sharded_loader import load_divided
 from lp.models.support import check_supported
+from lp.models.tensor_parallel import Plan
+from lp.models.vocabulary import embedded_tokens
+from lp.parallel.context import ParallelContext
 
 HUB_TIMEOUT_S = 5.0  # for one request that shows whether the hub can be reached; set by hand
 DEMO_MODEL = Path(__file__).parent / "demo"
@@ -34,9 +38,11 @@ class Loaded(NamedTuple):
 def load(
     name_or_path: str | Path,
     dtype: str = "float32",
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    context: ParallelContext | None = None,
+    tp_plan: Plan | None = None,
 ) -> Loaded:
     """Load a model folder or hub name through transformers.
 
@@ -46,15 +52,19 @@ def load(
     Args:
         name_or_path: folder with config.json, or a hub name; "demo" is the embedded model.
         dtype: float64, float32, bfloat16, float16, or "auto" for what the checkpoint says.
-        device: torch device of the weights.
+        device: torch device of the weights; None is the context's, or the CPU.
         attn_implementation: transformers' name; None takes sdpa where the model has it.
         trust_remote_code: run code that comes with the checkpoint.
+        context: the ranks; those of a replica divide the model among them, and each reads its own part alone.
+        tp_plan: how they divide it, as transformers' `base_model_tp_plan`; None takes the model's own.
 
     Raises:
         ValueError: no such folder, not a causal LM, an architecture that takes no tree mask, weights that are damaged,
             missing or of other shapes than the config says, a tokenizer that is missing, damaged or larger than the
-            model's vocabulary, a package that is not installed, or an unknown dtype.
+            model's vocabulary, a package that is not installed, an unknown dtype, or a model that its ranks cannot
+            divide.
     """
+    device = device or (context.device if context else "cpu")
     source = str(DEMO_MODEL) if str(name_or_path) == "demo" else str(name_or_path)
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
@@ -68,6 +78,11 @@ def load(
     }
     if attn_implementation:
         kwargs["attn_implementation"] = attn_implementation
+    if context and context.replica.size > 1:
+        model = load_divided(source, config, context.replica, device, plan=tp_plan, **kwargs)
+        tokenizer = _tokenizer(source, trust_remote_code, offline)
+        check_vocabulary(model, tokenizer)
+        return Loaded(model.eval(), tokenizer)
     on_cpu = torch.device(device).type == "cpu"
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised and not on_cpu:
@@ -124,7 +139,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         ValueError: both sizes.
     """
     largest_id = max(tokenizer.get_vocab().values(), default=-1)
-    embedded = model.get_input_embeddings().weight.shape[0]
+    embedded = embedded_tokens(model)
     if largest_id >= embedded:
         raise UserError(
             f"the tokenizer's largest id is {largest_id} but the model embeds {embedded} tokens; "

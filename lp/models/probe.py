@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +22,9 @@ from lp.draft.layout import ancestors
 from lp.errors import UserError
 from lp.models.captured_steps import CapturedSteps
 from lp.models.kv_cache import StaticKVCache
+from lp.models.model_lock import lock_of
 from lp.models.recurrent_layers import NO_LIMIT
+from lp.models.vocabulary import embedded_tokens
 from lp.sampling.sampler import NOT_FINITE_REMEDY
 
 PREFIX = 10  # tokens before `c`
@@ -38,7 +39,6 @@ BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.02}
 FULL_PRECISION = 2e-3  # TF32 matmuls included
 _MARK = "_lp_honours_tree_mask"  # attribute of the model: what it passed with, as `check_tree_mask` names it
-_LOCK = Lock()  # ranks that are threads share a model
 
 
 class StepRunner(Protocol):
@@ -78,7 +78,7 @@ def check_tree_mask(runner: StepRunner) -> None:
     Raises:
         ValueError: the model cannot run such a step, or runs it with other results; names the architecture.
     """
-    with _LOCK:
+    with lock_of(runner.original):
         passed = vars(runner.original).setdefault(_MARK, set())
         how = (runner.backend.name, runner.captured is not None, runner.fused)
         if how in passed:
@@ -97,7 +97,7 @@ def check_tree_mask(runner: StepRunner) -> None:
 
 def _mean_error(runner: StepRunner) -> float:
     """Of the tree's logits and of the step after the commit, against plain forward passes."""
-    vocabulary = runner.model.get_input_embeddings().weight.shape[0]
+    vocabulary = embedded_tokens(runner.model)
     # From the middle of the vocabulary: special tokens lie at its ends.
     ids = [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
     prefix = ids[:PREFIX]

@@ -27,10 +27,12 @@ from lp.models.captured_steps import CapturedStep, CapturedSteps, capture_mode
 from lp.models.fused import FusedModel, fuse, model_state
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
+from lp.models.model_lock import lock_of
 from lp.models.new_cache import new_cache
 from lp.models.probe import check_tree_mask
 from lp.models.recurrent_layers import cache_keyword, recurrent_shapes, tree_forward
 from lp.models.rope import rope_boundary
+from lp.models.sharded_layers import head_of
 from lp.models.support import check_supported, inexact_quantisation
 from lp.models.view import ModelView
 from lp.models.weight_layout import restore
@@ -38,7 +40,6 @@ from lp.to_device import to_device
 
 logger = logging.getLogger(__name__)
 _KEPT = "_lp_runners"  # attribute of the model: its runners
-_LOCK = threading.Lock()  # on them: threads share a model
 
 
 class _Kept(dict[tuple[Any, ...], "ModelRunner"]):
@@ -60,7 +61,7 @@ def runner_of(model: PreTrainedModel, attention: str = AUTO, capture: Capture = 
     Raises:
         ValueError: as `ModelRunner`.
     """
-    with _LOCK:
+    with lock_of(model):
         kept = vars(model).get(_KEPT)
         if not isinstance(kept, _Kept):
             kept = vars(model)[_KEPT] = _Kept()
@@ -79,7 +80,7 @@ def release(model: PreTrainedModel) -> None:
     Held are captured steps, their KV cache, and weights in another layout. Without this call they go with the model,
     when Python next looks for cycles.
     """
-    with _LOCK:
+    with lock_of(model):
         for runner in vars(model).pop(_KEPT, _Kept()).values():
             _free(runner)
         restore(model)
@@ -266,7 +267,8 @@ class ModelRunner:
         Where frequencies depend on the largest position, every chunk has a token at `c`'s, as if there were one chunk.
 
         Args:
-            on_logits: is given the logits (tokens, V) of every pass; None: the LM head computes as few as it can.
+            on_logits: is given the logits (tokens, V) of every pass, of a divided model this rank's part of them; None:
+                the LM head computes as few as it can.
         """
         boundary = self.boundary
         end = len(tokens)
@@ -313,7 +315,9 @@ class ModelRunner:
             committed: all its tokens will be, so that recurrent layers may advance their states.
         """
         visible = np.tri(len(tokens), dtype=bool)
-        return self.forward(tokens, positions, visible, cache, logits_indices, capture=False, chain=committed)
+        return self.forward(
+            tokens, positions, visible, cache, logits_indices, capture=False, chain=committed, whole=False
+        )
 
     def staged(
         self,
@@ -365,6 +369,7 @@ class ModelRunner:
         logits_indices: Sequence[int],
         capture: bool = True,
         chain: bool = False,
+        whole: bool = True,
     ) -> torch.Tensor:
         """Logits of some tokens of a step; the KV of all is written behind the prefix, uncommitted.
 
@@ -374,11 +379,26 @@ class ModelRunner:
             cache: holds the prefix.
             logits_indices: tokens whose logits are computed; only these go through the LM head.
             capture: it is a step, of which there will be many.
+            whole: of the whole vocabulary; False: this rank's part of it may do, where ranks divide it.
             chain: each token sees all before it, and all are committed.
 
         Returns:
             (len(logits_indices), V), valid until the next step.
         """
+        logits = self._forward(tokens, positions, visible, cache, logits_indices, capture, chain)
+        head = head_of(self.model) if whole else None
+        return head.whole(logits) if head else logits
+
+    def _forward(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        positions: Sequence[int] | np.ndarray,
+        visible: np.ndarray,
+        cache: StaticKVCache,
+        logits_indices: Sequence[int],
+        capture: bool,
+        chain: bool,
+    ) -> torch.Tensor:
         num_logits = len(logits_indices)
         if capture and (step := self.staged(tokens, positions, _parents_of(visible), cache, logits_indices)):
             return step.run()[:num_logits]

@@ -31,6 +31,8 @@ class Ranks(Protocol):
     @property
     def step_sizes(self) -> Sequence[int]: ...
 
+    def name_of(self, rank: int) -> str: ...
+
     def all_gather(self, message: torch.Tensor) -> torch.Tensor: ...
 
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor: ...
@@ -112,8 +114,9 @@ def check_same(context: Ranks, call: str, items: Mapping[str, int]) -> None:
     for column, item in enumerate(items):
         other = (gathered[:, column] != gathered[0, column]).nonzero().flatten().tolist()
         if other:
-            ranks = ", ".join(map(str, other))
-            raise UserError(f"the {item} of rank {ranks} differs from rank 0's; give every rank the same {item}")
+            ranks = ", ".join(map(context.name_of, other))
+            first = context.name_of(0)
+            raise UserError(f"the {item} of rank {ranks} differs from rank {first}'s; give every rank the same {item}")
 
 
 def shared_seed(context: Ranks, call: str, wanted: bool = True) -> int:

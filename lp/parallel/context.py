@@ -1,29 +1,31 @@
 """ParallelContext: who this rank is and how it talks to the others.
 
 One path for 1..N ranks: with one rank every collective is the identity. The mesh has named dimensions, `lp`
-(ranks that share one step) and `tp` (devices that share one replica; 1 for now).
+(ranks that share one step) and `tp` (ranks that hold one replica of the model between them).
 R: ranks, P: int64s a rank sends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lp.checks import check_real, env_int
+from lp.checks import check_int, check_real, env_int
 from lp.config import DEFAULT_SETUP_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from lp.errors import RankLost, UserError
 from lp.parallel import agreement
 from lp.parallel.lost_ranks import announce, roll_call
 from lp.parallel.rendezvous import join, leave, local_device, set_timeout
+from lp.parallel.replica import ProcessReplica, Replica
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=365)
@@ -40,6 +42,11 @@ class ParallelContext:
         backend: "nccl", "gloo", or "none" for a single rank.
         mesh: DeviceMesh with dimensions ("lp", "tp"), None for a single rank.
         step_sizes: int64s of a step's message, of the generations that are under way on this rank, the innermost last.
+        replica: the ranks that hold a replica of the model with this one; itself alone without tp.
+        dimensions: the ranks along a dimension of the mesh, where there is more than one: "lp", those that share steps
+            with this one; "tp", those of its replica, which is by itself there.
+        names: of the ranks, in messages; empty: their numbers.
+        leads: this rank's results count for all, where that is not rank 0 of these ranks.
     """
 
     rank: int = 0
@@ -49,6 +56,10 @@ class ParallelContext:
     backend: str = "none"
     mesh: DeviceMesh | None = None
     step_sizes: list[int] = field(default_factory=list, repr=False, compare=False)
+    replica: Replica = field(default_factory=Replica)
+    dimensions: dict[str, ParallelContext] = field(default_factory=dict, repr=False, compare=False)
+    names: tuple[str, ...] = ()
+    leads: bool | None = None
 
     @classmethod
     def single(cls, device: str | torch.device = "auto") -> ParallelContext:
@@ -62,6 +73,7 @@ class ParallelContext:
         device: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S,
+        tp: int = 1,
     ) -> ParallelContext:
         """The context torchrun describes in the environment; a single rank where there is none.
 
@@ -70,13 +82,15 @@ class ParallelContext:
             device: "auto" is this rank's GPU if there is one; "cuda" lets ranks share GPUs, in turn.
             timeout_s: seconds a collective may wait before it is an error.
             setup_timeout_s: the same within `setting_up`; at least timeout_s.
+            tp: T, ranks that hold one replica of the model between them: rank = lp index * T + tp index.
 
         Raises:
-            ValueError: an incomplete environment, or a backend that is not available.
+            ValueError: an incomplete environment, a backend that is not available, or ranks that T does not divide.
         """
         timeout_s = check_real("timeout_s", timeout_s, 1, 86400, f"try {DEFAULT_TIMEOUT_S:g} (seconds)")
         setup_timeout_s = check_real("setup_timeout_s", setup_timeout_s, 1, 86400, f"try {DEFAULT_SETUP_TIMEOUT_S:g}")
         world_size = env_int("WORLD_SIZE", 1, low=1)
+        check_tp(tp, world_size)
         if world_size == 1:
             return cls.single(device)
         missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -87,15 +101,38 @@ class ParallelContext:
         if where.type == "cuda":
             torch.cuda.set_device(where)
         backend = join(backend, where, rank, world_size, timeout_s)
-        mesh = init_device_mesh("cpu" if backend == "gloo" else "cuda", (world_size, 1), mesh_dim_names=("lp", "tp"))
+        shape = world_size // tp, tp
+        mesh = init_device_mesh("cpu" if backend == "gloo" else "cuda", shape, mesh_dim_names=("lp", "tp"))
         messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         timeouts = timeout_s, max(timeout_s, setup_timeout_s)
-        return _ProcessContext(rank, world_size, local_rank, where, backend, mesh, messages=messages, timeouts=timeouts)
+        world = _ProcessContext(
+            rank, world_size, local_rank, where, backend, mesh, messages=messages, timeouts=timeouts
+        )
+        return world if tp == 1 else world.divided()
 
     @property
     def is_main(self) -> bool:
         """Rank 0 alone prints and writes."""
-        return self.rank == 0
+        return self.rank == 0 if self.leads is None else self.leads
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has a part in what this one decodes."""
+        return self.world_size == 1 and self.replica.size == 1
+
+    @property
+    def lp(self) -> ParallelContext:
+        """The ranks that share steps, one of each replica: all of them without tp."""
+        return self.dimensions.get("lp", self)
+
+    @property
+    def tp(self) -> ParallelContext:
+        """The ranks of this one's replica, without the others."""
+        return self.dimensions.get("tp") or ParallelContext(device=self.device)
+
+    def name_of(self, rank: int) -> str:
+        """What messages call a rank."""
+        return self.names[rank] if self.names else str(rank)
 
     def all_gather(self, message: torch.Tensor) -> torch.Tensor:
         """Every rank's int64 message: (P,) on each rank -> (R, P), on the host."""
@@ -176,15 +213,58 @@ class _ProcessContext(ParallelContext):
         messages: the group of messages between steps, on the host, where waiting keeps no GPU busy. A message and a
             step's message, which differ in size, would abort the process where they meet in one group.
         timeouts: seconds that a collective may wait, and within `setting_up`.
+        group: of steps; None: the mesh's dimension lp.
+        home: rank and size of the whole job, where these ranks are a part of it.
     """
 
     messages: dist.ProcessGroup | None = None
     timeouts: tuple[float, float] = (DEFAULT_TIMEOUT_S, DEFAULT_SETUP_TIMEOUT_S)
+    group: dist.ProcessGroup | None = None
+    home: tuple[int, int] | None = None
 
     @property
     def _group(self) -> dist.ProcessGroup:
+        if self.group is not None:
+            return self.group
         assert self.mesh is not None
         return self.mesh.get_group("lp")
+
+    def divided(self) -> ParallelContext:
+        """The same ranks with the dimensions of the mesh, which has more than one rank a replica."""
+        assert self.mesh is not None
+        replicas, size = self.mesh.shape
+        grid = [[lp * size + tp for tp in range(size)] for lp in range(replicas)]
+        lp, tp = divmod(self.rank, size)
+        timeout = timedelta(seconds=self.timeouts[0])
+
+        def messages_of(parts: list[list[int]]) -> dist.ProcessGroup:
+            own, _ = dist.new_subgroups_by_enumeration(parts, timeout, backend="gloo")
+            assert own is not None
+            return own
+
+        across, within = messages_of([[*column] for column in zip(*grid, strict=True)]), messages_of(grid)
+        tp_group = self.mesh.get_group("tp")
+        replica = ProcessReplica(tp, size, self.backend == "nccl", tp_group, self._answered)
+        home = self.rank, self.world_size
+        names = tuple(coordinates(rank, size) for rank in range(self.world_size))
+        shared: dict[str, Any] = {"step_sizes": self.step_sizes, "timeouts": self.timeouts, "home": home}
+        here = self.local_rank, self.device, self.backend, None
+        along_lp: ParallelContext = ParallelContext(0, 1, *here, replica=replica, names=names[tp::size], leads=tp == 0)
+        if replicas > 1:
+            along_lp = _ProcessContext(
+                lp, replicas, *here, replica=replica, names=names[tp::size], leads=self.rank == 0,
+                messages=across, group=self.mesh.get_group("lp"), **shared,
+            )  # fmt: skip
+        own_names = names[lp * size : (lp + 1) * size]
+        by_itself = ParallelContext(0, 1, *here, replica=replica, names=own_names[tp : tp + 1], leads=tp == 0)
+        along_tp = _ProcessContext(
+            tp, size, *here, replica=replica, dimensions={"lp": by_itself}, names=own_names,
+            messages=within, group=tp_group, **shared,
+        )  # fmt: skip
+        assert dist.group.WORLD is not None
+        return replace(
+            self, replica=replica, dimensions={"lp": along_lp, "tp": along_tp}, names=names, group=dist.group.WORLD
+        )
 
     def all_gather(self, message: torch.Tensor) -> torch.Tensor:
         message = self._carried(message)
@@ -208,7 +288,7 @@ class _ProcessContext(ParallelContext):
         if patient:
             options.timeout = PATIENCE
         with self._answered():
-            announce(self.rank, call)
+            announce(self.home[0] if self.home else self.rank, call)
             self.messages.allgather([gathered], [message], options).wait()
         return torch.stack(gathered)
 
@@ -216,12 +296,18 @@ class _ProcessContext(ParallelContext):
     def setting_up(self, call: str = "setting up") -> Iterator[None]:
         assert self.messages is not None
         usual, longer = self.timeouts
-        set_timeout(longer, self._group, self.messages)
+        set_timeout(longer, *self._groups())
         try:
             yield
             agreement.exchange(self, call)  # or the first to leave would wait for the others with the usual time-out
         finally:
-            set_timeout(usual, self._group, self.messages)
+            set_timeout(usual, *self._groups())
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        """Of these ranks, and along the dimensions."""
+        assert self.messages is not None
+        parts = [each for each in self.dimensions.values() if isinstance(each, _ProcessContext)]
+        return [self._group, self.messages, *(group for each in parts for group in each._groups())]
 
     def _from_main(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._answered():
@@ -237,8 +323,9 @@ class _ProcessContext(ParallelContext):
             raise
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0]
+            rank, world_size = self.home or (self.rank, self.world_size)
             raise RankLost(
-                f"{roll_call(self.rank, self.world_size)}, so rank {self.rank} stops ({reason}); see the last "
+                f"{roll_call(rank, world_size)}, so rank {rank} stops ({reason}); see the last "
                 "lines of that rank; parallel.timeout_s is how long a rank is waited for"
             ) from error
 
@@ -249,4 +336,29 @@ class _ProcessContext(ParallelContext):
     def close(self) -> None:
         object.__setattr__(self, "mesh", None)  # or the group's threads would go on
         object.__setattr__(self, "messages", None)
+        object.__setattr__(self, "group", None)
+        self.replica.close()
+        for part in self.dimensions.values():
+            object.__setattr__(part, "messages", None)
+            object.__setattr__(part, "group", None)
         leave()
+
+
+def check_tp(tp: int, world_size: int) -> None:
+    """Refuse replicas that the ranks cannot be divided into.
+
+    Raises:
+        ValueError: both numbers, and what would do.
+    """
+    check_int("tp", tp, 1, math.inf, "1 holds the whole model on every rank")
+    if world_size % tp:
+        fitting = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+        raise UserError(
+            f"tp is {tp}, but {world_size} ranks cannot be divided into replicas of {tp}; give parallel.tp one of "
+            f"{', '.join(fitting)}, or start a multiple of {tp} ranks"
+        )
+
+
+def coordinates(rank: int, tp: int) -> str:
+    """What messages call a rank of a job with T ranks a replica."""
+    return f"{rank} (lp {rank // tp}, tp {rank % tp})"

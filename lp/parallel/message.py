@@ -11,7 +11,7 @@ R: ranks; B: nodes of a rank, at most; K: top-k logits of a node; P: int64s of a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from typing import NamedTuple
@@ -57,6 +57,7 @@ class Stop(IntFlag):
     CRITERIA = 16
     STOP_STRING = 32
     CONTEXT = 64
+    PARTED = 128  # ranks of a replica, which tensor parallelism divides the model among, have different states
 
 
 class Header(NamedTuple):
@@ -240,7 +241,9 @@ def sampled_at_c(messages: np.ndarray) -> int:
     return int(messages[0, HEADER]) >> SAMPLED_SHIFT & TOKEN_MASK
 
 
-def unpack(messages: np.ndarray, trees: RankTrees, step: int, rounding: float) -> Gathered:
+def unpack(
+    messages: np.ndarray, trees: RankTrees, step: int, rounding: float, name_of: Callable[[int], str] = str
+) -> Gathered:
     """What all ranks have in their messages.
 
     Args:
@@ -248,6 +251,7 @@ def unpack(messages: np.ndarray, trees: RankTrees, step: int, rounding: float) -
         trees: room for theirs, of `MessageShape.room`.
         step: for errors.
         rounding: by what share logits may differ among ranks.
+        name_of: what errors call a rank.
 
     Raises:
         RuntimeError: ranks' digests differ, so their states do, or what their models compute, or a message has no tree;
@@ -255,14 +259,15 @@ def unpack(messages: np.ndarray, trees: RankTrees, step: int, rounding: float) -
     """
     alike, best_alike, broken, stops, length = _read(trees.compiled(), compiled_array(messages))
     if not alike:
-        check_digests(messages, step)
+        check_digests(messages, step, name_of)
     stop = Stop(stops)
     if not stop and not best_alike:
-        check_best(messages[:, BEST:HEADER], step, rounding)
+        check_best(messages[:, BEST:HEADER], step, rounding, name_of)
     if broken >= 0:
         raise RuntimeError(
-            f"the message of rank {broken} at step {step} is no tree of 1 to {trees.parents.shape[1]} nodes, parents "
-            "first, so the job stops before a wrong token is used; run the same version of this package on every rank"
+            f"the message of rank {name_of(broken)} at step {step} is no tree of 1 to {trees.parents.shape[1]} nodes, "
+            "parents first, so the job stops before a wrong token is used; run the same version of this package on "
+            "every rank"
         )
     return Gathered(trees, messages.reshape(-1), stop, length)
 
@@ -298,7 +303,7 @@ def _read(trees, messages):  # type: ignore[no-untyped-def]
     return alike, best_alike, broken, stops, messages[0, LENGTH]
 
 
-def check_digests(messages: np.ndarray, step: int) -> None:
+def check_digests(messages: np.ndarray, step: int, name_of: Callable[[int], str] = str) -> None:
     """Refuse to go on where ranks' states differ.
 
     Args:
@@ -312,14 +317,14 @@ def check_digests(messages: np.ndarray, step: int) -> None:
     if (digests == digests[0]).all():
         return
     check_calls(messages)
-    odd, rest = _odd_ones(digests[:, None] == digests)
+    odd, rest = _odd_ones(digests[:, None] == digests, name_of)
     raise RuntimeError(
         f"rank {odd} differs from rank {rest} at step {step}: their tokens, windows or draft trees are not the same, "
         "so the job stops before a wrong token is used"
     )
 
 
-def check_best(best: np.ndarray, step: int, rounding: float) -> None:
+def check_best(best: np.ndarray, step: int, rounding: float, name_of: Callable[[int], str] = str) -> None:
     """Refuse to go on where the models of ranks do not compute the same: all ranks compute `c`.
 
     Args:
@@ -338,7 +343,7 @@ def check_best(best: np.ndarray, step: int, rounding: float) -> None:
     alike = gaps <= limit
     if alike.all(1).any():  # all are like one of them, though two of them may lie on either side of it
         return
-    odd, rest = _odd_ones(alike)
+    odd, rest = _odd_ones(alike, name_of)
     raise RuntimeError(
         f"the model of rank {odd} computes other logits than that of rank {rest} at step {step}: they differ by "
         f"{gaps.max():.3g}, where rounding allows {limit:.3g}, so the job stops before a wrong token is used; give "
@@ -361,12 +366,12 @@ def _gap(tokens: np.ndarray, logits: np.ndarray, one: int, other: int) -> float:
     return gap
 
 
-def _odd_ones(alike: np.ndarray) -> tuple[str, str]:
+def _odd_ones(alike: np.ndarray, name_of: Callable[[int], str]) -> tuple[str, str]:
     """The ranks to blame, and the others: those unlike the rank that most are like; of as many, unlike the lowest.
 
     Args:
         alike: (R, R) bool.
     """
     with_most = alike[alike.sum(1).argmax()]
-    odd, rest = (", ".join(map(str, np.flatnonzero(ranks))) for ranks in (~with_most, with_most))
+    odd, rest = (", ".join(map(name_of, np.flatnonzero(ranks).tolist())) for ranks in (~with_most, with_most))
     return odd, rest

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from lp.parallel import agreement
-from lp.parallel.context import DEFAULT_TIMEOUT_S, ENDED, ParallelContext, T
+from lp.parallel.context import DEFAULT_TIMEOUT_S, ENDED, ParallelContext, T, check_tp, coordinates
+from lp.parallel.replica import Replica
 
 
 class _Lockstep:
@@ -20,6 +21,16 @@ class _Lockstep:
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size)
         self.given: list[tuple[str, torch.Tensor]] = [(ENDED, torch.zeros(0))] * world_size
+
+    def trade(
+        self, rank: int, call: str, mine: torch.Tensor, timeout_s: float | None
+    ) -> list[tuple[str, torch.Tensor]]:
+        """What every rank gives, copied."""
+        self.given[rank] = call, mine
+        self.barrier.wait(timeout_s)
+        everyone = [(call, tensor.clone()) for call, tensor in self.given]
+        self.barrier.wait(timeout_s)
+        return everyone
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,30 @@ class LockstepContext(ParallelContext):
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
         return torch.stack(self._trade(call, message))
 
+    def divided(self, size: int, column: _Lockstep, replica: _Lockstep, tensors: _Lockstep) -> LockstepContext:
+        """The same ranks with replicas of `size` of them.
+
+        Args:
+            size: ranks of a replica.
+            column: of the ranks that share steps with this one.
+            replica, tensors: of the ranks of its replica, for messages and for the model's own collectives.
+        """
+        lp, tp = divmod(self.rank, size)
+        names = tuple(coordinates(rank, size) for rank in range(self.world_size))
+        whole = LockstepReplica(tp, size, False, tensors)
+        step_sizes = self.step_sizes
+        replicas = self.world_size // size
+        along_lp = LockstepContext(
+            rank=lp, world_size=replicas, replica=whole, names=names[tp::size], leads=self.rank == 0,
+            step_sizes=step_sizes, shared=column,
+        )  # fmt: skip
+        by_itself = ParallelContext(replica=whole, names=names[self.rank : self.rank + 1], leads=tp == 0)
+        along_tp = LockstepContext(
+            rank=tp, world_size=size, replica=whole, names=names[lp * size : (lp + 1) * size],
+            dimensions={"lp": by_itself}, step_sizes=step_sizes, shared=replica,
+        )  # fmt: skip
+        return replace(self, replica=whole, dimensions={"lp": along_lp, "tp": along_tp}, names=names)
+
     def end(self) -> None:
         """Stay until the last rank has ended: others may still ask for this one."""
         with contextlib.suppress(threading.BrokenBarrierError):
@@ -50,26 +85,53 @@ class LockstepContext(ParallelContext):
         return [tensor for _, tensor in everyone]
 
     def _traded(self, call: str, mine: torch.Tensor, timeout_s: float | None) -> list[tuple[str, torch.Tensor]]:
-        shared = self.shared
-        shared.given[self.rank] = call, mine
-        shared.barrier.wait(timeout_s)
-        everyone = [(call, tensor.clone()) for call, tensor in shared.given]
-        shared.barrier.wait(timeout_s)
-        return everyone
+        return self.shared.trade(self.rank, call, mine, timeout_s)
 
 
-def run_lockstep(world_size: int, body: Callable[[ParallelContext], T]) -> list[T]:
+@dataclass(frozen=True)
+class LockstepReplica(Replica):
+    """The ranks of a replica as threads: sums are in rank order."""
+
+    shared: _Lockstep = field(default_factory=lambda: _Lockstep(1))
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        first, *others = self._trade(tensor)
+        for other in others:
+            first += other
+        return tensor.copy_(first)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._trade(tensor))
+
+    def _trade(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [each for _, each in self.shared.trade(self.rank, "in the model", tensor, DEFAULT_TIMEOUT_S)]
+
+
+def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int = 1) -> list[T]:
     """Run `body(context)` for every rank of one process, each in a thread, and return their results by rank.
+
+    Args:
+        world_size: ranks.
+        body: what each of them does.
+        tp: ranks of a replica.
 
     Raises:
         Exception: what the first failing rank raised; the others are released.
     """
+    check_tp(tp, world_size)
     shared = _Lockstep(world_size)
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
+    columns = [_Lockstep(world_size // tp) for _ in range(tp)]
+    replicas = [_Lockstep(tp) for _ in range(world_size // tp)]
+    tensors = [_Lockstep(tp) for _ in range(world_size // tp)]
+
     def run(rank: int) -> None:
         context = LockstepContext(rank=rank, world_size=world_size, local_rank=rank, shared=shared)
+        if tp > 1:
+            at = divmod(rank, tp)
+            context = context.divided(tp, columns[at[1]], replicas[at[0]], tensors[at[0]])
         try:
             results[rank] = body(context)
             context.end()
@@ -77,7 +139,8 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T]) -> list[
             errors.append((world_size + rank, error))  # only released by another's failure: report that one
         except BaseException as error:
             errors.append((rank, error))
-            shared.barrier.abort()
+            for each in (shared, *columns, *replicas, *tensors):
+                each.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:

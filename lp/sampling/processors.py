@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,7 @@ class BranchProcessors:
         full_vocabulary_temperature: the same where nothing else is applied; 0 where other processors are.
         prefix_free: whether every processor is a function of the scores alone.
         known: whether every one is transformers' own of these, and not a subclass: its settings say what it does.
+        shardable: whether a part of the vocabulary, and the k best scores of all of it, are enough for every one.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], padding: Sequence[int] = ()) -> None:
@@ -91,6 +92,7 @@ class BranchProcessors:
         self.full_vocabulary_temperature = self.temperature if len(temperatures) == len(self._processors) else 0.0
         self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self._processors)
         self.known = all(type(processor) in PREFIX_FREE for processor in self._processors)
+        self.shardable = all(type(p) in (tf.TemperatureLogitsWarper, tf.TopKLogitsWarper) for p in self._processors)
 
     def __len__(self) -> int:
         return len(self._processors)
@@ -140,6 +142,28 @@ class BranchProcessors:
             scores = processor(no_prefixes, scores)
         if self.full_vocabulary_temperature:
             return scores
+        return torch.where(reachable[:, None], scores, wide / self.temperature)
+
+    def of_shard(
+        self, logits: torch.Tensor, reachable: torch.Tensor, kth_best: Callable[[torch.Tensor, int], torch.Tensor]
+    ) -> torch.Tensor:
+        """The same of processors that are `shardable`, for a part of the vocabulary.
+
+        Args:
+            logits: (n, V / T).
+            reachable: bool (n,), nodes that a walk may reach.
+            kth_best: of scores (n, V / T) and k, the k-th best of the whole vocabulary, (n, 1).
+        """
+        assert self.shardable
+        if not self._processors:
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = wide
+        for processor in self._processors:
+            if isinstance(processor, tf.TopKLogitsWarper):
+                scores = scores.masked_fill(scores < kth_best(scores, processor.top_k), processor.filter_value)
+            else:
+                scores = scores / processor.temperature
         return torch.where(reachable[:, None], scores, wide / self.temperature)
 
     def _prefix(self, text: Sequence[int], branch: Sequence[int] | None) -> list[int]:

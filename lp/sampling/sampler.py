@@ -11,9 +11,10 @@ n: nodes, V: vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LogitsProcessor
 
@@ -121,6 +122,31 @@ class Sampler:
         scores = self.processors.of_all(logits, reachable)
         return scores, _finite_argmax(scores)
 
+    @property
+    def shardable(self) -> bool:
+        """Whether the best (score, token) of each part of the vocabulary is all that a sample needs of it."""
+        return type(self) in (Sampler, CoupledSampler) and self.processors.shardable
+
+    def scores_of_shard(
+        self,
+        logits: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        first: int,
+        kth_best: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of a part of the vocabulary, (n, V / T), and the same under the noise, whose maximum is the sample.
+
+        Args:
+            logits: (n, V / T), of the tokens from `first` on.
+            positions, branches: as in `sample`.
+            first: token.
+            kth_best: as in `BranchProcessors.of_shard`.
+        """
+        reachable = to_device(np.array([branch is not None for branch in branches]), logits.device)
+        scores = self.processors.of_shard(logits, reachable, kth_best)
+        return scores, scores
+
     def sample_last(self, logits: torch.Tensor, text: Sequence[int]) -> int:
         """The next token of a text, from the logits (1, V) of its last one."""
         scores = self.scores(logits, [[]], text)
@@ -177,6 +203,19 @@ class CoupledSampler(Sampler):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.processors.of_all(logits, reachable)
         return scores, _finite_argmax(self._with_noise(scores, noise_rows))
+
+    def scores_of_shard(
+        self,
+        logits: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        first: int,
+        kth_best: Callable[[torch.Tensor, int], torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, _ = super().scores_of_shard(logits, positions, branches, first, kth_best)
+        rows = to_device(self.noise_rows(positions, branches), scores.device)
+        assert self.noise.noise_SV is not None
+        return scores, scores + self.noise.noise_SV[:, first : first + scores.shape[1]].index_select(0, rows)
 
     def _with_noise(self, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         assert self.noise.noise_SV is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -11,20 +13,28 @@ import torch
 import torch.distributed as dist
 
 import lp.parallel.context as context_module
+import lp.parallel.replica as replica_module
 from lp.parallel.context import ParallelContext, _ProcessContext
+from lp.parallel.replica import ProcessReplica
 from tests.simulated_cuda.simulation import CudaTensor, SimulatedCuda, simulation
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
 
 
-def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda], T]) -> list[T]:
+def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda], T], tp: bool = False) -> list[T]:
     """Run `body(context, gpu)` for every rank, each in a thread with a GPU of its own, within `simulated_cuda()`.
+
+    Args:
+        world_size: ranks.
+        body: what each of them does.
+        tp: all of them hold one model between them.
 
     Raises:
         Exception: what the first failing rank raised; the others are released.
     """
     nccl = _Meeting(world_size)
+    model = _Meeting(world_size)
     gloo = _Meeting(world_size)
     results: list[Any] = [None] * world_size
     errors: list[tuple[bool, int, BaseException]] = []
@@ -33,18 +43,26 @@ def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda]
         device = torch.device("cuda", rank)
         mesh: Any = _Mesh(_Nccl(nccl, rank, device))
         messages: Any = _Gloo(gloo, rank)
-        context = _ProcessContext(rank, world_size, rank, device, "nccl", mesh, messages=messages)
+        context: ParallelContext = _ProcessContext(rank, world_size, rank, device, "nccl", mesh, messages=messages)
+        if tp:
+            group: Any = _Nccl(model, rank, device)
+            replica = ProcessReplica(rank, world_size, True, group, nullcontext)
+            by_itself = ParallelContext(device=device, backend="nccl", replica=replica, leads=rank == 0)
+            context = replace(context, replica=replica, dimensions={"lp": by_itself})
         try:
             with SimulatedCuda(rank) as gpu:
                 results[rank] = body(context, gpu)
         except BaseException as error:
             errors.append((_released(error), rank, error))
             nccl.barrier.abort()
+            model.barrier.abort()
             gloo.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    with patch.multiple(
-        context_module, dist=_Distributed(), announce=_nothing, roll_call=_nobody, set_timeout=_nothing
+    distributed = _Distributed()
+    with (
+        patch.multiple(context_module, dist=distributed, announce=_nothing, roll_call=_nobody, set_timeout=_nothing),
+        patch.multiple(replica_module, dist=distributed),
     ):
         for thread in threads:
             thread.start()
@@ -105,10 +123,25 @@ class _Nccl:
         return tensor.raw
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        target = self.values(output)
-        everyone = self.meeting.trade(self.rank, self.values(tensor))
-        target.copy_(torch.cat(everyone).view(target.shape))
+        """Into `output`; a capture records it."""
+        self.values(output)
+        self.values(tensor)
+
+        def gathered(target: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+            return target.copy_(torch.cat(self.meeting.trade(self.rank, raw)).view(target.shape))
+
+        simulation().run(gathered, (output, tensor), {}, [output])
         simulation().launched("all_gather")
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """In place; a capture records it."""
+        self.values(tensor)
+
+        def summed(raw: torch.Tensor) -> torch.Tensor:
+            return raw.copy_(torch.stack(self.meeting.trade(self.rank, raw)).sum(0))
+
+        simulation().run(summed, (tensor,), {}, [tensor])
+        simulation().launched("all_reduce")
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         target = self.values(tensor)
@@ -161,6 +194,9 @@ class _Distributed:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, group: _Nccl) -> None:
         group.all_gather(output, tensor)
+
+    def all_reduce(self, tensor: torch.Tensor, group: _Nccl) -> None:
+        group.all_reduce(tensor)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int | None = None, group: Any = None, group_src: int | None = None

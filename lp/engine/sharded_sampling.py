@@ -1,0 +1,203 @@
+"""What the ranks of a replica sample together, each from its part of the vocabulary: one all-gather a step.
+
+    [DIGEST, STOP, LENGTH, (score, token) of every node, best logits of `c`, top-k logits of every node]
+
+Tokens, top-k logits and flags follow from what was gathered, so the ranks of a replica have them bit for bit alike.
+n: sampled nodes; V: vocabulary; T: ranks of the replica; K: top-k logits of a node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from lp.models.sharded_layers import ShardedHead
+from lp.parallel.context import ParallelContext
+from lp.parallel.message import NUM_BEST, Header, Sampled, Stop, best_logits
+from lp.parallel.replica import Replica
+from lp.sampling.sampler import Sampler
+from lp.sampling.top_logits import INVALID_TOKEN, pack_top_logits
+from lp.to_device import to_device
+
+HEAD = 3  # int64s before the nodes
+
+
+class ShardedSampling:
+    """Samples the steps of one generation on the ranks of a replica.
+
+    Args:
+        head: of the model.
+        sampler: of the generation.
+        context: the ranks that share steps.
+    """
+
+    def __init__(self, head: ShardedHead, sampler: Sampler, context: ParallelContext) -> None:
+        self.head = head
+        self.replica = head.replica
+        self.sampler = sampler
+        self.context = context
+        self.compared = context.world_size > 1
+        self.heads = torch.zeros(1, HEAD, dtype=torch.int64)  # of the last step, of all ranks of the replica
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        drafts: Sequence[Sequence[int]],
+        text: Sequence[int],
+        num_logits: int,
+        header: Header,
+    ) -> tuple[Sampled, torch.Tensor]:
+        """What the nodes sampled, and STOP and LENGTH of the replica's message, (2,), on the device.
+
+        The host learns of the other ranks with the message, so that it waits once a step.
+
+        Args:
+            logits: (n, V), or this rank's part of them.
+            positions, branches, drafts, text: as of `Sampler.sample` and `Sampler.scores`.
+            num_logits: K.
+            header: of this rank's message.
+
+        Raises:
+            Exception: what a processor raised on this rank, once the others know of it.
+        """
+        count = len(positions)
+        divided = logits.shape[-1] < self.head.out_features and self.sampler.shardable
+        failure: Exception | None = None
+        mine: list[torch.Tensor] = []
+        if divided:
+            mine = self._best_of_part(logits, positions, branches, num_logits)
+        else:  # every rank has all logits, and samples all: those of the first count
+            logits = self.head.whole(logits)
+            try:
+                mine = self._of_all(logits, positions, branches, drafts, text, num_logits)
+            except Exception as error:
+                failure = error
+                header = header._replace(stop=header.stop | Stop.FAILED)
+        size = 2 * count + (NUM_BEST if self.compared else 0) + count * num_logits
+        known = to_device([header.digest, int(header.stop), header.length], logits.device)
+        body = torch.cat([part.flatten() for part in mine]) if mine else known.new_zeros(size)
+        gathered = self.replica.all_gather(torch.cat([known, body]))
+        self.heads = gathered[:, :HEAD]
+        flags = self._flags(self.heads)
+        if failure:
+            raise failure
+        sizes = [count, count, size - count * (2 + num_logits), count * num_logits]
+        scores, tokens, best, top = gathered[:, HEAD:].split(sizes, 1)
+        top = top.view(self.replica.size, count, num_logits)
+        if not divided:
+            return Sampled(tokens[0], top[0], best[0] if self.compared else None), flags
+        winner = (
+            scores.contiguous().view(torch.float64).argmax(0, keepdim=True)
+        )  # of equal ones the first, as of one rank
+        sampled = Sampled(
+            tokens.gather(0, winner)[0],
+            merged(top, num_logits),
+            merged(best[:, None], NUM_BEST)[0] if self.compared else None,
+        )
+        return sampled, flags
+
+    def top_logits(self, logits: torch.Tensor, scale: Sampler, prompt: Sequence[int], k: int) -> torch.Tensor:
+        """The k best scores of nodes that no walk can reach, packed: (n, k).
+
+        Args:
+            logits: (n, V), or this rank's part of them.
+            scale: the sampler.
+            prompt: the text.
+        """
+        scores = scale.scores(logits, [None] * len(logits), prompt)
+        if logits.shape[-1] == self.head.out_features:
+            return self.replica.all_gather(pack_top_logits(scores, k))[0]
+        return merged(self.replica.all_gather(self._packed(scores, k)), k)
+
+    def _best_of_part(
+        self,
+        logits: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        num_logits: int,
+    ) -> list[torch.Tensor]:
+        first = self.head.first
+        scores, noisy = self.sampler.scores_of_shard(logits, positions, branches, first, self._kth_best)
+        best, token = noisy.double().max(-1)  # a NaN wins
+        token = (token + first).masked_fill(~(best < math.inf), INVALID_TOKEN)
+        packed_best = [self._packed(logits[:1], NUM_BEST)] if self.compared else []
+        return [best.view(torch.int64), token, *packed_best, self._packed(scores, num_logits)]
+
+    def _of_all(
+        self,
+        logits: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        drafts: Sequence[Sequence[int]],
+        text: Sequence[int],
+        num_logits: int,
+    ) -> list[torch.Tensor]:
+        packed_best = [best_logits(logits)] if self.compared else []
+        scores = self.sampler.scores(logits, branches, text)
+        sampled = self.sampler.sample(scores, positions, branches, drafts)
+        top = pack_top_logits(scores, num_logits) if num_logits else sampled[:0]
+        return [torch.zeros_like(sampled), sampled, *packed_best, top]
+
+    def _packed(self, scores: torch.Tensor, k: int) -> torch.Tensor:
+        """The k best of this rank's part, packed, (n, k), with its tokens' own numbers; filled up with nothing."""
+        if not k:
+            return torch.zeros(len(scores), 0, dtype=torch.int64, device=scores.device)
+        packed = pack_top_logits(scores, k) + (self.head.first << 32)
+        return torch.nn.functional.pad(packed, (0, k - packed.shape[1]), value=NOTHING)
+
+    def _kth_best(self, scores: torch.Tensor, k: int) -> torch.Tensor:
+        k = min(k, self.head.out_features)
+        best = scores.topk(min(k, scores.shape[-1])).values
+        best = torch.nn.functional.pad(best, (0, k - best.shape[-1]), value=-math.inf)
+        everyones = torch.cat([*self.replica.all_gather(best)], -1)
+        return everyones.topk(k).values[:, -1:]
+
+    def _flags(self, heads: torch.Tensor) -> torch.Tensor:
+        """STOP, with the flags of all ranks, and the first one's LENGTH."""
+        stop = (heads[:, 0] != heads[0, 0]).any() * int(Stop.PARTED)
+        for flags in heads[:, 1]:
+            stop = stop | flags
+        return torch.stack([stop, heads[0, 2]])
+
+    def check_alike(self, step: int) -> None:
+        """Refuse to go on where the ranks of this replica had different states in the last step.
+
+        Raises:
+            RuntimeError: names the ranks and the step.
+        """
+        digests = self.heads[:, 0].cpu().numpy()
+        if (digests != digests[0]).any():
+            odd = ", ".join(str(rank) for rank in np.flatnonzero(digests != digests[0]))
+            raise RuntimeError(
+                f"in the replica of rank {self.context.name_of(self.context.rank)}, tp {odd} differs from tp 0 at step "
+                f"{step}: their tokens, windows or draft trees are not the same, so the job stops before a wrong token "
+                "is used"
+            )
+
+
+NOTHING = int(np.array([-math.inf], np.float32).view(np.int32)[0]) & 0xFFFFFFFF  # a logit of -inf, of token 0
+
+
+def merged(packed: torch.Tensor, k: int) -> torch.Tensor:
+    """The k best of what the ranks have as their k best: (T, n, k) to (n, k), packed; of equal ones the first."""
+    if not k:
+        return packed[0]
+    everyones = torch.cat([*packed], -1)
+    logits = (everyones & 0xFFFFFFFF).to(torch.int32).view(torch.float32)
+    order = logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    return everyones.gather(-1, order)
+
+
+def agreed_token(replica: Replica, device: torch.device, token: int, stop: Stop) -> tuple[int, Stop]:
+    """The first rank's token, and the flags of all ranks of a replica."""
+    if replica.size == 1:
+        return token, stop
+    gathered = replica.all_gather(torch.tensor([token, stop], device=device)).tolist()
+    for _, flags in gathered:
+        stop |= Stop(flags)
+    return gathered[0][0], stop

@@ -1,0 +1,32 @@
+"""One lock a model: threads may share it, and ranks that are threads hold parts of one and wait for each other."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+_NAME = "_lp_lock"  # attribute of the model
+
+
+class _Kept(dict[str, Any]):
+    """The lock of a model; a copy of the model has one of its own, and a saved one none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.RLock()
+
+    def __deepcopy__(self, memo: object) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[()]]:
+        return dict, ()  # so that a saved model can be loaded without this package
+
+
+def lock_of(model: Any) -> threading.RLock:
+    """The lock on what this package keeps on a model; a thread may take it again."""
+    kept = vars(model).get(_NAME)
+    if not isinstance(kept, _Kept):
+        if isinstance(kept, dict):  # of a saved model
+            vars(model).pop(_NAME, None)
+        kept = vars(model).setdefault(_NAME, _Kept())  # at once, whatever other threads do
+    return kept.lock

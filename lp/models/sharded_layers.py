@@ -1,0 +1,158 @@
+"""The layers of a model that is divided among the ranks of a replica: tensor parallelism.
+
+Layers that are divided by columns, whose outputs are each rank's own, are plain linear layers with fewer outputs.
+E: hidden size; V: vocabulary size; T: ranks of the replica.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lp.errors import UserError
+from lp.parallel.replica import Replica
+
+
+class RowWiseLinear(nn.Module):
+    """A linear layer of which every rank has a part of the inputs: its outputs are summed over the ranks.
+
+    Args:
+        linear: this rank's part, without a bias.
+        bias: of the whole; added once, after the sum.
+        replica: the ranks.
+    """
+
+    def __init__(self, linear: nn.Linear, bias: nn.Parameter | None, replica: Replica) -> None:
+        super().__init__()
+        self.linear = linear
+        self.bias = bias
+        self.replica = replica
+        self.training = linear.training
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's part, (outputs, inputs / T)."""
+        return self.linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        summed = self.replica.all_reduce(self.linear(x))
+        return summed if self.bias is None else summed + self.bias
+
+
+class ShardedExperts(nn.Module):
+    """The experts of a layer, of which every rank has a part of each one's inner size.
+
+    Args:
+        experts: transformers' own module, with this rank's weights.
+        replica: the ranks.
+    """
+
+    def __init__(self, experts: nn.Module, replica: Replica) -> None:
+        super().__init__()
+        self.experts = experts
+        self.training = experts.training
+        self.replica = replica
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.replica.all_reduce(self.experts(*inputs))
+
+
+class ShardedEmbedding(nn.Module):
+    """The embeddings of a part of the vocabulary; those of other tokens come from the other ranks.
+
+    Args:
+        embedding: transformers' own module, with this rank's rows.
+        num_embeddings: V.
+        replica: the ranks.
+    """
+
+    def __init__(self, embedding: nn.Embedding, num_embeddings: int, replica: Replica) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.training = embedding.training
+        self.num_embeddings = num_embeddings
+        self.first, self.last = replica.part(num_embeddings)
+        self.replica = replica
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's rows, (V / T, E)."""
+        return self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        here = (ids >= self.first) & (ids < self.last)
+        own = self.embedding((ids - self.first).clamp(0, self.last - self.first - 1))
+        return self.replica.all_reduce(own * here[..., None])
+
+
+class ShardedHead(nn.Module):
+    """An LM head of which every rank has a part of the vocabulary; called as a module, it gathers all logits.
+
+    Args:
+        linear: this rank's rows.
+        out_features: V.
+        replica: the ranks.
+    """
+
+    def __init__(self, linear: nn.Linear, out_features: int, replica: Replica) -> None:
+        super().__init__()
+        self.linear = linear
+        self.training = linear.training
+        self.out_features = out_features
+        self.first, self.last = replica.part(out_features)
+        self.replica = replica
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This rank's rows, (V / T, E)."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """This rank's part."""
+        return self.linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole(self.linear(x))
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """All logits (..., V), of each rank's part; those that are whole already as they are."""
+        if logits.shape[-1] == self.out_features:
+            return logits
+        sizes = [last - first for first, last in map(self._part, range(self.replica.size))]
+        padded = nn.functional.pad(logits, (0, max(sizes) - logits.shape[-1]))  # a collective takes one size alone
+        parts = self.replica.all_gather(padded.contiguous())
+        return torch.cat([part[..., :size] for part, size in zip(parts, sizes, strict=True)], -1)
+
+    def _part(self, rank: int) -> tuple[int, int]:
+        return self.replica.part(self.out_features, rank)
+
+
+def head_of(model: Any) -> ShardedHead | None:
+    """The LM head of a model that is divided, None of one that is whole."""
+    head = model.get_output_embeddings()
+    return head if isinstance(head, ShardedHead) else None
+
+
+def replica_of(model: Any) -> Replica:
+    """The ranks that a model is divided among."""
+    head = head_of(model)
+    return head.replica if head else Replica()
+
+
+def check_divided(model: Any, replica: Replica) -> None:
+    """Refuse a model that is divided otherwise than the ranks that are to run it.
+
+    Raises:
+        ValueError: both sizes and the remedy.
+    """
+    size = replica_of(model).size
+    if size != replica.size:
+        raise UserError(
+            f"the model is divided among {size} ranks, but the context has replicas of {replica.size}; load it with "
+            "lp.load(name, context=context), and give decoders that context"
+        )

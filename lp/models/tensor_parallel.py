@@ -1,0 +1,289 @@
+"""Divides a model among the ranks of a replica, as the model's own plan says: the one module that knows plans.
+
+A plan is transformers' `base_model_tp_plan`, read as data: patterns of module names, in which `*` is a layer's number,
+and how each is divided. Attention is divided by heads, so that each rank's KV cache holds its own heads alone; KV heads
+fewer than ranks are held by several of them. What a plan does not name is whole on every rank.
+T: ranks of the replica; H: query heads; G: KV heads; D: head dimension; V: vocabulary size; I: inner size of an MLP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lp.errors import UserError
+from lp.models.sharded_layers import RowWiseLinear, ShardedEmbedding, ShardedExperts, ShardedHead
+from lp.parallel.replica import Replica
+
+Plan = Mapping[str, str]
+COLUMNS, ROWS, PACKED, EXPERTS, WHOLE = "colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated"
+# What plans say, by what is done. Outputs that transformers gathers are gathered because its code splits them after
+# the product: known ones are split before it, and those that are not known stay whole.
+STYLES = {
+    "colwise": COLUMNS,
+    "rowwise": ROWS,
+    "packed_colwise": PACKED,
+    "moe_tp_experts": EXPERTS,
+    "colwise_gather_output": "gathered",
+    "rowwise_split_input": "split",
+    "replicated": WHOLE,
+    "replicated_with_grad_allreduce": WHOLE,
+}
+_KV = {"k_proj", "v_proj"}
+_FED_BY = {"o_proj": "qkv_proj", "down_proj": "gate_up_proj"}  # by a linear layer whose output is several in one
+FORMAT = (
+    'give lp.load(tp_plan=...) a dict as {"layers.*.self_attn.q_proj": "colwise", "layers.*.self_attn.o_proj": '
+    f'"rowwise", ...}}, with names of modules inside the base model and one of {", ".join(STYLES)}'
+)
+
+
+class Part(NamedTuple):
+    """The part of a weight that a rank holds: ranges of one dimension, one behind the other.
+
+    Attributes:
+        dimension: which.
+        ranges: [first, last) each.
+    """
+
+    dimension: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, weight: Any) -> torch.Tensor:
+        """This part of a tensor, or of what safetensors' `get_slice` gives, which then reads no more than that."""
+        before = (slice(None),) * self.dimension
+        pieces = [weight[(*before, slice(*each))] for each in self.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dimension)
+
+
+Parts = dict[str, Part]  # by parameter; one that is not there is whole
+Fetch = Callable[[str, nn.Parameter, Part | None], torch.Tensor]
+
+
+def plan_of(model: PreTrainedModel, given: Plan | None = None) -> dict[str, str]:
+    """What is done with the modules of a model, by pattern of their full names.
+
+    Args:
+        model: whose config's class has the plan.
+        given: a user's plan in its place.
+
+    Raises:
+        ValueError: a model without a plan, or a style that is not known; names it, and the format.
+    """
+    config = model.config.get_text_config()
+    plan = given or getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise UserError(f"{type(model).__name__} has no plan of how it is divided among ranks; {FORMAT}")
+    unknown = sorted({style for style in plan.values() if style not in STYLES})
+    if unknown:
+        raise UserError(f"the plan of {type(model).__name__} has {unknown[0]!r}, which is no known style; {FORMAT}")
+    return {f"{model.base_model_prefix}.{pattern}": STYLES[style] for pattern, style in plan.items()}
+
+
+def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -> PreTrainedModel:
+    """Divide a whole model among the ranks of a replica, in place: each keeps its own parts.
+
+    Args:
+        model: the same on every rank; in memory, not quantised.
+        replica: the ranks.
+        plan: None takes the model's own.
+
+    Raises:
+        ValueError: a model that cannot be divided so; names it and why.
+    """
+    return divided(model, replica, plan, lambda name, parameter, part: _held(parameter.data, part))
+
+
+def divided(model: PreTrainedModel, replica: Replica, plan: Plan | None, fetch: Fetch) -> PreTrainedModel:
+    """The same, with this rank's part of every parameter from `fetch(name, whole parameter, part)`.
+
+    The whole parameters may be on torch's meta device.
+    """
+    if replica.size == 1:
+        return model
+    styles = plan_of(model, plan)
+    parts = parts_of(model, replica, styles)
+    vocabulary = model.get_input_embeddings().weight.shape[0], model.get_output_embeddings().weight.shape[0]
+    moved: dict[int, nn.Parameter] = {}  # by the id of the whole one: weights may be tied
+    for name, parameter in model.named_parameters():
+        values = fetch(name, parameter, parts.get(name))
+        moved[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        module._parameters.update({name: moved[id(one)] for name, one in module._parameters.items() if one is not None})
+    _wrap(model, replica, styles, *vocabulary)
+    return model
+
+
+def _held(weight: torch.Tensor, part: Part | None) -> torch.Tensor:
+    return weight if part is None else part.of(weight).clone()
+
+
+def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]) -> Parts:
+    """Which part of every parameter this rank holds.
+
+    Raises:
+        ValueError: T does not divide the heads, or a module that the plan names is of another kind.
+    """
+    heads = _Heads.of(model)
+    heads.check(replica.size)
+    parts: Parts = {}
+    for name, module in model.named_modules():
+        style = division_of(name, styles)
+        if style == COLUMNS:
+            _check_linear(name, module)
+            ranges = heads.ranges(name.rpartition(".")[2], module, replica)
+            parts |= {f"{name}.{each}": Part(0, ranges) for each, _ in module.named_parameters(recurse=False)}
+        elif style == ROWS:
+            _check_linear(name, module)
+            parts[f"{name}.weight"] = Part(1, (replica.part(module.in_features),))
+        elif style == EXPERTS:
+            parts |= _experts(name, module, replica, styles)
+    for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+        name = next(name for name, module in model.named_modules() if module is embedding)
+        rows = Part(0, (replica.part(embedding.weight.shape[0]),))
+        parts |= {f"{name}.{each}": rows for each, _ in embedding.named_parameters(recurse=False)}
+    return parts
+
+
+def style_of(name: str, styles: Mapping[str, str]) -> str | None:
+    """What the plan does with a module; None if it does not name it."""
+    return styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def division_of(name: str, styles: Mapping[str, str]) -> str | None:
+    """How a module is divided: COLUMNS, ROWS, EXPERTS, or not at all."""
+    style = style_of(name, styles)
+    path, _, last = name.rpartition(".")
+    if style == "gathered":
+        return COLUMNS if last in _FED_BY.values() else None
+    if style == "split":  # its inputs are divided if the layer before it is
+        return ROWS if last in _FED_BY and style_of(f"{path}.{_FED_BY[last]}", styles) == "gathered" else None
+    return style if style in (COLUMNS, ROWS, EXPERTS) else None
+
+
+def _check_linear(name: str, module: nn.Module) -> None:
+    if type(module) is not nn.Linear:
+        raise UserError(
+            f"{name} is a {type(module).__name__}; of those that a plan divides, plain linear layers alone can be: "
+            "load the model without quantisation and adapters, or give another tp_plan"
+        )
+
+
+def _experts(name: str, module: nn.Module, replica: Replica, styles: Mapping[str, str]) -> Parts:
+    """Of the experts of a layer, (experts, rows, columns): gate and up projections by rows, down by columns."""
+    parts: Parts = {}
+    for each, weight in module.named_parameters(recurse=False):
+        style = style_of(f"{name}.{each}", styles)
+        if style == PACKED:
+            parts[f"{name}.{each}"] = Part(1, _in_each(replica, *[weight.shape[1] // 2] * 2))
+        elif style == ROWS:
+            parts[f"{name}.{each}"] = Part(2, (replica.part(weight.shape[2]),))
+        elif style is not None:
+            raise UserError(f"the plan has {style!r} for {name}.{each}, a weight of experts; {FORMAT}")
+    return parts
+
+
+def _in_each(replica: Replica, *sizes: int) -> tuple[tuple[int, int], ...]:
+    """This rank's part of each of several outputs that lie one behind the other."""
+    ranges, start = [], 0
+    for size in sizes:
+        first, last = replica.part(size)
+        ranges.append((start + first, start + last))
+        start += size
+    return tuple(ranges)
+
+
+class _Heads(NamedTuple):
+    """H, G and D of a model."""
+
+    queries: int
+    kv: int
+    dimension: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> _Heads:
+        config = model.config.get_text_config()
+        queries = config.num_attention_heads
+        dimension = getattr(config, "head_dim", None) or config.hidden_size // queries
+        return cls(queries, getattr(config, "num_key_value_heads", None) or queries, dimension)
+
+    def check(self, size: int) -> None:
+        """Refuse T ranks that heads cannot be divided among.
+
+        Raises:
+            ValueError: T and the heads, and what would do.
+        """
+        divisors = [t for t in range(1, self.queries + 1) if self.queries % t == 0]
+        fitting = [t for t in divisors if self.kv % t == 0 or t % self.kv == 0]
+        if size not in fitting:
+            raise UserError(
+                f"tp is {size}, but the model has {self.queries} attention heads and {self.kv} KV heads, which cannot "
+                f"be divided among {size} ranks; give parallel.tp one of {', '.join(map(str, fitting))}"
+            )
+
+    def kv_heads(self, replica: Replica) -> tuple[int, int]:
+        """This rank's KV heads: several ranks hold the same one where there are fewer of them than ranks."""
+        first, last = replica.part(self.kv)
+        return (first, last) if last > first and self.kv >= replica.size else (first, first + 1)
+
+    def ranges(self, name: str, linear: Any, replica: Replica) -> tuple[tuple[int, int], ...]:
+        """This rank's outputs of a layer that is divided by columns."""
+        first, last = self.kv_heads(replica)
+        kv = first * self.dimension, last * self.dimension
+        if name in _KV:
+            return (kv,)
+        if name == "qkv_proj":
+            queries = replica.part(self.queries * self.dimension)
+            keys = self.queries * self.dimension
+            values = keys + self.kv * self.dimension
+            return (queries, (keys + kv[0], keys + kv[1]), (values + kv[0], values + kv[1]))
+        if name == "gate_up_proj":
+            return _in_each(replica, *[linear.out_features // 2] * 2)
+        return (replica.part(linear.out_features),)
+
+
+def _wrap(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str], embedded: int, vocabulary: int) -> None:
+    """Put the layers that talk to other ranks into their places, and correct the sizes that modules know."""
+    heads = _Heads.of(model)
+    first, last = heads.kv_heads(replica)
+    queries, kv = heads.queries // replica.size, last - first
+    config = model.config.get_text_config()
+    config.head_dim = heads.dimension  # or it would follow from the number of heads
+    config.num_attention_heads, config.num_key_value_heads = queries, kv
+    known = {"num_heads": queries, "num_key_value_heads": kv, "num_key_value_groups": queries // kv}
+    for name, module in [*model.named_modules()]:
+        style = division_of(name, styles)
+        children = {division_of(f"{name}.{child}", styles) for child, _ in module.named_children()}
+        if hasattr(module, "num_key_value_groups") and COLUMNS in children:
+            for attribute in known.keys() & vars(module).keys():
+                setattr(module, attribute, known[attribute])
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+            if style == ROWS:
+                _replace(model, name, _row_wise(module, replica))
+        elif style == EXPERTS:
+            for attribute in {"intermediate_dim", "intermediate_size"} & vars(module).keys():
+                first, last = replica.part(getattr(module, attribute))
+                setattr(module, attribute, last - first)
+            _replace(model, name, ShardedExperts(module, replica))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding.num_embeddings = embedding.weight.shape[0]
+    padding = embedding.padding_idx
+    embedding.padding_idx = None if padding is None or padding >= embedding.num_embeddings else padding
+    model.set_input_embeddings(ShardedEmbedding(embedding, embedded, replica))
+    model.set_output_embeddings(ShardedHead(head, vocabulary, replica))
+
+
+def _row_wise(linear: nn.Linear, replica: Replica) -> RowWiseLinear:
+    bias = linear.bias
+    linear.bias = None  # type: ignore[assignment]
+    return RowWiseLinear(linear, bias, replica)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    path, _, last = name.rpartition(".")
+    setattr(model.get_submodule(path), last, module)

@@ -1,0 +1,11 @@
+"""How many tokens a model embeds, whatever part of them this rank holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def embedded_tokens(model: Any) -> int:
+    """How many tokens have an embedding."""
+    embedding = model.get_input_embeddings()
+    return getattr(embedding, "num_embeddings", None) or int(embedding.weight.shape[0])

@@ -1,0 +1,74 @@
+"""The ranks of one replica: tensor parallelism divides the model among them. T: ranks of the replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Replica:
+    """What holds one copy of the model; this base class is a rank that holds all of it.
+
+    Its collectives are on the device of the model, in the order in which the model computes.
+
+    Attributes:
+        rank: of this rank in the replica.
+        size: T.
+        capturable: its collectives can be recorded in a CUDA graph.
+    """
+
+    rank: int = 0
+    size: int = 1
+    capturable: bool = True
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in place; the same bits on every rank."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Every rank's tensor, (T, *shape), all of one shape."""
+        return tensor[None]
+
+    def part(self, count: int, rank: int | None = None) -> tuple[int, int]:
+        """The part [first, last) of `count` things that a rank has; this one, unless another is given."""
+        rank = self.rank if rank is None else rank
+        return count * rank // self.size, count * (rank + 1) // self.size
+
+    def close(self) -> None:
+        """Let go of the process group, if there is one."""
+
+
+@dataclass(frozen=True)
+class ProcessReplica(Replica):
+    """Ranks that are processes.
+
+    Attributes:
+        group: of torch.distributed.
+        answered: within it an error of a collective names the ranks that do not answer.
+    """
+
+    group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    answered: Callable[[], AbstractContextManager[None]] | None = field(default=None, repr=False, compare=False)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.answered is not None
+        with self.answered():
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.answered is not None
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        with self.answered():
+            gather(gathered.view(-1), tensor.contiguous().view(-1), group=self.group)
+        return gathered
+
+    def close(self) -> None:
+        object.__setattr__(self, "group", None)  # models hold the replica, and the group's threads end with it
+        object.__setattr__(self, "answered", None)

@@ -1,0 +1,57 @@
+"""One replica over two simulated GPUs: what its ranks send lies on their GPU, and a step waits once."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import lp
+from lp.models import fused
+from lp.models.tensor_parallel import divide
+from lp.parallel.context import ParallelContext
+from tests.simulated_cuda.counts import CONFIG, NEW, SAMPLING
+from tests.simulated_cuda.events import KINDS, Events
+from tests.simulated_cuda.install import simulated_cuda
+from tests.simulated_cuda.ranks import run_on_gpus
+from tests.simulated_cuda.simulation import SimulatedCuda
+from tests.tiny_models import tiny_model
+
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimulatedCuda]:
+    with simulated_cuda() as simulated:
+        yield simulated
+
+
+@pytest.mark.parametrize("capture", ["off", "graph"])
+@pytest.mark.parametrize("sampling", ["greedy", "coupled", "top-k", "top-p"])
+def test_one_wait_a_step_and_no_host_tensor(
+    sampling: str, capture: str, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses host tensors, and a wait for the replica beside that for the message would be felt in each step."""
+    # Simulated parameters are of no class that weights may be moved of; where they lie matters to no token.
+    monkeypatch.setattr(fused, "is_mergeable", lambda linears: True)
+    monkeypatch.setattr(fused, "laid_out", lambda parameters: [each.data for each in parameters])
+    model = tiny_model(sharpness=2.0)
+    params = SAMPLING[sampling]
+    expected = lp.AutoregressiveDecoder(model).generate(IDS, NEW, params).tokens
+    wholes = [copy.deepcopy(model).to(f"cuda:{rank}") for rank in range(2)]
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> tuple[list[int], list[Events]]:
+        part = divide(wholes[context.rank], context.replica)
+        decoder = lp.LookaheadDecoder(part, CONFIG, context, capture=capture)
+        assert decoder.runner.fused and (decoder.runner.captured is not None) == (capture == "graph")
+        decoder.generate(IDS, NEW, params)
+        seen: list[Events] = []
+        output = decoder.generate(IDS, NEW, params, on_tokens=lambda tokens, step: seen.append(Events(own.events)))
+        return output.tokens, [Events(after - before) for before, after in itertools.pairwise(seen)]
+
+    for tokens, steps in run_on_gpus(2, body, tp=True):
+        assert tokens == expected
+        waits = KINDS[0]
+        assert max(step.total(waits) for step in steps) == 1, [dict(step) for step in steps]
