@@ -103,9 +103,10 @@ def _mean_error(runner: StepRunner) -> float:
     prefix = ids[:PREFIX]
     nodes = ids[PREFIX:]
     texts = torch.tensor([prefix + [nodes[node] for node in branch] for branch in BRANCHES], device=runner.device)
+    behind_prefix = torch.arange(texts.shape[1], device=runner.device)[-DEPTH - 1 :]  # as in a step: see `forward`
     tree_logits = None
     try:
-        plain_logits = runner.model(texts, use_cache=False, logits_to_keep=DEPTH + 1).logits  # (B, DEPTH + 1, V)
+        plain_logits = runner.model(texts, use_cache=False, logits_to_keep=behind_prefix).logits  # (B, DEPTH + 1, V)
         if plain_logits.isfinite().all():
             tree_logits = _tree_logits(runner, prefix, nodes)
     except torch.OutOfMemoryError:

@@ -408,9 +408,9 @@ class ModelRunner:
         seen = to_device(visible, self.device) if self.recurrent else visible
         mask = self.masks.build(seen, positions_1T[0], cache.length)
         cache.begin(None if chain else seen)
-        last = range(num_tokens - num_logits, num_tokens)
-        logits_to_keep: int | torch.Tensor = num_logits  # a number: the last ones, which need no gathering
-        if not num_logits or [*logits_indices] != [*last]:
+        logits_to_keep: int | torch.Tensor = num_logits  # a number: those of all tokens, which need no gathering
+        # For the last ones, too, a number would do; but Gemma 4 then drops the others before it applies the mask.
+        if [*logits_indices] != [*range(num_tokens)]:
             logits_to_keep = to_device(logits_indices, self.device)
         output = self.network(
             input_ids=ids_1T,

@@ -10,7 +10,7 @@ from tests.tiny_models import MATRIX, VOCABULARY, tiny_model
 
 NEVER = {"bloom", "falcon_alibi", "mpt", "roformer", "rwkv", "gpt_neo", "t5", "mamba", "llama4"}
 EAGER_ONLY = {"gemma2", "gpt_oss", "gptj", "mamba2"}
-NO_FLASH = {"falcon", "gemma4", "deepseek_v2", "deepseek_v3"}  # which `auto` runs with sdpa
+NO_FLASH = {"falcon", "deepseek_v2", "deepseek_v3"}  # which `auto` runs with sdpa
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
