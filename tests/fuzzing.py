@@ -241,6 +241,10 @@ def run(case: Case) -> str | None:
     """What is wrong with a case, None if nothing is."""
     try:
         return _compare(case)
+    except lp.Interrupted as error:  # no Exception
+        if error.signal:
+            raise
+        return f"Interrupted: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

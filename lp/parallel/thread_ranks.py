@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lp.engine.interrupts import Interrupted
 from lp.parallel import agreement
 from lp.parallel.context import DEFAULT_TIMEOUT_S, ENDED, ParallelContext, T, check_tp, coordinates
 from lp.parallel.replica import Replica
@@ -29,7 +30,8 @@ class _Lockstep:
         self.given[rank] = call, mine
         self.barrier.wait(timeout_s)
         everyone = [(call, tensor.clone()) for call, tensor in self.given]
-        self.barrier.wait(timeout_s)
+        with contextlib.suppress(threading.BrokenBarrierError):  # a rank that has all of it may fail while others leave
+            self.barrier.wait(timeout_s)
         return everyone
 
 
@@ -116,12 +118,12 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int 
         tp: ranks of a replica.
 
     Raises:
-        Exception: what the first failing rank raised; the others are released.
+        BaseException: what the first rank raised that did not only stop because of another one; all are released.
     """
     check_tp(tp, world_size)
     shared = _Lockstep(world_size)
     results: list[Any] = [None] * world_size
-    errors: list[tuple[int, BaseException]] = []
+    errors: list[tuple[bool, int, BaseException]] = []
 
     columns = [_Lockstep(world_size // tp) for _ in range(tp)]
     replicas = [_Lockstep(tp) for _ in range(world_size // tp)]
@@ -135,10 +137,8 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int 
         try:
             results[rank] = body(context)
             context.end()
-        except threading.BrokenBarrierError as error:
-            errors.append((world_size + rank, error))  # only released by another's failure: report that one
         except BaseException as error:
-            errors.append((rank, error))
+            errors.append((_is_due_to_another(error), rank, error))
             for each in (shared, *columns, *replicas, *tensors):
                 each.barrier.abort()
 
@@ -148,5 +148,12 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int 
     for thread in threads:
         thread.join()
     if errors:
-        raise min(errors, key=lambda pair: pair[0])[1]
+        raise min(errors, key=lambda found: found[:2])[2]
     return results
+
+
+def _is_due_to_another(error: BaseException) -> bool:
+    """Whether a rank was only released, or stopped, by the failure of another one."""
+    if isinstance(error, Interrupted):
+        return not error.signal
+    return isinstance(error, threading.BrokenBarrierError)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+import lp
 from lp.attention import flash
 from lp.attention.flash import SHORT
 from lp.models.kv_cache import StaticKVCache
@@ -147,3 +149,20 @@ def test_a_case_is_drawn_again_from_its_number() -> None:
     random.seed(1)
     assert [drawn(3, number, SHARE).json() for number in reversed(range(50))] == first[::-1]
     assert sum(drawn(3, number, SHARE).ranks > 1 for number in range(100)) == 10
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGTERM])
+def test_a_stopped_rank_is_a_failure_and_a_signal_is_not(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Interrupted` is no Exception: a rank that others stopped would end the fuzzer without its case."""
+
+    def stopped(case: Case) -> str | None:
+        raise lp.Interrupted(lp.GenerationOutput([1], "interrupted", []), number)
+
+    monkeypatch.setattr("tests.fuzzing._compare", stopped)
+    if number:
+        with pytest.raises(lp.Interrupted):
+            run(Case())
+    else:
+        assert (
+            run(Case()) == "Interrupted: another rank stopped after 1 new tokens, which are in the attribute `output`"
+        )

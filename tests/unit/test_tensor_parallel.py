@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -298,6 +299,23 @@ def test_what_stops_one_rank_stops_all(where: str, world: int, victim: int) -> N
     else:
         own = "interrupted" if where == "signal" else "failed"
         assert found == [own if rank == victim else "interrupted" for rank in range(world)]
+
+
+@pytest.mark.parametrize("world, tp", [(2, 1), (4, 2)])
+def test_ranks_that_are_threads_report_the_rank_that_failed(world: int, tp: int) -> None:
+    """Another rank is stopped by it first, which says nothing of the cause."""
+    model = tiny_model("llama")
+
+    def use(part: Any, context: ParallelContext) -> None:
+        decoder = lp.LookaheadDecoder(part, SHAPE, context)
+        try:
+            decoder.generate(IDS, 60, logits_processor=[Fails(context.rank == world - 1)])
+        except ArithmeticError:
+            time.sleep(0.2)
+            raise
+
+    with pytest.raises(ArithmeticError, match="a processor of one rank"):
+        on_ranks(model, world, tp, use)
 
 
 class StopAfter(tf.StoppingCriteria):
