@@ -398,7 +398,7 @@ class Generation:
             What the work returns; None where it failed, now or before.
 
         Raises:
-            Exception: what the work raised, where there is no other rank.
+            Exception: what the work raised, where there is no other rank, or where those of the replica don't know.
         """
         try:
             if not self.failure or self.context.replica.size > 1:  # whose ranks can't compute without this one
@@ -408,7 +408,8 @@ class Generation:
         except Exception as error:
             self.failure = self._explained(error)
             self.pending_stop |= Stop.FAILED
-            if self.context.alone:
+            replica_waits = self.context.replica.size > 1 and not self.step_pass.announced(error)
+            if self.context.alone or replica_waits:  # in the model: it learns that this rank has ended
                 raise self.failure from error
         return None
 

@@ -40,6 +40,7 @@ class ShardedSampling:
         self.sampler = sampler
         self.context = context
         self.compared = context.world_size > 1
+        self.failure: Exception | None = None  # of this rank, which the others know
         self.heads = torch.zeros(1, HEAD, dtype=torch.int64)  # of the last step, of all ranks of the replica
 
     def sample(
@@ -67,7 +68,6 @@ class ShardedSampling:
         """
         count = len(positions)
         divided = logits.shape[-1] < self.head.out_features and self.sampler.shardable
-        failure: Exception | None = None
         mine: list[torch.Tensor] = []
         if divided:
             mine = self._best_of_part(logits, positions, branches, num_logits)
@@ -76,7 +76,7 @@ class ShardedSampling:
             try:
                 mine = self._of_all(logits, positions, branches, drafts, text, num_logits)
             except Exception as error:
-                failure = error
+                self.failure = error
                 header = header._replace(stop=header.stop | Stop.FAILED)
         size = 2 * count + (NUM_BEST if self.compared else 0) + count * num_logits
         known = to_device([header.digest, int(header.stop), header.length], logits.device)
@@ -84,8 +84,8 @@ class ShardedSampling:
         gathered = self.replica.all_gather(torch.cat([known, body]))
         self.heads = gathered[:, :HEAD]
         flags = self._flags(self.heads)
-        if failure:
-            raise failure
+        if self.failure:
+            raise self.failure
         sizes = [count, count, size - count * (2 + num_logits), count * num_logits]
         scores, tokens, best, top = gathered[:, HEAD:].split(sizes, 1)
         top = top.view(self.replica.size, count, num_logits)

@@ -161,6 +161,10 @@ class StepPass:
             step.tokens, step.positions, visible, self.cache, logits_indices, capture=False, whole=False
         )
 
+    def announced(self, error: Exception) -> bool:
+        """Whether the ranks of this replica know of an error on this one, and wait for nothing."""
+        return self._sharded is not None and self._sharded.failure is error
+
     def check_replicas(self, stop: Stop, step: int) -> None:
         """Refuse to go on where the ranks of some replica differ.
 
