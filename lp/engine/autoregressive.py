@@ -56,6 +56,8 @@ class AutoregressiveDecoder(Decoder):
             text.append(token)
             inputs = prompt.new_tensor([[token]])
             reason, _ = request.stopping.check(text[len(request.prompt) :], 1)
+            if request.stopping.criteria:  # those of each rank, which may look at the clock
+                reason = Stop(agreed_token(self.context.replica, self.model.device, reason, Stop.NONE)[0])
             if request.on_tokens:
                 request.on_tokens([token], len(stats))
             reason = reason or stop

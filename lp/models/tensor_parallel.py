@@ -143,6 +143,10 @@ def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]
         elif style == EXPERTS:
             parts |= _experts(name, module, replica, styles)
     for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if (tokens := embedding.weight.shape[0]) < replica.size:
+            raise UserError(
+                f"tp is {replica.size}, but the model has {tokens} tokens; give parallel.tp at most {tokens}"
+            )
         name = next(name for name, module in model.named_modules() if module is embedding)
         rows = Part(0, (replica.part(embedding.weight.shape[0]),))
         parts |= {f"{name}.{each}": rows for each, _ in embedding.named_parameters(recurse=False)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -175,6 +176,8 @@ def test_errors_name_value_limit_and_remedy() -> None:
         ParallelContext.from_env(tp=2)
     with pytest.raises(lp.UserError, match=r"tp is 3, but the model has 4 attention heads and 2 KV heads.* 1, 2, 4"):
         divide(tiny_model("llama"), Replica(0, 3))
+    with pytest.raises(lp.UserError, match="tp is 4, but the model has 3 tokens; give parallel.tp at most 3"):
+        divide(tiny_model("llama", vocab_size=3), Replica(0, 4))
     with pytest.raises(lp.UserError, match=r"GPT2LMHeadModel has no plan .*layers\.\*\.self_attn"):
         divide(tiny_model("gpt2"), Replica(0, 2))
     with pytest.raises(lp.UserError, match="has 'diagonal', which is no known style"):
@@ -316,6 +319,50 @@ def test_ranks_that_are_threads_report_the_rank_that_failed(world: int, tp: int)
 
     with pytest.raises(ArithmeticError, match="a processor of one rank"):
         on_ranks(model, world, tp, use)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_rank_that_fails_in_the_prefill_leaves_its_replica_alone(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sums of the next step would meet those of the prompt on the others."""
+    model = tiny_model("llama")
+    armed, failed, later = [False], [False], [0]
+    all_reduce = LockstepReplica.all_reduce
+
+    def failing(self: LockstepReplica, tensor: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is victim[0]:
+            later[0] += failed[0]
+            if armed[0] and not failed[0]:
+                failed[0] = True
+                raise ArithmeticError("out of memory on one rank")
+        return all_reduce(self, tensor)
+
+    monkeypatch.setattr(LockstepReplica, "all_reduce", failing)
+    victim: list[Any] = [None]
+
+    def use(part: Any, context: ParallelContext) -> None:
+        decoder = lp.LookaheadDecoder(part, SHAPE, context)
+        if context.rank == world - 1:
+            victim[0], armed[0] = threading.current_thread(), True
+        decoder.generate(IDS, NEW)
+
+    with pytest.raises(ArithmeticError, match="out of memory on one rank"):
+        on_ranks(model, world, 2, use)
+    assert failed[0] and not later[0]
+
+
+def test_plain_decoding_ends_where_the_first_rank_of_a_replica_says() -> None:
+    """A criterion that looks at the clock ends one rank first, and the others would wait for it."""
+    model = tiny_model("llama")
+
+    def use(part: Any, context: ParallelContext) -> list[tuple[int, str]]:
+        found = []
+        for kind in (lp.AutoregressiveDecoder, lp.PlainDecoder):
+            criteria = [StopAfter(len(IDS) + (5 if context.is_main else 7))]
+            output = kind(part, context=context).generate(IDS, NEW, stopping_criteria=criteria)
+            found.append((len(output.tokens), output.finish_reason))
+        return found
+
+    assert on_ranks(model, 2, 2, use) == [[(5, "criteria")] * 2] * 2
 
 
 class StopAfter(tf.StoppingCriteria):
