@@ -176,7 +176,7 @@ def test_errors_name_value_limit_and_remedy() -> None:
         ParallelContext.from_env(tp=2)
     with pytest.raises(lp.UserError, match=r"tp is 3, but the model has 4 attention heads and 2 KV heads.* 1, 2, 4"):
         divide(tiny_model("llama"), Replica(0, 3))
-    with pytest.raises(lp.UserError, match="tp is 4, but the model has 3 tokens; give parallel.tp at most 3"):
+    with pytest.raises(lp.UserError, match=r"tp is 4, but the model has 3 tokens; give parallel\.tp at most 3"):
         divide(tiny_model("llama", vocab_size=3), Replica(0, 4))
     with pytest.raises(lp.UserError, match=r"GPT2LMHeadModel has no plan .*layers\.\*\.self_attn"):
         divide(tiny_model("gpt2"), Replica(0, 2))
