@@ -67,7 +67,7 @@ class LookaheadDecoder(Decoder):
         self.factory = source_of(self.settings).factory(self.settings)
         self.config = self.settings.shape()
         self.runner = runner_of(model, attention, Capture(capture))
-        self.merges_late = self.runner.device.type != "cpu"
+        self.merges_late = self.runner.beside_host
         self._last: list[StepStats] = []
         check_vocabulary(embedded_tokens(model))
         making = f"making a {type(self).__name__}"

@@ -117,7 +117,8 @@ class StepTimingDecoder(Decoder):
         tables = fresh_tables(self.config, vocabulary_size(self.model))
         source = RejectedDrafts(self.config, request.prompt, None, tables)
         cache.clear()
-        generation = Generation(self.config, self.context.lp, self.runner, source, request, budget, cache)
+        late = self.runner.beside_host
+        generation = Generation(self.config, self.context.lp, self.runner, source, request, budget, cache, late)
         generation.capture_steps()
         generation.prefill()
         return generation

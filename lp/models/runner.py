@@ -146,6 +146,11 @@ class ModelRunner:
         return self.network is not self.model
 
     @property
+    def beside_host(self) -> bool:
+        """The device computes while the host does something else."""
+        return self.device.type != "cpu"
+
+    @property
     def attention(self) -> str:
         """The name of the attention backend."""
         return self.backend.name
