@@ -139,6 +139,9 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int 
             context.end()
         except BaseException as error:
             errors.append((_is_due_to_another(error), rank, error))
+            if isinstance(error, Interrupted) and not error.signal:
+                context.end()  # the rank that failed may still be telling others
+                return
             for each in (shared, *columns, *replicas, *tensors):
                 each.barrier.abort()
 
