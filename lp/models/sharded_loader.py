@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ SINGLE = "model.safetensors"
 RENAMED = ((".mlp.", ".block_sparse_moe."),)
 GATES = (("gate_proj", "up_proj"), ("w1", "w3"))  # of an expert
 DOWNS = ("down_proj", "w2")
+_BUILDING = threading.Lock()  # transformers sets torch's default dtype meanwhile, which threads share
 
 
 def load_divided(
@@ -61,7 +63,7 @@ def load_divided(
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
     assert isinstance(dtype, torch.dtype)
-    with torch.device("meta"):
+    with _BUILDING, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
     model.tie_weights()
     _compute_buffers(model, device)

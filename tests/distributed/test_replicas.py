@@ -18,7 +18,7 @@ from tests.tiny_models import plain_greedy
 
 ALL = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe"]
 FEW = ["llama", "phi3", "qwen3_moe"]
-LAUNCHES = [(2, 2, ALL), (4, 2, ALL), (4, 4, ALL), (6, 2, ALL)] if LONG else [(2, 2, FEW), (4, 2, FEW)]
+LAUNCHES = [(2, 2, ALL), (4, 2, ALL), (4, 4, ALL), (6, 2, ALL)] if LONG else [(4, 2, FEW)]
 WORKER = "tests.distributed.workers.replicas"
 
 

@@ -60,6 +60,7 @@ def test_ranks_decode_what_they_loaded(tmp_path: Path) -> None:
         return lp.LookaheadDecoder(loaded.model, lp.LookaheadConfig(adaptive=False), context).generate(IDS, 12).tokens
 
     assert run_lockstep(4, body, tp=2) == [plain_greedy(model, IDS, 12)] * 4
+    assert torch.get_default_dtype() is torch.float32, "transformers sets it while it builds a model, for all threads"
 
 
 def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
