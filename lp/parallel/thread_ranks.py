@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lp.engine.interrupts import Interrupted
 from lp.parallel import agreement
 from lp.parallel.context import DEFAULT_TIMEOUT_S, ENDED, ParallelContext, T, check_tp, coordinates
 from lp.parallel.replica import Replica
@@ -139,7 +138,7 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int 
             context.end()
         except BaseException as error:
             errors.append((_is_due_to_another(error), rank, error))
-            if isinstance(error, Interrupted) and not error.signal:
+            if _is_stopped_by_another(error):
                 context.end()  # the rank that failed may still be telling others
                 return
             for each in (shared, *columns, *replicas, *tensors):
@@ -157,6 +156,9 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int 
 
 def _is_due_to_another(error: BaseException) -> bool:
     """Whether a rank was only released, or stopped, by the failure of another one."""
-    if isinstance(error, Interrupted):
-        return not error.signal
-    return isinstance(error, threading.BrokenBarrierError)
+    return _is_stopped_by_another(error) or isinstance(error, threading.BrokenBarrierError)
+
+
+def _is_stopped_by_another(error: BaseException) -> bool:
+    """It is an `lp.Interrupted`, which a higher layer defines, without a signal of its own."""
+    return isinstance(error, KeyboardInterrupt) and getattr(error, "signal", None) == 0
