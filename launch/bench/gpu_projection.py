@@ -12,24 +12,18 @@ from lp.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuLine:
-    """R GPUs with B tokens each.
+class StepEstimate:
+    """A step and the speed that follows from it.
 
     Args:
-        ranks, budget: R and B; B = 1 is plain decoding.
+        budget: B, step tokens of a replica of the model; 1 is plain decoding.
         compression: S.
-        parts: of a step, seconds by name: weights or FLOPs, kernels, host, gather.
+        parts: of the step, seconds by name: weights or FLOPs, kernels, host, gather.
     """
 
-    ranks: int
     budget: int
     compression: float
     parts: dict[str, float]
-
-    @property
-    def step_tokens(self) -> int:
-        """R x B."""
-        return self.ranks * self.budget
 
     @property
     def step_s(self) -> float:
@@ -40,6 +34,22 @@ class GpuLine:
     def tokens_per_s(self) -> float:
         """Of decoding."""
         return self.compression / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuLine(StepEstimate):
+    """R GPUs with B tokens each.
+
+    Args:
+        ranks: R.
+    """
+
+    ranks: int
+
+    @property
+    def step_tokens(self) -> int:
+        """R x B."""
+        return self.ranks * self.budget
 
     @property
     def largest(self) -> str:

@@ -9,7 +9,7 @@ from lp.models.captured_steps import BUCKETS
 
 from .arithmetic import Gpu, StepTime
 from .ceilings import Work
-from .gpu_projection import LogLaw
+from .gpu_projection import LogLaw, StepEstimate
 
 MEMORY_SHARE = 0.9  # of a GPU's memory, that weights may take: assumed
 ELEMENT_BYTES = 2  # of bfloat16
@@ -67,31 +67,15 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class Split(StepEstimate):
     """A split of the GPUs with the step tokens that are best there.
 
     Args:
         lp, tp: replicas, and ranks of each.
-        budget: step tokens of every replica.
-        compression: S.
-        parts: of a step, seconds by name.
     """
 
     lp: int
     tp: int
-    budget: int
-    compression: float
-    parts: dict[str, float]
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return sum(self.parts.values())
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of decoding."""
-        return self.compression / self.step_s
 
 
 @dataclass(frozen=True, kw_only=True)

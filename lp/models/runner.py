@@ -384,29 +384,15 @@ class ModelRunner:
             cache: holds the prefix.
             logits_indices: tokens whose logits are computed; only these go through the LM head.
             capture: it is a step, of which there will be many.
-            whole: of the whole vocabulary; False: this rank's part of it may do, where ranks divide it.
             chain: each token sees all before it, and all are committed.
+            whole: of the whole vocabulary; False: this rank's part of it may do, where ranks divide it.
 
         Returns:
             (len(logits_indices), V), valid until the next step.
         """
-        logits = self._forward(tokens, positions, visible, cache, logits_indices, capture, chain)
-        head = head_of(self.model) if whole else None
-        return head.whole(logits) if head else logits
-
-    def _forward(
-        self,
-        tokens: Sequence[int] | np.ndarray,
-        positions: Sequence[int] | np.ndarray,
-        visible: np.ndarray,
-        cache: StaticKVCache,
-        logits_indices: Sequence[int],
-        capture: bool,
-        chain: bool,
-    ) -> torch.Tensor:
         num_logits = len(logits_indices)
         if capture and (step := self.staged(tokens, positions, _parents_of(visible), cache, logits_indices)):
-            return step.run()[:num_logits]
+            return self._whole(step.run()[:num_logits], whole)
         cache.flush()
         num_tokens = len(tokens)
         ids_1T, positions_1T = to_device(np.array([tokens, positions]), self.device).split(1)
@@ -425,7 +411,11 @@ class ModelRunner:
             logits_to_keep=logits_to_keep,
             **{cache_keyword(self.config): cache},
         )
-        return output.logits[0]
+        return self._whole(output.logits[0], whole)
+
+    def _whole(self, logits: torch.Tensor, whole: bool) -> torch.Tensor:
+        head = head_of(self.model) if whole else None
+        return head.whole(logits) if head else logits
 
 
 def _parents_of(visible: np.ndarray) -> np.ndarray:

@@ -244,7 +244,7 @@ class _ProcessContext(ParallelContext):
 
         across, within = messages_of([[*column] for column in zip(*grid, strict=True)]), messages_of(grid)
         tp_group = self.mesh.get_group("tp")
-        replica = ProcessReplica(tp, size, self.backend == "nccl", tp_group, self._answered)
+        replica = ProcessReplica(tp, size, tp_group, self._answered)
         home = self.rank, self.world_size
         names = tuple(coordinates(rank, size) for rank in range(self.world_size))
         shared: dict[str, Any] = {"step_sizes": self.step_sizes, "timeouts": self.timeouts, "home": home}

@@ -19,12 +19,10 @@ class Replica:
     Attributes:
         rank: of this rank in the replica.
         size: T.
-        capturable: its collectives can be recorded in a CUDA graph.
     """
 
     rank: int = 0
     size: int = 1
-    capturable: bool = True
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, in place; the same bits on every rank."""

@@ -59,7 +59,7 @@ class LockstepContext(ParallelContext):
         """
         lp, tp = divmod(self.rank, size)
         names = tuple(coordinates(rank, size) for rank in range(self.world_size))
-        whole = LockstepReplica(tp, size, False, tensors)
+        whole = LockstepReplica(tp, size, tensors)
         step_sizes = self.step_sizes
         replicas = self.world_size // size
         along_lp = LockstepContext(

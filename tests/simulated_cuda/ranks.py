@@ -46,7 +46,7 @@ def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda]
         context: ParallelContext = _ProcessContext(rank, world_size, rank, device, "nccl", mesh, messages=messages)
         if tp:
             group: Any = _Nccl(model, rank, device)
-            replica = ProcessReplica(rank, world_size, True, group, nullcontext)
+            replica = ProcessReplica(rank, world_size, group, nullcontext)
             by_itself = ParallelContext(device=device, backend="nccl", replica=replica, leads=rank == 0)
             context = replace(context, replica=replica, dimensions={"lp": by_itself})
         try:
