@@ -1,4 +1,4 @@
-"""One `generate` call: the state that every rank holds alike, and the decode step.
+"""One text that is generated: the state that every rank holds alike, and the decode step.
 
 A step is one tree of nodes with `c`, the last generated token, at its root. Its KV is not in the cache yet. Every rank
 grows and computes its own part of the tree, and learns the others' parts from their messages.
@@ -7,7 +7,7 @@ grows and computes its own part of the tree, and learns the others' parts from t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -45,8 +45,28 @@ def cache_slots(request: Request, budget: Budget) -> int:
     return request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens)
 
 
+class StepPart(NamedTuple):
+    """What a text has in a step on this rank.
+
+    Attributes:
+        layout: the nodes.
+        header: of the message.
+        slices: the window's columns of every rank.
+        merges: nodes that repeat others share theirs, as of DraftTree.
+        num_logits: top-k logits of every node.
+        plain: the step computes `c` alone: nothing is drafted or learned.
+    """
+
+    layout: StepLayout
+    header: Header
+    slices: WindowSlices
+    merges: bool
+    num_logits: int
+    plain: bool
+
+
 class Generation:
-    """The loop of one call, on one rank.
+    """One text, on one rank.
 
     Text, window and draft source are the same on every rank, and changed only from gathered data. The KV cache, and the
     accepted tokens that it lacks, are the rank's own.
@@ -120,8 +140,7 @@ class Generation:
         reason = Stop.NONE
         try:
             while not reason:
-                plain = self.budget.idle and not self.catch_up_counts.any()
-                reason = self.plain_step() if plain else self.step()
+                reason = self.step()
         finally:
             self._finish_learning()
         if self.failure:
@@ -158,50 +177,63 @@ class Generation:
 
     def step(self) -> Stop:
         """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""
+        part = self.begin_step()
+        if part.plain and self.context.alone:
+            return self._plain_step_alone(part)
+        return self.end_step(part, self._messages(part))
+
+    def begin_step(self) -> StepPart:
+        """What this rank computes in the next step."""
         self.timer.restart()
         self._cross_rope_boundary()
+        if self.budget.idle and not self.catch_up_counts.any():
+            assert not self.catch_up
+            layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
+            slices = WindowSlices()
+            return StepPart(layout, self._header(NO_DRAFT, slices), slices, NO_DRAFT.merge, 0, plain=True)
         slices = self._slice_window()
         share = self._propose(slices)
         layout = self._layout(slices[self.context.rank], share.draft)
-        messages = self._messages(layout, share.common, slices, self.num_logits)
+        header = self._header(share.common, slices)
+        return StepPart(layout, header, slices, share.draft.merge, self.num_logits, plain=False)
+
+    def end_step(self, part: StepPart, messages: np.ndarray) -> Stop:
+        """Take in what all ranks computed; the reason to stop, or NONE.
+
+        Args:
+            part: of this rank.
+            messages: int64 (R, P), of all ranks.
+        """
         gathered = self._unpacked(messages)
         if gathered.stop:
             return self._stop(gathered.stop, gathered.length)
-        self.union.merge(gathered.trees, slices, share.draft.merge)
-        outcome, own_path = self._verify(layout)
+        if part.plain:
+            return self._take_plain(sampled_at_c(messages), part.layout)
+        self.union.merge(gathered.trees, part.slices, part.merges)
+        outcome, own_path = self._verify(part.layout)
         self._record(gathered, outcome)
-        self._commit(layout, outcome, own_path)
-        self._learn(gathered, outcome, slices)
-        return self._deliver(outcome.tokens, layout.num_tokens, self.union.num_draft, slices.num_columns)
+        self._commit(part.layout, outcome, own_path)
+        self._learn(gathered, outcome, part.slices)
+        return self._deliver(outcome.tokens, part.layout.num_tokens, self.union.num_draft, part.slices.num_columns)
 
-    def plain_step(self) -> Stop:
-        """The same of `c` alone, on every rank: nothing is drafted or learned, so it takes what plain decoding does."""
-        assert not self.catch_up
-        self.timer.restart()
-        self._cross_rope_boundary()
-        layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
-        if self.context.alone:
-            self._finish_learning()
-            size = self.budget.padded_size(1)
-            token = self._attempt(lambda: self.step_pass.token_alone(layout, self.text, size))
-            stop = self._wants_to_stop()
-            length = self.num_kept
-        else:
-            messages = self._messages(layout, NO_DRAFT, WindowSlices(), num_logits=0)
-            gathered = self._unpacked(messages)
-            token = sampled_at_c(messages)
-            stop = gathered.stop
-            length = gathered.length
-        if stop:
-            return self._stop(stop, length)
+    def _plain_step_alone(self, part: StepPart) -> Stop:
+        """The same for a single rank, without a message to itself, which would be felt in each plain step."""
+        self._finish_learning()
+        size = self.budget.padded_size(1)
+        token = self._attempt(lambda: self.step_pass.token_alone(part.layout, self.text, size))
+        if stop := self._wants_to_stop():
+            return self._stop(stop, self.num_kept)
         assert token is not None
-        tokens = [token]
-        check_sampled(tokens[0], len(self.stats), layout.positions[0])
+        return self._take_plain(token, part.layout)
+
+    def _take_plain(self, token: int, layout: StepLayout) -> Stop:
+        """Take in what a plain step sampled."""
+        check_sampled(token, len(self.stats), layout.positions[0])
         self.request.sampler.record([0], [0])
         self.cache.commit([0])
-        self.text += tokens
-        self.budget.record_step(tokens, 1, DraftRecord())
-        return self._deliver(tokens, 1)
+        self.text.append(token)
+        self.budget.record_step([token], 1, DraftRecord())
+        return self._deliver([token], 1)
 
     @property
     def _warming_up(self) -> bool:
@@ -253,20 +285,12 @@ class Generation:
             )
         return layout
 
-    def _messages(self, layout: StepLayout, common: DraftTree, slices: WindowSlices, num_logits: int) -> np.ndarray:
-        """Compute this rank's part of the step, and exchange messages: (R, P). Without nodes if it fails.
-
-        Args:
-            layout: of the rank.
-            common: draft tokens that all ranks have alike.
-            slices: the window's columns of every rank.
-            num_logits: top-k logits of every node.
-        """
-        header = self._header(common, slices)
-        size = self.budget.padded_size(layout.num_tokens)
-        message = self._attempt(lambda: self.step_pass.run(layout, header, self.text, size, num_logits))
+    def _messages(self, part: StepPart) -> np.ndarray:
+        """Compute this rank's part of the step, and exchange messages: (R, P). Without nodes if it fails."""
+        size = self.budget.padded_size(part.layout.num_tokens)
+        message = self._attempt(lambda: self.step_pass.run(part.layout, part.header, self.text, size, part.num_logits))
         if message is None:
-            message = self.step_pass.failed(header._replace(stop=self._wants_to_stop()), layout)
+            message = self.step_pass.failed(part.header._replace(stop=self._wants_to_stop()), part.layout)
         with self.timer.forward:  # while the device computes
             self._finish_learning()
         return self.step_pass.exchange(message)
