@@ -60,6 +60,14 @@ class StepTimes:
         """Steps that all take the same time, plain ones too."""
         return cls((1, max_tokens), (seconds, seconds), seconds)
 
+    def extended(self, max_tokens: int) -> StepTimes:
+        """With a size beyond the largest one measured, whose time is in proportion to its tokens."""
+        max_tokens = min(max_tokens, MAX_TABLE_TOKENS)
+        if max_tokens <= self.max_tokens:
+            return self
+        seconds = self.seconds[-1] * max_tokens / self.max_tokens
+        return StepTimes((*self.num_tokens, max_tokens), (*self.seconds, seconds), self.plain_s)
+
     @property
     def max_tokens(self) -> int:
         """The largest size measured."""

@@ -111,10 +111,7 @@ class StepPass:
             if self._clock:
                 self._clock.start()
             inputs = layout.step_tokens(step_tokens)
-            missing = len(layout.catch_up)
-            logits_indices = layout.sampled_nodes
-            if missing:
-                logits_indices = [missing + node for node in logits_indices]
+            logits_indices = layout.sampled_tokens
             step = self.runner.staged(*inputs, self.cache, logits_indices)
             if step is None:
                 logits = self._forward(inputs, logits_indices)
@@ -124,14 +121,25 @@ class StepPass:
                     self._on_host = tail.on_host
                     return tail.run(known_part(header, layout, self.shape), *self._sampled_nodes(layout))
                 logits = logits_BV[: len(logits_indices)]
-            if self._sharded:
-                branches, drafts = self._branches(layout), self._drafts(layout)
-                positions = layout.sampled_positions
-                sampled, flags = self._sharded.sample(logits, positions, branches, drafts, text, num_logits, header)
-                message = pack(header, layout, sampled, self.shape)
-                message[STOP : LENGTH + 1] = flags
-                return message
+            return self.message(logits, layout, header, text, num_logits)
+
+    def message(
+        self, logits: torch.Tensor, layout: StepLayout, header: Header, text: Sequence[int], num_logits: int
+    ) -> torch.Tensor:
+        """This rank's message (P,), on its device.
+
+        Args:
+            logits: of the sampled nodes, (n, V).
+            layout, header, text, num_logits: as of `run`.
+        """
+        if not self._sharded:
             return pack(header, layout, self._sampled(logits, layout, text, num_logits), self.shape)
+        branches, drafts = self._branches(layout), self._drafts(layout)
+        positions = layout.sampled_positions
+        sampled, flags = self._sharded.sample(logits, positions, branches, drafts, text, num_logits, header)
+        message = pack(header, layout, sampled, self.shape)
+        message[STOP : LENGTH + 1] = flags
+        return message
 
     def token_alone(self, layout: StepLayout, text: Sequence[int], step_tokens: int) -> int:
         """The token sampled at `c` by a plain step of a single rank: its message to itself would be felt in each.

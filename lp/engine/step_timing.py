@@ -119,7 +119,7 @@ class StepTimingDecoder(Decoder):
         source = RejectedDrafts(self.config, request.prompt, None, tables)
         cache.clear()
         late = self.runner.beside_host
-        generation = Generation(self.config, self.context.lp, self.runner, source, request, budget, cache, late)
+        generation = Generation(self.config, self.context.lp, self.runner, source, budget, request, cache, late)
         generation.capture_steps()
         generation.prefill()
         return generation

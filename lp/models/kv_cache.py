@@ -240,16 +240,16 @@ class StaticKVCache(Cache):
         for layer in self.layers:
             layer.rebind()
 
-    def copy_prefix(self, other: StaticKVCache, num_tokens: int) -> None:
-        """Begin with the first tokens of another cache of this model; this one must be empty.
+    def first(self, num_tokens: int) -> list[torch.Tensor]:
+        """Keys and values of the first tokens, by buffer: (n, G, num_tokens, D)."""
+        self.flush()
+        return [buffer[:, :, :num_tokens] for buffer in self.buffers]
 
-        Args:
-            num_tokens: at most what the other one has committed.
-        """
-        assert not self.length and num_tokens <= other.length
-        other.flush()
-        for own, theirs in zip(self.buffers, other.buffers, strict=True):
-            own[:, :, :num_tokens] = theirs[:, :, :num_tokens]
+    def begin_with(self, states: Sequence[torch.Tensor], num_tokens: int) -> None:
+        """Begin with the first tokens of another cache of this model, as its `first` gives them; this one is empty."""
+        assert not self.length
+        for own, theirs in zip(self.buffers, states, strict=True):
+            own[:, :, :num_tokens] = theirs
         self.length = num_tokens
 
     def clear(self) -> None:

@@ -59,6 +59,8 @@ class Runs:
 
     def give_back(self, run: Run) -> None:
         """These slots are free again."""
+        if not run.size:
+            return
         beside = [other for other in self._free if other.end == run.start or other.start == run.end]
         for other in beside:
             self._free.remove(other)
@@ -118,6 +120,15 @@ class KVPool:
     def give_back(self, cache: StaticKVCache) -> None:
         """The slots of a cache, which is of no more use."""
         self._runs.give_back(self._caches.pop(cache))
+
+    def shrink(self, cache: StaticKVCache, slots: int) -> None:
+        """Give back the slots of a cache but the first ones, which hold all that is cached."""
+        run = self._caches[cache]
+        cache.flush()
+        kept = Run(run.start, slots)
+        self._runs.give_back(Run(kept.end, run.size - slots))
+        self._caches[cache] = kept
+        cache.lie_in(self._views(kept))
 
     def check(self) -> None:
         """That every slot is free or of one cache: an invariant, for tests."""
