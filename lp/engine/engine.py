@@ -25,11 +25,11 @@ from lp.checks import check_int
 from lp.engine.decode_loop import Generation
 from lp.engine.forest_step import ForestStep
 from lp.engine.inputs import Prompt
-from lp.engine.interrupts import DeferredSignals, Interrupted
+from lp.engine.interrupts import DeferredSignals
 from lp.engine.output import GenerationOutput
 from lp.engine.prefixes import CachedText, Prefixes
 from lp.engine.request import Request
-from lp.engine.step_decoder import MAX_SEQUENCES, StepDecoder
+from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
 from lp.models.fused import model_state
 from lp.models.kv_cache import StaticKVCache
@@ -40,6 +40,7 @@ from lp.parallel.agreement import exchange
 from lp.parallel.message import Stop
 from lp.sampling.params import SamplingParams
 
+MAX_SEQUENCES = 8  # that take a step together
 PREFILL_CHUNK = 128  # tokens of prompts in a step that others take part in
 CACHE_SHARE = 0.5  # of the free memory, that the cache may take by default
 LONGEST_TEXT = 32768  # tokens that a place gets by default, where the model's context is longer
@@ -369,23 +370,3 @@ class Engine:
         handle = self._running.pop(text)
         handle.error = error
         self.pool.give_back(text.cache)
-
-
-def run_batch(engine: Engine, handles: Sequence[Handle]) -> list[GenerationOutput]:
-    """The outputs of all texts of an engine; they end when one of them fails.
-
-    Raises:
-        Interrupted: as of `StepDecoder.generate_batch`.
-        BaseException: what a text failed with.
-    """
-    engine.run(stops_at_failure=True)
-    for handle in handles:
-        engine.cancel(handle)  # if it has not ended
-    outputs = [handle.result() for handle in handles]
-    cut = [output for output in outputs if output.finish_reason in ("interrupted", "cancelled")]
-    if not cut and not engine.signal:
-        return outputs
-    error = Interrupted((cut or outputs)[0], engine.signal)
-    error.outputs = outputs
-    error.finished = [output for output in outputs if output not in cut]
-    raise error

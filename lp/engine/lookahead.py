@@ -16,10 +16,10 @@ from lp.digest import chain_digest, text_digest
 from lp.draft.registry import Call, DraftConfig, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
+from lp.engine.batch import BatchDecoder
 from lp.engine.decode_loop import Beginning, Generation, cache_slots
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
-from lp.engine.step_decoder import StepDecoder
 from lp.engine.step_timing import decoder_step_times
 from lp.models.digests import model_digests
 from lp.models.kv_cache import StaticKVCache
@@ -31,7 +31,7 @@ from lp.parallel.context import ParallelContext
 from lp.parallel.message import check_vocabulary
 
 
-class LookaheadDecoder(StepDecoder):
+class LookaheadDecoder(BatchDecoder):
     """Exact decoding in fewer steps (arXiv 2402.02057), with the draft source that the config is of.
 
     Args:

@@ -15,10 +15,10 @@ from lp.config import Capture, LookaheadConfig
 from lp.draft.source import StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
+from lp.engine.batch import BatchDecoder
 from lp.engine.decode_loop import Beginning, Generation, cache_slots
 from lp.engine.output import GenerationOutput, StepTimer
 from lp.engine.request import Request
-from lp.engine.step_decoder import StepDecoder
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import runner_of
 from lp.parallel.context import ParallelContext
@@ -27,7 +27,7 @@ from lp.sampling.top_logits import TopLogits
 ONE_TOKEN = LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
 
 
-class PlainDecoder(StepDecoder):
+class PlainDecoder(BatchDecoder):
     """One token a step. Replicas share nothing: each decodes the whole text.
 
     Args:
