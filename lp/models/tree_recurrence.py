@@ -1,7 +1,8 @@
 """Recurrent layers over a tree: every node's output is that of the recurrence along its own path, in one pass.
 
-T: tokens, nodes of a tree in topological order; H: heads; K: taps of a convolution; C: its channels; R, D: rows and
-columns of a head's state S (R, D). The state S_0 and the last inputs of the convolution are those behind the prefix.
+T: tokens, nodes of a tree in topological order; H: heads; F: groups of heads that share vectors; R, D: rows and columns
+of a head's state S (R, D); K: taps of a convolution; C: its channels. The state S_0 and the last inputs of the
+convolution are those behind the prefix.
 
 G_i is the sum of the log decays g over the path of node i, which is its ancestors and itself. A state is a sum of outer
 products, S_i = exp(G_i) S_0 + sum_j exp(G_i - G_j) left_j right_j^T over the path: so what a node reads of the others'
@@ -107,16 +108,16 @@ def state_space(
     """Mamba-2: S_i = exp(g_i) S_p + x_i b_i^T, p the parent, and o_i = S_i c_i, (H, T, R).
 
     Args:
-        c_FTD, b_FTD: F of them, each for H / F heads in a row.
-        x_HTR: times the step of time; left and right of the state's outer products are x and b.
-        g_HT: log decays, A times the step of time.
+        c_FTD, b_FTD: each for H / F heads in a row.
+        x_HTR: times the time step; left and right of the state's outer products are x and b.
+        g_HT: log decays, A times the time step.
     """
     from_prefix_HT, between_HTT = decays(tree, g_HT)
-    shared, num_tokens, columns = c_FTD.shape
+    groups, num_tokens, columns = c_FTD.shape
     heads, rows, _ = state_HRD.shape
-    read_FTP = c_FTD @ state_HRD.reshape(shared, -1, columns).transpose(1, 2)  # of all heads that share c
-    read_HTR = read_FTP.unflatten(2, (-1, rows)).transpose(1, 2).reshape(heads, num_tokens, rows)
-    scores_HTT = (c_FTD @ b_FTD.transpose(1, 2)).repeat_interleave(heads // shared, 0)
+    read = c_FTD @ state_HRD.reshape(groups, -1, columns).transpose(1, 2)  # (F, T, H / F R): the heads of a group
+    read_HTR = read.unflatten(2, (-1, rows)).transpose(1, 2).reshape(heads, num_tokens, rows)
+    scores_HTT = (c_FTD @ b_FTD.transpose(1, 2)).repeat_interleave(heads // groups, 0)
     return torch.baddbmm(from_prefix_HT[..., None] * read_HTR, between_HTT * scores_HTT, x_HTR)
 
 
