@@ -198,7 +198,7 @@ def test_bytes_of_states_and_stash() -> None:
 
 
 @pytest.mark.parametrize("arch", ["nemotron_h", "zamba2", "mamba2"])
-def test_limits_of_the_steps_of_time_hold_in_the_prompt_alone(arch: str) -> None:
+def test_limits_of_time_steps_hold_in_the_prompt_alone(arch: str) -> None:
     """Transformers computes the prompt's last token with the others, and we as the root of the first step."""
     limits = {"time_step_limit": (0.6, 0.7)} if arch == "mamba2" else {"time_step_min": 0.7}
     model = tiny_model(arch, seed=1, **limits)
@@ -211,6 +211,9 @@ def test_limits_of_the_steps_of_time_hold_in_the_prompt_alone(arch: str) -> None
         decoder = lp.LookaheadDecoder(model, config)
         for chunk in (1, 2, 3, 8):
             assert decoder.generate(ids, 25, prefill_chunk=chunk).tokens == plain, f"{length} tokens by {chunk}"
+        captured_runner(decoder)
+        for _ in range(2):  # the second text in the cache of the first
+            assert decoder.generate(ids, 25).tokens == plain, f"{length} tokens, captured"
 
 
 def test_a_journal_does_not_make_new_tokens_a_part_of_the_prompt(tmp_path: Path) -> None:
