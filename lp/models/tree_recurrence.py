@@ -138,7 +138,7 @@ def convolution(
     known = torch.cat([last_CK.T[-(taps - 1) :] if taps > 1 else last_CK.T[:0], inputs_TC]).to(wide)
     output_TC = torch.zeros_like(known[taps - 1 :]) if bias_C is None else bias_C.to(wide).expand(len(inputs_TC), -1)
     for tap, index_T in enumerate((tree.earlier_TK[:, -taps:] + taps - 1).unbind(1)):
-        output_TC = torch.addcmul(output_TC, known[index_T], weight_CK[:, tap].to(wide))
+        output_TC = torch.addcmul(output_TC, known.index_select(0, index_T), weight_CK[:, tap].to(wide))
     return output_TC
 
 
