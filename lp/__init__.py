@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lp.draft.token_recycling import RecyclingConfig
     from lp.engine.autoregressive import AutoregressiveDecoder
     from lp.engine.decoder import Decoder
+    from lp.engine.engine import Engine, Handle
     from lp.engine.interrupts import Interrupted
     from lp.engine.lookahead import LookaheadDecoder
     from lp.engine.output import GenerationOutput, StepStats
@@ -37,7 +38,9 @@ __all__ = [
     "AutoregressiveDecoder",
     "Capture",
     "Decoder",
+    "Engine",
     "GenerationOutput",
+    "Handle",
     "Interrupted",
     "KVSync",
     "LookaheadConfig",
@@ -73,6 +76,7 @@ _NAMES = {
     "lp.draft.token_recycling": "RecyclingConfig",
     "lp.engine.autoregressive": "AutoregressiveDecoder",
     "lp.engine.decoder": "Decoder",
+    "lp.engine.engine": "Engine Handle",
     "lp.engine.lookahead": "LookaheadDecoder",
     "lp.engine.output": "GenerationOutput StepStats",
     "lp.engine.plain": "PlainDecoder",

@@ -6,7 +6,8 @@ text again, and every collective returns its recorded result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,11 @@ from lp.config import LookaheadConfig, PoolScope
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
+from lp.models.fused import Output
+from lp.models.loader import vocabulary_size
+from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import COUNT, DIGEST, HEADER, SAMPLED_SHIFT, TOKEN_BITS
+from lp.parallel.message import BEST, COUNT, DIGEST, HEADER, SAMPLED_SHIFT, TOKEN_BITS
 from lp.parallel.thread_ranks import run_lockstep
 
 # The bits of a word that are known before the forward pass.
@@ -76,8 +80,8 @@ class _ReplayContext(ParallelContext):
     """A rank whose collectives return recorded results; they take as long as those of a single rank.
 
     The header of its message is its own, so that a rank whose state is another fails, and Ctrl-C ends the text. Its
-    nodes must be the recorded ones, which the others have merged. Its samples are the recorded ones: captured steps may
-    round otherwise.
+    nodes must be the recorded ones, which the others have merged. Its samples and logits are the recorded ones:
+    captured steps may round otherwise, and an idle model computes none.
     """
 
     recorded: RecordedCollectives = field(default_factory=RecordedCollectives)
@@ -87,7 +91,7 @@ class _ReplayContext(ParallelContext):
         messages = self.recorded.next().clone()
         if own[0, DIGEST] == messages[self.rank, DIGEST]:
             self._check_layout(own[0], messages[self.rank])
-        messages[self.rank, :HEADER] = own[0, :HEADER]
+        messages[self.rank, :BEST] = own[0, :BEST]
         return messages
 
     def _check_layout(self, own: torch.Tensor, recorded: torch.Tensor) -> None:
@@ -139,6 +143,33 @@ def record(build: Build, decode: Decode, ranks: int) -> RecordedCollectives:
 
     run_lockstep(ranks, body)
     return recorded
+
+
+class IdleModel:
+    """Computes nothing: what a model is to a CPU beside a GPU that runs it.
+
+    Args:
+        vocabulary: of the logits, which are zeros.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        self.zeros_1V = torch.zeros(1, vocabulary)
+
+    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor, **keywords: object) -> Output:
+        """Logits as of `FusedModel`."""
+        kept = logits_to_keep if isinstance(logits_to_keep, int) else len(logits_to_keep)
+        return Output(self.zeros_1V.expand(1, kept or input_ids.shape[1], -1))
+
+
+@contextmanager
+def idle_model(runner: ModelRunner) -> Iterator[None]:
+    """Within the block the runner's steps compute nothing."""
+    network = runner.network
+    runner.network = IdleModel(vocabulary_size(runner.model))
+    try:
+        yield
+    finally:
+        runner.network = network
 
 
 def replayed(

@@ -21,7 +21,7 @@ from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
-from .one_rank import Decode, RecordedCollectives, check_alike, record, replayed
+from .one_rank import Decode, RecordedCollectives, check_alike, idle_model, record, replayed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +138,12 @@ class Projection:
     def summed(self, runs: Sequence[Run]) -> Projected:
         """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
         return _summed(runs, self.recorded.payload_bytes)
+
+    def host_runs(self, rounds: int) -> list[Run]:
+        """As `run`, of a model that computes nothing: host times as beside a GPU, not among forward passes."""
+        self.recorded  # noqa: B018 - recorded before the model is idle
+        with idle_model(self.decoder.runner):
+            return [self.run() for _ in range(rounds)]
 
     def slowest_host_s(self, runs: Sequence[Run]) -> float:
         """Host time of a step of the slowest rank, for a device on which the forward passes of all ranks take as long.

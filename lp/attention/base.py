@@ -56,6 +56,26 @@ class StepView:
         return visible_TN
 
 
+@dataclass(frozen=True)
+class ForestView:
+    """The same where a step has tokens of several sequences, side by side: each sees those of its own.
+
+    Attributes:
+        parts: of every sequence, `slot_mapping_T` None. The keys are those of the sequences, one behind the other.
+    """
+
+    parts: list[StepView]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self.parts[0].dtype
+
+    def visible_TN(self) -> torch.Tensor:
+        """Bool, which keys each token sees."""
+        return torch.block_diag(*(part.visible_TN() for part in self.parts))
+
+
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A 4-D mask to be added to the scores, (1, 1, T, N), from a bool one, (T, N)."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -78,6 +98,8 @@ class AttentionBackend:
         priority: among several that replace the same one, `auto` tries the largest first.
         loadable: whether transformers loads a model with `implementation`, for those that cannot change it later.
         omits_trivial_masks: whether it takes None for the mask of a single token that sees everything.
+        takes_parts: where a step has tokens of several sequences, its function is given keys and values as
+            `lp.attention.parts.InParts`; else those of all sequences in one, with a mask over all of them.
         capture_obstacle: why its steps cannot be captured; None: they can.
     """
 
@@ -87,6 +109,7 @@ class AttentionBackend:
     priority: int = 0
     loadable: bool = False
     omits_trivial_masks: bool = False
+    takes_parts: bool = False
     capture_obstacle: str | None = None
 
     def __init__(self, name: str) -> None:
@@ -99,7 +122,7 @@ class AttentionBackend:
     def install(self) -> None:
         """Make `implementation` known to transformers, if it is not transformers' own. Doing it again is harmless."""
 
-    def mask(self, view: StepView) -> Mask:
+    def mask(self, view: StepView | ForestView) -> Mask:
         """The mask of a step: by default additive, over all keys."""
         return additive_mask(view.visible_TN(), view.dtype)
 

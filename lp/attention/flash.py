@@ -16,10 +16,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lp.attention.base import AttentionBackend, Mask, StepView, additive_mask, score_obstacle
+from lp.attention.base import AttentionBackend, ForestView, Mask, StepView, additive_mask, score_obstacle
 from lp.attention.flash_cuda import DTYPES as CUDA_DTYPES
 from lp.attention.flash_cuda import step_attention_on_cuda
 from lp.attention.merging import merge
+from lp.attention.parts import InParts
 from lp.attention.registry import register_attention
 
 SHORT = 512  # cached tokens up to which one masked call is faster on a CPU than two and their merge
@@ -100,7 +101,7 @@ def flash_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     slot_mapping: torch.Tensor | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function for transformers: ours where the mask is a step's own, (1, 1, T, T), else sdpa.
 
@@ -112,6 +113,12 @@ def flash_attention_forward(
     Returns:
         (1, T, H, D), and no weights, as transformers expects it.
     """
+    if isinstance(attention_mask, InParts) or isinstance(key, InParts):
+        if not (isinstance(attention_mask, InParts) and isinstance(key, InParts) and isinstance(value, InParts)):
+            raise RuntimeError("the model changes keys, values or masks on their way to its attention function")
+        queries = query.split([mask.shape[2] for mask in attention_mask.parts], 2)
+        parts = zip(queries, key.parts, value.parts, attention_mask.parts, strict=True)
+        return torch.cat([_attention_of_part(module, *part, scaling, kwargs) for part in parts], 1), None
     num_tokens = query.shape[2]
     # The masks that transformers makes are bool; that of a sliding window covers all keys.
     is_own = (
@@ -128,6 +135,20 @@ def flash_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _attention_of_part(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Of one sequence among several in a step."""
+    sees_everything = mask.shape[2:] == (1, 1) and query.device.type == "cpu"  # which a single token does
+    return flash_attention_forward(module, query, key, value, None if sees_everything else mask, scaling, **kwargs)[0]
+
+
 @register_attention("flash")
 class Flash(AttentionBackend):
     """The two parts and their merge; `auto` takes it for models that were loaded with sdpa, flash attention or flex."""
@@ -136,6 +157,7 @@ class Flash(AttentionBackend):
     alternative = "sdpa"
     replaces = ("sdpa", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4")
     omits_trivial_masks = True
+    takes_parts = True
 
     def unfit(self, model: PreTrainedModel) -> str | None:
         device = model.device.type
@@ -150,10 +172,14 @@ class Flash(AttentionBackend):
         AttentionInterface.register(self.implementation, flash_attention_forward)
         AttentionMaskInterface.register(self.implementation, sdpa_mask)
 
-    def mask(self, view: StepView) -> Mask:
-        if view.window is not None:  # hides cached tokens too: as sdpa
-            return super().mask(view)
-        return additive_mask(view.visible_TT, view.dtype)
+    def mask(self, view: StepView | ForestView) -> Mask:
+        if isinstance(view, ForestView):
+            return InParts.of_all([self._mask_of(part) for part in view.parts])
+        return self._mask_of(view)
+
+    def _mask_of(self, view: StepView) -> torch.Tensor:
+        # A sliding window hides cached tokens too: a mask over all keys, as sdpa's.
+        return additive_mask(view.visible_TT if view.window is None else view.visible_TN(), view.dtype)
 
     def forward_arguments(self, slot_mapping_T: torch.Tensor) -> dict[str, Any]:
         return {"slot_mapping": slot_mapping_T}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from lp.attention.base import AttentionBackend, Mask, StepView
+from lp.attention.base import AttentionBackend, ForestView, Mask, StepView
 from lp.errors import UserError
 from lp.to_device import to_device
 
@@ -15,6 +17,7 @@ SLIDING = "sliding_attention"
 KINDS = {FULL, SLIDING}
 # Layers without attention, and what their masks are called: they are handed none, since nothing is padded.
 UNMASKED = {"linear_attention", "conv", "moe", "mlp"}
+Masks = Mask | dict[str, Mask | None] | None  # of a step; by kind of layer where a model mixes them
 HYBRID = "hybrid"  # full attention beside a recurrent layer
 
 
@@ -67,7 +70,7 @@ class StepMasks:
         positions: torch.Tensor,
         length: int,
         slot_mapping: torch.Tensor | None = None,
-    ) -> Mask | dict[str, Mask | None] | None:
+    ) -> Masks:
         """The mask, or one by kind of layer where a model mixes them; None for a single token that sees everything,
         and for a model without attention.
 
@@ -77,15 +80,27 @@ class StepMasks:
             length: L cached tokens; C, if `slot_mapping` is given.
             slot_mapping: (T,) int64, the cache slots of a captured step, as in `StepView`.
         """
-        if not self.kinds:
-            return None
         trivial = len(positions) == 1 and slot_mapping is None and self.kinds == {FULL}
         if trivial and self.backend.omits_trivial_masks:
             return None
         visible_TT = to_device(visible, self.device) if isinstance(visible, np.ndarray) else visible
+        return self._by_kind(lambda window: StepView(visible_TT, positions, length, slot_mapping, window, self.dtype))
+
+    def build_forest(self, parts: Sequence[tuple[np.ndarray, torch.Tensor, int]]) -> Masks:
+        """The same for tokens of several sequences, side by side.
+
+        Args:
+            parts: of each sequence `visible`, `positions` and `length`, as of `build`.
+        """
+        known = [(to_device(visible, self.device), positions, length) for visible, positions, length in parts]
+        return self._by_kind(lambda window: ForestView([StepView(*part, None, window, self.dtype) for part in known]))
+
+    def _by_kind(self, view_of: Callable[[int | None], StepView | ForestView]) -> Masks:
+        """The masks of views of layers with that sliding window."""
+        if not self.kinds:
+            return None
         masks: dict[str, Mask | None] = dict.fromkeys(self.unmasked)
         for kind in sorted(self.kinds):
             window = getattr(self.config, "sliding_window", None) if kind == SLIDING else None
-            view = StepView(visible_TT, positions, length, slot_mapping, window, self.dtype)
-            masks[kind] = self.backend.mask(view)
+            masks[kind] = self.backend.mask(view_of(window))
         return masks if len(masks) > 1 else masks.popitem()[1]

@@ -60,18 +60,16 @@ class BackOff:
     3. Success: lookahead that pays for FIRST_TRIAL_STEPS steps beyond its trial makes the next back-off short again.
 
     Args:
-        plain_s: seconds of a plain step.
         temperature: of sampling from the whole vocabulary, 0 if there is none.
 
     Attributes:
         idle: the next step is plain.
     """
 
-    def __init__(self, plain_s: float, temperature: float) -> None:
+    def __init__(self, temperature: float) -> None:
         self.idle = False
-        self._plain_s = plain_s
         self._repeats = RepeatDetector()
-        self._rate = RunningRatio(0.0, 0.0, JUDGED_STEPS)  # tokens a second of this trial and what follows it
+        self._rate = RunningRatio(0.0, 0.0, JUDGED_STEPS)  # tokens by plain steps' time, of this trial and after
         self._accepted = RunningRatio(0.0, 0.0, JUDGED_STEPS)  # draft tokens a step, plain steps left out
         self._trial_left = FIRST_TRIAL_STEPS  # steps; below 0 once it has passed
         self._plain_left = 0  # plain steps of this back-off
@@ -84,14 +82,19 @@ class BackOff:
             self._longest_back_off = HIGH_TEMPERATURE_BACK_OFF
             self._begin()
 
-    def record_step(self, new_tokens: Sequence[int], seconds: float) -> None:
-        """Judge lookahead by a step that was not plain."""
+    def record_step(self, new_tokens: Sequence[int], plain_steps: float) -> None:
+        """Judge lookahead by a step that was not plain.
+
+        Args:
+            new_tokens: that it added.
+            plain_steps: its time, in plain steps.
+        """
         self._repeats.add(new_tokens)
-        self._rate.add(len(new_tokens), seconds)
+        self._rate.add(len(new_tokens), plain_steps)
         self._accepted.add(len(new_tokens) - 1, 1)
         self._trial_left -= 1
         share = max(RATE_WITHOUT_ACCEPTED - self._accepted.ratio / 2, LEAST_RATE)
-        pays = self._rate.ratio >= share / self._plain_s
+        pays = self._rate.ratio >= share
         if self._trial_left <= 0 and not pays:
             self._begin()
         elif self._trial_left <= -FIRST_TRIAL_STEPS:

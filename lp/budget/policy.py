@@ -8,12 +8,13 @@ Every rank decides from the same figures (probabilities, accepted tokens, rank 0
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from lp.budget.backoff import BackOff
 from lp.budget.calibration import EXPLORATION_TOKENS, Calibration, DepthDiscount, DraftRecord, exploration_bonus
 from lp.budget.running_ratio import MEMORY_STEPS, PRIOR_STEPS, RunningRatio
-from lp.budget.step_times import StepTimes
+from lp.budget.step_times import StepTimes, extended
 from lp.budget.window_policy import WindowPolicy
 from lp.compiled import compiled_array
 from lp.config import MAX_STEP_TOKENS, LookaheadConfig
@@ -24,6 +25,21 @@ from lp.errors import UserError
 # Time is priced above its worth by this factor: of all draft tokens those are taken that look best, and they are less
 # likely than they look. Fitted on the demo model (docs/budget.md).
 PRICE_MARGIN = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """The texts that a step computes together.
+
+    Attributes:
+        texts: how many.
+        other_tokens: step tokens of a rank that the others take, about.
+        tokens_per_s: that all of them gain, about; 0 where nothing is known yet.
+    """
+
+    texts: int = 1
+    other_tokens: int = 0
+    tokens_per_s: float = 0.0
 
 
 class Budget(Protocol):
@@ -44,6 +60,12 @@ class Budget(Protocol):
     uses_prompt_logits: bool
     max_padded_tokens: int
     learns: bool
+    company: Company
+
+    @property
+    def tokens_per_step(self) -> float:
+        """That the last steps gained, about."""
+        ...
 
     @property
     def idle(self) -> bool:
@@ -88,8 +110,10 @@ class FixedBudget:
     uses_prompt_logits = True
     max_padded_tokens = 0
     learns = False
+    tokens_per_step = 1.0
 
     def __init__(self, config: LookaheadConfig, ranks: int = 1) -> None:
+        self.company = Company()
         self.ranks = ranks
         self.columns = config.window_size
         self.step_tokens = step_tokens(config, ranks)
@@ -123,14 +147,28 @@ class AdaptiveBudget:
         step_times: by the tokens of a rank.
         ranks: that share a step.
         temperature: of sampling from the whole vocabulary, 0 if there is none.
+        texts: that a step may compute together, at most.
+
+    Attributes:
+        company: of the next step.
     """
 
     learns = True
     uses_prompt_logits = False  # they cost a pass through the LM head for every token, more than they bring
 
     def __init__(
-        self, config: LookaheadConfig, step_times: StepTimes, ranks: int = 1, temperature: float = 0.0
+        self,
+        config: LookaheadConfig,
+        step_times: StepTimes,
+        ranks: int = 1,
+        temperature: float = 0.0,
+        texts: int = 1,
     ) -> None:
+        self.step_tokens = min(step_tokens(config), step_times.max_tokens)
+        self.max_padded_tokens = step_times.max_tokens
+        if texts > 1:
+            step_times = extended(step_times, texts * self.step_tokens)
+        self.company = Company()
         self._step_times = step_times
         self.ranks = ranks
         self._seconds = compiled_array(step_times.seconds_by_tokens)
@@ -140,9 +178,7 @@ class AdaptiveBudget:
         self._calibration = Calibration()
         self._depth_discount = DepthDiscount()
         self._window = WindowPolicy(config, step_times, self._price_per_s, ranks)
-        self._back_off = BackOff(step_times.plain_s, temperature)
-        self.step_tokens = min(step_tokens(config), step_times.max_tokens)
-        self.max_padded_tokens = step_times.max_tokens
+        self._back_off = BackOff(temperature)
         self.columns = self._next_columns()
 
     @property
@@ -152,25 +188,53 @@ class AdaptiveBudget:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second of the last steps, by the step times; at least plain decoding's."""
-        return max(self._rate.ratio, 1 / self._step_times.plain_s)
+        """Tokens a second of the last steps, by the step times, of all texts together; at least plain decoding's."""
+        rate = self._rate.ratio if self.company.texts == 1 else self.company.tokens_per_s
+        return max(rate, 1 / self._plain_s)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """That the last steps gained, about."""
+        return self._accepted.ratio + 1
+
+    @property
+    def _plain_s(self) -> float:
+        """What a plain step of all texts takes, divided by their number."""
+        times = self._step_times
+        texts = self.company.texts
+        return times.plain_s if texts == 1 else (times.plain_s + times.step_s(texts) - times.step_s(1)) / texts
+
+    def _own_s(self, num_tokens: int) -> float:
+        """What a step costs this text: its part of a plain step, its own host's work, and its other tokens."""
+        times = self._step_times
+        others = self.company.other_tokens
+        if self.company.texts == 1:
+            return times.step_s(others + num_tokens)
+        own_work = times.step_s(1) - times.plain_s
+        return self._plain_s + own_work + times.step_s(others + num_tokens) - times.step_s(others + 1)
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice:
         """What the next step's draft tokens cost a rank.
 
         While one rank computes one token more, all of them may: a second is shared by R tokens.
         """
+        others = self._other_tokens
         return TokenPrice(
             tokens_per_s=self._price_per_s / self.ranks,
-            base_tokens=base_tokens,
+            base_tokens=base_tokens + others,
             seconds=self._seconds,
             marginal_seconds=self._marginal_seconds,
             exploration_bonus=exploration_bonus(self._accepted.ratio),
             exploration_tokens=EXPLORATION_TOKENS,
             calibration=self._calibration.factor,
             depth_discount=self._depth_discount.per_token,
-            least_tokens=least_tokens,
+            least_tokens=least_tokens + others if least_tokens else 0,
         )
+
+    @property
+    def _other_tokens(self) -> int:
+        """Those of other texts, as far as step times are known behind them."""
+        return max(min(self.company.other_tokens, self._step_times.max_tokens - self.step_tokens), 0)
 
     def padded_size(self, num_tokens: int) -> int:
         """More tokens where a larger step is faster."""
@@ -181,14 +245,14 @@ class AdaptiveBudget:
         if self.idle:  # the step guessed nothing, though it may have caught up with what other ranks computed
             self._back_off.record_plain_step(new_tokens)
             return
-        seconds = self._step_times.step_s(num_tokens)
+        seconds = self._own_s(num_tokens)
         num_accepted = len(new_tokens) - 1
         self._rate.add(len(new_tokens), seconds)
         self._accepted.add(num_accepted, 1)
         self._calibration.record_step(drafts)
         self._depth_discount.record_step(num_accepted)
-        self._window.record_step(drafts.accept_probs, self._price_per_s)
-        self._back_off.record_step(new_tokens, seconds)
+        self._window.record_step(drafts.accept_probs, self._price_per_s, self._other_tokens)
+        self._back_off.record_step(new_tokens, seconds / self._plain_s)
         self.columns = self._next_columns()
 
     @property

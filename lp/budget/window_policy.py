@@ -54,21 +54,26 @@ class WindowPolicy:
         """The best number of columns, where steps add so many tokens."""
         return self._sizes[int((self._worth.ratio + tokens_per_step * self._gains).argmax())]
 
-    def record_step(self, accept_probs: Sequence[float] | np.ndarray, price_per_s: float) -> None:
+    def record_step(
+        self, accept_probs: Sequence[float] | np.ndarray, price_per_s: float, other_tokens: int = 0
+    ) -> None:
         """Learn from a step's draft tree.
 
         Args:
             accept_probs: of its draft tokens, the most likely first.
             price_per_s: tokens that a second is worth.
+            other_tokens: of a rank, that other texts take.
         """
-        self._worth.add(self._worths(accept_probs, price_per_s), 1)
+        self._worth.add(self._worths(accept_probs, price_per_s, other_tokens), 1)
 
-    def _worths(self, accept_probs: Sequence[float] | np.ndarray, price_per_s: float) -> np.ndarray:
+    def _worths(
+        self, accept_probs: Sequence[float] | np.ndarray, price_per_s: float, other_tokens: int = 0
+    ) -> np.ndarray:
         """By window size: expected tokens of the tree, cut where it pays most, less the price of the step. (sizes,)"""
         window = self._window_tokens[:, None]
         drafts = np.arange(len(accept_probs) + 1)
         # Of the largest rank: the one with the window, or any if all have as many tokens.
         num_tokens = np.maximum(window, -(-(window + drafts + self._ranks - 1) // self._ranks))
-        seconds = self._seconds[np.minimum(num_tokens, len(self._seconds) - 1)]
+        seconds = self._seconds[np.minimum(other_tokens + num_tokens, len(self._seconds) - 1)]
         expected = np.cumsum([0.0, *accept_probs])
         return (expected - price_per_s * seconds).max(1)

@@ -211,6 +211,12 @@ class StepLayout:
         return np.flatnonzero(self.nodes.sampled).tolist()
 
     @property
+    def sampled_tokens(self) -> list[int]:
+        """Where these nodes are among the tokens of the step."""
+        missing = len(self.catch_up)
+        return [missing + node for node in self.sampled_nodes] if missing else self.sampled_nodes
+
+    @property
     def sampled_positions(self) -> list[int]:
         """Of these nodes."""
         return np.asarray(self.nodes.positions)[np.asarray(self.nodes.sampled)].tolist()

@@ -1,4 +1,4 @@
-"""One `generate` call: the state that every rank holds alike, and the decode step.
+"""One text that is generated: the state that every rank holds alike, and the decode step.
 
 A step is one tree of nodes with `c`, the last generated token, at its root. Its KV is not in the cache yet. Every rank
 grows and computes its own part of the tree, and learns the others' parts from their messages.
@@ -7,7 +7,7 @@ grows and computes its own part of the tree, and learns the others' parts from t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,10 +30,10 @@ from lp.engine.stopping import FINISH_REASON
 from lp.errors import RanksParted, UserError
 from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.loader import vocabulary_size
-from lp.models.runner import ModelRunner
+from lp.models.runner import ModelRunner, TreePass
 from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, state_digest, unpack
+from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import check_sampled
 from lp.sampling.top_logits import INVALID_TOKEN, unpack_top_logits
 
@@ -45,8 +45,40 @@ def cache_slots(request: Request, budget: Budget) -> int:
     return request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens)
 
 
+class Beginning(NamedTuple):
+    """What a text begins with.
+
+    Attributes:
+        source: proposes draft trees; made for this text.
+        budget: decides how many columns and draft tokens a step has.
+    """
+
+    source: DraftSource
+    budget: Budget
+
+
+class StepPart(NamedTuple):
+    """What a text has in a step on this rank.
+
+    Attributes:
+        layout: the nodes.
+        header: of the message.
+        slices: the window's columns of every rank.
+        merges: nodes that repeat others share theirs, as of DraftTree.
+        num_logits: top-k logits of every node.
+        plain: the step computes `c` alone: nothing is drafted or learned.
+    """
+
+    layout: StepLayout
+    header: Header
+    slices: WindowSlices
+    merges: bool
+    num_logits: int
+    plain: bool
+
+
 class Generation:
-    """The loop of one call, on one rank.
+    """One text, on one rank.
 
     Text, window and draft source are the same on every rank, and changed only from gathered data. The KV cache, and the
     accepted tokens that it lacks, are the rank's own.
@@ -55,11 +87,11 @@ class Generation:
         config: shape and policies.
         context: the ranks.
         runner: runs the forward pass of a step.
-        source: proposes draft trees; made for this call.
+        source, budget: as of `Beginning`.
         request: the checked call.
-        budget: decides how many columns and draft tokens a step has.
-        cache: an empty one of at least `cache_slots` slots.
+        cache: of at least `cache_slots` slots; empty, or with the first tokens of the prompt.
         merges_late: let the source learn a part of a step while the next one is computed, if it can.
+        timer: of steps, where several texts share them.
     """
 
     def __init__(
@@ -68,10 +100,11 @@ class Generation:
         context: ParallelContext,
         runner: ModelRunner,
         source: DraftSource,
-        request: Request,
         budget: Budget,
+        request: Request,
         cache: StaticKVCache,
         merges_late: bool = False,
+        timer: StepTimer | None = None,
     ) -> None:
         self.config = config
         self.context = context
@@ -88,6 +121,8 @@ class Generation:
         self.union = UnionTree(context.world_size, budget.step_tokens)
         self.rounding = logit_rounding(runner.model) if context.world_size > 1 else 0.0
         self.cache = cache
+        self._reused = cache.length  # tokens of the prompt that were cached before
+        self._packed: list[torch.Tensor] = []  # top-k logits of the prompt so far, where it is cached in chunks
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = np.zeros(context.world_size, np.int64)  # how many every rank lacks
         self.digest = chain_digest(0, request.prompt)
@@ -95,8 +130,10 @@ class Generation:
         self.pending_stop = Stop.NONE  # what only this rank knows, until its next message
         self.num_kept = 0  # new tokens to return
         self.failure: BaseException | None = None
+        self.stopped_by = Stop.NONE  # what of some rank's message ended the text
+        self.last_tokens = 1  # of the largest rank's last step
         self.stats: list[StepStats] = []
-        self.timer = StepTimer()
+        self.timer = timer or StepTimer()
         self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape, self.timer)
         observe_part = getattr(source, "observe_part", None) if merges_late else None
         self._observe: ObservePart = observe_part or source.observe
@@ -120,16 +157,21 @@ class Generation:
         reason = Stop.NONE
         try:
             while not reason:
-                plain = self.budget.idle and not self.catch_up_counts.any()
-                reason = self.plain_step() if plain else self.step()
+                reason = self.step()
         finally:
-            self._finish_learning()
+            self.finish_learning()
+        return self.output(reason, prefill_s, timer.restart())
+
+    def output(self, reason: Stop, prefill_s: float, decode_s: float) -> GenerationOutput:
+        """What the text came to.
+
+        Raises:
+            BaseException: what a callback raised on this rank.
+        """
         if self.failure:
             raise self.failure
         tokens = self.tokens[: self.num_kept]
-        return GenerationOutput(
-            tokens, FINISH_REASON[reason], self.stats, prefill_s, timer.restart(), self.cache.nbytes()
-        )
+        return GenerationOutput(tokens, FINISH_REASON[reason], self.stats, prefill_s, decode_s, self.cache.nbytes())
 
     def capture_steps(self) -> None:
         """Before the first one, where steps are captured: those of all sizes that may come. Once for a model."""
@@ -137,71 +179,164 @@ class Generation:
         kinds = sorted({0, self.num_logits})  # a plain step takes none
         self._attempt(lambda: self.step_pass.capture(largest, kinds))
 
-    def prefill(self) -> None:
-        """Cache the prompt. Its top-k logits are rank 0's on every rank, since ranks may round them differently."""
-        prompt = self.request.prompt
+    @property
+    def _prompt_logits(self) -> int:
+        """Top-k logits of every prompt token that the source learns from; 0 for none."""
         uses_logits = self.config.prompt_logits and self.config.prompt_ngrams and self.budget.uses_prompt_logits
-        num_logits = self.num_logits if uses_logits else 0
+        return self.num_logits if uses_logits else 0
+
+    def prefill(self) -> None:
+        """Cache the prompt."""
+        first = self.cache.length
+        num_logits = self._prompt_logits
         packed: list[torch.Tensor] = []
 
         def collect(logits: torch.Tensor) -> None:
-            packed.append(self.step_pass.top_logits(logits, prompt, num_logits))
+            packed.append(self.step_pass.top_logits(logits, self.request.prompt, num_logits))
 
         def fill() -> None:
             chunk = self.request.prefill_chunk
-            self.runner.prefill(prompt[:-1], self.cache, chunk, collect if num_logits else None)
+            self.runner.prefill(self.request.prompt[:-1], self.cache, chunk, collect if num_logits else None)
 
         self._attempt(fill)
-        if num_logits and len(prompt) > 1:
-            mine = self._zeros(len(prompt) - 1, num_logits) if self.failure else torch.cat(packed)
-            self.source.begin(prompt, unpack_top_logits(self.context.broadcast(mine, 0).cpu().numpy()))
+        self._begin_source(first, packed)
+
+    @property
+    def prefilled(self) -> bool:
+        """The prompt is cached."""
+        return self.cache.length >= len(self.request.prompt) - 1
+
+    def next_chunk(self, most: int) -> TreePass:
+        """The next tokens of the prompt that a pass caches, at most so many."""
+        start = self.cache.length
+        tokens = self.request.prompt[start : min(start + most, len(self.request.prompt) - 1)]
+        count = len(tokens)
+        collected = range(count) if self._prompt_logits else ()
+        return TreePass(tokens, range(start, start + count), np.tri(count, dtype=bool), self.cache, collected)
+
+    def take_chunk(self, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
+        """Take in so many tokens of the prompt.
+
+        Args:
+            logits: of these tokens, where the source learns from them.
+            failure: why there are none.
+        """
+
+        def take() -> None:
+            if failure:
+                raise failure
+            if num_logits := self._prompt_logits:
+                self._packed.append(self.step_pass.top_logits(logits, self.request.prompt, num_logits))
+            self.cache.commit(range(count))
+
+        self._attempt(take)
+        if self.failure:
+            self.cache.length = len(self.request.prompt) - 1  # as on the other ranks, which stop at the next message
+        if self.prefilled:
+            self._begin_source(self._reused, self._packed)
+            self._packed = []
+
+    def tree_pass(self, part: StepPart) -> TreePass:
+        """What a pass of several texts computes of this one."""
+        step = part.layout.step_tokens(part.layout.num_tokens)
+        return TreePass(step.tokens, step.positions, step.visible(), self.cache, part.layout.sampled_tokens)
+
+    def own_message(
+        self, part: StepPart, logits: torch.Tensor, failure: Exception | None, sampled: Sampled | None
+    ) -> torch.Tensor:
+        """This rank's message (P,), without nodes if it fails.
+
+        Args:
+            logits: of the sampled nodes.
+            failure: why there are none.
+            sampled: of these nodes, if they are sampled already.
+        """
+
+        def sample() -> torch.Tensor:
+            if failure:
+                raise failure
+            return self.step_pass.message(logits, part.layout, part.header, self.text, part.num_logits, sampled)
+
+        message = self._attempt(sample)
+        return self._failed_message(part) if message is None else message
+
+    def _failed_message(self, part: StepPart) -> torch.Tensor:
+        return self.step_pass.failed(part.header._replace(stop=self._wants_to_stop()), part.layout)
+
+    def _begin_source(self, first: int, packed: list[torch.Tensor]) -> None:
+        """Show the source the prompt's top-k logits: rank 0's on every rank, since ranks may round them differently.
+
+        Args:
+            first: token that there are logits of.
+            packed: of the tokens from there on.
+        """
+        prompt = self.request.prompt
+        num_logits = self._prompt_logits
+        if num_logits and len(prompt) - 1 > first:
+            mine = self._zeros(len(prompt) - 1 - first, num_logits) if self.failure else torch.cat(packed)
+            logits = unpack_top_logits(self.context.broadcast(mine, 0).cpu().numpy())
+            self.source.begin(prompt[first:], logits)
 
     def step(self) -> Stop:
         """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""
         self.timer.restart()
+        part = self.begin_step()
+        if part.plain and self.context.alone:
+            return self._plain_step_alone(part)
+        return self.end_step(part, self._messages(part))
+
+    def begin_step(self) -> StepPart:
+        """What this rank computes in the next step."""
         self._cross_rope_boundary()
+        if self.budget.idle and not self.catch_up_counts.any():
+            assert not self.catch_up
+            layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
+            slices = WindowSlices()
+            return StepPart(layout, self._header(NO_DRAFT, slices), slices, NO_DRAFT.merge, 0, plain=True)
         slices = self._slice_window()
         share = self._propose(slices)
         layout = self._layout(slices[self.context.rank], share.draft)
-        messages = self._messages(layout, share.common, slices, self.num_logits)
+        header = self._header(share.common, slices)
+        return StepPart(layout, header, slices, share.draft.merge, self.num_logits, plain=False)
+
+    def end_step(self, part: StepPart, messages: np.ndarray) -> Stop:
+        """Take in what all ranks computed; the reason to stop, or NONE.
+
+        Args:
+            part: of this rank.
+            messages: int64 (R, P), of all ranks.
+        """
         gathered = self._unpacked(messages)
         if gathered.stop:
             return self._stop(gathered.stop, gathered.length)
-        self.union.merge(gathered.trees, slices, share.draft.merge)
-        outcome, own_path = self._verify(layout)
+        if part.plain:
+            return self._take_plain(sampled_at_c(messages), part.layout)
+        self.union.merge(gathered.trees, part.slices, part.merges)
+        outcome, own_path = self._verify(part.layout)
         self._record(gathered, outcome)
-        self._commit(layout, outcome, own_path)
-        self._learn(gathered, outcome, slices)
-        return self._deliver(outcome.tokens, layout.num_tokens, self.union.num_draft, slices.num_columns)
+        self._commit(part.layout, outcome, own_path)
+        self._learn(gathered, outcome, part.slices)
+        return self._deliver(outcome.tokens, part.layout.num_tokens, self.union.num_draft, part.slices.num_columns)
 
-    def plain_step(self) -> Stop:
-        """The same of `c` alone, on every rank: nothing is drafted or learned, so it takes what plain decoding does."""
-        assert not self.catch_up
-        self.timer.restart()
-        self._cross_rope_boundary()
-        layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
-        if self.context.alone:
-            self._finish_learning()
-            size = self.budget.padded_size(1)
-            token = self._attempt(lambda: self.step_pass.token_alone(layout, self.text, size))
-            stop = self._wants_to_stop()
-            length = self.num_kept
-        else:
-            messages = self._messages(layout, NO_DRAFT, WindowSlices(), num_logits=0)
-            gathered = self._unpacked(messages)
-            token = sampled_at_c(messages)
-            stop = gathered.stop
-            length = gathered.length
-        if stop:
-            return self._stop(stop, length)
+    def _plain_step_alone(self, part: StepPart) -> Stop:
+        """The same for a single rank, without a message to itself, which would be felt in each plain step."""
+        self.finish_learning()
+        size = self.budget.padded_size(1)
+        token = self._attempt(lambda: self.step_pass.token_alone(part.layout, self.text, size))
+        if stop := self._wants_to_stop():
+            return self._stop(stop, self.num_kept)
         assert token is not None
-        tokens = [token]
-        check_sampled(tokens[0], len(self.stats), layout.positions[0])
+        return self._take_plain(token, part.layout)
+
+    def _take_plain(self, token: int, layout: StepLayout) -> Stop:
+        """Take in what a plain step sampled."""
+        check_sampled(token, len(self.stats), layout.positions[0])
         self.request.sampler.record([0], [0])
         self.cache.commit([0])
-        self.text += tokens
-        self.budget.record_step(tokens, 1, DraftRecord())
-        return self._deliver(tokens, 1)
+        self.text.append(token)
+        self.last_tokens = 1
+        self.budget.record_step([token], 1, DraftRecord())
+        return self._deliver([token], 1)
 
     @property
     def _warming_up(self) -> bool:
@@ -253,22 +388,14 @@ class Generation:
             )
         return layout
 
-    def _messages(self, layout: StepLayout, common: DraftTree, slices: WindowSlices, num_logits: int) -> np.ndarray:
-        """Compute this rank's part of the step, and exchange messages: (R, P). Without nodes if it fails.
-
-        Args:
-            layout: of the rank.
-            common: draft tokens that all ranks have alike.
-            slices: the window's columns of every rank.
-            num_logits: top-k logits of every node.
-        """
-        header = self._header(common, slices)
-        size = self.budget.padded_size(layout.num_tokens)
-        message = self._attempt(lambda: self.step_pass.run(layout, header, self.text, size, num_logits))
+    def _messages(self, part: StepPart) -> np.ndarray:
+        """Compute this rank's part of the step, and exchange messages: (R, P). Without nodes if it fails."""
+        size = self.budget.padded_size(part.layout.num_tokens)
+        message = self._attempt(lambda: self.step_pass.run(part.layout, part.header, self.text, size, part.num_logits))
         if message is None:
-            message = self.step_pass.failed(header._replace(stop=self._wants_to_stop()), layout)
+            message = self._failed_message(part)
         with self.timer.forward:  # while the device computes
-            self._finish_learning()
+            self.finish_learning()
         return self.step_pass.exchange(message)
 
     def _unpacked(self, messages: np.ndarray) -> Gathered:
@@ -276,7 +403,7 @@ class Generation:
         self.step_pass.check_replicas(gathered.stop, len(self.stats))
         return gathered
 
-    def _finish_learning(self) -> None:
+    def finish_learning(self) -> None:
         """Let the source learn what it has yet to learn of the last step."""
         if self._merge:
             self._merge()
@@ -298,6 +425,7 @@ class Generation:
 
     def _stop(self, stop: Stop, length: int) -> Stop:
         """Some rank wants to stop: this step's tokens are dropped, those before it are returned."""
+        self.stopped_by = stop
         end_of_text = stop & ~(Stop.INTERRUPTED | Stop.FAILED)
         self.num_kept = length if end_of_text else len(self.tokens)
         return end_of_text or Stop.INTERRUPTED
@@ -311,11 +439,10 @@ class Generation:
 
     def _record(self, gathered: Gathered, outcome: Outcome) -> None:
         """Tell the budget what the step's tokens came to."""
-        if not self.budget.learns:
-            return
-        largest = int((gathered.trees.counts + self.catch_up_counts).max())
-        drafts = DraftRecord(self.union.accept_probs, outcome.expected, outcome.accepted_drafts)
-        self.budget.record_step(outcome.tokens, largest, drafts)
+        self.last_tokens = int((gathered.trees.counts + self.catch_up_counts).max())
+        if self.budget.learns:
+            drafts = DraftRecord(self.union.accept_probs, outcome.expected, outcome.accepted_drafts)
+            self.budget.record_step(outcome.tokens, self.last_tokens, drafts)
 
     def _commit(self, layout: StepLayout, outcome: Outcome, own_path: Sequence[int]) -> None:
         """Add the accepted tokens to the text, and their KV, as far as this rank has it, to the cache."""

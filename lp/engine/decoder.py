@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
@@ -88,6 +89,52 @@ class Decoder(ABC):
                 is finished. A second one acts at once, as it would without this call.
             ValueError: a prompt that is empty, too long or not of this vocabulary, or a value out of range.
         """
+        options: dict[str, Any] = {
+            "logits_processor": logits_processor,
+            "eos_token_id": eos_token_id,
+            "stop_strings": stop_strings,
+            "tokenizer": tokenizer,
+            "stopping_criteria": stopping_criteria,
+            "on_tokens": on_tokens,
+            "prefill_chunk": prefill_chunk,
+            "padding": padding,
+            "sequence": sequence,
+            "output_scores": output_scores,
+            "output_logits": output_logits,
+        }
+        signals = DeferredSignals()
+        request = self.request(signals, input_ids, max_new_tokens, sampling, **options)
+        with signals, self.computing():
+            output = self._decode(request)
+        self.complete(output, request)
+        if output.finish_reason == "interrupted" or signals.received:  # which may come in the step that ends the text
+            raise Interrupted(output, signals.received)
+        return output
+
+    def request(
+        self,
+        signals: DeferredSignals,
+        input_ids: Prompt,
+        max_new_tokens: int,
+        sampling: SamplingParams | None,
+        *,
+        logits_processor: Iterable[LogitsProcessor] = (),
+        eos_token_id: Eos | None = None,
+        stop_strings: Sequence[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        stopping_criteria: Iterable[StoppingCriteria] = (),
+        on_tokens: OnTokens | None = None,
+        prefill_chunk: int = 512,
+        padding: Sequence[int] = (),
+        sequence: int = 0,
+        output_scores: bool = False,
+        output_logits: bool = False,
+    ) -> Request:
+        """The checked call; arguments and errors are those of `generate`.
+
+        Args:
+            signals: that end the text.
+        """
         prompt = prompt_ids(self.model, input_ids)
         max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
         prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, "try 512")
@@ -122,32 +169,25 @@ class Decoder(ABC):
             dtype=self.model.dtype,
             device=self.model.device,
         )
-        recorder = RecordingSampler(sampler, recorded) if recorded else None
-        # Streams and events are those of the current device, which need not be the model's.
+        if recorded:
+            sampler = RecordingSampler(sampler, recorded)
+        limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
+        boundary = rope_boundary(self.model.config.get_text_config())
+        return Request(prompt, max_new_tokens, limit, sampler, stopping, on_tokens, prefill_chunk, signals, boundary)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around what runs the model. Streams and events are those of the current device, which need not be its own."""
         on_device = torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext()
-        with torch.inference_mode(), on_device, DeferredSignals() as signals:
-            limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
-            boundary = rope_boundary(self.model.config.get_text_config())
-            output = self._decode(
-                Request(
-                    prompt,
-                    max_new_tokens,
-                    limit,
-                    recorder or sampler,
-                    stopping,
-                    on_tokens,
-                    prefill_chunk,
-                    signals,
-                    boundary,
-                )
-            )
+        with torch.inference_mode(), on_device:
+            yield
+
+    def complete(self, output: GenerationOutput, request: Request) -> None:
+        """Add what was asked for besides the tokens."""
         output.attention = self.attention
-        if recorder:
-            output.logits = recorder.recorded("logits", len(output.tokens))
-            output.scores = recorder.recorded("scores", len(output.tokens))
-        if output.finish_reason == "interrupted" or signals.received:  # which may come in the step that ends the text
-            raise Interrupted(output, signals.received)
-        return output
+        if isinstance(request.sampler, RecordingSampler):
+            output.logits = request.sampler.recorded("logits", len(output.tokens))
+            output.scores = request.sampler.recorded("scores", len(output.tokens))
 
     @property
     def attention(self) -> str:

@@ -21,11 +21,13 @@ class Interrupted(KeyboardInterrupt):
             or another one where the text ended with that step.
         signal: number of the signal that this rank got; 0 for none, where it stopped because another rank did.
         finished: of a batch, the outputs of the sequences that were done.
+        outputs: of a batch, those of all sequences, in their order, as far as they are.
     """
 
     def __init__(self, output: GenerationOutput, signal: int) -> None:
         self.output, self.signal = output, signal
         self.finished: list[GenerationOutput] = []
+        self.outputs: list[GenerationOutput] = [output]
         super().__init__(output, signal)
 
     def __str__(self) -> str:

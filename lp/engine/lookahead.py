@@ -16,12 +16,13 @@ from lp.digest import chain_digest, text_digest
 from lp.draft.registry import Call, DraftConfig, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
-from lp.engine.decode_loop import Generation, cache_slots
-from lp.engine.decoder import Decoder
-from lp.engine.output import GenerationOutput, StepStats
+from lp.engine.batch import BatchDecoder
+from lp.engine.decode_loop import Beginning, Generation, cache_slots
+from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.step_timing import decoder_step_times
 from lp.models.digests import model_digests
+from lp.models.kv_cache import StaticKVCache
 from lp.models.loader import vocabulary_size
 from lp.models.runner import runner_of
 from lp.models.vocabulary import embedded_tokens
@@ -30,7 +31,7 @@ from lp.parallel.context import ParallelContext
 from lp.parallel.message import check_vocabulary
 
 
-class LookaheadDecoder(Decoder):
+class LookaheadDecoder(BatchDecoder):
     """Exact decoding in fewer steps (arXiv 2402.02057), with the draft source that the config is of.
 
     Args:
@@ -77,15 +78,20 @@ class LookaheadDecoder(Decoder):
         if self.config.adaptive:
             self.step_times = step_times or decoder_step_times(self.runner, self.config, self.context)
 
-    def budget(self, source: DraftSource, temperature: float = 0.0) -> Budget:
+    def budget(self, source: DraftSource, temperature: float = 0.0, texts: int = 1) -> Budget:
         """What steps take, made anew for every call.
 
         Ranks divide a fixed budget where the source grows each one's share. A source that does not may propose a path,
         which cannot be divided: there every rank may have as many tokens as one alone.
+
+        Args:
+            source: of the text.
+            temperature: of sampling from the whole vocabulary, 0 if there is none.
+            texts: that a step may compute together, at most.
         """
         if self.step_times is None:
             return FixedBudget(self.config, self.context.lp.world_size if hasattr(source, "propose_share") else 1)
-        return AdaptiveBudget(self.config, self.step_times, self.context.lp.world_size, temperature)
+        return AdaptiveBudget(self.config, self.step_times, self.context.lp.world_size, temperature, texts)
 
     def explain(self) -> str:
         """What steps may take, what they cost, and what those of the last text took: two lines."""
@@ -126,20 +132,44 @@ class LookaheadDecoder(Decoder):
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
-    def _decode(self, request: Request) -> GenerationOutput:
+    @property
+    def steps_with(self) -> ParallelContext:
+        """All replicas."""
+        return self.context.lp
+
+    @property
+    def most_step_tokens(self) -> int:
+        """Of a rank and a text, with padding."""
+        return self.step_times.max_tokens if self.step_times else step_tokens(self.config)
+
+    def check(self, request: Request) -> None:
         check_same(self.context, f"beginning {self.call}", self._asked(request))
+
+    def begin(self, request: Request, texts: int = 1) -> Beginning:
         source = self.source(request)
-        budget = self.budget(source, request.sampler.full_vocabulary_temperature)
         self.runner.follow()
-        with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:
-            generation = Generation(
-                self.config, self.context.lp, self.runner, source, request, budget, cache, self.merges_late
-            )
+        return Beginning(source, self.budget(source, request.sampler.full_vocabulary_temperature, texts))
+
+    def generation(
+        self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer | None = None
+    ) -> Generation:
+        return Generation(
+            self.config, self.context.lp, self.runner, *beginning, request, cache, self.merges_late, timer
+        )
+
+    def ended(self, stats: list[StepStats]) -> None:
+        self._last = stats
+        self.factory.call_ended(self.context.is_main)
+
+    def _decode(self, request: Request) -> GenerationOutput:
+        self.check(request)
+        beginning = self.begin(request)
+        with self.runner.borrowed_cache(cache_slots(request, beginning.budget)) as cache:
+            generation = self.generation(request, beginning, cache)
             on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it
             with self.context.setting_up("capturing steps") if on_gpu else nullcontext():
                 generation.capture_steps()
             with self.context.stepping(generation.message_shape.size):
                 output = generation.run()
-        self._last = output.step_stats
-        self.factory.call_ended(self.context.is_main)
+        self.ended(output.step_stats)
         return output

@@ -89,12 +89,14 @@ class GenerationOutput:
 
     Attributes:
         tokens: the new tokens, EOS included when it ended there.
-        finish_reason: "eos", "length", "stop_string", "criteria" or "context"; "interrupted" in `Interrupted.output`.
+        finish_reason: "eos", "length", "stop_string", "criteria" or "context"; "interrupted" in `Interrupted.output`;
+            "cancelled" of a text of an engine.
         step_stats: one entry a decode step.
         prefill_s, decode_s: seconds before the first decode step, and from there on.
         cache_bytes: bytes of the preallocated KV cache (0 where the decoder has none).
         logits, scores: (tokens, V), that the tokens were sampled from, if asked for.
         resumed: first tokens that no step of this call made: a journal had them.
+        reused: tokens of the prompt that were cached before, of an earlier text.
         attention: what computed it, such as "flash", the backend that `auto` took, or "transformers' sdpa" of plain
             decoding; empty where nothing was computed.
     """
@@ -108,6 +110,7 @@ class GenerationOutput:
     logits: torch.Tensor | None = field(default=None, repr=False)
     scores: torch.Tensor | None = field(default=None, repr=False)
     resumed: int = 0
+    reused: int = 0
     attention: str = ""
 
     @property

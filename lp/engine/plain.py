@@ -15,10 +15,11 @@ from lp.config import Capture, LookaheadConfig
 from lp.draft.source import StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
-from lp.engine.decode_loop import Generation, cache_slots
-from lp.engine.decoder import Decoder
-from lp.engine.output import GenerationOutput
+from lp.engine.batch import BatchDecoder
+from lp.engine.decode_loop import Beginning, Generation, cache_slots
+from lp.engine.output import GenerationOutput, StepTimer
 from lp.engine.request import Request
+from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import runner_of
 from lp.parallel.context import ParallelContext
 from lp.sampling.top_logits import TopLogits
@@ -26,7 +27,7 @@ from lp.sampling.top_logits import TopLogits
 ONE_TOKEN = LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
 
 
-class PlainDecoder(Decoder):
+class PlainDecoder(BatchDecoder):
     """One token a step. Replicas share nothing: each decodes the whole text.
 
     Args:
@@ -53,12 +54,30 @@ class PlainDecoder(Decoder):
         """The backend's name."""
         return self.runner.attention
 
-    def _decode(self, request: Request) -> GenerationOutput:
-        alone = self.context.tp.lp  # without other replicas
-        budget = PlainBudget(ONE_TOKEN)
+    @property
+    def steps_with(self) -> ParallelContext:
+        """The ranks of this replica alone."""
+        return self.context.tp.lp
+
+    @property
+    def most_step_tokens(self) -> int:
+        """One token a step."""
+        return 1
+
+    def begin(self, request: Request, texts: int = 1) -> Beginning:
+        """Nothing to draft, and nothing to decide."""
         self.runner.follow()
-        with self.runner.borrowed_cache(cache_slots(request, budget)) as cache:
-            generation = Generation(ONE_TOKEN, alone, self.runner, NoDrafts(), request, budget, cache)
+        return Beginning(NoDrafts(), PlainBudget(ONE_TOKEN))
+
+    def generation(
+        self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer | None = None
+    ) -> Generation:
+        return Generation(ONE_TOKEN, self.steps_with, self.runner, *beginning, request, cache, timer=timer)
+
+    def _decode(self, request: Request) -> GenerationOutput:
+        beginning = self.begin(request)
+        with self.runner.borrowed_cache(cache_slots(request, beginning.budget)) as cache:
+            generation = self.generation(request, beginning, cache)
             generation.capture_steps()
             return generation.run()
 

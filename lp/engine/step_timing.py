@@ -104,7 +104,8 @@ class StepTimingDecoder(Decoder):
             if reason or no_room or lacks_kv:
                 generation = self._prefilled(request, budget, cache)
             budget.step_tokens = max(num_tokens, 1)
-            reason = generation.step() if num_tokens else generation.plain_step()
+            budget.idle = not num_tokens
+            reason = generation.step()
             if reason is Stop.INTERRUPTED:
                 # A signal of 0: it was another rank's.
                 raise generation.failure or interruption(request.signals.received)
@@ -118,7 +119,7 @@ class StepTimingDecoder(Decoder):
         source = RejectedDrafts(self.config, request.prompt, None, tables)
         cache.clear()
         late = self.runner.beside_host
-        generation = Generation(self.config, self.context.lp, self.runner, source, request, budget, cache, late)
+        generation = Generation(self.config, self.context.lp, self.runner, source, budget, request, cache, late)
         generation.capture_steps()
         generation.prefill()
         return generation

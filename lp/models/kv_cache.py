@@ -6,7 +6,7 @@ the KV of position i; token i of a step is written to slot L + i, or to the slot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -82,8 +82,8 @@ class _Extent:
     buffers: dict[StatesKind, list[torch.Tensor]] = field(default_factory=dict)
     claimed: dict[StatesKind, int] = field(default_factory=dict)
 
-    def claim(self, kind: StatesKind) -> torch.Tensor:
-        """The keys, or the values, of one more layer: (1, G, C, D), of the tensor that all of the kind lie in."""
+    def claim(self, kind: StatesKind) -> int:
+        """The keys, or the values, of one more layer: their index among all of the kind."""
         buffers = self.buffers.setdefault(kind, [])
         index = self.claimed.get(kind, 0)
         before = sum(map(len, buffers[:-1]))
@@ -94,7 +94,15 @@ class _Extent:
             buffers.append(self.allocated(kind, count))
         self.claimed[kind] = index + 1
         self.known[kind] = max(self.known.get(kind, 0), index + 1)
-        return buffers[-1][index - before : index - before + 1]
+        return index
+
+    def states(self, kind: StatesKind, index: int) -> torch.Tensor:
+        """Claimed keys or values: (1, G, C, D), of the tensor that all of the kind lie in."""
+        for buffer in self.buffers[kind]:
+            if index < len(buffer):
+                return buffer[index : index + 1]
+            index -= len(buffer)
+        raise AssertionError("nobody claimed it")
 
     def allocated(self, kind: StatesKind, count: int) -> torch.Tensor:
         """Room for so many keys or values: (count, G, C, D)."""
@@ -115,12 +123,17 @@ class PreallocatedLayer(CacheLayerMixin):
         self.dtype = key_states.dtype
         self.device = key_states.device
         try:
-            self.keys = self.extent.claim(StatesKind.of(key_states))
-            self.values = self.extent.claim(StatesKind.of(value_states))
+            self._claimed = [(kind, self.extent.claim(kind)) for kind in map(StatesKind.of, (key_states, value_states))]
         except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
             layer_bytes = key_states[0, :, 0].nbytes + value_states[0, :, 0].nbytes
             raise CacheTooLarge(layer_bytes * self.extent.layers, self.extent.capacity) from error
         self.is_initialized = True
+        self.rebind()
+
+    def rebind(self) -> None:
+        """Take up buffers that lie elsewhere."""
+        if self.is_initialized:
+            self.keys, self.values = (self.extent.states(kind, index) for kind, index in self._claimed)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -216,6 +229,28 @@ class StaticKVCache(Cache):
             except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
                 slot_bytes = sum(n * k.heads * k.dim * k.dtype.itemsize for k, n in extent.known.items())
                 raise CacheTooLarge(slot_bytes, extent.capacity) from error
+
+    def lie_in(self, buffers: Mapping[StatesKind, torch.Tensor]) -> None:
+        """Take these tensors as the buffers, one of each known kind: (n, G, C, D).
+
+        Args:
+            buffers: with what is cached in its slots.
+        """
+        self._extent.buffers = {kind: [buffer] for kind, buffer in buffers.items()}
+        for layer in self.layers:
+            layer.rebind()
+
+    def first(self, num_tokens: int) -> list[torch.Tensor]:
+        """Keys and values of the first tokens, by buffer: (n, G, num_tokens, D)."""
+        self.flush()
+        return [buffer[:, :, :num_tokens] for buffer in self.buffers]
+
+    def begin_with(self, states: Sequence[torch.Tensor], num_tokens: int) -> None:
+        """Begin with the first tokens of another cache of this model, as its `first` gives them; this one is empty."""
+        assert not self.length
+        for own, theirs in zip(self.buffers, states, strict=True):
+            own[:, :, :num_tokens] = theirs
+        self.length = num_tokens
 
     def clear(self) -> None:
         """Forget all tokens; where whole buffers are read, a NaN that an earlier text left must not stay."""

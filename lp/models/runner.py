@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture
 from lp.errors import UserError
 from lp.models.captured_steps import CapturedStep, CapturedSteps, capture_mode
+from lp.models.forest_cache import ForestCache, Stretch
 from lp.models.fused import FusedModel, fuse, model_state
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
@@ -151,6 +152,13 @@ class ModelRunner:
         return self.device.type != "cpu"
 
     @property
+    def takes_forests(self) -> bool:
+        """Whether a pass may have tokens of several sequences: not where the layers keep a state of one, or where
+        rotary frequencies depend on the largest position of the pass.
+        """
+        return not self.recurrent and self.boundary is None
+
+    @property
     def attention(self) -> str:
         """The name of the attention backend."""
         return self.backend.name
@@ -234,7 +242,19 @@ class ModelRunner:
         if self.captured and not self.captured.reserved:
             with contextlib.suppress(CacheTooLarge):  # which has padding: a smaller one may fit
                 return self.captured.empty_cache(capacity)
+        return self.cache_without_buffers(capacity)
+
+    def cache_without_buffers(self, capacity: int) -> StaticKVCache:
+        """An empty cache of so many slots, which takes buffers of its own in its first pass unless it is given some."""
         return new_cache(self.config.num_hidden_layers, capacity, known=self._known, shapes=self.recurrent)
+
+    @property
+    def known_kinds(self) -> dict[StatesKind, int]:
+        """How many keys and values of each kind the model has."""
+        if not self._known:  # no pass has run
+            with torch.inference_mode():
+                self.prefill([0], self.new_cache(1), 1)
+        return dict(self._known)
 
     @contextmanager
     def borrowed_cache(self, capacity: int) -> Iterator[StaticKVCache]:
@@ -415,9 +435,55 @@ class ModelRunner:
         )
         return self._whole(output.logits[0], whole)
 
+    def forward_forest(self, trees: Sequence[TreePass]) -> list[torch.Tensor]:
+        """The same for several sequences in one pass; each one's KV is written to its own cache.
+
+        Of a divided model it is this rank's part of the logits.
+
+        Returns:
+            (len(logits_indices), V) of each.
+        """
+        starts = [0, *itertools.accumulate(len(tree.tokens) for tree in trees)]
+        stretches = [Stretch(*ends, tree.cache) for ends, tree in zip(itertools.pairwise(starts), trees, strict=True)]
+        for tree in trees:
+            tree.cache.flush()
+        tokens = np.concatenate([tree.tokens for tree in trees])
+        positions = np.concatenate([tree.positions for tree in trees])
+        ids_1T, positions_1T = to_device(np.array([tokens, positions], np.int64), self.device).split(1)
+        own_positions = positions_1T[0].split([len(tree.tokens) for tree in trees])
+        views = [(tree.visible, own, tree.cache.length) for tree, own in zip(trees, own_positions, strict=True)]
+        counts = [len(tree.logits_indices) for tree in trees]
+        indices = [start + index for start, tree in zip(starts, trees, strict=False) for index in tree.logits_indices]
+        output = self.network(
+            input_ids=ids_1T,
+            position_ids=positions_1T,
+            attention_mask=self.masks.build_forest(views),
+            use_cache=True,
+            logits_to_keep=to_device(indices or [0], self.device),  # a model gives at least one
+            past_key_values=ForestCache(stretches, self.config.num_hidden_layers, self.backend.takes_parts),
+        )
+        return list(output.logits[0, : sum(counts)].split(counts))
+
     def _whole(self, logits: torch.Tensor, whole: bool) -> torch.Tensor:
         head = head_of(self.model) if whole else None
         return head.whole(logits) if head else logits
+
+
+class TreePass(NamedTuple):
+    """What one sequence has in a pass of several: the arguments of `ModelRunner.forward`.
+
+    Attributes:
+        tokens, positions: (T,).
+        visible: (T, T) bool.
+        cache: holds the prefix.
+        logits_indices: among its own tokens; may be none.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    positions: Sequence[int] | np.ndarray
+    visible: np.ndarray
+    cache: StaticKVCache
+    logits_indices: Sequence[int]
 
 
 def _parents_of(visible: np.ndarray) -> np.ndarray:

@@ -29,11 +29,10 @@ from transformers import (
 import lp
 from lp.budget.step_times import StepTimes
 from lp.draft import registry
-from lp.draft.layout import StepLayout
 from lp.draft.registry import sources
 from lp.draft.share import Share
 from lp.draft.tree import DraftTree
-from lp.engine.decode_loop import Generation
+from lp.engine.decode_loop import Generation, StepPart
 from lp.models.loader import DEMO_MODEL
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
@@ -72,9 +71,9 @@ def largest_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     messages = Generation._messages
     seen: list[tuple[int, int]] = []
 
-    def counted(self: Any, layout: StepLayout, *args: Any, **kwargs: Any) -> Any:
-        seen.append((layout.num_tokens, self.budget.step_tokens))
-        return messages(self, layout, *args, **kwargs)
+    def counted(self: Any, part: StepPart) -> Any:
+        seen.append((part.layout.num_tokens, self.budget.step_tokens))
+        return messages(self, part)
 
     monkeypatch.setattr(Generation, "_messages", counted)
     return seen

@@ -4,9 +4,10 @@
     python scripts/tables.py scaling_projection results.jsonl --gpu a100 --shape llama2_13b    # of the same runs
 
 S comes from R ranks with B tokens each, run as threads. Host time and message size come from the same ranks run one at
-a time on the first prompts (--timed): the slowest rank's. The time of the gather is that of the links in
-conf/scaling.yaml. Beside them S of the paper's method, on one rank with as many tokens. Each line of the file is one
-of these runs at one temperature; what it has is not run again. --page puts the tables into docs/scaling.md.
+a time on the first prompts (--timed), with a model that computes nothing: the slowest rank's. The time of the gather
+is that of the links in conf/scaling.yaml. Beside them S of the paper's method, on one rank with as many tokens. Each
+line of the file is one of these runs at one temperature; what it has is not run again. --page puts the tables into
+docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -64,17 +65,17 @@ def measure(loaded: Loaded, sets: dict[str, list[list[int]]], setting: Result) -
     payload_bytes = 0
     if setting["method"] == LP:
         ranks, budget = setting["ranks"], setting["budget"]
-        config = fixed_config(min(setting["window"], budget // 2), ranks, budget)
+        config = fixed_config(min(setting["window"] * (ranks - 1), budget // 2), ranks, budget)
         outputs = run_lockstep(ranks, partial(decode_all, loaded, config, prompts, new, temperature))[0]
         for decode in decodes[:timed]:
             decoder = lp.LookaheadDecoder(loaded.model, config, capture="off")
             decoder.merges_late = True  # as on a GPU, beside which it takes no time
             projection = Projection(decoder=decoder, decode=decode, ranks=ranks)
-            host_s.append(projection.slowest_host_s([projection.run() for _ in range(setting["rounds"])]))
+            host_s.append(projection.slowest_host_s(projection.host_runs(setting["rounds"])))
             payload_bytes = projection.recorded.payload_bytes
     else:
         outputs = [decode(_alone(loaded, setting)) for decode in decodes]
-        host_s = [fmean(step.host_s for step in output.step_stats) for output in outputs[:timed]]
+        host_s = [median(step.host_s for step in output.step_stats) for output in outputs[:timed]]
     tokens = sum(len(output.tokens) for output in outputs)
     steps = sum(output.steps for output in outputs)
     return {"tokens": tokens, "steps": steps, "host_s": fmean(host_s), "payload_bytes": payload_bytes}
@@ -135,7 +136,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--paper", type=by_commas(int), default=[64, 128, 256, 512], help="step tokens of the paper's method"
     )
-    parser.add_argument("--window", type=int, default=0, help="W, with N = 2; half of B at most")
+    parser.add_argument(
+        "--window", type=int, default=4, help="columns for each rank but the first, with N = 2; half of B at most"
+    )
     add_set_arguments(parser, limit=4, temperatures=[0.0, 0.8])
     parser.add_argument("--timed", type=int, default=1, help="prompts whose host time is measured")
     parser.add_argument("--rounds", type=int, default=3, help="of host times; the least counts")
@@ -172,7 +175,8 @@ def run(args: argparse.Namespace) -> None:
     step_time = partial(StepTime.of, GPUS[args.gpu], work, layers, prefix=args.prefix)
     links = {name: Link(**values) for name, values in OmegaConf.load(CONF / "scaling.yaml").links.items()}
     source = f"By arithmetic: {GPUS[args.gpu].name}, {args.shape} in bfloat16, {args.prefix} cached tokens. S and host "
-    source += f"time: {args.model} model on a CPU, W={args.window}. {LINKS[0]} up to {NODE_GPUS} GPUs, then {LINKS[1]}."
+    source += f"time: {args.model} model on a CPU, N=2, W={args.window} (GPUs - 1), at most half of B. "
+    source += f"{LINKS[0]} up to {NODE_GPUS} GPUs, then {LINKS[1]}."
     text = source + "\n"
     series: dict[str, list[GpuLine]] = {}
     for temperature in args.temperatures:

@@ -1,0 +1,104 @@
+"""A fixed batch of prompts, by an engine that is made for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lp.checks import check_int, flat_list
+from lp.engine.engine import MAX_SEQUENCES, Engine
+from lp.engine.inputs import Prompt
+from lp.engine.interrupts import Interrupted
+from lp.engine.output import GenerationOutput
+from lp.engine.step_decoder import StepDecoder
+from lp.errors import UserError
+from lp.models.loader import context_limit
+from lp.sampling.params import SamplingParams
+
+
+class BatchDecoder(StepDecoder):
+    """A decoder that generates one text, or several together."""
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Prompt],
+        max_new_tokens: int | Sequence[int] = 256,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        on_tokens: Callable[[int, list[int], int], None] | None = None,
+        max_sequences: int = MAX_SEQUENCES,
+        **options: Any,
+    ) -> list[GenerationOutput]:
+        """Generate from several prompts, whose texts take steps together; each gets the tokens that it gets alone.
+
+        Args:
+            inputs: prompts, each as in `generate`.
+            max_new_tokens, sampling: as in `generate`, for all prompts or one for each. Where they are sampled with one
+                seed, the noise of each is that of its index, as `sequence` of `generate`.
+            on_tokens: called with (index of the prompt, new tokens, step of its text).
+            max_sequences: that take a step together; the others wait.
+            options: as in `generate`, for all prompts.
+
+        Returns:
+            The outputs, in the order of the prompts.
+
+        Raises:
+            Interrupted: as `generate`; `outputs` has all texts as far as they are, `finished` those that ended.
+            ValueError: as `generate`.
+        """
+        news = _one_each("max_new_tokens", max_new_tokens, len(inputs))
+        samplings = _one_each("sampling", sampling, len(inputs))
+        first = options.pop("sequence", 0)
+        calls = []
+        for index, (prompt, new, own) in enumerate(zip(inputs, news, samplings, strict=True)):
+            call = {"input_ids": prompt, "max_new_tokens": new, "sampling": own, "sequence": first + index, **options}
+            if on_tokens is not None:
+                call["on_tokens"] = partial(on_tokens, index)
+            calls.append(call)
+        return generate_together(self, calls, max_sequences)
+
+
+def generate_together(
+    decoder: StepDecoder, calls: Sequence[Mapping[str, Any]], max_sequences: int = MAX_SEQUENCES
+) -> list[GenerationOutput]:
+    """The outputs of several calls; all end when one of them fails.
+
+    Args:
+        calls: arguments of `generate`, by name.
+        max_sequences: that take a step together.
+
+    Raises:
+        Interrupted: as of `BatchDecoder.generate_batch`.
+        BaseException: what a text failed with.
+    """
+    if not calls:
+        return []
+    check_int("max_sequences", max_sequences, 1, math.inf, f"try {MAX_SEQUENCES}")
+    lengths = [len(flat_list(call["input_ids"])) + call["max_new_tokens"] for call in calls]
+    context = context_limit(decoder.model) or math.inf
+    slots = [int(min(length, context)) + 1 + decoder.most_step_tokens for length in lengths]
+    longest = sorted(slots, reverse=True)[:max_sequences]
+    engine = Engine(decoder, max_sequences, cache_tokens=sum(longest), reuse_prefixes=False)
+    handles = [engine.submit(**call) for call in calls]
+    engine.run(stops_at_failure=True)
+    for handle in handles:
+        engine.cancel(handle)  # if it has not ended
+    outputs = [handle.result() for handle in handles]
+    cut = [output for output in outputs if output.finish_reason in ("interrupted", "cancelled")]
+    if not cut and not engine.signal:
+        return outputs
+    error = Interrupted((cut or outputs)[0], engine.signal)
+    error.outputs = outputs
+    error.finished = [output for output in outputs if output not in cut]
+    raise error
+
+
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    """One for each prompt, of one for all or a list."""
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise UserError(f"{name} has {len(given)} values for {count} prompts; give one for all, or one for each")
+    return list(given)

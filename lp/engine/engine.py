@@ -1,0 +1,372 @@
+"""The engine: texts come, take steps together, and go.
+
+    engine = lp.Engine(decoder)
+    one, other = engine.submit(ids, 100), engine.submit(more_ids, 50, lp.SamplingParams(seed=7))
+    engine.run()                                   # or engine.step() until it returns False
+    one.result().tokens, other.result().tokens
+
+First come, first served: a text waits until one of `max_sequences` places and the cache slots that it may need are
+free. Prompts are cached in chunks, in the steps that the other texts take anyway. Each text has the tokens that it has
+alone; under one seed, whatever else runs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lp.budget.policy import Company
+from lp.checks import check_int
+from lp.engine.decode_loop import Generation
+from lp.engine.forest_step import ForestStep
+from lp.engine.inputs import Prompt
+from lp.engine.interrupts import DeferredSignals
+from lp.engine.output import GenerationOutput
+from lp.engine.prefixes import CachedText, Prefixes
+from lp.engine.request import Request
+from lp.engine.step_decoder import StepDecoder
+from lp.errors import UserError
+from lp.models.fused import model_state
+from lp.models.kv_cache import StaticKVCache
+from lp.models.kv_pool import KVPool, slot_bytes
+from lp.models.loader import context_limit
+from lp.models.memory import free_bytes
+from lp.parallel.agreement import exchange
+from lp.parallel.message import Stop
+from lp.sampling.params import SamplingParams
+
+MAX_SEQUENCES = 8  # that take a step together
+PREFILL_CHUNK = 128  # tokens of prompts in a step that others take part in
+CACHE_SHARE = 0.5  # of the free memory, that the cache may take by default
+LONGEST_TEXT = 32768  # tokens that a place gets by default, where the model's context is longer
+
+
+class Handle:
+    """A text that an engine generates.
+
+    Attributes:
+        output: of the text, once it has ended; of a cancelled one as far as it came.
+        error: what it failed with.
+        reused: tokens of the prompt that were cached before.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.output: GenerationOutput | None = None
+        self.error: BaseException | None = None
+        self.reused = 0
+        self.generation: Generation | None = None
+        self.admitted_s = 0.0
+        self.first_step_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        """It has ended, in whatever way."""
+        return self.output is not None or self.error is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated so far."""
+        if self.output is not None:
+            return self.output.tokens
+        return self.generation.tokens[: self.generation.num_kept] if self.generation else []
+
+    def result(self) -> GenerationOutput:
+        """The output.
+
+        Raises:
+            RuntimeError: it has not ended.
+            BaseException: what it failed with.
+        """
+        if self.error:
+            raise self.error
+        if self.output is None:
+            raise RuntimeError("this text has not ended; call engine.step() until it is done")
+        return self.output
+
+
+class Engine:
+    """Generates texts that come and go. Among ranks, all make the same calls in the same order.
+
+    Args:
+        decoder: whose steps the texts take.
+        max_sequences: that take a step together.
+        cache_tokens: cache slots for all texts; None: for the longest texts there may be, as far as half of the free
+            memory goes.
+        prefill_chunk: tokens of prompts in a step that other texts take part in: they wait for no more.
+        reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        decoder: StepDecoder,
+        max_sequences: int = MAX_SEQUENCES,
+        cache_tokens: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        reuse_prefixes: bool = True,
+    ) -> None:
+        self.decoder = decoder
+        self.max_sequences = check_int("max_sequences", max_sequences, 1, math.inf, f"try {MAX_SEQUENCES}")
+        self.prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, f"try {PREFILL_CHUNK}")
+        if cache_tokens is not None:
+            check_int("cache_tokens", cache_tokens, 1, math.inf, "leave it out to take what the memory allows")
+        runner = decoder.runner
+        with decoder.computing():
+            runner.follow()
+            capacity = self._capacity() if cache_tokens is None else cache_tokens
+            self.pool = KVPool(runner.known_kinds, capacity, runner.cache_without_buffers)
+        self._prefixes = Prefixes(self.pool.give_back)
+        self._reuses = reuse_prefixes and runner.takes_forests
+        self._model_state = model_state(runner.model)
+        self._forest = ForestStep(runner, decoder.steps_with)
+        self._waiting: deque[Handle] = deque()
+        self._running: dict[Generation, Handle] = {}
+        self._signals = DeferredSignals()
+        self._stopped_by = Stop.NONE  # why texts ended in the last run
+
+    def submit(
+        self,
+        input_ids: Prompt,
+        max_new_tokens: int = 256,
+        sampling: SamplingParams | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Add a text, which begins in one of the next steps.
+
+        Args:
+            input_ids, max_new_tokens, sampling, options: as in `generate`. `on_tokens` is called in `step`.
+
+        Raises:
+            ValueError: as `generate`; a text that needs more cache slots than there are.
+        """
+        request = self.decoder.request(self._signals, input_ids, max_new_tokens, sampling, **options)
+        if (slots := self._slots(request)) > self.pool.capacity:
+            raise UserError(
+                f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} need {slots} "
+                f"cache slots with a step's tokens, and the engine has {self.pool.capacity}; lower max_new_tokens, or "
+                "give the engine more cache_tokens"
+            )
+        self.decoder.check(request)
+        handle = Handle(request)
+        self._waiting.append(handle)
+        return handle
+
+    @property
+    def waiting(self) -> int:
+        """Texts that have not begun."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Texts that take steps."""
+        return len(self._running)
+
+    def step(self) -> bool:
+        """One step of all texts that run, and a chunk of prompts; whether there is anything left to do."""
+        with self.decoder.computing():
+            self._admit()
+            stops = self._advance()
+        for text, stop in stops.items():
+            if stop:
+                self._end(text, stop)
+        for text, error in self._forest.errors.items():
+            self._fail(text, error)
+        return bool(self._running or self._waiting)
+
+    def run(self, stops_at_failure: bool = False) -> None:
+        """Step until all texts have ended. SIGINT or SIGTERM on some rank ends those that run as they are, and returns.
+
+        Args:
+            stops_at_failure: return when a text fails, too.
+        """
+        self._signals.received = 0
+        self._stopped_by = Stop.NONE
+        ends = Stop.INTERRUPTED | Stop.FAILED if stops_at_failure else Stop.INTERRUPTED
+        with self._signals:
+            while self.step() and not self._stopped_by & ends:
+                pass
+
+    @property
+    def signal(self) -> int:
+        """Number of the signal that ended the last `run`; 0 for none on this rank."""
+        return self._signals.received
+
+    def cancel(self, handle: Handle) -> None:
+        """End a text as it is; its output has the finish reason "cancelled". Nothing happens if it has ended."""
+        if handle in self._waiting:
+            self._waiting.remove(handle)
+            handle.output = GenerationOutput([], "cancelled", [])
+        elif handle.generation in self._running:
+            text = handle.generation
+            assert text is not None
+            text.num_kept = len(text.tokens)
+            self._end(text, Stop.INTERRUPTED, "cancelled")
+
+    def clear_prefixes(self) -> None:
+        """Forget the texts that have ended, as must be done when weights are changed in place."""
+        self._prefixes.clear()
+
+    def _capacity(self) -> int:
+        """Slots for texts of all places, as far as the memory of the rank that has least goes."""
+        runner = self.decoder.runner
+        longest = min(context_limit(self.decoder.model) or LONGEST_TEXT, LONGEST_TEXT)
+        slots = (self.max_sequences + 1) * longest  # and one that has ended
+        free = free_bytes(runner.device)
+        if free is not None:
+            slots = min(slots, int(CACHE_SHARE * free) // max(slot_bytes(runner.known_kinds), 1))
+        context = self.decoder.steps_with
+        return int(exchange(context, "making an Engine", [slots]).min())
+
+    def _slots(self, request: Request) -> int:
+        """Cache slots that a text may need."""
+        return request.limit + 1 + self.decoder.most_step_tokens
+
+    def _admit(self) -> None:
+        """Begin texts that wait, in their order, while there is room."""
+        while self._waiting and len(self._running) < self.max_sequences:
+            handle = self._waiting[0]
+            cache = self._cache_for(handle)
+            if cache is None:
+                break
+            self._waiting.popleft()
+            decoder = self.decoder
+            try:
+                beginning = decoder.begin(handle.request, self.max_sequences)
+                text = decoder.generation(handle.request, beginning, cache, self._forest.timer)
+            except Exception as error:
+                if not decoder.steps_with.alone:
+                    raise
+                self.pool.give_back(cache)
+                handle.error = error
+                continue
+            handle.generation = text
+            handle.admitted_s = handle.first_step_s = time.perf_counter()
+            self._running[text] = handle
+
+    def _cache_for(self, handle: Handle) -> StaticKVCache | None:
+        """A cache for a text, with what is cached of its prompt; None where it has to wait."""
+        slots = self._slots(handle.request)
+        state = model_state(self.decoder.runner.model)
+        if state != self._model_state:  # another adapter, other weights
+            self._prefixes.clear()
+            self._model_state = state
+        source, count = None, 0
+        if self._reuses:
+            running = [CachedText(np.array(text.text[: text.cache.length]), text.cache) for text in self._running]
+            source, count = self._prefixes.longest(handle.request.prompt[:-1], running)
+        while (cache := self.pool.allocate(slots)) is None and self._prefixes.drop_oldest(but=source):
+            pass
+        if source is not None and cache is not None:
+            cache.begin_with(source.cache.first(count), count)
+        elif cache is None and source is not None and self._prefixes.holds(source):
+            states = [states.clone() for states in source.cache.first(count)]  # whose slots it gets
+            self._prefixes.clear()
+            cache = self.pool.allocate(slots)
+            if cache is not None:
+                cache.begin_with(states, count)
+        handle.reused = count if cache is not None else 0
+        return cache
+
+    def _advance(self) -> dict[Generation, Stop]:
+        """The step; by text, why it ends, or NONE."""
+        self._forest.errors = {}
+        texts = [text for text in self._running if text.prefilled]
+        prompts = [text for text in self._running if not text.prefilled]
+        if not self.decoder.runner.takes_forests:
+            return self._one_after_another(texts, prompts)
+        chunks = self._chunks(prompts, bool(texts))
+        self._tell_company(texts, sum(count for _, count in chunks))
+        if len(texts) == 1 and not chunks:
+            return self._one_after_another(texts, [])
+        with self.decoder.context.stepping(sum(text.message_shape.size for text in texts)):
+            stops = self._forest.run(texts, chunks)
+        self._note_first_steps([text for text, _ in chunks])
+        return stops
+
+    def _one_after_another(self, texts: Sequence[Generation], prompts: Sequence[Generation]) -> dict[Generation, Stop]:
+        """The same where a pass takes one text."""
+        stops: dict[Generation, Stop] = {}
+        for text in [*prompts, *texts]:
+            try:
+                with self.decoder.context.stepping(text.message_shape.size):
+                    if text in prompts:
+                        text.prefill()
+                    else:
+                        stops[text] = text.step()
+            except Exception as error:
+                if not self.decoder.steps_with.alone:
+                    raise
+                self._forest.errors[text] = error
+        self._note_first_steps(prompts)
+        return stops
+
+    def _note_first_steps(self, prompts: Sequence[Generation]) -> None:
+        """Those that are cached now take steps from here on."""
+        now = time.perf_counter()
+        for text in prompts:
+            if text.prefilled:
+                self._running[text].first_step_s = now
+
+    def _chunks(self, prompts: Sequence[Generation], in_company: bool) -> list[tuple[Generation, int]]:
+        """How much of which prompts the step caches: in the order in which they came."""
+        chunks = []
+        room = self.prefill_chunk
+        if prompts and not in_company:
+            room = max(room, prompts[0].request.prefill_chunk)
+        for text in prompts:
+            if count := min(room, len(text.request.prompt) - 1 - text.cache.length):
+                chunks.append((text, count))
+                room -= count
+        return chunks
+
+    def _tell_company(self, texts: Sequence[Generation], prompt_tokens: int) -> None:
+        """Tell the budgets what else the step computes; the same on every rank."""
+        times = getattr(self.decoder, "step_times", None)
+        total = sum(text.last_tokens for text in texts)
+        rate = 0.0
+        if times and texts:
+            others_work_s = (len(texts) - 1) * (times.step_s(1) - times.plain_s)
+            rate = sum(text.budget.tokens_per_step for text in texts) / (times.step_s(total) + others_work_s)
+        for text in texts:
+            text.budget.company = Company(len(texts), total - text.last_tokens + prompt_tokens, rate)
+
+    def _end(self, text: Generation, stop: Stop, reason: str | None = None) -> None:
+        """Take a text that has ended out of the steps.
+
+        Args:
+            stop: why it ended.
+            reason: the finish reason, where no stop tells it.
+        """
+        handle = self._running[text]
+        now = time.perf_counter()
+        self._stopped_by |= text.stopped_by
+        try:
+            output = text.output(stop, handle.first_step_s - handle.admitted_s, now - handle.first_step_s)
+        except BaseException as error:
+            self._fail(text, error)
+            return
+        del self._running[text]
+        output.finish_reason = reason or output.finish_reason
+        output.reused = handle.reused
+        self.decoder.complete(output, handle.request)
+        self.decoder.ended(output.step_stats)
+        handle.output = output
+        if self._reuses:
+            self.pool.shrink(text.cache, text.cache.length)
+            self._prefixes.keep(text.text[: text.cache.length], text.cache)
+        else:
+            self.pool.give_back(text.cache)
+
+    def _fail(self, text: Generation, error: BaseException) -> None:
+        self._stopped_by |= Stop.FAILED
+        handle = self._running.pop(text)
+        handle.error = error
+        self.pool.give_back(text.cache)

@@ -1,0 +1,57 @@
+"""What the engine knows of a decoder: how texts of it begin, and who shares their steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from lp.engine.decode_loop import Beginning, Generation
+from lp.engine.decoder import Decoder
+from lp.engine.output import StepStats, StepTimer
+from lp.engine.request import Request
+from lp.models.kv_cache import StaticKVCache
+from lp.models.runner import ModelRunner
+from lp.parallel.context import ParallelContext
+
+
+class StepDecoder(Decoder):
+    """A decoder whose texts may share steps.
+
+    Attributes:
+        runner: of the model.
+    """
+
+    runner: ModelRunner
+
+    @property
+    @abstractmethod
+    def steps_with(self) -> ParallelContext:
+        """The ranks that share steps."""
+
+    @property
+    @abstractmethod
+    def most_step_tokens(self) -> int:
+        """Tokens that a step of one text may have on a rank."""
+
+    def check(self, request: Request) -> None:
+        """Compare the call over the ranks.
+
+        Raises:
+            ValueError: they were asked for different things.
+        """
+
+    @abstractmethod
+    def begin(self, request: Request, texts: int = 1) -> Beginning:
+        """What a text begins with: the same on every rank.
+
+        Args:
+            texts: that a step may compute together, at most.
+        """
+
+    @abstractmethod
+    def generation(
+        self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer | None = None
+    ) -> Generation:
+        """A text that is to be generated; arguments as of `Generation`."""
+
+    def ended(self, stats: list[StepStats]) -> None:
+        """Called after every text."""

@@ -1,0 +1,163 @@
+"""Cache slots that several sequences share: each has a run of them, one slot behind the other.
+
+All keys and values of one kind lie in one tensor, (n, G, C, D) as in `lp.models.kv_cache`, and the cache of a sequence
+is a view of its run. Attention reads a view as it reads a cache of its own, whatever the backend; blocks of slots
+anywhere, with a table, would have to be gathered in each layer wherever the kernel knows no tables. What blocks are
+for is had otherwise: a sequence is admitted with all the slots that it may need, and where no run is large enough
+though enough slots are free, the sequences are moved together, which costs about as much as one step reads.
+
+C: slots of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
+
+
+class Run(NamedTuple):
+    """Slots from `start` on, `size` of them."""
+
+    start: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """Behind the last slot."""
+        return self.start + self.size
+
+
+class Runs:
+    """Which slots are free.
+
+    Args:
+        capacity: C.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free = [Run(0, capacity)]  # ascending, none beside another
+
+    @property
+    def free(self) -> int:
+        """Free slots."""
+        return sum(run.size for run in self._free)
+
+    def take(self, size: int) -> Run | None:
+        """The smallest free run that has so many slots, or its first part; None where there is none."""
+        fitting = [run for run in self._free if run.size >= size]
+        if not fitting:
+            return None
+        found = min(fitting, key=lambda run: run.size)
+        self._free.remove(found)
+        self._add(Run(found.start + size, found.size - size))
+        return Run(found.start, size)
+
+    def give_back(self, run: Run) -> None:
+        """These slots are free again."""
+        if not run.size:
+            return
+        beside = [other for other in self._free if other.end == run.start or other.start == run.end]
+        for other in beside:
+            self._free.remove(other)
+        start = min(run.start, *(other.start for other in beside)) if beside else run.start
+        self._add(Run(start, run.size + sum(other.size for other in beside)))
+
+    def _add(self, run: Run) -> None:
+        if run.size:
+            self._free = sorted([*self._free, run])
+
+
+class KVPool:
+    """Caches for several sequences, in one tensor of each kind.
+
+    Args:
+        kinds: how many keys and values of each kind the model has.
+        capacity: C.
+        new_cache: a cache of so many slots, whose buffers are yet to be given.
+
+    Raises:
+        CacheTooLarge: the device has no room.
+    """
+
+    def __init__(
+        self, kinds: Mapping[StatesKind, int], capacity: int, new_cache: Callable[[int], StaticKVCache]
+    ) -> None:
+        self.capacity = capacity
+        self._new_cache = new_cache
+        self._runs = Runs(capacity)
+        self._caches: dict[StaticKVCache, Run] = {}
+        try:
+            self._buffers = {
+                kind: torch.empty(count, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=kind.device)
+                for kind, count in kinds.items()
+            }
+        except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
+            raise CacheTooLarge(slot_bytes(kinds), capacity) from error
+
+    @property
+    def free(self) -> int:
+        """Slots that no cache has."""
+        return self._runs.free
+
+    def allocate(self, slots: int) -> StaticKVCache | None:
+        """An empty cache of so many slots; None where fewer are free."""
+        run = self._runs.take(slots)
+        if run is None and self._runs.free >= slots:
+            self._move_together()
+            run = self._runs.take(slots)
+        if run is None:
+            return None
+        cache = self._new_cache(slots)
+        self._caches[cache] = run
+        cache.lie_in(self._views(run))
+        return cache
+
+    def give_back(self, cache: StaticKVCache) -> None:
+        """The slots of a cache, which is of no more use."""
+        self._runs.give_back(self._caches.pop(cache))
+
+    def shrink(self, cache: StaticKVCache, slots: int) -> None:
+        """Give back the slots of a cache but the first ones, which hold all that is cached."""
+        run = self._caches[cache]
+        cache.flush()
+        kept = Run(run.start, slots)
+        self._runs.give_back(Run(kept.end, run.size - slots))
+        self._caches[cache] = kept
+        cache.lie_in(self._views(kept))
+
+    def check(self) -> None:
+        """That every slot is free or of one cache: an invariant, for tests."""
+        runs = sorted([*self._runs._free, *self._caches.values()])
+        ends = [0, *(run.end for run in runs)]
+        assert [run.start for run in runs] == ends[:-1], f"slots are lost or had twice: {runs}"
+        assert ends[-1] == self.capacity, f"slots are lost at the end: {runs}"
+
+    def _views(self, run: Run) -> dict[StatesKind, torch.Tensor]:
+        return {kind: buffer[:, :, run.start : run.end] for kind, buffer in self._buffers.items()}
+
+    def _move_together(self) -> None:
+        """Move all caches to the first slots, in their order: of each only what is cached, as far as it must."""
+        start = 0
+        for cache, run in sorted(self._caches.items(), key=lambda item: item[1]):
+            if run.start != start:
+                target = Run(start, run.size)
+                cache.flush()
+                for kind, before in self._views(run).items():
+                    kept = before[:, :, : cache.length].clone()  # the runs may overlap
+                    self._views(target)[kind][:, :, : cache.length] = kept
+                cache.lie_in(self._views(target))
+                self._caches[cache] = target
+            start += run.size
+        self._runs = Runs(self.capacity)
+        taken = self._runs.take(start)
+        assert taken is not None and taken.start == 0
+
+
+def slot_bytes(kinds: Mapping[StatesKind, int]) -> int:
+    """Bytes of one slot, in all layers."""
+    return sum(count * kind.heads * kind.dim * kind.dtype.itemsize for kind, count in kinds.items())

@@ -1,0 +1,90 @@
+"""A forward pass over the tokens of several sequences, and the pool of cache slots that their caches lie in."""
+
+import random
+
+import pytest
+import torch
+
+from lp.draft.layout import ancestors
+from lp.models.kv_cache import StaticKVCache
+from lp.models.kv_pool import KVPool
+from lp.models.runner import ModelRunner, TreePass
+from tests.tiny_models import CLOSE, MATRIX, tiny_model
+
+
+def _runner(arch: str, attention: str = "auto") -> ModelRunner:
+    return ModelRunner(tiny_model(arch, seed=1), attention)
+
+
+def _prefilled(runner: ModelRunner, cache: StaticKVCache, text: list[int]) -> StaticKVCache:
+    runner.prefill(text, cache, 512)
+    return cache
+
+
+def _drawn_tree(rng: random.Random, cache: StaticKVCache, vocabulary: int) -> TreePass:
+    size = rng.randint(1, 12)
+    visible = ancestors([-1, *(rng.randrange(node) for node in range(1, size))])
+    positions = [cache.length + int(row.sum()) - 1 for row in visible]
+    tokens = [rng.randrange(vocabulary) for _ in range(size)]
+    return TreePass(tokens, positions, visible, cache, sorted(rng.sample(range(size), rng.randint(0, size))))
+
+
+@pytest.mark.parametrize("arch", MATRIX)
+@pytest.mark.parametrize("attention", ["flash", "sdpa", "eager"])
+def test_a_forest_is_its_trees(arch: str, attention: str) -> None:
+    """A sequence that sees another's tokens, or has its KV or logits swapped with another's."""
+    try:
+        runner = _runner(arch, attention)
+    except ValueError as error:
+        pytest.skip(str(error))
+    if not runner.takes_forests:
+        pytest.skip("its sequences are computed one after another")
+    rng = random.Random(f"{arch}-{attention}")
+    vocabulary = runner.model.config.get_text_config().vocab_size
+    texts = [[rng.randrange(vocabulary) for _ in range(rng.choice([0, 1, 7, 40]))] for _ in range(3)]
+    with torch.inference_mode():
+        caches = [[_prefilled(runner, runner.new_cache(len(text) + 12), text) for text in texts] for _ in range(2)]
+        trees = [_drawn_tree(rng, cache, vocabulary) for cache in caches[0]]
+        together = runner.forward_forest(trees)
+        for tree, logits, cache in zip(trees, together, caches[1], strict=True):
+            alone = tree._replace(cache=cache)
+            if tree.logits_indices:
+                torch.testing.assert_close(logits, runner.forward(*alone), rtol=CLOSE, atol=CLOSE)
+            else:
+                assert not len(logits)
+                runner.forward(*alone._replace(logits_indices=[0]))
+            for own, other in zip(tree.cache.buffers, cache.buffers, strict=True):
+                used = tree.cache.length + len(tree.tokens)
+                torch.testing.assert_close(own[:, :, :used], other[:, :, :used], rtol=CLOSE, atol=CLOSE)
+
+
+def test_slots_are_neither_lost_nor_shared() -> None:
+    """A run that is handed out twice, or a cache that loses its tokens when caches are moved together."""
+    rng = random.Random(7)
+    runner = _runner("llama")
+    pool = KVPool(runner.known_kinds, 200, runner.cache_without_buffers)
+    caches: dict[StaticKVCache, list[int]] = {}
+    moved = refused = 0
+    with torch.inference_mode():
+        for _ in range(300):
+            if caches and rng.random() < 0.45:
+                cache = rng.choice([*caches])
+                assert cache.length == len(caches.pop(cache))
+                pool.give_back(cache)
+            slots = rng.randint(1, 60)
+            free, largest = pool.free, max((run.size for run in pool._runs._free), default=0)
+            cache = pool.allocate(slots)
+            pool.check()
+            assert (cache is None) == (slots > free)
+            refused += cache is None
+            if cache is not None:
+                moved += slots > largest
+                caches[cache] = [rng.randrange(20) for _ in range(rng.randint(0, slots))]
+                _prefilled(runner, cache, caches[cache])
+            for cache, text in caches.items():
+                if not text:
+                    continue
+                fresh = _prefilled(runner, runner.new_cache(len(text)), text)
+                for own, other in zip(cache.buffers, fresh.buffers, strict=True):
+                    torch.testing.assert_close(own[:, :, : len(text)], other[:, :, : len(text)])
+    assert moved and refused
