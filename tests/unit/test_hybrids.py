@@ -323,6 +323,23 @@ def test_a_text_within_another(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", HYBRIDS)
+def test_texts_of_an_engine(arch: str) -> None:
+    """A state of another text; one of a text that has ended, in cache slots or for a prompt that begins like it."""
+    model = tiny_model(arch, seed=2)
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
+    rng = random.Random(arch)
+    first = drawn_text(rng, 40)
+    prompts = [first, [5], drawn_text(rng, 2), first[:30], [*first, 7]]
+    engine = lp.Engine(decoder, max_sequences=2, prefill_chunk=8)
+    handles = [engine.submit(ids, 15, sampling) for ids in prompts for sampling in (None, SAMPLING)]
+    engine.run()
+    alone = lp.AutoregressiveDecoder(model)
+    expected = [alone.generate(ids, 15, sampling).tokens for ids in prompts for sampling in (None, SAMPLING)]
+    assert [handle.result().tokens for handle in handles] == expected
+    assert not any(handle.reused for handle in handles)
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
 def test_a_model_in_bfloat16(arch: str) -> None:
     """A dtype that meets another in a product; states that are rounded at every commit."""
     model = tiny_model(arch, dtype=torch.bfloat16)
