@@ -13,9 +13,13 @@ stage() {
 run() { "$python" -m "$@"; }
 lint() { run ruff check --quiet && run ruff format --check --quiet; }
 types() { run mypy --no-error-summary; }
+# The functions that numba compiles: else every process that comes first would compile all of them, for a minute.
+compile() { "$python" scripts/fuzz.py --cases 12; }
 
 stage setup dev
 stage lint
-stage types
+stage types & # one core's work; the other core compiles
+stage compile
+wait $!
 # Last and bare, so that the closing lines are pytest's own, its time among them.
-exec "$python" -m pytest -n "${WORKERS:-2}" "$@"
+exec "$python" -m pytest -n "${WORKERS:-2}" --dist loadgroup "$@"

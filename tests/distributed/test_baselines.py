@@ -13,6 +13,8 @@ from tests.conftest import Processes
 from tests.distributed.launches import ON_CPU
 from tests.distributed.workers.shards import ARCHITECTURES, IDS, NEW, SAMPLING, split_model
 
+pytestmark = pytest.mark.xdist_group("baselines")
+
 RANKS = 2
 BASELINES = ["transformers_tp", "deepspeed_tp"]
 THERE = [name for name in BASELINES if name != "deepspeed_tp" or importlib.util.find_spec("deepspeed")]

@@ -8,6 +8,8 @@ import lp
 from tests.architectures import BACKENDS, EXACT, PAGE, VARIANTS, WRONG, page, verdict, versions
 from tests.tiny_models import MATRIX, VOCABULARY, tiny_model
 
+pytestmark = pytest.mark.xdist_group("architectures")  # whose verdicts the page needs, too
+
 NEVER = {"bloom", "falcon_alibi", "mpt", "roformer", "rwkv", "gpt_neo", "t5", "mamba", "llama4"}
 EAGER_ONLY = {"gemma2", "gpt_oss", "gptj", "mamba2"}
 NO_FLASH = {"falcon", "deepseek_v2", "deepseek_v3"}  # which `auto` runs with sdpa

@@ -16,6 +16,8 @@ triton = pytest.importorskip("triton", reason="the tree kernel needs Triton")
 
 from lp.attention import tree_kernel  # noqa: E402  (it needs Triton)
 
+pytestmark = pytest.mark.xdist_group("tree kernel")
+
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:

@@ -17,6 +17,8 @@ import pytest
 import lp
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.xdist_group("wheel")
+
 # Where the files of a clone lie in an installed lp.
 INSTALLED = {"lp": "lp", "launch": "lp/launch", "conf": "lp/conf"}
 # README's Python with the names that its reader brings. No numba: it would compile for a new folder.
