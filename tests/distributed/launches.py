@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,21 @@ ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 def check_cases(
     processes: Processes, folder: Path, ranks: int, first: int, last: int, env: dict[str, str]
 ) -> tuple[set[str], set[str]]:
-    """Launch these seeds, hold every rank's tokens against plain decoding, and count its collectives.
-
-    Returns:
-        The backends and the devices of the ranks.
-    """
+    """Launch these seeds, and `check_found`."""
     worker = "tests.distributed.workers.cases"
     command = processes.torchrun(ranks, worker, str(folder), str(first), str(last))
     ran = processes.run(command, env, timeout_s=240)
     assert ran.returncode == 0, ran.stderr
     assert processes.wait_for_end() == []
+    return check_found(folder, ranks, first, last)
+
+
+def check_found(folder: Path, ranks: int, first: int, last: int) -> tuple[set[str], set[str]]:
+    """Hold every rank's tokens of these seeds against plain decoding, and count its collectives.
+
+    Returns:
+        The backends and the devices of the ranks.
+    """
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     broadcasts = 0
     for i, seed in enumerate(range(first, last)):
@@ -79,12 +84,12 @@ def check_collectives(result: dict[str, Any], case: Case, ranks: int) -> None:
     assert payloads.pop() == 8 * (8 + budget * (1 + k))
 
 
-def pid_of(folder: Path, generation: int, rank: int, process: subprocess.Popen[str]) -> int:
+def pid_of(folder: Path, generation: int, rank: int, goes_on: Callable[[], bool]) -> int:
     """The process id of a rank of the faults worker, once it has taken a few steps of that generation."""
     file = folder / f"{generation}-{rank}.pid"
     end = time.monotonic() + 120
     while not file.exists():
-        assert process.poll() is None and time.monotonic() < end, "the launch did not get so far"
+        assert goes_on() and time.monotonic() < end, "the launch did not get so far"
         time.sleep(0.02)
     return int(file.read_text())
 
@@ -93,7 +98,7 @@ def check_kill(processes: Processes, folder: Path, ranks: int, victim: int, env:
     """SIGKILL one rank in the middle of a run: the launch ends soon, says so, and keeps what was printed."""
     worker = "tests.distributed.workers.faults"
     process = processes.start(processes.torchrun(ranks, worker, str(folder), "endless"), env)
-    pids = [pid_of(folder, 0, rank, process) for rank in range(ranks)]
+    pids = [pid_of(folder, 0, rank, lambda: process.poll() is None) for rank in range(ranks)]
     started = time.monotonic()
     os.kill(pids[victim], signal.SIGKILL)
     out, errors = process.communicate(timeout=60)

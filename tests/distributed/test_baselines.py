@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import lp
-from tests.conftest import Processes
-from tests.distributed.launches import ON_CPU
+from tests.distributed.forked import Forked
+from tests.distributed.workers import shards
 from tests.distributed.workers.shards import ARCHITECTURES, IDS, NEW, SAMPLING, split_model
 
 pytestmark = pytest.mark.xdist_group("baselines")
@@ -23,14 +23,11 @@ THERE = [name for name in BASELINES if name != "deepspeed_tp" or importlib.util.
 @pytest.fixture(scope="module")
 def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the ranks of one launch wrote down."""
-    folder, processes = tmp_path_factory.mktemp("shards"), Processes()
+    folder, forked = tmp_path_factory.mktemp("shards"), Forked()
     try:
-        command = processes.torchrun(RANKS, "tests.distributed.workers.shards", str(folder), *THERE)
-        ran = processes.run(command, ON_CPU, timeout_s=240)
-        assert ran.returncode == 0, ran.stderr
-        assert processes.wait_for_end() == []
+        forked.start(RANKS, shards.main, folder, THERE).check(240)
     finally:
-        processes.kill()
+        forked.kill()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

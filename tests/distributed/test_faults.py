@@ -15,27 +15,25 @@ import pytest
 import lp
 from lp.parallel.lost_ranks import ROLL_CALL_S
 from tests.conftest import LONG, Processes
+from tests.distributed.forked import Forked
 from tests.distributed.launches import ON_CPU, check_kill, pid_of
+from tests.distributed.workers import faults
 from tests.distributed.workers.faults import IDS, STEP
 from tests.distributed.workers.restart import NEW, SAMPLINGS
 from tests.tiny_models import plain_greedy, tiny_model
 
-WORKER = "tests.distributed.workers.faults"
 RANKS = 4 if LONG else 2
 
 
-def test_one_rank_stops_them_all(processes: Processes, tmp_path: Path) -> None:
+def test_one_rank_stops_them_all(forked: Forked, tmp_path: Path) -> None:
     """A rank that leaves the loop alone leaves the others waiting in a collective until its time limit."""
-    process = processes.start(
-        processes.torchrun(RANKS, WORKER, str(tmp_path), "drift", "callback", "signal", "signal", "callback"), ON_CPU
-    )
+    launch = forked.start(RANKS, faults.main, tmp_path, ["drift", "callback", "signal", "signal", "callback"])
     signals = [(2, RANKS - 1, signal.SIGINT), (3, 0, signal.SIGTERM)]
     for generation, rank, number in signals:
         for other in range(RANKS):  # all have begun
-            pid_of(tmp_path, generation, other, process)
-        os.kill(pid_of(tmp_path, generation, rank, process), number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+            pid_of(tmp_path, generation, other, launch.goes_on)
+        os.kill(pid_of(tmp_path, generation, rank, launch.goes_on), number)
+    launch.check()
     drift, callback, *others = zip(
         *(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)), strict=True
     )
@@ -57,7 +55,6 @@ def test_one_rank_stops_them_all(processes: Processes, tmp_path: Path) -> None:
         assert [end["reason"] for end in generation] == [f"raised {each}" for each in got]
     left = [name for rank in range(RANKS) for name in (tmp_path / f"{rank}.threads").read_text().split()]
     assert not [name for name in left if "gloo" in name], "a thread of the group may abort the process as it ends"
-    assert processes.wait_for_end() == []
 
 
 @pytest.mark.parametrize("victim", range(RANKS))
@@ -67,33 +64,30 @@ def test_a_killed_rank_ends_the_launch(processes: Processes, tmp_path: Path, vic
 
 
 @pytest.mark.parametrize("victim", range(RANKS) if LONG else [1])
-def test_a_frozen_rank_is_named(processes: Processes, tmp_path: Path, victim: int) -> None:
+def test_a_frozen_rank_is_named(forked: Forked, tmp_path: Path, victim: int) -> None:
     """SIGSTOP leaves no closed connection: only the time limit tells, and somebody must say who it was.
 
     The last rank also comes late, which is no fault while it comes within the limit.
     """
-    late_s, timeout_s = (20, 40) if LONG else (2, 10)  # of which loading on a busy machine takes some
-    env = ON_CPU | {"TIMEOUT_S": str(timeout_s), "LATE_S": str(late_s)}
-    command = processes.torchrun(RANKS, WORKER, str(tmp_path), "endless")
-    process = processes.start(command, env)
-    pids = [pid_of(tmp_path, 0, rank, process) for rank in range(RANKS)]
+    late_s, timeout_s = (20, 40) if LONG else (2, 6)  # of which loading on a busy machine takes some
+    env = {"TIMEOUT_S": str(timeout_s), "LATE_S": str(late_s)}
+    launch = forked.start(RANKS, faults.main, tmp_path, ["endless"], env=env)
+    pids = [pid_of(tmp_path, 0, rank, launch.goes_on) for rank in range(RANKS)]
     time.sleep(random.Random(f"freeze-{victim}").random())  # at any place of any step
     os.kill(pids[victim], signal.SIGSTOP)
-    frozen, errors = time.monotonic(), ""
-    assert process.stderr is not None
-    while "RankLost: " not in errors:
-        line = process.stderr.readline()
-        assert line, errors
-        errors += line
+    frozen = time.monotonic()
+    while "RankLost: " not in launch.output():
+        assert time.monotonic() - frozen < 2 * timeout_s + 60, launch.output()
+        time.sleep(0.05)
     assert timeout_s - 1 < time.monotonic() - frozen < timeout_s + 3 * ROLL_CALL_S
-    os.kill(pids[victim], signal.SIGCONT)  # or torchrun waits half a minute before it ends it
-    out, rest = process.communicate(timeout=60)
-    assert process.returncode != 0
-    said = {stops: lost for lost, stops in re.findall(r"RankLost: (.+) does not answer, so (.+) stops", errors + rest)}
+    os.kill(pids[victim], signal.SIGCONT)
+    assert 0 not in launch.wait(60)
+    said = {
+        stops: lost for lost, stops in re.findall(r"RankLost: (.+) does not answer, so (.+) stops", launch.output())
+    }
     said.pop(f"rank {victim}", None)  # that goes on, and misses the others
-    assert said and {*said.values()} == {f"rank {victim}"}  # torchrun may end a rank before it has said so
-    assert f"step {STEP}" in out.splitlines()
-    assert processes.wait_for_end() == []
+    assert said == {f"rank {rank}": f"rank {victim}" for rank in range(RANKS) if rank != victim}
+    assert f"step {STEP}" in launch.output().splitlines()
 
 
 def test_a_restarted_launch_says_what_an_undisturbed_one_says(processes: Processes, tmp_path: Path) -> None:

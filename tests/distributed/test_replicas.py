@@ -11,22 +11,21 @@ from pathlib import Path
 import pytest
 
 import lp
-from tests.conftest import LONG, Processes
-from tests.distributed.launches import ON_CPU
+from tests.conftest import LONG
+from tests.distributed.forked import Forked
+from tests.distributed.workers import replicas
 from tests.distributed.workers.replicas import CASES, IDS, NEW, model_of
 from tests.tiny_models import plain_greedy
 
 ALL = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe"]
 FEW = ["llama", "phi3", "qwen3_moe"]
 LAUNCHES = [(2, 2, ALL), (4, 2, ALL), (4, 4, ALL), (6, 2, ALL)] if LONG else [(4, 2, FEW)]
-WORKER = "tests.distributed.workers.replicas"
 
 
 @pytest.mark.parametrize(("world", "tp", "archs"), LAUNCHES)
-def test_tokens_and_collectives(processes: Processes, tmp_path: Path, world: int, tp: int, archs: list[str]) -> None:
+def test_tokens_and_collectives(forked: Forked, tmp_path: Path, world: int, tp: int, archs: list[str]) -> None:
     """Two sums a layer and one of embeddings within a replica, the vocabulary's gather, and one among replicas."""
-    ran = processes.run(processes.torchrun(world, WORKER, str(tmp_path), str(tp), *archs), ON_CPU, timeout_s=400)
-    assert ran.returncode == 0, ran.stderr
+    forked.start(world, replicas.main, tmp_path, tp, archs).check(400)
     by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(world)]
     for arch in archs:
         model = model_of(arch)
@@ -47,26 +46,24 @@ def test_tokens_and_collectives(processes: Processes, tmp_path: Path, world: int
             due |= {f"all_gather {others}": 1} if world > tp else {}
             for case in ("greedy", "T=0.8"):
                 assert [calls for calls in found[arch][case]["calls"] if calls != due] == [], (arch, rank)
-    assert processes.wait_for_end() == []
 
 
 @pytest.mark.parametrize("victim", [1, 2] if LONG else [2])
-def test_a_killed_rank_ends_all_and_is_named(processes: Processes, tmp_path: Path, victim: int) -> None:
+def test_a_killed_rank_ends_all_and_is_named(forked: Forked, tmp_path: Path, victim: int) -> None:
     """Ranks of its replica wait in the model, others for its replica; what was journaled stays."""
-    process = processes.start(processes.torchrun(4, WORKER, str(tmp_path), "2", "endless"), ON_CPU)
+    launch = forked.start(4, replicas.main, tmp_path, 2, ["endless"])
     end = time.monotonic() + 120
     while not all((tmp_path / f"{rank}.pid").exists() for rank in range(4)):
-        assert process.poll() is None and time.monotonic() < end, process.communicate()[1]
+        assert launch.goes_on() and time.monotonic() < end, launch.output()
         time.sleep(0.05)
     time.sleep(0.5)
     journal = tmp_path / "journal.jsonl"
     before = journal.read_text()
     started = time.monotonic()
     os.kill(int((tmp_path / f"{victim}.pid").read_text()), signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    codes = launch.wait(60)
     assert time.monotonic() - started < 45
-    assert process.returncode != 0
-    assert f"rank {victim} does not answer" in errors, errors
+    assert codes[victim] == -signal.SIGKILL and 0 not in codes, launch.output()
+    assert f"rank {victim} does not answer" in launch.output(), launch.output()
     after = journal.read_text()
     assert after.startswith(before) and len(before.splitlines()) > 5
-    assert processes.wait_for_end() == []

@@ -14,7 +14,7 @@ from lp.checks import env_int
 from lp.errors import RankLost
 from lp.parallel.agreement import exchange
 
-TIMEOUT_S = 3.0
+TIMEOUT_S = 2.0
 
 
 def main(folder: Path) -> None:
