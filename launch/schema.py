@@ -425,6 +425,8 @@ def register() -> None:
         "attention": {name: AttentionSchema(name=name) for name in attention_choices()},
         "model": {name: ModelSchema(name=name, dtype="bfloat16") for name in SHAPES},
     }
+    store = ConfigStore.instance()
     for group, nodes in groups.items():
         for name, node in nodes.items():
-            ConfigStore.instance().store(group=group, name=name, node=node)
+            if f"{name}.yaml" not in store.repo.get(group, {}):  # as an earlier run in this process leaves it
+                store.store(group=group, name=name, node=node)

@@ -76,8 +76,8 @@ tests=(tests/gpu)
 for shape in "${shapes[@]}"; do
   measure "$shape" "$python -m" "model=$shape"
 done
-gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-[ -z "$dry" ] || gpus=2
+gpus=2
+[ -n "$dry" ] || gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 for ((ranks = 2; ranks <= gpus; ranks *= 2)); do
   measure "${shapes[0]}-on-$ranks" "$python -m torch.distributed.run --standalone --nproc-per-node $ranks -m" \
     "model=${shapes[0]}" plot=false

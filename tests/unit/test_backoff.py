@@ -124,6 +124,6 @@ def test_a_decoder_passes_its_temperature() -> None:
     decoder = lp.LookaheadDecoder(tiny_model(), ADAPTIVE, step_times=step_times)
     high = lp.SamplingParams(temperature=2.0, seed=1)
     for sampling, plain in ((high, HIGH_TEMPERATURE_BACK_OFF), (None, 0)):
-        steps = decoder.generate([1, 2, 3], HIGH_TEMPERATURE_BACK_OFF + 9, sampling, eos_token_id=()).step_stats
+        steps = decoder.generate([1, 2, 3], plain + 9, sampling, eos_token_id=()).step_stats
         assert [step.idle for step in steps[: plain + 1]] == [True] * plain + [False]
     assert AdaptiveBudget(ADAPTIVE, step_times, 1, 2.0).columns == 0 < AdaptiveBudget(ADAPTIVE, step_times).columns

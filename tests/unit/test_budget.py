@@ -25,6 +25,7 @@ from lp.models.loader import DEMO_MODEL, load
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.top_logits import TopLogits
+from tests.conftest import LONG
 from tests.layouts import path_tree, record_of, tree_paths
 from tests.pools import drawn_step, drawn_step_times, pool_of
 from tests.tiny_models import drawn_text, tiny_model
@@ -215,7 +216,7 @@ def _decisions(output: lp.GenerationOutput) -> list[tuple[int, int, int, bool]]:
     return [(step.columns, step.num_draft, step.accepted, step.idle) for step in output.step_stats]
 
 
-@pytest.mark.parametrize(("ranks", "least"), [(2, 2000), (5, 200)])
+@pytest.mark.parametrize(("ranks", "least"), [(2, 2000), (5, 200)] if LONG else [(2, 400), (5, 60)])
 def test_ranks_choose_alike(ranks: int, least: int) -> None:
     """A budget that depends on its own rank's clock, or adds in another order, differs from the others' some day."""
     model = tiny_model()

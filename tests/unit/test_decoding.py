@@ -13,6 +13,7 @@ from transformers import MaxTimeCriteria
 import lp
 from lp.engine.stopping import Stopping
 from lp.models.runner import ModelRunner
+from tests.conftest import LONG
 from tests.tiny_models import CONTEXT, VOCABULARY, plain_greedy, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5)
@@ -100,7 +101,7 @@ def test_a_failing_callback_is_the_callers_error() -> None:
         lp.LookaheadDecoder(tiny_model(), CONFIG).generate(PROMPT, 9, on_tokens=on_tokens)
 
 
-@pytest.mark.parametrize("steps", [500])
+@pytest.mark.parametrize("steps", [500 if LONG else 150])
 def test_memory_does_not_grow_with_steps(steps: int) -> None:
     """Re-concatenated caches and kept activations are what made long generations slow elsewhere."""
     model = tiny_model(max_position_embeddings=4096)
