@@ -12,15 +12,22 @@ from pathlib import Path
 import psutil
 import pytest
 
+import lp
+from launch.bench.prompts import load_builtin
 from tests.conftest import ROOT, Processes
+from tests.tiny_models import plain_greedy
 from tests.unit.conftest import save_tiny_model
 
 APP = "launch.generate"
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = save_tiny_model(tmp_path_factory.mktemp("model"), context=2048)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), context=2048)
+
+
+@pytest.fixture(scope="module")
+def settings(folder: Path) -> list[str]:
     return ["model=hf", f"model.name={folder}", "model.dtype=float64", "W=5", "N=3", "G=4", "limit=1"]
 
 
@@ -28,36 +35,26 @@ def _run_dir(tmp_path: Path) -> dict[str, str]:
     return {"LP_RUN_DIR": str(tmp_path / "run")}
 
 
-def test_two_ranks_say_what_one_says(processes: Processes, settings: list[str], tmp_path: Path) -> None:
-    """Rank 0 alone prints, the text is that of one rank, and the launch ends with code 0."""
-    asked = [*settings, "max_new_tokens=24", "output=json"]
-    said = []
-    for ranks in (1, 2):
-        ran = processes.run(processes.torchrun(ranks, APP, *asked), _run_dir(tmp_path))
-        assert ran.returncode == 0, ran.stderr
-        assert len(ran.stdout.splitlines()) == 1
-        said.append(json.loads(ran.stdout))
-    one, two = said
-    assert json.dumps(two).count('"equal": true') >= 2
-    assert [p["text"] for p in one["prompts"]] == [p["text"] for p in two["prompts"]]
-    assert processes.wait_for_end() == []
-
-
-def test_ranks_sweep(processes: Processes, settings: list[str], tmp_path: Path) -> None:
-    """A process group left after the first job could not be joined again; ranks but the first leave no files."""
+def test_two_ranks_say_what_one_process_says(
+    processes: Processes, folder: Path, settings: list[str], tmp_path: Path
+) -> None:
+    """Rank 0 alone prints, once, also what eight ranks would refuse eight times; a process group left after the first
+    job could not be joined again; ranks but the first leave no files.
+    """
     before = set(ROOT.iterdir())
-    asked = ["-m", *settings, "max_new_tokens=4,5", "compare=false", "output=json"]
+    asked = ["-m", *settings, "task=builtin", "max_new_tokens=24,0,5", "output=json"]
     ran = processes.run(processes.torchrun(2, APP, *asked), _run_dir(tmp_path))
-    assert ran.returncode == 0, ran.stderr
-    assert [json.loads(line)["max_new_tokens"] for line in ran.stdout.splitlines()] == [4, 5]
-    assert set(ROOT.iterdir()) == before
-
-
-def test_a_user_error_is_said_once(processes: Processes, settings: list[str], tmp_path: Path) -> None:
-    """Eight ranks must not print one typo eight times, nor torchrun its traceback; the code stays 2."""
-    ran = processes.run(processes.torchrun(2, APP, *settings, "max_new_tokens=0"), _run_dir(tmp_path))
     assert ran.returncode == 2
-    assert ran.stderr.count("max_new_tokens is 0") == 1 and "Traceback" not in ran.stderr
+    assert ran.stderr.count("max_new_tokens is 0") == 1 and "Traceback" not in ran.stderr, ran.stderr
+    model, tokenizer = lp.load(folder, "float64")
+    ids = tokenizer(load_builtin(1)[0].text)["input_ids"]
+    said = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [each["max_new_tokens"] for each in said] == [24, 5]
+    for each in said:
+        assert json.dumps(each).count('"equal": true') >= 2
+        (prompt,) = each["prompts"]
+        assert prompt["text"] == tokenizer.decode(plain_greedy(model, ids, each["max_new_tokens"]))
+    assert set(ROOT.iterdir()) == before
     assert processes.wait_for_end() == []
 
 
