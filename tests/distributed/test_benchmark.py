@@ -27,7 +27,7 @@ def test_a_sweep_of_launches(processes: Processes, settings: list[str], tmp_path
     asked = ["-m", *settings, "W=2", "parallel.nproc=2,0", f"out={tmp_path}"]
     asked += ["methods=[lookahead,lookahead@1,plain,transformers_tp]"]
     env = ON_CPU | {"LP_RUN_DIR": str(tmp_path)}
-    ran = processes.run([sys.executable, "-m", "launch.benchmark", *asked], env, timeout_s=240)
+    ran = processes.run([sys.executable, "-m", "launch.cli", "benchmark", *asked], env, timeout_s=240)
     assert ran.returncode == 2 and "job 2 failed with exit code 2" in ran.stderr, ran.stderr
     found = totals(load_records(tmp_path))
     assert [total.method for total in found] == ["lookahead", "lookahead@1", "plain", "transformers_tp"]

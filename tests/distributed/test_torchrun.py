@@ -86,8 +86,8 @@ def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, setti
     """A text cut off by a lost rank must not look like a finished one."""
     process, rank_1 = _in_a_text(processes, settings, tmp_path)
     rank_1.kill()
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode != 0
+    out, err = process.communicate(timeout=30)
+    assert process.returncode != 0 and "1: -9" in err, err
     assert "[partial: the run failed here]" in out
     assert processes.wait_for_end() == []
 

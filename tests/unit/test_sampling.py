@@ -23,7 +23,7 @@ from lp.sampling.sampler import CoupledSampler
 from tests.tiny_models import VOCABULARY, tiny_model
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))
-CASES, DRAWS = (200, 6000) if LONG else (25, 1500)
+CASES, DRAWS, DRAWS_OF_PAIRS = (200, 6000, 2000) if LONG else (25, 750, 500)
 CPU = torch.device("cpu")
 
 
@@ -167,7 +167,7 @@ def _rejection_p(
     **warpers: Any,
 ) -> float:
     """p of the chi-square test of rejection sampling's first tokens; 0 if one came out that has no chance."""
-    model = tiny_model(vocab_size=vocabulary, sharpness=sharpness, seed=1)
+    model = tiny_model(vocab_size=vocabulary, sharpness=sharpness, seed=1, num_hidden_layers=1)
     config = lp.LookaheadConfig(window_size=2, ngram_size=3, guess_set_size=1)  # few: with many none is turned down
     accepted = [0] * ranks
 
@@ -204,7 +204,7 @@ def test_rejection_has_the_joint_distribution(ranks: int) -> None:
     assert _rejection_p(ranks, DRAWS) > 0.001
 
 
-PAIRS: dict[str, Any] = {"draws": DRAWS // 3, "vocabulary": 5, "sharpness": 2.0, "tokens": 2}
+PAIRS: dict[str, Any] = {"draws": DRAWS_OF_PAIRS, "vocabulary": 5, "sharpness": 2.0, "tokens": 2}
 # Of the new tokens alone, so that a branch's own tokens matter: drafts of the first step are all in the prompt.
 PENALTY = tf.RepetitionPenaltyLogitsProcessor(20.0, prompt_ignore_length=len(PROMPT))
 
