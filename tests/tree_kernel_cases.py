@@ -42,7 +42,7 @@ SMALL = {
     "one split": Case(num_splits=1),
     "splits without keys": Case(length=10, num_splits=7),
     "own keys on both sides of a split": Case(num_tokens=40, length=40, num_splits=3),
-    "many rows": Case(num_tokens=70, length=30, heads=6, num_splits=2),
+    "many rows": Case(num_tokens=50, length=30, heads=6, num_splits=2),
     "float16": Case(dtype=torch.float16, num_splits=3),
     "bfloat16": Case(dtype=torch.bfloat16, num_splits=3),
     "scores beyond float16": Case(dtype=torch.float16, size=30.0, dim=64),

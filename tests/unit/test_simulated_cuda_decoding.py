@@ -23,6 +23,7 @@ from tests.simulated_cuda import SimulatedCuda, run_on_gpus
 from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
+FEW = lp.LookaheadConfig(window_size=2, ngram_size=3, guess_set_size=2)  # of few shapes, each captured once
 NEW = 16
 # They take no tree mask.
 REFUSED = {"bloom", "falcon_alibi", "roformer", "rwkv", "gpt_neo", "mpt", "t5", "mamba", "llama4"}
@@ -53,9 +54,9 @@ def test_an_architecture_on_a_gpu(arch: str, gpu: SimulatedCuda) -> None:
     texts = prompts(arch)
     expected = [plain_greedy(model, ids, NEW) for ids in texts]
     moved = on_gpu(model)
-    decoder = lp.LookaheadDecoder(moved, CONFIG, capture="off")
+    decoder = lp.LookaheadDecoder(moved, FEW, capture="off")
     assert decoder.generate(texts[1], NEW, eos_token_id=()).tokens == expected[1]
-    decoder = lp.LookaheadDecoder(moved, CONFIG, capture="auto")
+    decoder = lp.LookaheadDecoder(moved, FEW, capture="auto")
     assert [decoder.generate(ids, NEW, eos_token_id=()).tokens for ids in texts] == expected
     captured = decoder.runner.captured is not None
     assert captured == (arch not in SHIFTING | WAITING), f"captured: {captured}; sort {arch} into the right set"
