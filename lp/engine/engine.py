@@ -25,7 +25,7 @@ from lp.checks import check_int
 from lp.engine.decode_loop import Generation
 from lp.engine.forest_step import ForestStep
 from lp.engine.inputs import Prompt
-from lp.engine.interrupts import DeferredSignals
+from lp.engine.interrupts import DeferredSignals, interruption
 from lp.engine.output import GenerationOutput
 from lp.engine.prefixes import CachedText, Prefixes
 from lp.engine.request import Request
@@ -101,6 +101,9 @@ class Engine:
         prefill_chunk: tokens of prompts in a step that other texts take part in: they wait for no more.
         reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
 
+    Attributes:
+        signal: number of the signal that ended the last `run`; 0 for none on this rank.
+
     Raises:
         ValueError: a value out of range.
     """
@@ -131,6 +134,9 @@ class Engine:
         self._running: dict[Generation, Handle] = {}
         self._signals = DeferredSignals()
         self._stopped_by = Stop.NONE  # why texts ended in the last run
+        self.signal = 0
+        self._in_step = False  # also once a step was cut off
+        self._cancelled: list[Handle] = []  # within the step
 
     def submit(
         self,
@@ -170,7 +176,25 @@ class Engine:
         return len(self._running)
 
     def step(self) -> bool:
-        """One step of all texts that run, and a chunk of prompts; whether there is anything left to do."""
+        """One step of all texts that run, and a chunk of prompts; whether there is anything left to do.
+
+        Raises:
+            KeyboardInterrupt: SIGINT or SIGTERM came, and the step is finished; texts go on with the next one. Among
+                ranks they end, as in `run`.
+            RuntimeError: called by a callback of a step, or after a step that was cut off by an error.
+        """
+        with self._signals:
+            left = self._step()
+        if received := self._take_signal():
+            raise interruption(received)
+        return left
+
+    def _step(self) -> bool:
+        if self._in_step:
+            raise RuntimeError(
+                "this engine is within a step, or an error has cut one off; step between steps, or make another engine"
+            )
+        self._in_step = True
         with self.decoder.computing():
             self._admit()
             stops = self._advance()
@@ -179,6 +203,9 @@ class Engine:
                 self._end(text, stop)
         for text, error in self._forest.errors.items():
             self._fail(text, error)
+        self._in_step = False
+        while self._cancelled:
+            self.cancel(self._cancelled.pop())
         return bool(self._running or self._waiting)
 
     def run(self, stops_at_failure: bool = False) -> None:
@@ -187,21 +214,26 @@ class Engine:
         Args:
             stops_at_failure: return when a text fails, too.
         """
-        self._signals.received = 0
         self._stopped_by = Stop.NONE
         ends = Stop.INTERRUPTED | Stop.FAILED if stops_at_failure else Stop.INTERRUPTED
         with self._signals:
-            while self.step() and not self._stopped_by & ends:
+            while self._step() and not self._stopped_by & ends:
                 pass
+        self.signal = self._take_signal()
 
-    @property
-    def signal(self) -> int:
-        """Number of the signal that ended the last `run`; 0 for none on this rank."""
-        return self._signals.received
+    def _take_signal(self) -> int:
+        """The signal that has come, which ends no later text."""
+        received, self._signals.received = self._signals.received, 0
+        return received
 
     def cancel(self, handle: Handle) -> None:
-        """End a text as it is; its output has the finish reason "cancelled". Nothing happens if it has ended."""
-        if handle in self._waiting:
+        """End a text as it is; its output has the finish reason "cancelled". Nothing happens if it has ended.
+
+        Called by a callback, it ends the text behind the step, unless the step itself does.
+        """
+        if self._in_step:
+            self._cancelled.append(handle)
+        elif handle in self._waiting:
             self._waiting.remove(handle)
             handle.output = GenerationOutput([], "cancelled", [])
         elif handle.generation in self._running:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -207,3 +209,67 @@ def test_a_full_context_ends_a_text(model: Any) -> None:
     (output, other) = lp.LookaheadDecoder(model, FIXED).generate_batch([ids, ids[:9]], 50)
     assert (output.finish_reason, len(output.tokens)) == ("context", 6)
     assert len(other.tokens) == 50
+
+
+def test_callbacks_may_cancel(model: Any) -> None:
+    """A text that leaves in the middle of a step would be ended twice, or commit to slots that it has given back."""
+    ids = drawn_text(random.Random(1), 20)
+    sampling = lp.SamplingParams(seed=1)
+    for reuses in (True, False):
+        engine = Engine(lp.LookaheadDecoder(model, FIXED), reuse_prefixes=reuses)
+        handles: list[Handle] = []
+
+        def cancel(*which: int, handles: list[Handle] = handles, engine: Engine = engine) -> Callable[..., None]:
+            return lambda tokens, step: [engine.cancel(handles[index]) for index in which] and None
+
+        for new, cancelled in ((1, [0]), (40, [1, 2]), (40, []), (40, []), (40, [5]), (40, [])):
+            handles.append(engine.submit(ids, new, sampling, on_tokens=cancel(*cancelled)))
+        while engine.step():
+            engine.pool.check()
+        reasons = [handle.result().finish_reason for handle in handles]
+        assert reasons == ["length", "cancelled", "cancelled", "length", "length", "cancelled"]
+        expected = handles[3].result().tokens
+        assert all(handle.tokens == expected[: len(handle.tokens)] for handle in handles)
+
+
+def test_a_step_within_a_step_or_after_one_that_was_cut_off(model: Any) -> None:
+    """Texts whose step is half done must not go on: one that ended there would have tokens behind its end."""
+    engine = Engine(lp.LookaheadDecoder(model, FIXED))
+    within = engine.submit([1, 2, 3], 5, on_tokens=lambda tokens, step: engine.run())
+    other = engine.submit([1, 2, 3], 5)
+    engine.run()
+    with pytest.raises(RuntimeError, match="within a step"):
+        within.result()
+    assert other.result().tokens == plain_greedy(model, [1, 2, 3], 5)
+
+    def leave(tokens: list[int], step: int) -> None:
+        raise SystemExit
+
+    engine.submit([1, 2, 3], 5, on_tokens=leave)
+    with pytest.raises(SystemExit):
+        engine.step()
+    with pytest.raises(RuntimeError, match="cut one off"):
+        engine.step()
+
+
+def test_a_signal_ends_a_run_or_a_step_and_nothing_later(model: Any) -> None:
+    """The signal of an earlier run would end every text that comes after it."""
+    engine = Engine(lp.LookaheadDecoder(model, FIXED))
+    sampling = lp.SamplingParams(seed=2)
+    expected = [*engine.decoder.generate([1, 2, 3], 30, sampling).tokens]
+
+    def interrupt(tokens: list[int], step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    first = engine.submit([1, 2, 3], 30, sampling, on_tokens=interrupt)
+    engine.run()
+    assert (first.result().finish_reason, engine.signal) == ("interrupted", signal.SIGINT)
+    second = engine.submit([1, 2, 3], 30, sampling, on_tokens=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.step():
+            pass
+    assert not second.done
+    while engine.step():
+        pass
+    assert (second.result().tokens, second.result().finish_reason) == (expected, "length")
