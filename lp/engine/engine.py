@@ -292,7 +292,7 @@ class Engine:
             self._model_state = state
         source, count = None, 0
         if self._reuses:
-            running = [CachedText(np.array(text.text[: text.cache.length]), text.cache) for text in self._running]
+            running = [CachedText(np.array(text.cached_everywhere, np.int64), text.cache) for text in self._running]
             source, count = self._prefixes.longest(handle.request.prompt[:-1], running)
         while (cache := self.pool.allocate(slots)) is None and self._prefixes.drop_oldest(but=source):
             pass
@@ -377,28 +377,32 @@ class Engine:
             stop: why it ended.
             reason: the finish reason, where no stop tells it.
         """
-        handle = self._running[text]
+        handle = self._running.pop(text)
         now = time.perf_counter()
         self._stopped_by |= text.stopped_by
         try:
             output = text.output(stop, handle.first_step_s - handle.admitted_s, now - handle.first_step_s)
+            self.decoder.complete(output, handle.request)
         except BaseException as error:
-            self._fail(text, error)
-            return
-        del self._running[text]
-        output.finish_reason = reason or output.finish_reason
-        output.reused = handle.reused
-        self.decoder.complete(output, handle.request)
-        self.decoder.ended(output.step_stats)
-        handle.output = output
-        if self._reuses:
-            self.pool.shrink(text.cache, text.cache.length)
-            self._prefixes.keep(text.text[: text.cache.length], text.cache)
+            handle.error = error
         else:
-            self.pool.give_back(text.cache)
+            output.finish_reason = reason or output.finish_reason
+            output.reused = handle.reused
+            handle.output = output
+            self.decoder.ended(output.step_stats)
+        self._keep_or_give_back(text)
 
     def _fail(self, text: Generation, error: BaseException) -> None:
+        """The same of a text that has failed, where there is no other rank."""
         self._stopped_by |= Stop.FAILED
-        handle = self._running.pop(text)
-        handle.error = error
+        self._running.pop(text).error = error
         self.pool.give_back(text.cache)
+
+    def _keep_or_give_back(self, text: Generation) -> None:
+        """The cache of a text that has ended: the same on every rank, whatever went wrong on one of them."""
+        tokens = text.cached_everywhere if self._reuses else []
+        if not tokens:
+            self.pool.give_back(text.cache)
+            return
+        self.pool.shrink(text.cache, len(tokens))
+        self._prefixes.keep(tokens, text.cache)
