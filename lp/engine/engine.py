@@ -53,6 +53,7 @@ class Handle:
         output: of the text, once it has ended; of a cancelled one as far as it came.
         error: what it failed with.
         reused: tokens of the prompt that were cached before.
+        reusable: its cache is of the model as it is now.
     """
 
     def __init__(self, request: Request) -> None:
@@ -60,6 +61,7 @@ class Handle:
         self.output: GenerationOutput | None = None
         self.error: BaseException | None = None
         self.reused = 0
+        self.reusable = True
         self.generation: Generation | None = None
         self.admitted_s = 0.0
         self.first_step_s = 0.0
@@ -243,8 +245,10 @@ class Engine:
             self._end(text, Stop.INTERRUPTED, "cancelled")
 
     def clear_prefixes(self) -> None:
-        """Forget the texts that have ended, as must be done when weights are changed in place."""
+        """Reuse no text that there has been so far, as must be done when weights are changed in place."""
         self._prefixes.clear()
+        for handle in self._running.values():
+            handle.reusable = False
 
     def _capacity(self) -> int:
         """Slots for texts of all places, as far as the memory of the rank that has least goes."""
@@ -286,26 +290,37 @@ class Engine:
     def _cache_for(self, handle: Handle) -> StaticKVCache | None:
         """A cache for a text, with what is cached of its prompt; None where it has to wait."""
         slots = self._slots(handle.request)
-        state = model_state(self.decoder.runner.model)
-        if state != self._model_state:  # another adapter, other weights
-            self._prefixes.clear()
+        if self.pool.free + self._prefixes.slots < slots:
+            return None
+        runner = self.decoder.runner
+        runner.follow()
+        if (state := model_state(runner.model)) != self._model_state:  # another adapter, other weights
+            self.clear_prefixes()
             self._model_state = state
-        source, count = None, 0
-        if self._reuses:
-            running = [CachedText(np.array(text.cached_everywhere, np.int64), text.cache) for text in self._running]
-            source, count = self._prefixes.longest(handle.request.prompt[:-1], running)
-        while (cache := self.pool.allocate(slots)) is None and self._prefixes.drop_oldest(but=source):
+        source, count = self._longest_prefix(handle.request.prompt[:-1])
+        while self.pool.free < slots and self._prefixes.drop_oldest(but=source):
             pass
-        if source is not None and cache is not None:
-            cache.begin_with(source.cache.first(count), count)
-        elif cache is None and source is not None and self._prefixes.holds(source):
-            states = [states.clone() for states in source.cache.first(count)]  # whose slots it gets
+        states = None
+        if source is not None and self.pool.free < slots:  # the text gets the slots of its own prefix, too
+            states = [states.clone() for states in source.cache.first(count)]
             self._prefixes.clear()
-            cache = self.pool.allocate(slots)
-            if cache is not None:
-                cache.begin_with(states, count)
-        handle.reused = count if cache is not None else 0
+        cache = self.pool.allocate(slots)
+        assert cache is not None
+        if source is not None:
+            cache.begin_with(states or source.cache.first(count), count)
+        handle.reused = count
         return cache
+
+    def _longest_prefix(self, prompt: Sequence[int]) -> tuple[CachedText | None, int]:
+        """The text whose cache begins with most of a prompt, and how much of it; None and 0 where none does."""
+        if not self._reuses:
+            return None, 0
+        running = [
+            CachedText(np.array(text.cached_everywhere, np.int64), text.cache)
+            for text, handle in self._running.items()
+            if handle.reusable
+        ]
+        return self._prefixes.longest(prompt, running)
 
     def _advance(self) -> dict[Generation, Stop]:
         """The step; by text, why it ends, or NONE."""
@@ -390,7 +405,7 @@ class Engine:
             output.reused = handle.reused
             handle.output = output
             self.decoder.ended(output.step_stats)
-        self._keep_or_give_back(text)
+        self._keep_or_give_back(text, handle.reusable)
 
     def _fail(self, text: Generation, error: BaseException) -> None:
         """The same of a text that has failed, where there is no other rank."""
@@ -398,9 +413,9 @@ class Engine:
         self._running.pop(text).error = error
         self.pool.give_back(text.cache)
 
-    def _keep_or_give_back(self, text: Generation) -> None:
+    def _keep_or_give_back(self, text: Generation, reusable: bool) -> None:
         """The cache of a text that has ended: the same on every rank, whatever went wrong on one of them."""
-        tokens = text.cached_everywhere if self._reuses else []
+        tokens = text.cached_everywhere if self._reuses and reusable else []
         if not tokens:
             self.pool.give_back(text.cache)
             return
