@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from lp.budget.policy import Company
 from lp.checks import check_int
@@ -32,11 +33,11 @@ from lp.engine.request import Request
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
 from lp.models.fused import model_state
-from lp.models.kv_cache import StaticKVCache
+from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.kv_pool import KVPool, slot_bytes
 from lp.models.loader import context_limit
-from lp.models.memory import free_bytes
-from lp.parallel.agreement import exchange
+from lp.models.memory import format_bytes, free_bytes
+from lp.parallel.agreement import check_same, exchange
 from lp.parallel.message import Stop
 from lp.sampling.params import SamplingParams
 
@@ -47,9 +48,11 @@ LONGEST_TEXT = 32768  # tokens that a place gets by default, where the model's c
 
 
 class Handle:
-    """A text that an engine generates.
+    """A text that an engine generates. Once it has ended, its output is all that is held.
 
     Attributes:
+        request: the checked call, until it has ended.
+        generation: its state, while it takes steps.
         output: of the text, once it has ended; of a cancelled one as far as it came.
         error: what it failed with.
         reused: tokens of the prompt that were cached before.
@@ -77,6 +80,12 @@ class Handle:
         if self.output is not None:
             return self.output.tokens
         return self.generation.tokens[: self.generation.num_kept] if self.generation else []
+
+    def end(self, output: GenerationOutput | None, error: BaseException | None = None) -> None:
+        """Note what it came to, and let go of the rest: its noise and draft source are large."""
+        self.output, self.error = output, error
+        self.generation = None
+        del self.request
 
     def result(self) -> GenerationOutput:
         """The output.
@@ -118,6 +127,8 @@ class Engine:
         prefill_chunk: int = PREFILL_CHUNK,
         reuse_prefixes: bool = True,
     ) -> None:
+        if not isinstance(decoder, StepDecoder):
+            raise UserError(f"{type(decoder).__name__} has no steps to share; give the engine a LookaheadDecoder")
         self.decoder = decoder
         self.max_sequences = check_int("max_sequences", max_sequences, 1, math.inf, f"try {MAX_SEQUENCES}")
         self.prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, f"try {PREFILL_CHUNK}")
@@ -126,8 +137,18 @@ class Engine:
         runner = decoder.runner
         with decoder.computing():
             runner.follow()
-            capacity = self._capacity() if cache_tokens is None else cache_tokens
-            self.pool = KVPool(runner.known_kinds, capacity, runner.cache_without_buffers)
+            capacity = cache_tokens or slots_within_memory(decoder, (self.max_sequences + 1) * longest_text(decoder))
+            settings = {
+                "max_sequences": self.max_sequences,
+                "cache_tokens": capacity,
+                "prefill_chunk": self.prefill_chunk,
+                "reuse_prefixes": reuse_prefixes,
+            }
+            check_same(decoder.context, "making an Engine", settings)
+            try:
+                self.pool = KVPool(runner.known_kinds, capacity, runner.cache_without_buffers)
+            except CacheTooLarge as error:
+                raise _no_room(error, runner.device) from error
         self._prefixes = Prefixes(self.pool.give_back)
         self._reuses = reuse_prefixes and runner.takes_forests
         self._model_state = model_state(runner.model)
@@ -203,7 +224,8 @@ class Engine:
         for text, stop in stops.items():
             if stop:
                 self._end(text, stop)
-        for text, error in self._forest.errors.items():
+        errors, self._forest.errors = self._forest.errors, {}
+        for text, error in errors.items():
             self._fail(text, error)
         self._in_step = False
         while self._cancelled:
@@ -237,7 +259,7 @@ class Engine:
             self._cancelled.append(handle)
         elif handle in self._waiting:
             self._waiting.remove(handle)
-            handle.output = GenerationOutput([], "cancelled", [])
+            handle.end(GenerationOutput([], "cancelled", []))
         elif handle.generation in self._running:
             text = handle.generation
             assert text is not None
@@ -249,17 +271,6 @@ class Engine:
         self._prefixes.clear()
         for handle in self._running.values():
             handle.reusable = False
-
-    def _capacity(self) -> int:
-        """Slots for texts of all places, as far as the memory of the rank that has least goes."""
-        runner = self.decoder.runner
-        longest = min(context_limit(self.decoder.model) or LONGEST_TEXT, LONGEST_TEXT)
-        slots = (self.max_sequences + 1) * longest  # and one that has ended
-        free = free_bytes(runner.device)
-        if free is not None:
-            slots = min(slots, int(CACHE_SHARE * free) // max(slot_bytes(runner.known_kinds), 1))
-        context = self.decoder.steps_with
-        return int(exchange(context, "making an Engine", [slots]).min())
 
     def _slots(self, request: Request) -> int:
         """Cache slots that a text may need."""
@@ -281,7 +292,8 @@ class Engine:
                 if not decoder.steps_with.alone:
                     raise
                 self.pool.give_back(cache)
-                handle.error = error
+                self._stopped_by |= Stop.FAILED
+                handle.end(None, error)
                 continue
             handle.generation = text
             handle.admitted_s = handle.first_step_s = time.perf_counter()
@@ -344,6 +356,8 @@ class Engine:
         for text in [*prompts, *texts]:
             try:
                 with self.decoder.context.stepping(text.message_shape.size):
+                    if len(self._running) > 1:
+                        self.decoder.runner.forget_growth(text.cache)
                     if text in prompts:
                         text.prefill()
                     else:
@@ -399,18 +413,18 @@ class Engine:
             output = text.output(stop, handle.first_step_s - handle.admitted_s, now - handle.first_step_s)
             self.decoder.complete(output, handle.request)
         except BaseException as error:
-            handle.error = error
+            handle.end(None, error)
         else:
             output.finish_reason = reason or output.finish_reason
             output.reused = handle.reused
-            handle.output = output
+            handle.end(output)
             self.decoder.ended(output.step_stats)
         self._keep_or_give_back(text, handle.reusable)
 
     def _fail(self, text: Generation, error: BaseException) -> None:
         """The same of a text that has failed, where there is no other rank."""
         self._stopped_by |= Stop.FAILED
-        self._running.pop(text).error = error
+        self._running.pop(text).end(None, error)
         self.pool.give_back(text.cache)
 
     def _keep_or_give_back(self, text: Generation, reusable: bool) -> None:
@@ -421,3 +435,24 @@ class Engine:
             return
         self.pool.shrink(text.cache, len(tokens))
         self._prefixes.keep(tokens, text.cache)
+
+
+def longest_text(decoder: StepDecoder) -> int:
+    """Cache slots of the longest text that a place of an engine has room for by default."""
+    return min(context_limit(decoder.model) or LONGEST_TEXT, LONGEST_TEXT)
+
+
+def slots_within_memory(decoder: StepDecoder, slots: int) -> int:
+    """As many of these cache slots as there is memory for on every rank."""
+    runner = decoder.runner
+    with decoder.computing():
+        free, each = free_bytes(runner.device), slot_bytes(runner.known_kinds)
+    if free is not None and each:
+        slots = min(slots, int(CACHE_SHARE * free) // each)
+    return int(exchange(decoder.context, "making an Engine", [slots]).min())
+
+
+def _no_room(error: CacheTooLarge, device: torch.device) -> UserError:
+    free = free_bytes(device)
+    there = "" if free is None else f", where {format_bytes(free)} are free"
+    return UserError(f"{error} on {device}{there}; lower the engine's cache_tokens, or max_new_tokens of a batch")

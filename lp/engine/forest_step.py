@@ -63,7 +63,7 @@ class ForestStep:
             )
         self._each(parts, Generation.finish_learning)
         self._each(chunks, lambda text: text.take_chunk(len(chunks[text].tokens), logits[text], failure))
-        gathered = self._exchanged(messages)
+        gathered = self._exchanged({text: own for text, own in messages.items() if text not in self.errors})
         return self._each(gathered, lambda text: text.end_step(parts[text], gathered[text]))
 
     def _each(self, texts: Iterable[Generation], work: Callable[[Generation], T]) -> dict[Generation, T]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -273,3 +275,87 @@ def test_a_signal_ends_a_run_or_a_step_and_nothing_later(model: Any) -> None:
     while engine.step():
         pass
     assert (second.result().tokens, second.result().finish_reason) == (expected, "length")
+
+
+def test_an_ended_text_holds_its_output_alone(model: Any) -> None:
+    """The noise of a sampled text is as large as a step's logits, and a batch may have thousands of texts."""
+    engine = Engine(lp.LookaheadDecoder(model, FIXED))
+
+    def fails(tokens: list[int], step: int) -> None:
+        raise RuntimeError("a callback")
+
+    sampling = lp.SamplingParams(seed=1)
+    handles = [engine.submit([1, 2, 3], 5, sampling, on_tokens=callback) for callback in (None, fails, None, None)]
+    engine.cancel(handles[2])
+    engine._admit()
+    engine.cancel(handles[3])
+    held = [weakref.ref(text) for text in engine._running]
+    engine.run()
+    assert all(handle.done and handle.generation is None and not hasattr(handle, "request") for handle in handles)
+    handles[1].error = None  # whose traceback has the step
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 2
+
+
+@pytest.mark.parametrize("places", [2, 3])
+def test_frequencies_that_grow_with_one_text_are_not_anothers(places: int) -> None:
+    """Dynamic NTK scaling keeps the frequencies of the longest pass so far, whichever text it was of."""
+    for case in range(4):
+        rng = random.Random(f"growing-{places}-{case}")
+        model = tiny_model("llama_dynamic", seed=case)
+        decoder = lp.LookaheadDecoder(model, FIXED)
+        prompts = [drawn_text(rng, rng.randint(1, 90)) for _ in range(4)]
+        expected = [decoder.generate(ids, 30).tokens for ids in prompts]
+        assert [output.tokens for output in decoder.generate_batch(prompts, 30, max_sequences=places)] == expected
+
+
+def test_a_source_that_fails_while_it_learns_fails_its_own_text(model: Any) -> None:
+    """It learns beside the exchange, and its text may end in that same step."""
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    decoder.merges_late = True
+    engine = Engine(decoder)
+    handles = [engine.submit([1, 2, 3], new) for new in (2, 9)]
+    engine.step()
+    engine.step()
+    text = handles[0].generation
+    assert text is not None and text._merge
+
+    def fails() -> None:
+        raise RuntimeError("a source")
+
+    text._merge = fails
+    engine.run()
+    assert str(handles[0].error) == "a source"
+    assert handles[1].result().tokens == plain_greedy(model, [1, 2, 3], 9)
+
+
+def test_a_text_that_cannot_begin_ends_a_batch(model: Any) -> None:
+    """The other texts must not be generated to their end for nothing."""
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    source_of, steps = decoder.source, []
+
+    def source(request: Any) -> Any:
+        if len(request.prompt) == 1:
+            raise RuntimeError("a source")
+        return source_of(request)
+
+    decoder.source = source  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="a source"):
+        decoder.generate_batch([[1, 2], [3]], 50, on_tokens=lambda index, tokens, step: steps.append(step))
+    assert len(steps) < 2
+
+
+def test_sizes_of_a_batch_are_checked(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts as (1, L), fewer places where memory is short, and refusals that name what was asked."""
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    prompts = [[[1] * 50], torch.tensor([[2] * 40])]
+    expected = [plain_greedy(model, ids, 5) for ids in ([1] * 50, [2] * 40)]
+    assert [output.tokens for output in decoder.generate_batch(prompts, 5)] == expected
+    with pytest.raises(ValueError, match="max_new_tokens is -50"):
+        decoder.generate_batch([[1], [2]], -50)
+    with pytest.raises(ValueError, match=r"KV cache of 1000000000000 slots.*are free; lower the engine's cache_tokens"):
+        Engine(decoder, cache_tokens=10**12)
+    with pytest.raises(ValueError, match="AutoregressiveDecoder has no steps"):
+        Engine(lp.AutoregressiveDecoder(model))  # type: ignore[arg-type]
+    monkeypatch.setattr("lp.engine.engine.free_bytes", lambda device: 0)
+    assert [output.tokens for output in decoder.generate_batch(prompts, 5)] == expected, "one after the other"

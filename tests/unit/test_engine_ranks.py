@@ -130,3 +130,15 @@ def test_a_batch_ends_alike_where_a_callback_fails_in_the_last_step_of_a_text(mo
             return str(error)
 
     assert run_lockstep(2, body) == [[1, 30], "on one rank"]
+
+
+def test_engines_with_other_settings_are_refused(model: Any) -> None:
+    """Ranks that admit other texts would wait for each other for ever."""
+
+    def body(context: lp.ParallelContext) -> str:
+        decoder = lp.LookaheadDecoder(model, FIXED, context)
+        with pytest.raises(ValueError, match="the max_sequences of rank 1 differs from rank 0's"):
+            lp.Engine(decoder, max_sequences=2 + context.rank)
+        return "refused"
+
+    assert run_lockstep(2, body) == ["refused"] * 2
