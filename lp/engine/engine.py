@@ -363,9 +363,7 @@ class Engine:
                     else:
                         stops[text] = text.step()
             except Exception as error:
-                if not self.decoder.steps_with.alone:
-                    raise
-                self._forest.errors[text] = error
+                self._forest.note_error(text, error)
         self._note_first_steps(prompts)
         return stops
 
@@ -422,7 +420,7 @@ class Engine:
         self._keep_or_give_back(text, handle.reusable)
 
     def _fail(self, text: Generation, error: BaseException) -> None:
-        """The same of a text that has failed, where there is no other rank."""
+        """The same of a text that has failed alike on every rank."""
         self._stopped_by |= Stop.FAILED
         self._running.pop(text).end(None, error)
         self.pool.give_back(text.cache)

@@ -6,6 +6,8 @@ import random
 from typing import Any
 
 import pytest
+import torch
+from transformers import LogitsProcessor
 
 import lp
 from lp.parallel.thread_ranks import run_lockstep
@@ -142,3 +144,30 @@ def test_engines_with_other_settings_are_refused(model: Any) -> None:
         return "refused"
 
     assert run_lockstep(2, body) == ["refused"] * 2
+
+
+class _NaN(LogitsProcessor):
+    """What it gives is NaN from some length on."""
+
+    per_branch = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores * float("nan") if input_ids.shape[1] > 22 else scores
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5"])
+def test_logits_that_are_not_finite_fail_one_text_on_all_ranks(arch: str) -> None:
+    """All ranks are sent the same, so that none waits for another: the other texts go on."""
+    model = tiny_model(arch, seed=1)
+    expected = lp.LookaheadDecoder(model, FIXED).generate(IDS, 9).tokens
+
+    def body(context: lp.ParallelContext) -> tuple[list[int], str, int]:
+        engine = lp.Engine(lp.LookaheadDecoder(model, FIXED, context))
+        handles = [engine.submit(IDS, 9), engine.submit(IDS, 9, logits_processor=[_NaN()])]
+        engine.run()
+        engine.pool.check()
+        return handles[0].result().tokens, str(handles[1].error), engine.pool.free
+
+    one, other = run_lockstep(2, body)
+    assert one == other
+    assert one[0] == expected and "NaN or infinite" in one[1]
