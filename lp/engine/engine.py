@@ -66,6 +66,7 @@ class Handle:
         self.reused = 0
         self.reusable = True
         self.generation: Generation | None = None
+        self._tokens: list[int] = []  # once it has ended
         self.admitted_s = 0.0
         self.first_step_s = 0.0
 
@@ -76,13 +77,12 @@ class Handle:
 
     @property
     def tokens(self) -> list[int]:
-        """Generated so far."""
-        if self.output is not None:
-            return self.output.tokens
-        return self.generation.tokens[: self.generation.num_kept] if self.generation else []
+        """Generated so far, or until it failed."""
+        return self.generation.tokens[: self.generation.num_kept] if self.generation else self._tokens
 
     def end(self, output: GenerationOutput | None, error: BaseException | None = None) -> None:
         """Note what it came to, and let go of the rest: its noise and draft source are large."""
+        self._tokens = output.tokens if output else self.tokens
         self.output, self.error = output, error
         self.generation = None
         del self.request
@@ -103,6 +103,10 @@ class Handle:
 
 class Engine:
     """Generates texts that come and go. Among ranks, all make the same calls in the same order.
+
+    One thread makes all calls; others hand it what they want, and wake it where `step` has returned False. Callbacks
+    may submit and cancel. An exception that leaves `step` or `run`, but for a KeyboardInterrupt behind a step, cuts the
+    step off: the engine is of no more use.
 
     Args:
         decoder: whose steps the texts take.

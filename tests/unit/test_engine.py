@@ -150,6 +150,7 @@ def test_a_text_that_fails_fails_alone(model: Any) -> None:
     engine.run()
     expected = plain_greedy(model, ids, 30)
     assert [handles[0].result().tokens, handles[3].result().tokens] == [expected, expected[:20]]
+    assert handles[2].tokens and handles[2].tokens == expected[: len(handles[2].tokens)], "until it failed"
     for handle, reason in ((handles[1], "a callback"), (handles[2], "a criterion")):
         with pytest.raises(RuntimeError, match=reason):
             handle.result()
