@@ -258,9 +258,9 @@ def unpack(
             names ranks and step.
     """
     alike, best_alike, broken, stops, length = _read(trees.compiled(), compiled_array(messages))
-    if not alike:
-        check_digests(messages, step, name_of)
     stop = Stop(stops)
+    if not alike and Stop.FAILED not in stop:  # a rank may have failed before it knew its state
+        check_digests(messages, step, name_of)
     if not stop and not best_alike:
         check_best(messages[:, BEST:HEADER], step, rounding, name_of)
     if broken >= 0:
