@@ -360,3 +360,16 @@ def test_sizes_of_a_batch_are_checked(model: Any, monkeypatch: pytest.MonkeyPatc
         Engine(lp.AutoregressiveDecoder(model))  # type: ignore[arg-type]
     monkeypatch.setattr("lp.engine.engine.free_bytes", lambda device: 0)
     assert [output.tokens for output in decoder.generate_batch(prompts, 5)] == expected, "one after the other"
+
+
+def test_a_signal_that_is_ignored_ends_nothing(model: Any) -> None:
+    """A process whose end is another one's affair, as that of a rank that a server has started."""
+    engine = Engine(lp.LookaheadDecoder(model, FIXED))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        handle = engine.submit([1, 2, 3], 9, on_tokens=lambda tokens, step: os.kill(os.getpid(), signal.SIGINT))
+        while engine.step():
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handle.result().finish_reason == "length"
