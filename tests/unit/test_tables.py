@@ -117,7 +117,10 @@ SHORT = ["--limit", "1", "--max-new-tokens", "6"]
         (["long_run", "--tokens", "30"], "| tokens | steps | S | ms a step | of it host | resident MiB |"),
         (["attention_speed", "--prefix", "16", "--num-tokens", "5", "--rounds", "1"], "| cached tokens | sdpa, ms |"),
         (["first_token", "--prompt-tokens", "30", "--seen", "20", "--rounds", "1"], "30 tokens, 20 of them seen: "),
-        (["batches", "--texts", "2", "--prompt-tokens", "8", "--rounds", "1", *SHORT[2:]], "| texts | T | S | lookahead"),
+        (
+            ["batches", "--texts", "2", "--prompt-tokens", "8", "--rounds", "1", *SHORT[2:]],
+            "| texts | T | S | lookahead",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
