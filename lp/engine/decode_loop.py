@@ -199,7 +199,17 @@ class Generation:
             self.runner.prefill(self.request.prompt[:-1], self.cache, chunk, collect if num_logits else None)
 
         self._attempt(fill)
+        self.cache.length = len(self.request.prompt) - 1  # if it failed, too: the message of the first step tells it
         self._begin_source(first, packed)
+
+    @property
+    def cached_everywhere(self) -> list[int]:
+        """The first tokens of the text, whose KV every rank has; none where some rank may have failed to compute it."""
+        known = self.context.alone or self.stats  # a message has told what failed before it
+        if Stop.FAILED in self.stopped_by or not known:
+            return []
+        missing = self.catch_up_counts.max() - self.catch_up_counts[self.context.rank]
+        return self.text[: self.cache.length - missing]
 
     @property
     def prefilled(self) -> bool:
@@ -229,9 +239,9 @@ class Generation:
                 self._packed.append(self.step_pass.top_logits(logits, self.request.prompt, num_logits))
             self.cache.commit(range(count))
 
+        end = self.cache.length + count
         self._attempt(take)
-        if self.failure:
-            self.cache.length = len(self.request.prompt) - 1  # as on the other ranks, which stop at the next message
+        self.cache.length = end  # as on the other ranks, if it failed: the message of the first step tells them
         if self.prefilled:
             self._begin_source(self._reused, self._packed)
             self._packed = []
@@ -294,8 +304,13 @@ class Generation:
             slices = WindowSlices()
             return StepPart(layout, self._header(NO_DRAFT, slices), slices, NO_DRAFT.merge, 0, plain=True)
         slices = self._slice_window()
-        share = self._propose(slices)
-        layout = self._layout(slices[self.context.rank], share.draft)
+        columns = slices[self.context.rank]
+
+        def draft() -> tuple[Share, StepLayout]:
+            share = self._propose(slices)
+            return share, self._layout(columns, share.draft)
+
+        share, layout = self._attempt(draft) or (Share(NO_DRAFT), self._layout(columns, NO_DRAFT))
         header = self._header(share.common, slices)
         return StepPart(layout, header, slices, share.draft.merge, self.num_logits, plain=False)
 
@@ -406,8 +421,8 @@ class Generation:
     def finish_learning(self) -> None:
         """Let the source learn what it has yet to learn of the last step."""
         if self._merge:
-            self._merge()
-            self._merge = None
+            merge, self._merge = self._merge, None
+            self._attempt(merge)
 
     def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
         """What this rank's message begins with."""
@@ -488,7 +503,7 @@ class Generation:
         )
         self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), last_level)
-        self._merge = self._observe(self.text, len(outcome.tokens), samples)
+        self._merge = self._attempt(lambda: self._observe(self.text, len(outcome.tokens), samples))
 
     @staticmethod
     def _last_level(gathered: Gathered, slices: WindowSlices) -> list[int]:
