@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,7 +108,8 @@ def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache)
         caption = _caption(found[0][0])
     if config.project:
         bench = open_bench(replace(config, methods=["lookahead", PLAIN]), models)
-        lines += project_all(config, bench)
+        with _threads_of_a_rank(config):
+            lines += project_all(config, bench)
         caption = caption or f"{os.cpu_count()} cores, torch {torch.__version__}, model {config.model.name}"
     return lines, caption
 
@@ -209,6 +212,19 @@ def _records_of_one_setting(folder: Path) -> list[Record]:
             "move the other files away"
         )
     return records
+
+
+@contextmanager
+def _threads_of_a_rank(config: ScalingConfig) -> Iterator[None]:
+    """Within the block, as many CPU threads as each rank of the largest launch has: see launch/torchrun.py."""
+    threads = torch.get_num_threads()
+    ranks = min(max(config.ranks, default=1), config.nodes.nproc or math.inf)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, int(threads // ranks)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:

@@ -227,6 +227,29 @@ def test_user_errors(scale: Callable[..., Ran], overrides: list[str], said: str)
     assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err
 
 
+def test_a_projected_rank_has_the_threads_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
+) -> None:
+    """All cores for a rank that has half of them in a launch: projected 82 % too fast."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads: list[int] = []
+
+    def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
+        threads.append(torch.get_num_threads())
+        return []
+
+    for name, stand_in in (("project_all", project_all), ("splits_of", lambda config: []), ("report", lambda *_: None)):
+        monkeypatch.setattr(launch.scaling, name, stand_in)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for ranks in ("[]", "[1,2]", "[8]"):
+            scale(f"ranks={ranks}", "project=true", f"out={tmp_path}")
+        assert threads == [4, 2, 1] and torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_several_runs_are_reported_one_by_one(
     monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
 ) -> None:
