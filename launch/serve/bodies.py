@@ -19,6 +19,9 @@ Int = Annotated[int, Field(strict=True)]
 Bool = Annotated[bool, Field(strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
 
+Texts = Annotated[list[Text], Field(min_length=1)]
+TokenLists = Annotated[list[TokenIds], Field(min_length=1)]
+
 
 def _listed(value: Any) -> Any:
     """A lone stop string is a list of one; nothing is an empty list."""

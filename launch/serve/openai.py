@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from lp.sampling.logprob_sampler import Logprob
 
-from .bodies import ChatBody, CompletionBody, OpenAI, plain_text
+from .bodies import ChatBody, CompletionBody, OpenAI
 from .chat_template import answer, chat_prompt, tool_format, uses_tools
 from .engine_loop import Ending, Piece
 from .errors import ApiError
