@@ -8,13 +8,33 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LOGPROBS = 20
-Text = Annotated[str, StringConstraints(strict=True)]
-StopString = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=1024)]
+
+
+def _whole(text: str) -> str:
+    """Refuse half a character, which JSON can have and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a character at {error.start}; send whole ones") from None
+    return text
+
+
+Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_whole)]
+StopString = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=1024), AfterValidator(_whole)]
 Int = Annotated[int, Field(strict=True)]
 Bool = Annotated[bool, Field(strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SHOWN = 80  # characters of a value in a message
+UNIONS = ("prompt", "content")  # fields of several types, each of which has an error of its own
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded", 503: "service_unavailable"}
 
@@ -57,9 +58,10 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, f"{field} is missing; give it", param)
     if kind == "value_error":
         return ApiError(400, message.removeprefix("Value error, "), param)
-    if len({tuple(error["loc"])[:2] for error in errors}) == 1 and len(errors) > 1:  # a union: none of its types
+    if unions := [place for place, part in enumerate(path) if part in UNIONS]:
+        field = _dotted(path[: unions[0] + 1])
         message = " or ".join(dict.fromkeys(error["msg"][0].lower() + error["msg"][1:] for error in errors[:3]))
-        return ApiError(400, f"{param} has a wrong type: {message}", param)
+        return ApiError(400, f"{field} has a wrong type: {message}", param)
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
     return ApiError(400, f"{field} is {shown}; {message[0].lower()}{message[1:]}", param)
