@@ -44,7 +44,7 @@ if [ ${#module[@]} = 0 ] || { [ "${module[0]}" != launch.cli ] && [ ! -f "$root/
 To continue a text: bash torchrun.sh launch.generate TEXT"
 fi
 
-setup
+case "$app" in launch.serve) setup serve,grammar ;; *) setup ;; esac
 
 nproc=${NPROC:-} nnodes=${NNODES:-1}
 if [ -z "$nproc" ]; then

@@ -39,8 +39,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
             **(body.chat_template_kwargs or {}),
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
-        message = f"the model's chat template refuses these messages: {error}"
-        raise ApiError(400, message, "messages") from None
+        raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from None
     # The template has written BOS already.
     return list(tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
 

@@ -258,8 +258,6 @@ class EngineLoop:
     def _on_tokens(self, number: int, text: LiveText, tokens: list[int]) -> None:
         """A step of a text, on the thread that runs it."""
         assert text.watch and text.handle and text.on_event
-        if text.watch.ended:
-            return
         before = text.watch.num_tokens
         shown = text.watch.push(tokens)
         kept = tokens[: text.watch.num_tokens - before]

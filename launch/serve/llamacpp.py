@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -102,7 +102,7 @@ class LlamaCompletion:
             parts, tokens = [], []
         return self._chosen({"content": "".join(parts), "tokens": tokens, **self._last(ending)})
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Step by step."""
         async with aclosing(TextGroup(self.served, [self.text]).events()) as events:
             async for _, event in events:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -163,8 +163,8 @@ class Completion(_Answer):
         if isinstance(prompt, str):
             return [self.served.encode(prompt)]
         if isinstance(prompt[0], int):
-            return [list(prompt)]  # type: ignore[arg-type]
-        return [self.served.encode(one) if isinstance(one, str) else list(one) for one in prompt]  # type: ignore[arg-type]
+            return [list(prompt)]
+        return [self.served.encode(one) if isinstance(one, str) else list(one) for one in prompt]
 
     def _gap(self, suffix: str) -> list[int]:
         if self.served.fim is None:
@@ -205,7 +205,7 @@ class Completion(_Answer):
         ]
         return self.response(choices, [*endings.values()])
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Step by step."""
         logprobs = await self._prompt_logprobs()
         endings: list[Ending] = []
@@ -345,7 +345,7 @@ class Chat(_Answer):
             choices.append({"index": index, "message": message, "logprobs": content, "finish_reason": reason})
         return self.response(choices, [*endings.values()])
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Step by step; an answer that may call tools is parsed when it has ended."""
         tokens = [list[int]() for _ in self.texts]
         held = [list[str]() for _ in self.texts]
@@ -370,7 +370,8 @@ class Chat(_Answer):
                         held[index].append(event.text)
                     continue
                 endings.append(event)
-                reason, delta = _reason(event), {"content": event.text} if event.text else {}
+                reason = _reason(event)
+                delta: dict[str, Any] = {"content": event.text} if event.text else {}
                 if self.tools is not None:
                     message = self._message("".join([*held[index], event.text]), tokens[index])
                     calls = message.pop("tool_calls", [])

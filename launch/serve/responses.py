@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -53,7 +53,7 @@ async def whole(request: Request, work: Awaitable[dict[str, Any]], timeout_s: fl
 
 
 async def streamed(
-    request: Request, chunks: AsyncIterator[dict[str, Any]], timeout_s: float, done: str = DONE
+    request: Request, chunks: AsyncGenerator[dict[str, Any], None], timeout_s: float, done: str = DONE
 ) -> Response:
     """A stream of events; what fails before the first one has a status of its own.
 
@@ -67,7 +67,7 @@ async def streamed(
     try:
         first = await while_connected(request, anext(chunks, None), timeout_s)
     except BaseException as error:
-        await chunks.aclose()  # type: ignore[attr-defined]
+        await chunks.aclose()
         if isinstance(error, ClientLeft):
             return Response(status_code=499)
         raise
@@ -85,7 +85,7 @@ async def streamed(
         except ApiError as error:
             yield _event(error.body())
         finally:
-            await chunks.aclose()  # type: ignore[attr-defined]
+            await chunks.aclose()
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -260,7 +260,7 @@ class TextGroup:
 
         return LiveText(text.spec, watch, tell)
 
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+    async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
         """(index, event) until all texts have ended; those that have not when it is closed are cancelled.
 
         Raises:

@@ -19,7 +19,8 @@ from lp.optional import is_installed
 from lp.sampling.params import Verifier
 
 from ..bench.prompts import read_text
-from ..builders import decoder_builders
+from ..builders import ORACLE, PLAIN, decoder_builders
+from ..once import rank
 from ..report import describe_sampling
 from ..schema import ServeConfig
 from ..session import check_common, open_model, sampling_of
@@ -46,16 +47,17 @@ def serve(config: ServeConfig) -> None:
     fim = given_format(dataclasses.asdict(config.fim))
     builders = decoder_builders(config, [config.decoder.name])
     template = None if config.chat_template is None else read_text(config.chat_template, "chat_template")
+    bound = bind(config.host, config.port) if rank() == 0 else None  # first: loading takes long
     context, loaded = open_model(config)
     if template is not None:
         loaded.tokenizer.chat_template = template
     decoder = builders[config.decoder.name](loaded.model, context)
-    if not isinstance(decoder, StepDecoder):
-        raise UserError(f"decoder={config.decoder.name} computes one text at a time; take decoder=plain instead")
+    assert isinstance(decoder, StepDecoder)
     engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
     warm_up(engine)
-    if context.is_main:
-        listen(config, loaded, engine, sampling, fim)
+    if bound:
+        with bound:
+            listen(config, bound, loaded, engine, sampling, fim)
     else:
         follow(engine)
 
@@ -70,6 +72,8 @@ def check(config: ServeConfig) -> None:
     if missing:
         raise UserError(f"launch.serve needs {', '.join(missing)}; install the extra: pip install '.[serve]'")
     check_common(config)
+    if config.decoder.name == ORACLE:
+        raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")
     check_int("port", config.port, 0, 65535, "0 takes any free one")
     check_int("max_sequences", config.max_sequences, 1, float("inf"), "try 8")
     check_int("max_waiting", config.max_waiting, 0, float("inf"), "0 refuses what can't begin at once")
@@ -102,6 +106,7 @@ def follow(engine: lp.Engine) -> None:
 
 def listen(
     config: ServeConfig,
+    bound: socket.socket,
     loaded: Loaded,
     engine: lp.Engine,
     sampling: lp.SamplingParams | None,
@@ -111,7 +116,6 @@ def listen(
 
     Raises:
         KeyboardInterrupt: it was.
-        ValueError: the port is taken.
     """
     import uvicorn
 
@@ -134,7 +138,6 @@ def listen(
         fim=FimPrompts(loaded.tokenizer, known) if known else None,
     )
     app = build_app(served, config.api_key, config.max_body_bytes)
-    bound = bind(config.host, config.port)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=config.drain_s)
     )
@@ -147,23 +150,26 @@ def listen(
             server.run(sockets=[bound])
     finally:
         loop.close()
-        bound.close()
     if loop.failure:
         raise loop.failure
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+    """A socket at this address, which refuses connections until the server listens.
 
     Raises:
         ValueError: the port is taken, or the host is not this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
     try:
-        return socket.create_server((host, port), family=family, backlog=512)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
     except OSError as error:
+        bound.close()
         remedy = "give another port=, or port=0 for any free one; host= is an address of this machine"
         raise UserError(f"cannot listen on {host}:{port} ({error.strerror}); {remedy}") from None
+    return bound
 
 
 def _announce(config: ServeConfig, bound: socket.socket, name: str, sampling: lp.SamplingParams | None) -> None:
