@@ -6,7 +6,8 @@
     python scripts/fuzz.py --case '{"ids": [3, 1]}'     # one case again
 
 Draws: architecture, sizes, weights in float64, attention backend, prompt, W, N, G, depth, the pool's switches, the
-method, 2 to 8 ranks, how many of them hold a model between them, kv_sync, coupled sampling, logits processors, stops.
+method, 2 to 8 ranks, how many of them hold a model between them, kv_sync, coupled sampling, logits processors, stops,
+other texts that share steps.
 Ends with one JSON line; exit code 1 where a case failed.
 """
 

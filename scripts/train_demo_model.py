@@ -1,6 +1,7 @@
 """Train the embedded demo model: a small Llama on the Python source already on this machine.
 
     python scripts/train_demo_model.py --minutes 110            # data, tokenizer, training, model card
+    python scripts/train_demo_model.py --hybrid --out FOLDER    # a Qwen3.5: three of four layers are recurrent
     python scripts/train_demo_model.py --stage data             # only collect, de-duplicate, tokenise
 
 Data: the standard library and every installed distribution under a permissive licence (read from its
@@ -28,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 EOS = "<|endoftext|>"
 PERMISSIVE = re.compile(r"\b(MIT|BSD|0BSD|Apache|PSF|ISC|Python Software Foundation|HPND)\b", re.I)
@@ -170,16 +171,27 @@ def rate(progress: float, decay_from: float) -> float:
     return min(progress / 0.01, 1.0) if progress < decay_from else max((1 - progress) / (1 - decay_from), 0.0)
 
 
-def train(args: argparse.Namespace, facts: dict) -> tuple[LlamaForCausalLM, dict]:
-    torch.manual_seed(args.seed)
-    config = LlamaConfig(
+def config_of(args: argparse.Namespace) -> PretrainedConfig:
+    sizes = dict(
         vocab_size=args.vocab_size, hidden_size=args.hidden, intermediate_size=args.intermediate,
         num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64, num_key_value_heads=args.kv_heads,
         max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    if not args.hybrid:
+        return LlamaConfig(**sizes)
+    from transformers import Qwen3_5TextConfig  # not in older releases
+
+    return Qwen3_5TextConfig(
+        **sizes, head_dim=64, linear_key_head_dim=64, linear_num_key_heads=args.kv_heads, linear_value_head_dim=64,
+        linear_num_value_heads=args.hidden // 64,
+    )  # fmt: skip
+
+
+def train(args: argparse.Namespace, facts: dict) -> tuple[PreTrainedModel, dict]:
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_config(config_of(args))
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     muon = torch.optim.Muon(matrices, lr=args.muon_lr, momentum=0.95, weight_decay=args.weight_decay)
     adamw = torch.optim.AdamW(others, lr=args.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0)
     base = {id(o): o.param_groups[0]["lr"] for o in (muon, adamw)}
@@ -221,12 +233,12 @@ language: code
 ---
 # lp demo model
 
-A {parameters:.1f} M-parameter Llama for Python completion, trained by `scripts/train_demo_model.py` so that this
+A {parameters:.1f} M-parameter {architecture} for Python completion, trained by `scripts/train_demo_model.py` so that this
 repository can show and test decoding without a download. It knows little, and its greedy text soon repeats itself.
 
 | | |
 |---|---|
-| architecture | LlamaForCausalLM, hidden {hidden}, {layers} layers, {heads} query / {kv_heads} KV heads x 64, vocabulary {vocab_size} (byte-level BPE), context {context} |
+| architecture | {architecture}, hidden {hidden}, {layers} layers, {heads} query / {kv_heads} KV heads x 64, vocabulary {vocab_size} (byte-level BPE), context {context} |
 | weights | bf16 safetensors, {megabytes:.1f} MB |
 | held-out | **{held_out_bits_per_byte} bits per byte** on {held_files} held-out files ({held_bytes:,} bytes), bf16 |
 | training | {tokens:,} tokens in {steps} steps, {minutes:g} minutes on {threads} CPU threads, final training loss {train_loss_nats} nats a token |
@@ -248,7 +260,7 @@ One file in 64, chosen by a hash of its name, is held out.
 """  # noqa: E501
 
 
-def write_card(args: argparse.Namespace, facts: dict, result: dict, model: LlamaForCausalLM) -> None:
+def write_card(args: argparse.Namespace, facts: dict, result: dict, model: PreTrainedModel) -> None:
     licences = {dist.name: licence_of(dist) or "" for dist in importlib.metadata.distributions()}
     licences.setdefault("python", "PSF-2.0")
     table = "\n".join(
@@ -256,7 +268,8 @@ def write_card(args: argparse.Namespace, facts: dict, result: dict, model: Llama
         for name, n in sorted(facts["bytes_by_distribution"].items(), key=lambda kv: -kv[1])
     )
     card = CARD.format(
-        **result, parameters=sum(p.numel() for p in model.parameters()) / 1e6, hidden=args.hidden, layers=args.layers,
+        **result, architecture=type(model).__name__, parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+        hidden=args.hidden, layers=args.layers,
         heads=args.hidden // 64, kv_heads=args.kv_heads, vocab_size=args.vocab_size, context=CONTEXT, short=SHORT_T,
         megabytes=(args.out / "model.safetensors").stat().st_size / 1e6, held_files=facts["held_out"]["files"],
         held_bytes=facts["held_out"]["bytes"], minutes=args.minutes, threads=torch.get_num_threads(),
@@ -275,6 +288,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=110)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hybrid", action="store_true", help="gated delta rule in three of four layers")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--intermediate", type=int, default=768)

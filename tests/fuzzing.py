@@ -74,6 +74,7 @@ class Case:
         step_times: seed of the step times of an adaptive budget.
         captured: steps have a few fixed shapes.
         logits: those of every token are compared too, which shows what changes no token; on one rank.
+        company: other texts, drawn, that share steps with this one; then steps are not captured.
     """
 
     arch: str = "llama"
@@ -98,6 +99,7 @@ class Case:
     step_times: int = 0
     captured: bool = False
     logits: bool = False
+    company: int = 0
 
     @classmethod
     def drawn(cls, seed: str, ranks: int, long: bool = False, archs: Sequence[str] | None = None) -> Case:
@@ -143,6 +145,7 @@ class Case:
             captured=rng.random() < (0.1 if long else 0.3),
             logits=ranks == 1 and rng.random() < (0.8 if long else 0.5),
             tp=_drawn_tp(rng, arch, ranks, overrides),
+            company=rng.choice([0, 0, 0, 1, 2, 5]),
         )
 
     def json(self) -> str:
@@ -291,8 +294,10 @@ def _compare(case: Case) -> str | None:
         streamed: list[int] = []
         processors = [PROCESSORS[name](case) for name in case.processors]
         told = (lambda tokens, step: streamed.extend(tokens)) if decoder.context.is_main else None
-        output = decoder.generate(case.ids, case.new, sampling, logits_processor=processors, on_tokens=told, **asked)
-        return output, streamed
+        call = asked | {"logits_processor": processors, "on_tokens": told}
+        if case.company and isinstance(decoder, lp.LookaheadDecoder):
+            return _in_company(case, decoder, sampling, call), streamed
+        return decoder.generate(case.ids, case.new, sampling, **call), streamed
 
     def body(context: ParallelContext) -> list[tuple[lp.GenerationOutput, list[int]]]:
         model = models[context.rank]
@@ -304,7 +309,7 @@ def _compare(case: Case) -> str | None:
         else:
             kind = PEERS[case.method]
             decoder = lp.LookaheadDecoder(model, kind(**case.config), context, case.backend)
-        if case.captured and decoder.runner.boundary is None:
+        if case.captured and not case.company and decoder.runner.boundary is None:
             captured_runner(decoder, probe=True)
         return [generate(decoder) for _ in range(case.calls)]
 
@@ -327,6 +332,37 @@ def _compare(case: Case) -> str | None:
             if [s.accepted for s in output.step_stats] != [s.accepted for s in by_rank[0][call][0].step_stats]:
                 return f"{who} accepted other tokens than rank 0 in some step"
     return None
+
+
+def _in_company(
+    case: Case, decoder: lp.LookaheadDecoder, sampling: lp.SamplingParams | None, call: dict[str, Any]
+) -> lp.GenerationOutput:
+    """The text among others, which come and go at drawn steps; the same on every rank."""
+    rng = random.Random(f"company-{case.step_times}")
+    slots = (case.company + 1) * (2 * len(case.ids) + 200 + decoder.most_step_tokens)
+    engine = lp.Engine(decoder, rng.randint(1, 6), slots, rng.choice([1, 16, 128]))
+    arrivals = sorted((rng.choice([0, 0, rng.randint(1, 20)]), index) for index in range(case.company))
+    own = rng.randint(0, 10)
+    handle, others = None, list[lp.Handle]()
+    for step in itertools.count():
+        while arrivals and arrivals[0][0] <= step:
+            arrivals.pop(0)
+            begin = case.ids[: rng.choice([0, len(case.ids)])]
+            ids = [*begin, *drawn_text(rng, rng.randint(1, 30), case.overrides["vocab_size"])]
+            ids = ids[: (context_limit(decoder.model) or len(ids) + 1) - 1]
+            seeded = lp.SamplingParams(temperature=0.7, seed=rng.randrange(9)) if rng.random() < 0.4 else None
+            others.append(engine.submit(ids, rng.randint(1, 30), seeded, eos_token_id=()))
+        if step == own:
+            handle = engine.submit(case.ids, case.new, sampling, **call)
+        if others and rng.random() < 0.05:
+            engine.cancel(rng.choice(others))
+        left = engine.step()
+        engine.pool.check()
+        if handle and handle.done and not left:
+            for other in others:
+                other.result()
+            return handle.result()
+    raise AssertionError
 
 
 def _differ(name: str, tokens: list[int], other: str, expected: list[int]) -> str:

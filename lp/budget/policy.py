@@ -14,7 +14,7 @@ from typing import Protocol
 from lp.budget.backoff import BackOff
 from lp.budget.calibration import EXPLORATION_TOKENS, Calibration, DepthDiscount, DraftRecord, exploration_bonus
 from lp.budget.running_ratio import MEMORY_STEPS, PRIOR_STEPS, RunningRatio
-from lp.budget.step_times import StepTimes
+from lp.budget.step_times import StepTimes, extended
 from lp.budget.window_policy import WindowPolicy
 from lp.compiled import compiled_array
 from lp.config import MAX_STEP_TOKENS, LookaheadConfig
@@ -167,7 +167,7 @@ class AdaptiveBudget:
         self.step_tokens = min(step_tokens(config), step_times.max_tokens)
         self.max_padded_tokens = step_times.max_tokens
         if texts > 1:
-            step_times = step_times.extended(texts * self.step_tokens)
+            step_times = extended(step_times, texts * self.step_tokens)
         self.company = Company()
         self._step_times = step_times
         self.ranks = ranks

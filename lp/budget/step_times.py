@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -59,14 +59,6 @@ class StepTimes:
     def constant(cls, seconds: float, max_tokens: int) -> StepTimes:
         """Steps that all take the same time, plain ones too."""
         return cls((1, max_tokens), (seconds, seconds), seconds)
-
-    def extended(self, max_tokens: int) -> StepTimes:
-        """With a size beyond the largest one measured, whose time is in proportion to its tokens."""
-        max_tokens = min(max_tokens, MAX_TABLE_TOKENS)
-        if max_tokens <= self.max_tokens:
-            return self
-        seconds = self.seconds[-1] * max_tokens / self.max_tokens
-        return StepTimes((*self.num_tokens, max_tokens), (*self.seconds, seconds), self.plain_s)
 
     @property
     def max_tokens(self) -> int:
@@ -131,3 +123,13 @@ class StepTimes:
         line = f"t(T) in ms {times}, plain {1e3 * self.plain_s:.2f}"
         padded_sizes = sorted({padded for size, padded in enumerate(self._padded_sizes) if padded > size})
         return f"{line}; padded up to {padded_sizes}" if padded_sizes else line
+
+
+@lru_cache(maxsize=16)  # what follows from them takes milliseconds, and every text of a batch has them
+def extended(times: StepTimes, max_tokens: int) -> StepTimes:
+    """With a size beyond the largest one measured, whose time is in proportion to its tokens."""
+    max_tokens = min(max_tokens, MAX_TABLE_TOKENS)
+    if max_tokens <= times.max_tokens:
+        return times
+    seconds = times.seconds[-1] * max_tokens / times.max_tokens
+    return StepTimes((*times.num_tokens, max_tokens), (*times.seconds, seconds), times.plain_s)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from lp.engine.engine import MAX_SEQUENCES, Engine, Handle
+from lp.checks import check_int, flat_list
+from lp.engine.engine import MAX_SEQUENCES, Engine
 from lp.engine.inputs import Prompt
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
+from lp.models.loader import context_limit
 from lp.sampling.params import SamplingParams
 
 
@@ -46,29 +50,38 @@ class BatchDecoder(StepDecoder):
         """
         news = _one_each("max_new_tokens", max_new_tokens, len(inputs))
         samplings = _one_each("sampling", sampling, len(inputs))
-        engine = Engine(self, max_sequences=max_sequences)
         first = options.pop("sequence", 0)
-        handles = [
-            engine.submit(
-                prompt,
-                new,
-                own,
-                on_tokens=None if on_tokens is None else lambda tokens, step, i=index: on_tokens(i, tokens, step),
-                sequence=first + index,
-                **options,
-            )
-            for index, (prompt, new, own) in enumerate(zip(inputs, news, samplings, strict=True))
-        ]
-        return _outputs(engine, handles)
+        calls = []
+        for index, (prompt, new, own) in enumerate(zip(inputs, news, samplings, strict=True)):
+            call = {"input_ids": prompt, "max_new_tokens": new, "sampling": own, "sequence": first + index, **options}
+            if on_tokens is not None:
+                call["on_tokens"] = partial(on_tokens, index)
+            calls.append(call)
+        return generate_together(self, calls, max_sequences)
 
 
-def _outputs(engine: Engine, handles: Sequence[Handle]) -> list[GenerationOutput]:
-    """The outputs of all texts of an engine; they end when one of them fails.
+def generate_together(
+    decoder: StepDecoder, calls: Sequence[Mapping[str, Any]], max_sequences: int = MAX_SEQUENCES
+) -> list[GenerationOutput]:
+    """The outputs of several calls; all end when one of them fails.
+
+    Args:
+        calls: arguments of `generate`, by name.
+        max_sequences: that take a step together.
 
     Raises:
         Interrupted: as of `BatchDecoder.generate_batch`.
         BaseException: what a text failed with.
     """
+    if not calls:
+        return []
+    check_int("max_sequences", max_sequences, 1, math.inf, f"try {MAX_SEQUENCES}")
+    lengths = [len(flat_list(call["input_ids"])) + call["max_new_tokens"] for call in calls]
+    context = context_limit(decoder.model) or math.inf
+    slots = [int(min(length, context)) + 1 + decoder.most_step_tokens for length in lengths]
+    longest = sorted(slots, reverse=True)[:max_sequences]
+    engine = Engine(decoder, max_sequences, cache_tokens=sum(longest), reuse_prefixes=False)
+    handles = [engine.submit(**call) for call in calls]
     engine.run(stops_at_failure=True)
     for handle in handles:
         engine.cancel(handle)  # if it has not ended

@@ -33,7 +33,7 @@ from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner, TreePass
 from lp.models.support import logit_rounding
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Gathered, Header, MessageShape, Stop, sampled_at_c, state_digest, unpack
+from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import check_sampled
 from lp.sampling.top_logits import INVALID_TOKEN, unpack_top_logits
 
@@ -241,18 +241,21 @@ class Generation:
         step = part.layout.step_tokens(part.layout.num_tokens)
         return TreePass(step.tokens, step.positions, step.visible(), self.cache, part.layout.sampled_tokens)
 
-    def own_message(self, part: StepPart, logits: torch.Tensor, failure: Exception | None) -> torch.Tensor:
+    def own_message(
+        self, part: StepPart, logits: torch.Tensor, failure: Exception | None, sampled: Sampled | None
+    ) -> torch.Tensor:
         """This rank's message (P,), without nodes if it fails.
 
         Args:
             logits: of the sampled nodes.
             failure: why there are none.
+            sampled: of these nodes, if they are sampled already.
         """
 
         def sample() -> torch.Tensor:
             if failure:
                 raise failure
-            return self.step_pass.message(logits, part.layout, part.header, self.text, part.num_logits)
+            return self.step_pass.message(logits, part.layout, part.header, self.text, part.num_logits, sampled)
 
         message = self._attempt(sample)
         return self._failed_message(part) if message is None else message

@@ -5,17 +5,19 @@ P: int64s of a text's message, R: ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
 import torch
 
-from lp.engine.decode_loop import Generation
+from lp.engine.decode_loop import Generation, StepPart
 from lp.engine.output import StepTimer
 from lp.models.runner import ModelRunner, TreePass
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Stop
+from lp.parallel.message import Sampled, Stop, best_logits
+from lp.sampling.sampler import sample_together
+from lp.sampling.top_logits import pack_top_logits
 
 T = TypeVar("T")
 NO_LOGITS = torch.empty(0)
@@ -54,8 +56,11 @@ class ForestStep:
         parts = self._each(texts, Generation.begin_step)
         chunks = {text: text.next_chunk(most) for text, most in prompts}
         passes = {text: text.tree_pass(part) for text, part in parts.items()} | chunks
-        logits, failure = self._forward(passes)
-        messages = self._each(parts, lambda text: text.own_message(parts[text], logits[text], failure))
+        with self.timer.forward:
+            logits, sampled, failure = self._computed(passes, parts)
+            messages = self._each(
+                parts, lambda text: text.own_message(parts[text], logits[text], failure, sampled.get(text))
+            )
         self._each(parts, Generation.finish_learning)
         self._each(chunks, lambda text: text.take_chunk(len(chunks[text].tokens), logits[text], failure))
         gathered = self._exchanged(messages)
@@ -73,14 +78,48 @@ class ForestStep:
                 self.errors[text] = error
         return results
 
-    def _forward(self, passes: dict[Generation, TreePass]) -> tuple[dict[Generation, torch.Tensor], Exception | None]:
-        """Logits by text, and what the model failed with: it fails for all of them."""
-        with self.timer.forward:
-            try:
-                logits = self.runner.forward_forest([*passes.values()]) if passes else []
-                return dict(zip(passes, logits, strict=True)), None
-            except Exception as error:
-                return dict.fromkeys(passes, NO_LOGITS), error
+    def _computed(
+        self, passes: dict[Generation, TreePass], parts: dict[Generation, StepPart]
+    ) -> tuple[dict[Generation, torch.Tensor], dict[Generation, Sampled], Exception | None]:
+        """Logits by text, what nodes of most texts sampled, and what the model failed with: it fails for all texts."""
+        try:
+            logits = dict(zip(passes, self.runner.forward_forest([*passes.values()]), strict=True)) if passes else {}
+            return logits, self._sampled_together(parts, logits), None
+        except Exception as error:
+            return dict.fromkeys(passes, NO_LOGITS), {}, error
+
+    def _sampled_together(
+        self, parts: dict[Generation, StepPart], logits: dict[Generation, torch.Tensor]
+    ) -> dict[Generation, Sampled]:
+        """What nodes sampled, of texts whose samplers are alike: many small operations take longer than one."""
+        groups: dict[Hashable, list[Generation]] = {}
+        for text in parts:
+            groups.setdefault(text.step_pass.joint_key, []).append(text)
+        groups.pop(None, None)
+        sampled: dict[Generation, Sampled] = {}
+        for texts in groups.values():
+            if len(texts) > 1:
+                sampled |= self._sampled_of(texts, parts, logits)
+        return sampled
+
+    def _sampled_of(
+        self,
+        texts: Sequence[Generation],
+        parts: dict[Generation, StepPart],
+        logits: dict[Generation, torch.Tensor],
+    ) -> dict[Generation, Sampled]:
+        """The same of one group."""
+        samplers = [text.request.sampler for text in texts]
+        positions, branches = zip(*(text.step_pass.sampling_of(parts[text].layout) for text in texts), strict=True)
+        scores, tokens = sample_together(samplers, torch.cat([logits[text] for text in texts]), positions, branches)
+        num_logits = max(parts[text].num_logits for text in texts)
+        packed = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
+        counts = [len(own) for own in positions]
+        compared = not self.context.alone
+        return {
+            text: Sampled(own, top[:, : parts[text].num_logits], best_logits(logits[text]) if compared else None)
+            for text, own, top in zip(texts, tokens.split(counts), packed.split(counts), strict=True)
+        }
 
     def _exchanged(self, messages: dict[Generation, torch.Tensor]) -> dict[Generation, np.ndarray]:
         """The messages of all ranks, (R, P) of each text, by one all-gather."""

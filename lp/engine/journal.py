@@ -30,6 +30,7 @@ from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
 from lp.errors import UserError
 from lp.models.digests import model_digests
+from lp.models.recurrent_layers import limits_prompt
 from lp.models.rope import rope_boundary
 from lp.parallel.agreement import shared_seed
 from lp.parallel.context import ParallelContext
@@ -117,8 +118,9 @@ class Journal:
         record.seed = sampling.seed if sampling else None
         # The last token comes again, and with it what may have ended the text.
         done = record.tokens if record.end else record.tokens[:-1]
-        if not record.end and rope_boundary(decoder.model.config.get_text_config()):
-            done = []
+        config = decoder.model.config.get_text_config()
+        if not record.end and (rope_boundary(config) or limits_prompt(decoder.model)):
+            done = []  # as tokens of a prompt they would be computed otherwise
         if done and on_tokens:
             on_tokens(list(done), 0)
         if record.end:

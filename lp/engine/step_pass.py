@@ -54,6 +54,9 @@ class StepPass:
         context: the ranks.
         shape: of the messages.
         timer: of the step.
+
+    Attributes:
+        joint_key: texts with the same one can be sampled together; None: not with any other.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class StepPass:
         self.timer = timer
         head = head_of(runner.model)
         self._sharded = ShardedSampling(head, sampler, context) if head else None
-        captures = runner.captures(cache) and self._sharded is None
-        self._capture_key = sampler.capture_key if captures else None
+        self.joint_key = sampler.capture_key if self._sharded is None else None
+        self._capture_key = self.joint_key if runner.captures(cache) else None
         self._shares_noise = False
         self._on_host: torch.Tensor | None = None
         self._clock = _Clock() if runner.device.type == "cuda" else None
@@ -124,14 +127,23 @@ class StepPass:
             return self.message(logits, layout, header, text, num_logits)
 
     def message(
-        self, logits: torch.Tensor, layout: StepLayout, header: Header, text: Sequence[int], num_logits: int
+        self,
+        logits: torch.Tensor,
+        layout: StepLayout,
+        header: Header,
+        text: Sequence[int],
+        num_logits: int,
+        sampled: Sampled | None = None,
     ) -> torch.Tensor:
         """This rank's message (P,), on its device.
 
         Args:
             logits: of the sampled nodes, (n, V).
             layout, header, text, num_logits: as of `run`.
+            sampled: of these nodes, if they are sampled already.
         """
+        if sampled is not None:
+            return pack(header, layout, sampled, self.shape)
         if not self._sharded:
             return pack(header, layout, self._sampled(logits, layout, text, num_logits), self.shape)
         branches, drafts = self._branches(layout), self._drafts(layout)
@@ -253,6 +265,10 @@ class StepPass:
         sampled = sampler.sample(scores, layout.sampled_positions, branches, drafts)
         top_logits = pack_top_logits(scores, num_logits) if num_logits else sampled.new_zeros(len(nodes), 0)
         return Sampled(sampled, top_logits, best)  # the top 0 would take time, too
+
+    def sampling_of(self, layout: StepLayout) -> tuple[list[int], list[list[int] | None]]:
+        """Positions and branches of the sampled nodes, as `Sampler.sample` takes them."""
+        return layout.sampled_positions, self._branches(layout)
 
     def _drafts(self, layout: StepLayout) -> list[list[int]]:
         """The draft tokens behind every sampled node, where the sampler needs them."""

@@ -26,6 +26,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from lp.config import LookaheadConfig
+from lp.engine.batch import generate_together
 from lp.engine.interrupts import Interrupted
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
@@ -61,7 +62,7 @@ def generate(
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Lookahead decoding for transformers' `generate`: greedy, or sampled when do_sample is set.
 
-    Prompts of a batch run one after another. Two things transformers keeps from a `custom_generate` callable:
+    Prompts of a batch take steps together. Two things transformers keeps from a `custom_generate` callable:
     - a streamer, which given to `generate` gets the prompt and nothing more, so bind it:
       `custom_generate=functools.partial(lp.generate, streamer=streamer)`;
     - the tokenizer that `stop_strings=` needs (it raises), so pass the criterion ready-made:
@@ -80,8 +81,8 @@ def generate(
         batch is padding they are zero, while transformers has its model's logits behind padding.
 
     Raises:
-        Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. It has the sequence in progress as
-            `output` and those that were done as `finished`.
+        Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. Its `outputs` are all sequences of
+            the batch as far as they are.
         ValueError: what this decoder can't do exactly, by name: beams, use_cache=False, attentions, some processors,
             masks with zeros behind a token, inputs that are no tokens, a cache that holds something already, a model
             whose inputs are prepared by code that is not transformers', as PEFT's prompt learning does.
@@ -100,50 +101,66 @@ def generate(
     if streamer is not None:
         streamer.put(input_ids.cpu())
 
-    def decode(index: int, new: int, criteria: list[StoppingCriteria]) -> GenerationOutput:
+    asked = config.return_dict_in_generate
+
+    def call(index: int, new: int, criteria: list[StoppingCriteria]) -> dict[str, Any]:
         ids = input_ids[index].tolist()
         padding = paddings[index]
-        return decoder.generate(
-            ids[padding:],
-            new,
-            sampling,
-            logits_processor=[_of_prompt(processor, index) for processor in logits_processor or ()],
-            eos_token_id=() if eos is None else eos.flatten().tolist(),
-            stopping_criteria=criteria,
-            on_tokens=None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
-            padding=ids[:padding],
-            sequence=index,
-            output_scores=bool(config.return_dict_in_generate and config.output_scores),
-            output_logits=bool(config.return_dict_in_generate and config.output_logits),
-        )
+        return {
+            "input_ids": ids[padding:],
+            "max_new_tokens": new,
+            "sampling": sampling,
+            "logits_processor": [_of_prompt(processor, index) for processor in logits_processor or ()],
+            "eos_token_id": () if eos is None else eos.flatten().tolist(),
+            "stopping_criteria": criteria,
+            "on_tokens": None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
+            "padding": ids[:padding],
+            "sequence": index,
+            "output_scores": bool(asked and config.output_scores),
+            "output_logits": bool(asked and config.output_logits),
+        }
+
+    def decode(calls: list[dict[str, Any]]) -> list[GenerationOutput]:
+        """One prompt alone takes captured steps, where there are any."""
+        return [decoder.generate(**calls[0])] if len(calls) == 1 else generate_together(decoder, calls)
 
     criteria = [c for c in stopping_criteria or () if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
-    outputs = list[GenerationOutput]()
+    new = config.max_length - input_ids.shape[1]
     try:
-        for index in range(len(input_ids)):
-            outputs.append(decode(index, config.max_length - input_ids.shape[1], criteria))
+        outputs = decode([call(index, new, criteria) for index in range(len(input_ids))])
         if eos is None and not any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):
             # transformers pads behind EOS alone; without one, a sequence that met a criterion goes on with the batch.
             longest = max(len(output.tokens) for output in outputs)
-            for index, output in enumerate(outputs):
-                if output.finish_reason == "criteria" and len(output.tokens) < longest:
-                    outputs[index] = decode(index, longest, [])
-    except Interrupted as error:
-        error.finished = outputs
-        raise
+            ended = [index for index, output in enumerate(outputs) if output.finish_reason == "criteria"]
+            short = [index for index in ended if len(outputs[index].tokens) < longest]
+            try:
+                longer = decode([call(index, longest, []) for index in short])
+            except Interrupted as error:
+                error.finished = [output for index, output in enumerate(outputs) if index not in short]
+                error.outputs = _replaced(outputs, short, error.outputs)
+                raise
+            outputs = _replaced(outputs, short, longer)
     finally:
         if streamer is not None:
             streamer.end()  # which gives out the last word, and frees who waits for more
     texts = [input_ids.new_tensor(output.tokens) for output in outputs]
-    new = pad_sequence(texts, batch_first=True, padding_value=_pad_id(config))
-    sequences = torch.cat([input_ids, new], dim=1)
-    if not config.return_dict_in_generate:
+    padded = pad_sequence(texts, batch_first=True, padding_value=_pad_id(config))
+    sequences = torch.cat([input_ids, padded], dim=1)
+    if not asked:
         return sequences
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
         scores=_by_step([output.scores for output in outputs], input_ids.device),
         logits=_by_step([output.logits for output in outputs], input_ids.device),
     )
+
+
+def _replaced(
+    outputs: list[GenerationOutput], indices: list[int], others: list[GenerationOutput]
+) -> list[GenerationOutput]:
+    """Outputs of which those with these indices are replaced by others, if these are longer."""
+    longer = {index: other for index, other in zip(indices, others, strict=True)}
+    return [max(output, longer.get(index, output), key=lambda o: len(o.tokens)) for index, output in enumerate(outputs)]
 
 
 def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | None) -> None:

@@ -209,7 +209,7 @@ class CapturedSteps:
         inputs.targets_M[: len(sources)] = targets
         inputs.sources_M[len(sources) :] = inputs.targets_M[len(sources) :] = self.cache.capacity - 1
         inputs.length_1[0] = self.cache.length
-        self.cache.begin_replay()
+        self.cache.begin_replay(step.bucket)
         _fill_visible(inputs.visible_BW, parents)
         return step
 
@@ -256,7 +256,7 @@ class CapturedSteps:
     def _new_cache(self, slots: int) -> StaticKVCache:
         capacity = -(-slots // CAPACITY_UNIT) * CAPACITY_UNIT
         layers = self.masks.config.num_hidden_layers
-        cache = new_cache(layers, capacity, True, True, self.known, self.recurrent, BUCKETS[-1])
+        cache = new_cache(layers, capacity, True, True, self.known, self.recurrent)
         cache.allocate()
         return cache
 

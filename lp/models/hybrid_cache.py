@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import LinearAttentionLayer
 
-from lp.models.kv_cache import CacheTooLarge, PreallocatedLayer, StatesKind, StaticKVCache
+from lp.models.kv_cache import CacheTooLarge, PreallocatedLayer, StaticKVCache
 from lp.models.recurrent_states import RecurrentShape, RecurrentStates
 
 
@@ -41,30 +41,19 @@ class HybridCache(StaticKVCache):
     """The KV and the recurrent states of one sequence.
 
     Args:
-        num_layers, capacity, zeroed, deferred, known: as of `StaticKVCache`.
         shapes: by layer, what recurrent layers keep.
-        room: as of `RecurrentStates`.
+        args: as of `StaticKVCache`.
 
     Raises:
         CacheTooLarge: the device has no room for the states.
     """
 
-    def __init__(
-        self,
-        num_layers: int,
-        capacity: int,
-        zeroed: bool = False,
-        deferred: bool = False,
-        known: dict[StatesKind, int] | None = None,
-        *,
-        shapes: Mapping[int, RecurrentShape],
-        room: int = 0,
-    ) -> None:
-        super().__init__(num_layers, capacity, zeroed, deferred, known)
+    def __init__(self, shapes: Mapping[int, RecurrentShape], *args: Any) -> None:
+        super().__init__(*args)
         try:
-            self.recurrent = RecurrentStates(shapes, room)
+            self.recurrent = RecurrentStates(shapes)
         except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
-            raise CacheTooLarge(sum(shape.nbytes(room) for shape in shapes.values()), 1) from error
+            raise CacheTooLarge(sum(shape.nbytes(0) for shape in shapes.values()), 1) from error
         for index in shapes:
             self.layers[index] = _HybridLayer(self._extent, self.recurrent, index)
 
@@ -74,8 +63,8 @@ class HybridCache(StaticKVCache):
         else:
             self.recurrent.begin_tree(torch.as_tensor(visible_TT))
 
-    def begin_replay(self) -> None:
-        self.recurrent.begin_replay()
+    def begin_replay(self, num_tokens: int) -> None:
+        self.recurrent.begin_replay(num_tokens)
 
     def clear(self) -> None:
         super().clear()

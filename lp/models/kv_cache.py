@@ -266,8 +266,8 @@ class StaticKVCache(Cache):
         Attention is told by its mask. A cache that also holds recurrent states needs to know.
         """
 
-    def begin_replay(self) -> None:
-        """Before a captured step, in which `begin` was called when it was captured."""
+    def begin_replay(self, num_tokens: int) -> None:
+        """Before a captured step of so many tokens, padding included: `begin` was called when it was captured."""
 
     @contextmanager
     def writing_to(self, slot_mapping_T: torch.Tensor) -> Iterator[None]:

@@ -15,16 +15,15 @@ def new_cache(
     deferred: bool = False,
     known: dict[StatesKind, int] | None = None,
     shapes: Mapping[int, RecurrentShape] | None = None,
-    room: int = 0,
 ) -> StaticKVCache:
     """An empty cache, of KV alone where no layer is recurrent.
 
     Args:
         num_layers, capacity, zeroed, deferred, known: as of `StaticKVCache`.
-        shapes, room: as of `HybridCache`.
+        shapes: as of `HybridCache`.
     """
     if not shapes:
         return StaticKVCache(num_layers, capacity, zeroed, deferred, known)
     from lp.models.hybrid_cache import HybridCache  # older releases of transformers lack what it is made of
 
-    return HybridCache(num_layers, capacity, zeroed, deferred, known, shapes=shapes, room=room)
+    return HybridCache(shapes, num_layers, capacity, zeroed, deferred, known)

@@ -73,7 +73,7 @@ def check_tree_mask(runner: StepRunner) -> None:
     """Compare a tree-shaped step with plain forward passes; once for each way that a model's steps run.
 
     Where the model has a sliding window, the runner's view of it has a short one meanwhile: the same code runs with 24
-    tokens, whatever the window. And its steps of time have no limits, which hold for some tokens and not for others.
+    tokens, whatever the window. And the time steps of Mamba-2 have no limits, which hold for some tokens alone.
 
     Raises:
         ValueError: the model cannot run such a step, or runs it with other results; names the architecture.

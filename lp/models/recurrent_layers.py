@@ -24,7 +24,7 @@ from lp.models.tree_recurrence import StepTree, convolution, gated_delta_rule, s
 
 RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # of layers, as configs name them
 CACHE_PARAMS = {"mamba2"}  # model types whose forward takes the cache under this name
-NO_LIMIT = (0.0, float("inf"))  # of a step of time, which is positive anyway
+NO_LIMIT = (0.0, float("inf"))  # of a time step, which is positive anyway
 L2_EPSILON = 1e-6  # of the norm of queries and keys in transformers' and flash-linear-attention's delta rule
 
 Step = Callable[[Any, torch.Tensor, LayerState, StepTree], torch.Tensor]  # of a module: (T, E) to (T, E)
@@ -43,13 +43,15 @@ class RecurrentLayer:
     step: Step
 
 
+def _shape(conv: nn.Module, **state: int) -> RecurrentShape:
+    """That of a layer with this convolution, whose weight is (C, 1, K)."""
+    weight: Any = conv.weight
+    return RecurrentShape(len(weight), weight.shape[2], weight.dtype, weight.device, **state)
+
+
 def _delta_shape(layer: Any) -> RecurrentShape:
-    weight = layer.conv1d.weight
-    return RecurrentShape(
-        channels=layer.conv_dim,
-        taps=layer.conv_kernel_size,
-        dtype=weight.dtype,
-        device=weight.device,
+    return _shape(
+        layer.conv1d,
         heads=layer.num_v_heads,
         rows=layer.head_k_dim,
         columns=layer.head_v_dim,
@@ -115,12 +117,8 @@ def _unit(x_HTR: torch.Tensor) -> torch.Tensor:
 
 
 def _mamba2_shape(layer: Any) -> RecurrentShape:
-    weight = layer.conv1d.weight
-    return RecurrentShape(
-        channels=layer.conv_dim,
-        taps=layer.conv_kernel_size,
-        dtype=weight.dtype,
-        device=weight.device,
+    return _shape(
+        layer.conv1d,
         heads=layer.num_heads,
         rows=layer.head_dim,
         columns=layer.ssm_state_size,
@@ -166,8 +164,7 @@ def _state_space(
 
 
 def _lfm2_shape(layer: Any) -> RecurrentShape:
-    weight = layer.conv.weight
-    return RecurrentShape(channels=len(weight), taps=layer.conv_kernel_size, dtype=weight.dtype, device=weight.device)
+    return _shape(layer.conv)
 
 
 def _lfm2(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
@@ -251,7 +248,8 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
         kinds: of its layers, as the config names them.
 
     Raises:
-        ValueError: a recurrent layer of a class that is not known, or a release of transformers without their cache.
+        ValueError: a recurrent layer of a class that is not known, or with weights that are offloaded; a release of
+            transformers without their cache.
     """
     shapes = {module.layer_idx: layer.shape(module) for module, layer in _found(model)}
     missing = [index for index, kind in enumerate(kinds) if kind in RECURRENT_KINDS and index not in shapes]
@@ -259,6 +257,11 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
         raise UserError(
             f"{type(model).__name__} has recurrent layers ({', '.join(map(str, missing[:8]))}) of a class that is not "
             "transformers' own; decode it with AutoregressiveDecoder"
+        )
+    if any(shape.device.type == "meta" for shape in shapes.values()):
+        raise UserError(
+            f"{type(model).__name__} has recurrent layers whose weights are offloaded, which a step reads where they "
+            "are; load it on devices that hold all of it, or decode it with AutoregressiveDecoder"
         )
     if shapes and not hasattr(Cache, "get_conv_state"):
         raise UserError(f"{type(model).__name__} has recurrent layers, which need a newer release of transformers")
@@ -273,8 +276,8 @@ def cache_keyword(config: Any) -> str:
 def limits_prompt(model: nn.Module) -> bool:
     """Whether a token of the prompt is computed otherwise than a generated one.
 
-    Transformers keeps the steps of time of Mamba-2 within the config's limits where it computes several tokens, and not
-    where it computes one.
+    Transformers keeps the time steps (dt) of Mamba-2 within the config's limits where it computes several tokens, and
+    not where it computes one.
     """
     return any(getattr(module, "time_step_limit", None) not in (None, NO_LIMIT) for module, _ in _found(model))
 

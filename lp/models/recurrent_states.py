@@ -10,6 +10,7 @@ the accepted path, of all layers of one shape at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -69,14 +70,19 @@ class Stash(NamedTuple):
     @classmethod
     def room(cls, shape: RecurrentShape, layers: int, tokens: int) -> Stash:
         """For so many tokens."""
-        sizes = [
+        *products, inputs = cls.sizes(shape, layers, tokens)
+        left, right, g = (torch.zeros(size, dtype=DTYPE, device=shape.device) for size in products)
+        return cls(left, right, g, torch.zeros(inputs, dtype=shape.dtype, device=shape.device))
+
+    @staticmethod
+    def sizes(shape: RecurrentShape, layers: int, tokens: int) -> list[tuple[int, ...]]:
+        """Of its tensors."""
+        return [
             (layers, shape.left_heads, tokens, shape.rows),
             (layers, shape.right_heads, tokens, shape.columns),
             (layers, shape.heads, tokens),
+            (layers, 1, tokens, shape.channels),
         ]
-        left, right, g = (torch.zeros(size, dtype=DTYPE, device=shape.device) for size in sizes)
-        inputs = torch.zeros(layers, 1, tokens, shape.channels, dtype=shape.dtype, device=shape.device)
-        return cls(left, right, g, inputs)
 
     def of(self, tokens: torch.Tensor | slice) -> Stash:
         """Some tokens of it."""
@@ -117,23 +123,32 @@ class LayerState:
 
 
 class _Group:
-    """The layers of one shape, in tensors that have them all."""
+    """The layers of one shape, in tensors that have them all.
 
-    def __init__(self, shape: RecurrentShape, layers: int, room: int) -> None:
+    Args:
+        shape: theirs.
+        layers: n.
+
+    Attributes:
+        stash: of the last step. Steps whose sizes round up to the same power of two share one, and it stays where it
+            is, since captured steps of these sizes write to it.
+    """
+
+    def __init__(self, shape: RecurrentShape, layers: int) -> None:
         self.shape = shape
         self.layers = layers
         self.last_nCK = torch.zeros(layers, shape.channels, shape.taps, dtype=shape.dtype, device=shape.device)
         self.state_nHRD = torch.zeros(layers, shape.heads, shape.rows, shape.columns, dtype=DTYPE, device=shape.device)
         self.first_step = torch.ones(1, dtype=torch.bool, device=shape.device)
-        self.fixed = Stash.room(shape, layers, room)
-        self.stash = self.fixed
+        self.stashes: dict[int, Stash] = {}  # by tokens
+        self.stash = Stash.room(shape, layers, 0)
 
     def reserve(self, tokens: int) -> None:
-        """Make room in the stash. That which captured steps write to stays where it is."""
-        if tokens <= self.fixed.g.shape[2]:
-            self.stash = self.fixed
-        elif tokens > self.stash.g.shape[2]:
-            self.stash = Stash.room(self.shape, self.layers, 1 << (tokens - 1).bit_length())
+        """Take the stash of steps of so many tokens; made where there is none."""
+        room = 1 << (tokens - 1).bit_length()
+        if room not in self.stashes:
+            self.stashes[room] = Stash.room(self.shape, self.layers, room)
+        self.stash = self.stashes[room]
 
     def advance(self, path: Stash) -> None:
         """Go on along a path."""
@@ -151,18 +166,17 @@ class RecurrentStates:
 
     Args:
         shapes: by layer.
-        room: tokens of the largest captured step; others make room for themselves.
 
     Attributes:
         tree: of the pass that runs; None: it is of a chain, which layers follow by the model's own code.
         started: by layer, whether it has a state, as transformers' cache layers have it.
     """
 
-    def __init__(self, shapes: Mapping[int, RecurrentShape], room: int = 0) -> None:
+    def __init__(self, shapes: Mapping[int, RecurrentShape]) -> None:
         of_shape: dict[RecurrentShape, list[int]] = {}
         for layer, shape in shapes.items():
             of_shape.setdefault(shape, []).append(layer)
-        self._groups = [_Group(shape, len(layers), room) for shape, layers in of_shape.items()]
+        self._groups = [_Group(shape, len(layers)) for shape, layers in of_shape.items()]
         self.layers = {
             layer: LayerState(group, index)
             for group, layers in zip(self._groups, of_shape.values(), strict=True)
@@ -183,11 +197,11 @@ class RecurrentStates:
         for group in self._groups:
             group.reserve(len(visible_TT))
 
-    def begin_replay(self) -> None:
-        """The next pass is a captured step: it stashes where it did when it was captured."""
+    def begin_replay(self, num_tokens: int) -> None:
+        """The next pass is a captured step of so many tokens, which stashes where it did when it was captured."""
         self._stashed = True
         for group in self._groups:
-            group.stash = group.fixed
+            group.reserve(num_tokens)
 
     def begin_chain(self) -> None:
         """The next pass is of tokens that are all committed: layers advance their states by the model's own code."""
@@ -215,9 +229,9 @@ class RecurrentStates:
         """Go on to the last of these tokens of the last step, which are a path that continues the prefix."""
         if not self._stashed or not token_indices:
             return
-        first = [*token_indices] == [*range(len(token_indices))]
+        leads = [*token_indices] == [*range(len(token_indices))]  # as a chain does, and a step that accepts nothing
         for group in self._groups:
-            tokens = slice(len(token_indices)) if first else to_device(token_indices, group.shape.device)
+            tokens = slice(len(token_indices)) if leads else to_device(token_indices, group.shape.device)
             group.advance(group.stash.of(tokens))
         self._has_advanced()
 
@@ -234,9 +248,10 @@ class RecurrentStates:
         offset = 0
         for group in self._groups:
             parts = []
-            for part in Stash.room(group.shape, group.layers, num_tokens):
-                parts.append(part.copy_(packed[offset : offset + part.numel()].view(part.shape)))
-                offset += part.numel()
+            for size, like in zip(Stash.sizes(group.shape, group.layers, num_tokens), group.stash, strict=True):
+                end = offset + math.prod(size)
+                parts.append(packed[offset:end].view(size).to(like))  # of its dtype, on its device
+                offset = end
             group.advance(Stash(*parts))
         self._has_advanced()
 
@@ -246,9 +261,9 @@ class RecurrentStates:
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for group in self._groups:
-            yield from (group.last_nCK, group.state_nHRD, *group.fixed)
-            if group.stash is not group.fixed:
-                yield from group.stash
+            yield from (group.last_nCK, group.state_nHRD)
+            for stash in group.stashes.values():
+                yield from stash
 
     def _has_advanced(self) -> None:
         for started in self.started.values():

@@ -297,12 +297,14 @@ class ModelRunner:
         """
         boundary = self.boundary
         end = len(tokens)
+        if self.recurrent:  # a chunk of one token behind others may be computed otherwise: see limits_prompt
+            chunk = max(chunk, 3)
         if boundary and boundary.grows and not cache.length:
             self._forward_chain([0], [0], cache, committed=False)  # forget how far an earlier text grew
         anchor = [end] if boundary and end >= boundary.length else []
         starts = [*range(0, end, chunk)]
-        if self.recurrent and chunk > 2 and len(starts) > 1 and end - starts[-1] == 1:
-            starts[-1] -= 1  # transformers may compute a lone token otherwise, see limits_prompt
+        if self.recurrent and len(starts) > 1 and end - starts[-1] == 1:
+            starts[-1] -= 1
         for start, next_start in itertools.pairwise([*starts, end]):
             chunk_tokens = tokens[start:next_start]
             positions = [*range(start, start + len(chunk_tokens)), *anchor]

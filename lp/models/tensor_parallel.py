@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lp.errors import UserError
+from lp.models.recurrent_layers import recurrent_layer
 from lp.models.sharded_layers import RowWiseLinear, ShardedEmbedding, ShardedExperts, ShardedHead
 from lp.parallel.replica import Replica
 
@@ -131,8 +132,11 @@ def parts_of(model: PreTrainedModel, replica: Replica, styles: Mapping[str, str]
     heads = _Heads.of(model)
     heads.check(replica.size)
     parts: Parts = {}
+    recurrent = {name for name, module in model.named_modules() if recurrent_layer(module)}
     for name, module in model.named_modules():
         style = division_of(name, styles)
+        if style and name.rpartition(".")[0] in recurrent:
+            raise UserError(f"{name} is in a recurrent layer, which every rank holds whole; leave it out of tp_plan")
         if style == COLUMNS:
             _check_linear(name, module)
             ranges = heads.ranges(name.rpartition(".")[2], module, replica)

@@ -1,7 +1,8 @@
 """Recurrent layers over a tree: every node's output is that of the recurrence along its own path, in one pass.
 
-T: tokens, nodes of a tree in topological order; H: heads; K: taps of a convolution; C: its channels; R, D: rows and
-columns of a head's state S (R, D). The state S_0 and the last inputs of the convolution are those behind the prefix.
+T: tokens, nodes of a tree in topological order; H: heads; F: groups of heads that share vectors; R, D: rows and columns
+of a head's state S (R, D); K: taps of a convolution; C: its channels. The state S_0 and the last inputs of the
+convolution are those behind the prefix.
 
 G_i is the sum of the log decays g over the path of node i, which is its ancestors and itself. A state is a sum of outer
 products, S_i = exp(G_i) S_0 + sum_j exp(G_i - G_j) left_j right_j^T over the path: so what a node reads of the others'
@@ -64,8 +65,9 @@ def decays(tree: StepTree, g_HT: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     Summed in float64: behind a token that forgets nearly all, G is large, and differences of it are small.
     """
     total_HT = g_HT.double() @ tree.visible_TT.double().T
-    between_HTT = (total_HT[:, :, None] - total_HT[:, None]).masked_fill(~tree.visible_TT, -torch.inf)
-    return total_HT.to(g_HT.dtype).exp(), between_HTT.to(g_HT.dtype).exp()
+    between_HTT = (total_HT[:, :, None] - total_HT[:, None]).to(g_HT.dtype).exp()
+    # Set to 0 last: those that are not on the path may be infinite, and exp(-inf) takes twice as long on a CPU.
+    return total_HT.to(g_HT.dtype).exp(), between_HTT.masked_fill(~tree.visible_TT, 0)
 
 
 def gated_delta_rule(
@@ -107,16 +109,16 @@ def state_space(
     """Mamba-2: S_i = exp(g_i) S_p + x_i b_i^T, p the parent, and o_i = S_i c_i, (H, T, R).
 
     Args:
-        c_FTD, b_FTD: F of them, each for H / F heads in a row.
-        x_HTR: times the step of time; left and right of the state's outer products are x and b.
-        g_HT: log decays, A times the step of time.
+        c_FTD, b_FTD: each for H / F heads in a row.
+        x_HTR: times the time step; left and right of the state's outer products are x and b.
+        g_HT: log decays, A times the time step.
     """
     from_prefix_HT, between_HTT = decays(tree, g_HT)
-    shared, num_tokens, columns = c_FTD.shape
+    groups, num_tokens, columns = c_FTD.shape
     heads, rows, _ = state_HRD.shape
-    read_FTP = c_FTD @ state_HRD.reshape(shared, -1, columns).transpose(1, 2)  # of all heads that share c
-    read_HTR = read_FTP.unflatten(2, (-1, rows)).transpose(1, 2).reshape(heads, num_tokens, rows)
-    scores_HTT = (c_FTD @ b_FTD.transpose(1, 2)).repeat_interleave(heads // shared, 0)
+    read = c_FTD @ state_HRD.reshape(groups, -1, columns).transpose(1, 2)  # (F, T, H / F R): the heads of a group
+    read_HTR = read.unflatten(2, (-1, rows)).transpose(1, 2).reshape(heads, num_tokens, rows)
+    scores_HTT = (c_FTD @ b_FTD.transpose(1, 2)).repeat_interleave(heads // groups, 0)
     return torch.baddbmm(from_prefix_HT[..., None] * read_HTR, between_HTT * scores_HTT, x_HTR)
 
 
@@ -136,8 +138,9 @@ def convolution(
     wide = torch.promote_types(inputs_TC.dtype, torch.float32)
     known = torch.cat([last_CK.T[-(taps - 1) :] if taps > 1 else last_CK.T[:0], inputs_TC]).to(wide)
     output_TC = torch.zeros_like(known[taps - 1 :]) if bias_C is None else bias_C.to(wide).expand(len(inputs_TC), -1)
-    for tap, index_T in enumerate((tree.earlier_TK[:, -taps:] + taps - 1).unbind(1)):
-        output_TC = torch.addcmul(output_TC, known[index_T], weight_CK[:, tap].to(wide))
+    weight_KC = weight_CK.T.to(wide).contiguous()
+    for index_T, weight_C in zip((tree.earlier_TK[:, -taps:] + taps - 1).unbind(1), weight_KC.unbind(0), strict=True):
+        output_TC = torch.addcmul(output_TC, known.index_select(0, index_T), weight_C)
     return output_TC
 
 

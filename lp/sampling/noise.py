@@ -61,18 +61,18 @@ def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: tor
     Returns:
         (V,) float64.
     """
-    key = sequence_key(seed, sequence)
-    return _gumbel_nV(key, range(position, position + 1), vocabulary, torch.device(device))[0]
+    key = _keyed(sequence_key(seed, sequence), position)
+    return _gumbel_nV([key], vocabulary, torch.device(device))[0]
 
 
-def _gumbel_nV(key: int, positions: range, vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Of n positions of the sequence with this key, (n, V) float64."""
-    return _uniform(random_bits(key, positions, vocabulary, device)).log_().neg_().log_().neg_()
+def _gumbel_nV(position_keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
+    """Of n positions, each with its key, (n, V) float64."""
+    return _uniform(random_bits(position_keys, vocabulary, device)).log_().neg_().log_().neg_()
 
 
-def random_bits(key: int, positions: range, vocabulary: int, device: torch.device) -> torch.Tensor:
-    """64 random bits of every token of n positions of the sequence with this key, (n, V) int64."""
-    keys_n1 = torch.tensor([[_signed(_keyed(key, position))] for position in positions], device=device)
+def random_bits(position_keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
+    """64 random bits of every token of n positions, each with its key: (n, V) int64."""
+    keys_n1 = torch.tensor([[_signed(key)] for key in position_keys], device=device)
     bits = torch.arange(1, vocabulary + 1, device=device) * _signed(_GOLDEN) + keys_n1  # int64 wraps
     bits = (bits ^ _shift(bits, 30)).mul_(_signed(_MIX_1))
     bits = (bits ^ _shift(bits, 27)).mul_(_signed(_MIX_2))
@@ -112,7 +112,8 @@ def fill_gumbel_rows(noise_CV: torch.Tensor, key: int, first_position: int, coun
     while start < end:
         row = start % capacity
         positions = range(start, min(start + at_once, end, start + capacity - row))
-        noise_CV[row : row + len(positions)] = _gumbel_nV(key & _MASK, positions, vocabulary, noise_CV.device)
+        keys = [_keyed(key & _MASK, position) for position in positions]
+        noise_CV[row : row + len(positions)] = _gumbel_nV(keys, vocabulary, noise_CV.device)
         start = positions.stop
 
 
@@ -182,16 +183,47 @@ class NoiseCache:
 
     def rows(self, positions: Sequence[int]) -> list[int]:
         """The rows of the buffer that hold the noise of these positions."""
-        if self.noise_SV is None:
-            self.use(self.buffer())
-        assert self.noise_SV is not None
-        missing = sorted({position for position in positions if self._positions[position % self.capacity] != position})
+        missing = self._missing(positions)
         for first, count in _ranges(missing):
+            assert self.noise_SV is not None
             key = _signed(sequence_key(self.seed, self.sequence))
             gumbel_rows(self.noise_SV[: self.capacity], key, first, count)
-        for position in missing:
-            self._positions[position % self.capacity] = position
+        self._note(missing)
         return [position % self.capacity for position in positions]
+
+    def _missing(self, positions: Sequence[int]) -> list[int]:
+        """Which of them the buffer does not hold, ascending."""
+        if self.noise_SV is None:
+            self.use(self.buffer())
+        return sorted({position for position in positions if self._positions[position % self.capacity] != position})
+
+    def _note(self, positions: Sequence[int]) -> None:
+        for position in positions:
+            self._positions[position % self.capacity] = position
+
+    @staticmethod
+    def fill(caches: Sequence[NoiseCache], positions: Sequence[Sequence[int]]) -> None:
+        """Compute what the buffers of several sequences lack of these positions, on a CPU all at once.
+
+        Args:
+            caches: of one vocabulary.
+            positions: of each.
+        """
+        if caches[0].device.type != "cpu":  # where a kernel makes what one of them lacks
+            return
+        missing = [cache._missing(own) for cache, own in zip(caches, positions, strict=True)]
+        wanted = [(cache, position) for cache, own in zip(caches, missing, strict=True) for position in own]
+        at_once = max(1, CHUNK // caches[0].vocabulary)
+        for start in range(0, len(wanted), at_once):
+            part = wanted[start : start + at_once]
+            keys = [_keyed(sequence_key(cache.seed, cache.sequence), position) for cache, position in part]
+            for (cache, position), noise in zip(
+                part, _gumbel_nV(keys, caches[0].vocabulary, caches[0].device), strict=True
+            ):
+                assert cache.noise_SV is not None
+                cache.noise_SV[position % cache.capacity] = noise
+        for cache, own in zip(caches, missing, strict=True):
+            cache._note(own)
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
         """The noise of these positions: (len(positions), V)."""

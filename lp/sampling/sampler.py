@@ -147,6 +147,10 @@ class Sampler:
         scores = self.processors.of_shard(logits, reachable, kth_best)
         return scores, scores
 
+    def noise_of(self, positions: Sequence[int], branches: Sequence[Sequence[int] | None]) -> torch.Tensor | None:
+        """The noise (n, V) that `sample` adds to the scores of these nodes; None where it adds none."""
+        return None
+
     def sample_last(self, logits: torch.Tensor, text: Sequence[int]) -> int:
         """The next token of a text, from the logits (1, V) of its last one."""
         scores = self.scores(logits, [[]], text)
@@ -179,8 +183,12 @@ class CoupledSampler(Sampler):
         branches: Sequence[Sequence[int] | None],
         drafts: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        rows = to_device(self.noise_rows(positions, branches), scores.device)
-        return _finite_argmax(self._with_noise(scores, rows))
+        return _finite_argmax(scores + self.noise_of(positions, branches))
+
+    def noise_of(self, positions: Sequence[int], branches: Sequence[Sequence[int] | None]) -> torch.Tensor:
+        rows = to_device(self.noise_rows(positions, branches), self.noise.device)
+        assert self.noise.noise_SV is not None
+        return self.noise.noise_SV.index_select(0, rows)
 
     @property
     def capture_key(self) -> Hashable | None:
@@ -202,7 +210,8 @@ class CoupledSampler(Sampler):
         self, logits: torch.Tensor, reachable: torch.Tensor, noise_rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.processors.of_all(logits, reachable)
-        return scores, _finite_argmax(self._with_noise(scores, noise_rows))
+        assert self.noise.noise_SV is not None
+        return scores, _finite_argmax(scores + self.noise.noise_SV.index_select(0, noise_rows))
 
     def scores_of_shard(
         self,
@@ -216,10 +225,6 @@ class CoupledSampler(Sampler):
         rows = to_device(self.noise_rows(positions, branches), scores.device)
         assert self.noise.noise_SV is not None
         return scores, scores + self.noise.noise_SV[:, first : first + scores.shape[1]].index_select(0, rows)
-
-    def _with_noise(self, scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        assert self.noise.noise_SV is not None
-        return scores + self.noise.noise_SV.index_select(0, rows)
 
 
 class RejectionSampler(Sampler):
@@ -252,6 +257,29 @@ class RejectionSampler(Sampler):
                 probabilities = scores[node].softmax(-1, dtype=torch.float64).cpu()
                 sampled[node] = accept_or_resample(probabilities, drafts[node], self.generator)
         return sampled
+
+
+def sample_together(
+    samplers: Sequence[Sampler],
+    logits: torch.Tensor,
+    positions: Sequence[Sequence[int]],
+    branches: Sequence[Sequence[Sequence[int] | None]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores (n, V) and tokens (n,) of the nodes of several texts, as `scores` and `sample` of each give them.
+
+    Args:
+        samplers: with one `capture_key`, which is not None.
+        logits: (n, V), of all texts.
+        positions, branches: of each text, as in `sample`.
+    """
+    reachable = np.array([branch is not None for own in branches for branch in own])
+    scores = samplers[0].processors.of_all(logits, to_device(reachable, logits.device))
+    coupled = [sampler for sampler in samplers if isinstance(sampler, CoupledSampler)]
+    if not coupled:
+        return scores, _finite_argmax(scores)
+    NoiseCache.fill([sampler.noise for sampler in coupled], [[p + 1 for p in own] for own in positions])
+    noise = [sampler.noise_of(at, own) for sampler, at, own in zip(coupled, positions, branches, strict=True)]
+    return scores, _finite_argmax(scores + torch.cat(noise))
 
 
 def build_sampler(

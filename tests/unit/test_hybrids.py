@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +16,13 @@ import transformers
 from transformers import PreTrainedModel
 
 import lp
+from lp.engine.journal import Journal
 from lp.models.hybrid_cache import HybridCache
 from lp.models.recurrent_layers import limits_prompt
 from lp.models.support import check_supported
+from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
+from lp.parallel.replica import Replica
 from lp.parallel.thread_ranks import run_lockstep
 from tests.captured import captured_runner
 from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_model
@@ -37,6 +43,7 @@ HYBRIDS = [
     "lfm2_moe",
 ]
 pytestmark = pytest.mark.skipif(not set(HYBRIDS) <= set(MATRIX), reason="this release of transformers lacks some")
+BFLOAT16 = 0.1  # of the largest number of a state: what steps and a prefill round otherwise
 SAMPLING = lp.SamplingParams(temperature=0.8, top_p=0.95, seed=3)
 
 
@@ -182,12 +189,16 @@ def test_bytes_of_states_and_stash() -> None:
     state = 4 * heads * rows * columns + 8 * channels * taps  # float32, and float64 of this model
     token = 4 * (keys * rows + heads * columns + heads) + 8 * channels
     assert shape.nbytes(0) == state == cache.recurrent.nbytes()
-    runner.forward([1] * 16, range(16), np.tri(16, dtype=bool), cache, [0], capture=False)
-    assert shape.nbytes(16) == state + 16 * token == cache.recurrent.nbytes()
+    for _ in range(2):
+        runner.forward([1] * 16, range(16), np.tri(16, dtype=bool), cache, [0], capture=False)
+        assert shape.nbytes(16) == state + 16 * token == cache.recurrent.nbytes()
+    for count in range(1, 17):  # sizes up to 16, 8, 4, 2 and 1 share a stash each
+        runner.forward([1] * count, range(count), np.tri(count, dtype=bool), cache, [0], capture=False)
+    assert cache.recurrent.nbytes() == state + 31 * token
 
 
 @pytest.mark.parametrize("arch", ["nemotron_h", "zamba2", "mamba2"])
-def test_limits_of_the_steps_of_time_hold_in_the_prompt_alone(arch: str) -> None:
+def test_limits_of_time_steps_hold_in_the_prompt_alone(arch: str) -> None:
     """Transformers computes the prompt's last token with the others, and we as the root of the first step."""
     limits = {"time_step_limit": (0.6, 0.7)} if arch == "mamba2" else {"time_step_min": 0.7}
     model = tiny_model(arch, seed=1, **limits)
@@ -197,4 +208,161 @@ def test_limits_of_the_steps_of_time_hold_in_the_prompt_alone(arch: str) -> None
         ids = drawn_text(random.Random(length), length)
         plain = plain_greedy(model, ids, 25)
         assert lp.AutoregressiveDecoder(model).generate(ids, 25).tokens == plain
-        assert lp.LookaheadDecoder(model, config).generate(ids, 25, prefill_chunk=8).tokens == plain, length
+        decoder = lp.LookaheadDecoder(model, config)
+        for chunk in (1, 2, 3, 8):
+            assert decoder.generate(ids, 25, prefill_chunk=chunk).tokens == plain, f"{length} tokens by {chunk}"
+        captured_runner(decoder)
+        for _ in range(2):  # the second text in the cache of the first
+            assert decoder.generate(ids, 25).tokens == plain, f"{length} tokens, captured"
+
+
+def test_a_journal_does_not_make_new_tokens_a_part_of_the_prompt(tmp_path: Path) -> None:
+    """They would be computed within the limits of the time steps, and the text would go on otherwise."""
+    model = tiny_model("mamba2", seed=1, time_step_limit=(0.6, 0.7))
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
+    ids = drawn_text(random.Random(1), 18)
+    plain = plain_greedy(model, ids, 40)
+
+    def stops(tokens: list[int], step: int) -> None:
+        if step >= 8:
+            raise RuntimeError("the machine fails")
+
+    with pytest.raises(RuntimeError, match="the machine fails"):
+        Journal(tmp_path / "journal", decoder.context).generate(decoder, ids, 40, on_tokens=stops)
+    output = Journal(tmp_path / "journal", decoder.context).generate(decoder, ids, 40)
+    assert (output.tokens, output.resumed) == (plain, 0)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_next", "qwen3_5", "olmo_hybrid", "granitemoehybrid", "lfm2_moe"])
+def test_replicas_that_span_ranks(arch: str) -> None:
+    """Attention and MLPs are divided as the plan says; every rank holds recurrent layers, and their states, whole."""
+    ids = drawn_text(random.Random(arch), 30)
+    whole = tiny_model(arch, seed=1)
+    expected = plain_greedy(whole, ids, 25), lp.AutoregressiveDecoder(whole).generate(ids, 25, SAMPLING).tokens
+    for ranks in (2, 4):
+        config = lp.LookaheadConfig(
+            window_size=5, ngram_size=3, guess_set_size=5, kv_sync=["recompute", "broadcast"][ranks // 4]
+        )
+
+        def body(context: ParallelContext, config: lp.LookaheadConfig = config) -> tuple[list[int], list[int]]:
+            part = divide(copy.deepcopy(whole), context.replica)
+            decoder = lp.LookaheadDecoder(part, config, context)
+            return decoder.generate(ids, 25).tokens, decoder.generate(ids, 25, SAMPLING).tokens
+
+        assert run_lockstep(ranks, body, 2) == [expected] * ranks
+
+
+def test_a_plan_that_divides_a_recurrent_layer_is_refused() -> None:
+    """Half of its projection is not the projection of half of its heads."""
+    plan = {"layers.*.self_attn.q_proj": "colwise", "layers.*.linear_attn.in_proj_qkv": "colwise"}
+    with pytest.raises(ValueError, match=r"layers\.0\.linear_attn\.in_proj_qkv is in a recurrent layer"):
+        divide(tiny_model("qwen3_5"), Replica(0, 2), plan)
+
+
+def test_models_without_a_plan_are_refused_by_name() -> None:
+    """Rather than held whole by every rank, at twice the memory that was asked for."""
+    for arch, reason in (
+        ("bamba", "BambaForCausalLM has no plan"),
+        ("nemotron_h", "NemotronHForCausalLM has 'embedding"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            divide(tiny_model(arch), Replica(0, 2))
+
+
+def test_an_offloaded_layer_is_refused() -> None:
+    """A step reads its weights where they are: on torch's meta device there are none."""
+    model = tiny_model("qwen3_5")
+    model.model.layers[0].linear_attn.conv1d.to("meta")
+    with pytest.raises(ValueError, match="recurrent layers whose weights are offloaded"):
+        lp.LookaheadDecoder(model)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba2", "lfm2"])
+def test_a_text_behind_one_that_failed(arch: str, captured: bool) -> None:
+    """A state, or a stash, that the text before left half advanced."""
+    model = tiny_model(arch)
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
+    if captured:
+        captured_runner(decoder)
+    embedding = model.get_input_embeddings()
+    passes = 0
+
+    def fails(module: Any, args: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 6:
+            raise RuntimeError("no such token")
+
+    layer = model.get_decoder().layers[1]
+    for ids in ([3, 1, 4, 1, 5], [9], [2, 6]):
+        plain = plain_greedy(model, ids, 20)
+        passes = 0
+        for module in (embedding, layer):  # before the first layer, and behind it
+            hook = module.register_forward_pre_hook(fails)
+            with pytest.raises(RuntimeError, match="no such token"):
+                decoder.generate(ids, 20)
+            hook.remove()
+            assert decoder.generate(ids, 20).tokens == plain
+            passes = 0
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba2", "lfm2"])
+def test_a_text_within_another(arch: str) -> None:
+    """It takes no captured cache that the outer one uses, and neither sees the other's states."""
+    model = tiny_model(arch)
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
+    captured_runner(decoder)
+    inner: list[list[int]] = []
+
+    def another(tokens: list[int], step: int) -> None:
+        inner.append(decoder.generate([2, 7, 1], 10).tokens)
+
+    assert decoder.generate([3, 1, 4], 20, on_tokens=another).tokens == plain_greedy(model, [3, 1, 4], 20)
+    assert len(inner) > 2 and {*map(tuple, inner)} == {tuple(plain_greedy(model, [2, 7, 1], 10))}
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_texts_of_an_engine(arch: str) -> None:
+    """A state of another text; one of a text that has ended, in cache slots or for a prompt that begins like it."""
+    model = tiny_model(arch, seed=2)
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
+    rng = random.Random(arch)
+    first = drawn_text(rng, 40)
+    prompts = [first, [5], drawn_text(rng, 2), first[:30], [*first, 7]]
+    engine = lp.Engine(decoder, max_sequences=2, prefill_chunk=8)
+    handles = [engine.submit(ids, 15, sampling) for ids in prompts for sampling in (None, SAMPLING)]
+    engine.run()
+    alone = lp.AutoregressiveDecoder(model)
+    expected = [alone.generate(ids, 15, sampling).tokens for ids in prompts for sampling in (None, SAMPLING)]
+    assert [handle.result().tokens for handle in handles] == expected
+    assert not any(handle.reused for handle in handles)
+
+
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_a_model_in_bfloat16(arch: str) -> None:
+    """A dtype that meets another in a product; states that are rounded at every commit."""
+    model = tiny_model(arch, dtype=torch.bfloat16)
+    decoder = lp.LookaheadDecoder(
+        model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4), attention="eager"
+    )
+    ids = drawn_text(random.Random(arch), 40)
+    assert len(decoder.generate(ids, 20, eos_token_id=()).tokens) == 20
+    cache = decoder.runner.new_cache(128)
+    assert isinstance(cache, HybridCache)
+    with torch.inference_mode():
+        decoder.runner.prefill(ids[:20], cache, 512)
+        for position in range(20, 40, 2):  # two tokens a step
+            decoder.runner.forward(
+                ids[position : position + 2], [position, position + 1], np.tri(2, dtype=bool), cache, [0]
+            )
+            cache.commit([0, 1])
+        fresh = decoder.runner.new_cache(128)
+        decoder.runner.prefill(ids, fresh, 512)
+    for index, layer in cache.recurrent.layers.items():
+        theirs = fresh.recurrent.layers[index]
+        assert layer.state_HRD.dtype == torch.float32 and layer.last_CK.dtype == torch.bfloat16
+        for mine, other in ((layer.state_HRD, theirs.state_HRD), (layer.last_CK, theirs.last_CK)):
+            torch.testing.assert_close(
+                mine, other, atol=BFLOAT16 * float(other.abs().max()) if other.numel() else 0, rtol=0
+            )

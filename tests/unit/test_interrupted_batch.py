@@ -35,19 +35,22 @@ class _Sends(StoppingCriteria):
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("row", range(3))
-def test_a_batch_raises_with_the_rows_so_far(row: int, number: signal.Signals, model: PreTrainedModel) -> None:
-    """It returned: one row cut and padded, the others whole, as if the cut one were an answer."""
+@pytest.mark.parametrize("call", [1, 20, 60])
+def test_a_batch_raises_with_the_rows_so_far(call: int, number: signal.Signals, model: PreTrainedModel) -> None:
+    """It returned: rows cut and padded, as if they were answers."""
     ids, new = torch.tensor(BATCH), 24
     plain = [plain_greedy(model, prompt, new) for prompt in BATCH]
-    criteria = [_Sends(row * new + 7, number)]
+    criteria = [_Sends(call, number)]
     with pytest.raises(KeyboardInterrupt) as caught:
         model.generate(ids, max_new_tokens=new, do_sample=False, stopping_criteria=criteria, **LOOKAHEAD)
     error = caught.value
     assert isinstance(error, lp.Interrupted) and error.signal == number
-    assert [output.tokens for output in error.finished] == plain[:row]
-    assert 7 <= len(error.output.tokens) < new and error.output.finish_reason == "interrupted"
-    assert error.output.tokens == plain[row][: len(error.output.tokens)]
+    assert [output.tokens for output in error.outputs] == [
+        row[: len(output.tokens)] for row, output in zip(plain, error.outputs, strict=True)
+    ]
+    assert call <= sum(len(output.tokens) for output in error.outputs) < 3 * new
+    assert all(len(output.tokens) == new for output in error.finished)
+    assert error.output.finish_reason == "interrupted" and error.output in error.outputs
 
 
 def test_a_row_that_goes_on_with_its_batch_raises_too(model: PreTrainedModel) -> None:
@@ -61,16 +64,18 @@ def test_a_row_that_goes_on_with_its_batch_raises_too(model: PreTrainedModel) ->
     ids = torch.tensor(BATCH[:2])
     honest, calls = lp.LookaheadDecoder.generate, list[int]()
 
-    def third(self: Any, *args: Any, **options: Any) -> lp.GenerationOutput:
+    def interrupted(self: Any, *args: Any, **options: Any) -> lp.GenerationOutput:
         calls.append(1)
-        if len(calls) == 3:
-            options["on_tokens"] = lambda *_: signal.raise_signal(signal.SIGINT)
+        options["on_tokens"] = lambda *_: signal.raise_signal(signal.SIGINT)
         return honest(self, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(lp.Interrupted) as caught:
-        patch.setattr(lp.LookaheadDecoder, "generate", third)
+        patch.setattr(lp.LookaheadDecoder, "generate", interrupted)
         model.generate(ids, max_new_tokens=24, stopping_criteria=[Short(-1, signal.SIGINT)], **LOOKAHEAD)
-    assert [len(output.tokens) for output in caught.value.finished] == [5, 24]
+    assert len(calls) == 1, "the row that ended early alone"
+    assert [len(output.tokens) for output in caught.value.finished] == [24]
+    short, whole = caught.value.outputs
+    assert 5 <= len(short.tokens) < 24 and len(whole.tokens) == 24
 
 
 class _Streamer(BaseStreamer):

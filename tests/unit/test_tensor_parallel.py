@@ -83,6 +83,24 @@ def test_tokens_of_every_architecture(arch: str, world: int, tp: int) -> None:
     assert on_ranks(model, world, tp, use) == [[expected] * 3] * world
 
 
+@pytest.mark.parametrize("world, tp", [(2, 2), (4, 2)])
+def test_a_batch(world: int, tp: int) -> None:
+    """Samplers of texts that share steps, and a prompt beside them, each over a divided vocabulary."""
+    model = tiny_model("llama", seed=2)
+    prompts = [IDS, IDS[::-1], IDS[:3]]
+    samplings = [None, *list(SAMPLED.values())[:2]]
+    expected = [
+        lp.AutoregressiveDecoder(model).generate(ids, NEW, sampling, sequence=index).tokens
+        for index, (ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+
+    def use(part: Any, context: ParallelContext) -> list[list[int]]:
+        outputs = lp.LookaheadDecoder(part, SHAPE, context).generate_batch(prompts, NEW, samplings)
+        return [output.tokens for output in outputs]
+
+    assert on_ranks(model, world, tp, use) == [expected] * world
+
+
 @pytest.mark.parametrize("world, tp", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("arch", ["llama", "phi3", "gemma2", "qwen3_moe"])
 def test_other_worlds(arch: str, world: int, tp: int) -> None:
