@@ -26,6 +26,7 @@ import lp
 from lp.checks import check_int
 from lp.errors import UserError
 from lp.optional import is_installed
+from lp.parallel.context import check_timeouts
 
 from .bench.baselines import BASELINES
 from .bench.plots import scaling_plots
@@ -140,6 +141,7 @@ def check(config: ScalingConfig) -> Nodes:
     if config.project and config.decoder.name == "lookahead":  # now, not when everything else has been measured
         check_projectable(frozen(lp.LookaheadConfig, config.decoder))
     check_int("runs", config.runs, 1, 100, "give how often to measure and project")
+    check_timeouts(config.parallel.timeout_s, config.parallel.setup_timeout_s)
     nodes = Nodes.of(config.nodes)
     for ranks in config.ranks:
         nodes.check(ranks)

@@ -28,7 +28,6 @@ import numpy as np
 from lp.compiled import compiled_array, compiled_ints, jit
 from lp.draft.tree import DraftTree
 from lp.draft.window import LookaheadWindow, WindowSlice
-from lp.errors import UserError
 
 
 def ancestors(parents: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -133,7 +132,7 @@ class StepLayout:
         num_tokens: T.
 
     Raises:
-        ValueError: the draft tree's lists differ in length, or a node comes before its parent.
+        ValueError: as `DraftTree.check`.
     """
 
     def __init__(
@@ -156,10 +155,7 @@ class StepLayout:
         size = self.num_window + len(draft)
         probs = draft.accept_probs if len(draft.accept_probs) else np.zeros(len(draft))
         if not len(draft.parents) == len(probs) == len(draft):  # compiled functions would not notice
-            raise UserError(
-                f"a draft tree has {len(draft)} tokens, {len(draft.parents)} parents and {len(probs)} accept_probs; "
-                "give one of each for every node, or no accept_probs"
-            )
+            draft.check()
         nodes = LayoutNodes.room(size)
         step = StepTokens(*np.empty((3, len(catch_up) + size), np.int64))
         count = _lay_out(
@@ -177,7 +173,7 @@ class StepLayout:
             limit,
         )
         if count < 0:
-            raise UserError("a node of a draft tree comes before its parent; list parents first, -1 for the root")
+            draft.check()
         self.nodes = nodes if count == size else nodes.first(count)
         self.num_tokens = len(catch_up) + int(count)
         self._step = step

@@ -61,7 +61,11 @@ def cut_tree(tree: DraftTree, budget: int, base_tokens: Sequence[int], rank: int
         budget: B.
         base_tokens: by rank, step tokens that it has without a draft.
         rank: whose share is wanted.
+
+    Raises:
+        ValueError: as `DraftTree.check`.
     """
+    tree.check()
     if len(base_tokens) == 1:
         return Share(tree)
     deepest = budget - min(base_tokens)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lp.errors import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -30,6 +32,21 @@ class DraftTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def check(self) -> None:
+        """Refuse what is no tree.
+
+        Raises:
+            ValueError: the lists differ in length, or a node comes before its parent.
+        """
+        tokens, parents, probs = len(self.tokens), len(self.parents), len(self.accept_probs)
+        if parents != tokens or probs not in (0, tokens):
+            raise UserError(
+                f"a draft tree has {tokens} tokens, {parents} parents and {probs} accept_probs; give one of each for "
+                "every node, or no accept_probs"
+            )
+        if not all(-1 <= parent < node for node, parent in enumerate(self.parents)):
+            raise UserError("a node of a draft tree comes before its parent; list parents first, -1 for the root")
 
 
 @dataclass(slots=True)

@@ -294,8 +294,13 @@ class Generation:
             slices = WindowSlices()
             return StepPart(layout, self._header(NO_DRAFT, slices), slices, NO_DRAFT.merge, 0, plain=True)
         slices = self._slice_window()
-        share = self._propose(slices)
-        layout = self._layout(slices[self.context.rank], share.draft)
+        columns = slices[self.context.rank]
+
+        def draft() -> tuple[Share, StepLayout]:
+            share = self._propose(slices)
+            return share, self._layout(columns, share.draft)
+
+        share, layout = self._attempt(draft) or (Share(NO_DRAFT), self._layout(columns, NO_DRAFT))
         header = self._header(share.common, slices)
         return StepPart(layout, header, slices, share.draft.merge, self.num_logits, plain=False)
 
@@ -406,8 +411,8 @@ class Generation:
     def finish_learning(self) -> None:
         """Let the source learn what it has yet to learn of the last step."""
         if self._merge:
-            self._merge()
-            self._merge = None
+            merge, self._merge = self._merge, None
+            self._attempt(merge)
 
     def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
         """What this rank's message begins with."""
@@ -488,7 +493,7 @@ class Generation:
         )
         self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), last_level)
-        self._merge = self._observe(self.text, len(outcome.tokens), samples)
+        self._merge = self._attempt(lambda: self._observe(self.text, len(outcome.tokens), samples))
 
     @staticmethod
     def _last_level(gathered: Gathered, slices: WindowSlices) -> list[int]:

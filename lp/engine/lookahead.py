@@ -77,6 +77,8 @@ class LookaheadDecoder(BatchDecoder):
         self.step_times: StepTimes | None = None
         if self.config.adaptive:
             self.step_times = step_times or decoder_step_times(self.runner, self.config, self.context)
+        else:
+            FixedBudget(self.config, self.context.lp.world_size)  # refused now, not when a text is there
 
     def budget(self, source: DraftSource, temperature: float = 0.0, texts: int = 1) -> Budget:
         """What steps take, made anew for every call.

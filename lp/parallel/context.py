@@ -87,8 +87,7 @@ class ParallelContext:
         Raises:
             ValueError: an incomplete environment, a backend that is not available, or ranks that T does not divide.
         """
-        timeout_s = check_real("timeout_s", timeout_s, 1, 86400, f"try {DEFAULT_TIMEOUT_S:g} (seconds)")
-        setup_timeout_s = check_real("setup_timeout_s", setup_timeout_s, 1, 86400, f"try {DEFAULT_SETUP_TIMEOUT_S:g}")
+        timeout_s, setup_timeout_s = check_timeouts(timeout_s, setup_timeout_s)
         world_size = env_int("WORLD_SIZE", 1, low=1)
         check_tp(tp, world_size)
         if world_size == 1:
@@ -342,6 +341,18 @@ class _ProcessContext(ParallelContext):
             object.__setattr__(part, "messages", None)
             object.__setattr__(part, "group", None)
         leave()
+
+
+def check_timeouts(timeout_s: float, setup_timeout_s: float) -> tuple[float, float]:
+    """Seconds that ranks wait for each other, as `ParallelContext.from_env` takes them.
+
+    Raises:
+        ValueError: one of them is not in [1, 86400].
+    """
+    return (
+        check_real("timeout_s", timeout_s, 1, 86400, f"try {DEFAULT_TIMEOUT_S:g} (seconds)"),
+        check_real("setup_timeout_s", setup_timeout_s, 1, 86400, f"try {DEFAULT_SETUP_TIMEOUT_S:g}"),
+    )
 
 
 def check_tp(tp: int, world_size: int) -> None:

@@ -258,9 +258,9 @@ def unpack(
             names ranks and step.
     """
     alike, best_alike, broken, stops, length = _read(trees.compiled(), compiled_array(messages))
-    if not alike:
-        check_digests(messages, step, name_of)
     stop = Stop(stops)
+    if not alike and Stop.FAILED not in stop:  # a rank may have failed before it knew its state
+        check_digests(messages, step, name_of)
     if not stop and not best_alike:
         check_best(messages[:, BEST:HEADER], step, rounding, name_of)
     if broken >= 0:
@@ -338,11 +338,12 @@ def check_best(best: np.ndarray, step: int, rounding: float, name_of: Callable[[
     if len(best) == 1 or (best == best[0]).all():
         return
     tokens, logits = unpack_top_logits(best)
-    gaps = np.array([[_gap(tokens, logits, one, other) for other in range(len(best))] for one in range(len(best))])
+    ranks = range(len(best))
     limit = rounding * max(1.0, float(np.abs(logits[np.isfinite(logits)]).max(initial=0.0)))
+    if any(_largest_gap(tokens, logits, rank) <= limit for rank in ranks):
+        return  # all are like one of them, though two of them may lie on either side of it
+    gaps = np.array([[_gap(tokens, logits, one, other) for other in ranks] for one in ranks])
     alike = gaps <= limit
-    if alike.all(1).any():  # all are like one of them, though two of them may lie on either side of it
-        return
     odd, rest = _odd_ones(alike, name_of)
     raise RuntimeError(
         f"the model of rank {odd} computes other logits than that of rank {rest} at step {step}: they differ by "
@@ -351,18 +352,37 @@ def check_best(best: np.ndarray, step: int, rounding: float, name_of: Callable[[
     )
 
 
-def _gap(tokens: np.ndarray, logits: np.ndarray, one: int, other: int) -> float:
-    """By how much two ranks' logits differ at least, for the best tokens of either."""
+@jit
+def _largest_gap(tokens, logits, rank):  # type: ignore[no-untyped-def]
+    """The largest of the gaps between a rank and all others."""
+    largest = 0.0
+    for other in range(len(tokens)):
+        largest = max(largest, _gap(tokens, logits, rank, other))
+    return largest
+
+
+@jit
+def _gap(tokens, logits, one, other):  # type: ignore[no-untyped-def]
+    """By how much two ranks' logits differ at least, for the best tokens of either; inf beside a NaN.
+
+    Args:
+        tokens, logits: (R, NUM_BEST).
+    """
+    best = range(tokens.shape[1])
     gap = 0.0
     for a, b in ((one, other), (other, one)):
-        theirs = dict(zip(tokens[b].tolist(), logits[b].tolist(), strict=True))
-        least = min(theirs.values())  # a token that is not among their best has at most this
-        for token, logit in zip(tokens[a].tolist(), logits[a].tolist(), strict=True):
-            if token in theirs:
-                difference = 0.0 if logit == theirs[token] else abs(logit - theirs[token])
-            else:
-                difference = logit - least if logit > least else 0.0
-            gap = max(gap, math.inf if math.isnan(difference) else difference)
+        least = logits[b, 0]
+        for index in best:
+            least = min(least, logits[b, index])
+        for index in best:
+            logit = logits[a, index]
+            theirs = min(least, logit)  # a token that is not among their best has at most their least
+            for other_index in best:
+                if tokens[b, other_index] == tokens[a, index]:
+                    theirs = logits[b, other_index]
+            if logit != theirs:
+                difference = abs(logit - theirs)
+                gap = max(gap, math.inf if math.isnan(difference) else difference)
     return gap
 
 

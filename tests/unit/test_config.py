@@ -11,6 +11,7 @@ import pytest
 import lp
 from launch.schema import decoder_choices, frozen, mirror
 from lp.budget.policy import FixedBudget
+from tests.tiny_models import tiny_model
 
 SHAPE = {"window_size": 5, "ngram_size": 3, "guess_set_size": 7}
 
@@ -63,6 +64,8 @@ def test_ranks_divide_a_fixed_step_and_not_the_bounds_of_an_adaptive_one() -> No
     assert FixedBudget(shared, 64).step_tokens == 200
     with pytest.raises(ValueError, match=r"on 1 rank\(s\) has 12737 tokens a rank, more than 8192; .*add ranks"):
         FixedBudget(shared)
+    with pytest.raises(ValueError, match="has 12737 tokens a rank"):
+        lp.LookaheadDecoder(tiny_model(), shared)
     assert FixedBudget(lp.LookaheadConfig(window_size=0, guess_set_size=8191)).step_tokens == 8192
     with pytest.raises(ValueError, match=r"\(G\) is 8193"):
         lp.LookaheadConfig(guess_set_size=8193, adaptive=True)

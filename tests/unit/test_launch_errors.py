@@ -125,6 +125,9 @@ def test_what_the_other_apps_cannot_use(start_app: Callable[..., Ran]) -> None:
     _assert_user_error(ran, "attention.capture is 'none'; it must be one of auto")
     asked = ("ranks=[]", "project=true", "projected_ranks=[]", "model.name=./none")
     _assert_user_error(start_app(launch.scaling.scaling, "scaling", *asked), "projected_ranks is empty with project=")
+    for seconds in ("inf", "-1"):  # waited for other nodes with no end, or a traceback
+        ran = start_app(launch.scaling.scaling, "scaling", f"parallel.timeout_s={seconds}", "model.name=./none")
+        _assert_user_error(ran, f"timeout_s is {float(seconds)}; it must be a number in [1, 86400]")
 
 
 def test_a_prompt_longer_than_the_context(launch_generate: Launch, tiny_folder: Path, tmp_path: Path) -> None:

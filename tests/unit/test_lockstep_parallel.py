@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -31,11 +31,13 @@ from lp.budget.step_times import StepTimes
 from lp.draft import registry
 from lp.draft.registry import sources
 from lp.draft.share import Share
+from lp.draft.source import StepSamples, TokenPrice, WindowDrafts
 from lp.draft.tree import DraftTree
 from lp.engine.decode_loop import Generation, StepPart
 from lp.models.loader import DEMO_MODEL
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from lp.sampling.top_logits import TopLogits
 from tests.layouts import drawn_tree
 from tests.pools import drawn_step_times, drawn_switches
 from tests.tiny_models import VOCABULARY, drawn_text, letters, plain_greedy, tiny_model
@@ -59,7 +61,11 @@ def on_ranks(
         decoder = lp.LookaheadDecoder(model, config, context, step_times=step_times)
         try:
             return decoder.generate(ids, new, **kwargs, **by_rank(context.rank))
-        except (ArithmeticError, lp.Interrupted) as error:  # what these tests raise on purpose; others end the test
+        except (
+            ArithmeticError,
+            ValueError,
+            lp.Interrupted,
+        ) as error:  # what these tests raise on purpose; others end the test
             return error
 
     return run_lockstep(ranks, body)
@@ -438,6 +444,57 @@ def test_a_failing_criterion_stops_every_rank(monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(outputs[1], lp.Interrupted)
     tokens = outputs[1].output.tokens
     assert len(tokens) >= 5 and tokens == plain_greedy(model, ids, 40)[: len(tokens)]
+
+
+class _FailingSource:
+    """Repeats the text's last tokens; fails at the third step."""
+
+    num_logits = 0
+    steps = 0
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None) -> DraftTree:
+        tokens = list(text[-4:])[:budget]
+        tree = DraftTree(tokens, range(-1, len(tokens) - 1))
+        if self.steps < 2:
+            return tree
+        if self.what == "propose":
+            raise ZeroDivisionError("from propose")
+        others = {"a cycle": replace(tree, parents=[0] * len(tokens)), "lengths": replace(tree, parents=[-1])}
+        return others.get(self.what, tree)
+
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None: ...
+
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        self.steps += 1
+        if self.what == "observe" and self.steps > 2:
+            raise ZeroDivisionError("from observe")
+
+
+@pytest.mark.parametrize("what", ["propose", "observe", "a cycle", "lengths"])
+@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1, 2)])
+def test_a_failing_draft_source_stops_every_rank(
+    what: str, bad: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's source may fail on one rank or on all: each of these raises what failed, the others are interrupted."""
+    monkeypatch.setattr("lp.parallel.context.DEFAULT_TIMEOUT_S", 20)
+    monkeypatch.setattr(
+        lp.LookaheadDecoder,
+        "source",
+        lambda self, request: _FailingSource(what if self.context.rank in bad else "nothing"),
+    )
+    model, ids = tiny_model(), drawn_text(random.Random(9), 30)
+    outputs = on_ranks(3, model, SHAPE, ids, 40)
+    for rank, output in enumerate(outputs):
+        if rank in bad:
+            assert isinstance(output, ZeroDivisionError if what in ("propose", "observe") else ValueError)
+        else:
+            assert isinstance(output, lp.Interrupted)
+            tokens = output.output.tokens
+            assert output.output.steps == (3 if what == "observe" else 2)
+            assert tokens == plain_greedy(model, ids, len(tokens))
 
 
 @pytest.mark.parametrize("seed", range(4))  # some accept to the very end
