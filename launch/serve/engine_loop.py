@@ -24,6 +24,9 @@ from .spec import TextSpec
 from .watch import TextWatch
 
 
+HEARTBEAT_S = 5.0  # among ranks, which find out by it that one has died while there is nothing to do
+
+
 class Busy(Exception):
     """There are as many texts as the server takes; try again later."""
 
@@ -118,7 +121,7 @@ class EngineLoop:
 
     Args:
         engine: nobody else may use it.
-        max_waiting: texts that may wait beside those that take steps; None of them is lost.
+        max_waiting: texts that may wait beside those that take steps.
         on_failure: called on the engine's thread when it can't go on.
 
     Attributes:
@@ -219,14 +222,15 @@ class EngineLoop:
         if self.context.is_main:
             with self._changed:
                 while not (busy or self._commands or self._scorings or self._closing):
-                    self._changed.wait()
+                    if not self._changed.wait(None if self.context.alone else HEARTBEAT_S):
+                        break
                 commands = [*self._commands]
                 self._commands.clear()
                 if self._closing and not self._texts and not commands:
                     commands.append({"end": True})
         if self.context.alone:
             return commands
-        shared = self.context.share_text(json.dumps(commands), "waiting for texts")
+        shared = self.context.share_text(json.dumps(commands) if commands else "", "waiting for texts")
         return json.loads(shared or "[]")
 
     def _apply(self, command: dict[str, Any]) -> None:

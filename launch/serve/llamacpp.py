@@ -17,8 +17,6 @@ from .responses import streamed, whole
 from .served import Served, TextGroup, Wanted
 from .spec import TextSpec
 
-STOP_TYPE = {"eos": "eos", "stop_string": "word"}
-
 
 def llamacpp_routes(served: Served) -> APIRouter:
     """The routes."""
@@ -127,7 +125,7 @@ class LlamaCompletion:
             "tokens_evaluated": len(self.prompt),
             "tokens_cached": len(self.prompt) + ending.num_tokens,
             "truncated": self.truncated,
-            "stop_type": STOP_TYPE.get(ending.reason, "limit"),
+            "stop_type": "word" if ending.found else "eos" if ending.reason == "eos" else "limit",
             "stopping_word": ending.found or "",
             "generation_settings": {**sampling, "n_predict": self.spec.max_new_tokens, "stop": self.body.stop},
             "timings": {

@@ -54,7 +54,7 @@ class Metrics:
 
     def ended(self, ending: Ending) -> None:
         """Count a text."""
-        self._ended.labels(ending.reason).inc()
+        self._ended.labels("failed" if ending.error else ending.reason).inc()
         self._tokens.inc(ending.num_tokens)
         self._prompt_tokens.inc(ending.prompt_tokens - ending.cached)
         self._cached_tokens.inc(ending.cached)

@@ -73,21 +73,38 @@ async def streamed(
         raise
 
     async def events() -> AsyncIterator[str]:
+        chunk = first
         try:
-            async with asyncio.timeout_at(deadline):
-                if first is not None:
-                    yield _event(first)
-                    async for chunk in chunks:
-                        yield _event(chunk)
+            while chunk is not None:
+                yield _event(chunk)
+                async with asyncio.timeout_at(deadline):  # not around `yield`, where it would end the sending
+                    chunk = await anext(chunks, None)
             yield done
         except TimeoutError:
             yield _event(_late(timeout_s).body())
         except ApiError as error:
             yield _event(error.body())
-        finally:
-            await chunks.aclose()
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return _EventStream(events(), chunks)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; however sending them ends, what makes them is closed.
+
+    Args:
+        events: that are sent.
+        chunks: what they are made of.
+    """
+
+    def __init__(self, events: AsyncIterator[str], chunks: AsyncGenerator[dict[str, Any], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._chunks = chunks
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._chunks.aclose()
 
 
 async def _left(request: Request) -> None:

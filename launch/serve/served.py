@@ -19,7 +19,7 @@ from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.logprob_sampler import Logprob
 
-from .engine_loop import Busy, Closing, Ending, EngineLoop, Event, LiveText, Piece, Scoring
+from .engine_loop import Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
 from .errors import ApiError
 from .fim import FimPrompts
 from .metrics import Metrics
@@ -255,6 +255,7 @@ class TextGroup:
         watch = TextWatch(self._served.tokenizer, text.spec.prompt, text.stop, text.min_indent, text.time_limit_s)
 
         def tell(event: Event) -> None:
+            self._count(index, event)
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._event_loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
@@ -266,27 +267,26 @@ class TextGroup:
         Raises:
             ApiError: one has failed.
         """
-        metrics = self._served.metrics
         try:
             while self._left:
                 index, event = await self._queue.get()
-                if isinstance(event, Piece) and index in self._waits_for_first:
-                    self._waits_for_first.remove(index)
-                    metrics.first_token(time.perf_counter() - self._began)
                 if isinstance(event, Ending):
                     self._left -= 1
                     if event.error:
                         raise failed(event.error)
-                    metrics.ended(event)
                 yield index, event
         finally:
-            self.cancel()
+            if self._left:
+                for number in self._ids:
+                    self._served.loop.cancel(number)
 
-    def cancel(self) -> None:
-        """End those that have not ended."""
-        if self._left:
-            for number in self._ids:
-                self._served.loop.cancel(number)
+    def _count(self, index: int, event: Event) -> None:
+        """On the engine's thread, whether or not a client still listens."""
+        if isinstance(event, Ending):
+            self._served.metrics.ended(event)
+        elif index in self._waits_for_first:
+            self._waits_for_first.remove(index)
+            self._served.metrics.first_token(time.perf_counter() - self._began)
 
 
 def closing(loop: EngineLoop) -> ApiError:

@@ -53,7 +53,7 @@ class TextWatch:
         """The characters that these tokens complete, as far as they are certain to stay."""
         if not (self._stop or self._min_indent):
             self.num_tokens += len(tokens)
-            self._count_lines(new := self._detokenizer.push(tokens))
+            new = self._take(self._detokenizer.push(tokens))
             self._look_at_clock()
             return new
         shown = ""
@@ -76,7 +76,9 @@ class TextWatch:
     def _take(self, new: str) -> str:
         """Add characters; those that may be shown."""
         held = self._held + new
-        if self._min_indent and (cut := self._shallow_line(new, held)) is not None:
+        if not self._min_indent:
+            self._lines += new.count("\n")
+        elif (cut := self._shallow_line(new, held)) is not None:
             self.ended = True
             self._held = ""
             return held[:cut]
@@ -106,9 +108,6 @@ class TextWatch:
                 start = len(held) - len(new) + index + 1 - len(self._line)
                 return max(start - 1, 0)
         return None
-
-    def _count_lines(self, new: str) -> None:
-        self._lines += new.count("\n")
 
     def _look_at_clock(self) -> None:
         now = time.perf_counter()
