@@ -54,6 +54,11 @@ def profile_model(config: ProfileConfig) -> None:
     if config.decoder.name in (PLAIN, ORACLE):
         name = config.decoder.name
         raise UserError(f"decoder.name is {name!r}, which runs no lookahead steps; compare=true times plain decoding")
+    if config.parallel.tp > 1:
+        raise UserError(
+            f"parallel.tp is {config.parallel.tp}, but launch.profile measures models that are whole on every rank; "
+            "leave it, or compare splits with launch.scaling tp=[1,2]"
+        )
     builder = _builder(config)
     plain_builder = _builder(_uncaptured(config))
     context = open_context(config)

@@ -122,6 +122,7 @@ class Projection:
             uncaptured = LookaheadDecoder(
                 own.model, own.config, None, own.runner.attention, Capture.OFF, own.step_times
             )
+            uncaptured.merges_late = own.merges_late  # of a full pool, other entries make room
             return _in_context(uncaptured, context)
 
         return record(build, self.decode, self.ranks)

@@ -59,6 +59,9 @@ class BackOff:
        early, unless the trial that the last such end led to failed: in a text of four letters all runs repeat.
     3. Success: lookahead that pays for FIRST_TRIAL_STEPS steps beyond its trial makes the next back-off short again.
 
+    Where n texts take steps together, the trial of one delays all of them: trials are n times shorter, and back-offs n
+    times longer, up to the longest.
+
     Args:
         temperature: of sampling from the whole vocabulary, 0 if there is none.
 
@@ -82,21 +85,22 @@ class BackOff:
             self._longest_back_off = HIGH_TEMPERATURE_BACK_OFF
             self._begin()
 
-    def record_step(self, new_tokens: Sequence[int], plain_steps: float) -> None:
+    def record_step(self, new_tokens: Sequence[int], plain_steps: float, texts: int = 1) -> None:
         """Judge lookahead by a step that was not plain.
 
         Args:
             new_tokens: that it added.
             plain_steps: its time, in plain steps.
+            texts: that took the step together.
         """
         self._repeats.add(new_tokens)
         self._rate.add(len(new_tokens), plain_steps)
         self._accepted.add(len(new_tokens) - 1, 1)
-        self._trial_left -= 1
+        self._trial_left -= texts
         share = max(RATE_WITHOUT_ACCEPTED - self._accepted.ratio / 2, LEAST_RATE)
         pays = self._rate.ratio >= share
         if self._trial_left <= 0 and not pays:
-            self._begin()
+            self._begin(texts)
         elif self._trial_left <= -FIRST_TRIAL_STEPS:
             self._next_back_off = SHORTEST_BACK_OFF
             self._resumed_by_repeat = False
@@ -111,8 +115,8 @@ class BackOff:
             self._trial_left = TRIAL_STEPS
             self._rate = RunningRatio(0.0, 0.0, JUDGED_STEPS)
 
-    def _begin(self) -> None:
+    def _begin(self, texts: int = 1) -> None:
         self.idle = True
         self._ignores_repeats = self._resumed_by_repeat
-        self._plain_left = self._next_back_off
+        self._plain_left = min(texts * self._next_back_off, self._longest_back_off)
         self._next_back_off = min(2 * self._next_back_off, self._longest_back_off)

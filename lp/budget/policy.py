@@ -252,7 +252,7 @@ class AdaptiveBudget:
         self._calibration.record_step(drafts)
         self._depth_discount.record_step(num_accepted)
         self._window.record_step(drafts.accept_probs, self._price_per_s, self._other_tokens)
-        self._back_off.record_step(new_tokens, seconds / self._plain_s)
+        self._back_off.record_step(new_tokens, seconds / self._plain_s, self.company.texts)
         self.columns = self._next_columns()
 
     @property

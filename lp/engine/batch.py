@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lp.checks import check_int, flat_list
-from lp.engine.engine import MAX_SEQUENCES, Engine
-from lp.engine.inputs import Prompt
+from lp.checks import check_int
+from lp.engine.engine import MAX_SEQUENCES, Engine, slots_within_memory
+from lp.engine.inputs import Prompt, prompt_ids
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.step_decoder import StepDecoder
@@ -76,11 +76,14 @@ def generate_together(
     if not calls:
         return []
     check_int("max_sequences", max_sequences, 1, math.inf, f"try {MAX_SEQUENCES}")
-    lengths = [len(flat_list(call["input_ids"])) + call["max_new_tokens"] for call in calls]
     context = context_limit(decoder.model) or math.inf
-    slots = [int(min(length, context)) + 1 + decoder.most_step_tokens for length in lengths]
-    longest = sorted(slots, reverse=True)[:max_sequences]
-    engine = Engine(decoder, max_sequences, cache_tokens=sum(longest), reuse_prefixes=False)
+    lengths = []
+    for call in calls:
+        new = check_int("max_new_tokens", call["max_new_tokens"], 1, math.inf, "ask for at least one token")
+        lengths.append(int(min(len(prompt_ids(decoder.model, call["input_ids"])) + new, context)))
+    slots = sorted((length + 1 + decoder.most_step_tokens for length in lengths), reverse=True)
+    cache_tokens = max(slots[0], slots_within_memory(decoder, sum(slots[:max_sequences])))
+    engine = Engine(decoder, max_sequences, cache_tokens, reuse_prefixes=False)
     handles = [engine.submit(**call) for call in calls]
     engine.run(stops_at_failure=True)
     for handle in handles:

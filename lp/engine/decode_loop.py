@@ -199,7 +199,17 @@ class Generation:
             self.runner.prefill(self.request.prompt[:-1], self.cache, chunk, collect if num_logits else None)
 
         self._attempt(fill)
+        self.cache.length = len(self.request.prompt) - 1  # if it failed, too: the message of the first step tells it
         self._begin_source(first, packed)
+
+    @property
+    def cached_everywhere(self) -> list[int]:
+        """The first tokens of the text, whose KV every rank has; none where some rank may have failed to compute it."""
+        known = self.context.alone or self.stats  # a message has told what failed before it
+        if Stop.FAILED in self.stopped_by or not known:
+            return []
+        missing = self.catch_up_counts.max() - self.catch_up_counts[self.context.rank]
+        return self.text[: self.cache.length - missing]
 
     @property
     def prefilled(self) -> bool:
@@ -229,9 +239,9 @@ class Generation:
                 self._packed.append(self.step_pass.top_logits(logits, self.request.prompt, num_logits))
             self.cache.commit(range(count))
 
+        end = self.cache.length + count
         self._attempt(take)
-        if self.failure:
-            self.cache.length = len(self.request.prompt) - 1  # as on the other ranks, which stop at the next message
+        self.cache.length = end  # as on the other ranks, if it failed: the message of the first step tells them
         if self.prefilled:
             self._begin_source(self._reused, self._packed)
             self._packed = []

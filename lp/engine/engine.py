@@ -19,24 +19,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from lp.budget.policy import Company
 from lp.checks import check_int
 from lp.engine.decode_loop import Generation
 from lp.engine.forest_step import ForestStep
 from lp.engine.inputs import Prompt
-from lp.engine.interrupts import DeferredSignals
+from lp.engine.interrupts import DeferredSignals, interruption
 from lp.engine.output import GenerationOutput
 from lp.engine.prefixes import CachedText, Prefixes
 from lp.engine.request import Request
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
 from lp.models.fused import model_state
-from lp.models.kv_cache import StaticKVCache
+from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.kv_pool import KVPool, slot_bytes
 from lp.models.loader import context_limit
-from lp.models.memory import free_bytes
-from lp.parallel.agreement import exchange
+from lp.models.memory import format_bytes, free_bytes
+from lp.parallel.agreement import check_same, exchange
 from lp.parallel.message import Stop
 from lp.sampling.params import SamplingParams
 
@@ -47,12 +48,15 @@ LONGEST_TEXT = 32768  # tokens that a place gets by default, where the model's c
 
 
 class Handle:
-    """A text that an engine generates.
+    """A text that an engine generates. Once it has ended, its output is all that is held.
 
     Attributes:
+        request: the checked call, until it has ended.
+        generation: its state, while it takes steps.
         output: of the text, once it has ended; of a cancelled one as far as it came.
         error: what it failed with.
         reused: tokens of the prompt that were cached before.
+        reusable: its cache is of the model as it is now.
     """
 
     def __init__(self, request: Request) -> None:
@@ -60,7 +64,9 @@ class Handle:
         self.output: GenerationOutput | None = None
         self.error: BaseException | None = None
         self.reused = 0
+        self.reusable = True
         self.generation: Generation | None = None
+        self._tokens: list[int] = []  # once it has ended
         self.admitted_s = 0.0
         self.first_step_s = 0.0
 
@@ -71,10 +77,15 @@ class Handle:
 
     @property
     def tokens(self) -> list[int]:
-        """Generated so far."""
-        if self.output is not None:
-            return self.output.tokens
-        return self.generation.tokens[: self.generation.num_kept] if self.generation else []
+        """Generated so far, or until it failed."""
+        return self.generation.tokens[: self.generation.num_kept] if self.generation else self._tokens
+
+    def end(self, output: GenerationOutput | None, error: BaseException | None = None) -> None:
+        """Note what it came to, and let go of the rest: its noise and draft source are large."""
+        self._tokens = output.tokens if output else self.tokens
+        self.output, self.error = output, error
+        self.generation = None
+        del self.request
 
     def result(self) -> GenerationOutput:
         """The output.
@@ -93,6 +104,10 @@ class Handle:
 class Engine:
     """Generates texts that come and go. Among ranks, all make the same calls in the same order.
 
+    One thread makes all calls; others hand it what they want, and wake it where `step` has returned False. Callbacks
+    may submit and cancel. An exception that leaves `step` or `run`, but for a KeyboardInterrupt behind a step, cuts the
+    step off: the engine is of no more use.
+
     Args:
         decoder: whose steps the texts take.
         max_sequences: that take a step together.
@@ -100,6 +115,9 @@ class Engine:
             memory goes.
         prefill_chunk: tokens of prompts in a step that other texts take part in: they wait for no more.
         reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
+
+    Attributes:
+        signal: number of the signal that ended the last `run`; 0 for none on this rank.
 
     Raises:
         ValueError: a value out of range.
@@ -113,6 +131,8 @@ class Engine:
         prefill_chunk: int = PREFILL_CHUNK,
         reuse_prefixes: bool = True,
     ) -> None:
+        if not isinstance(decoder, StepDecoder):
+            raise UserError(f"{type(decoder).__name__} has no steps to share; give the engine a LookaheadDecoder")
         self.decoder = decoder
         self.max_sequences = check_int("max_sequences", max_sequences, 1, math.inf, f"try {MAX_SEQUENCES}")
         self.prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, f"try {PREFILL_CHUNK}")
@@ -121,8 +141,18 @@ class Engine:
         runner = decoder.runner
         with decoder.computing():
             runner.follow()
-            capacity = self._capacity() if cache_tokens is None else cache_tokens
-            self.pool = KVPool(runner.known_kinds, capacity, runner.cache_without_buffers)
+            capacity = cache_tokens or slots_within_memory(decoder, (self.max_sequences + 1) * longest_text(decoder))
+            settings = {
+                "max_sequences": self.max_sequences,
+                "cache_tokens": capacity,
+                "prefill_chunk": self.prefill_chunk,
+                "reuse_prefixes": reuse_prefixes,
+            }
+            check_same(decoder.context, "making an Engine", settings)
+            try:
+                self.pool = KVPool(runner.known_kinds, capacity, runner.cache_without_buffers)
+            except CacheTooLarge as error:
+                raise _no_room(error, runner.device) from error
         self._prefixes = Prefixes(self.pool.give_back)
         self._reuses = reuse_prefixes and runner.takes_forests
         self._model_state = model_state(runner.model)
@@ -131,6 +161,9 @@ class Engine:
         self._running: dict[Generation, Handle] = {}
         self._signals = DeferredSignals()
         self._stopped_by = Stop.NONE  # why texts ended in the last run
+        self.signal = 0
+        self._in_step = False  # also once a step was cut off
+        self._cancelled: list[Handle] = []  # within the step
 
     def submit(
         self,
@@ -170,15 +203,37 @@ class Engine:
         return len(self._running)
 
     def step(self) -> bool:
-        """One step of all texts that run, and a chunk of prompts; whether there is anything left to do."""
+        """One step of all texts that run, and a chunk of prompts; whether there is anything left to do.
+
+        Raises:
+            KeyboardInterrupt: SIGINT or SIGTERM came, and the step is finished; texts go on with the next one. Among
+                ranks they end, as in `run`.
+            RuntimeError: called by a callback of a step, or after a step that was cut off by an error.
+        """
+        with self._signals:
+            left = self._step()
+        if received := self._take_signal():
+            raise interruption(received)
+        return left
+
+    def _step(self) -> bool:
+        if self._in_step:
+            raise RuntimeError(
+                "this engine is within a step, or an error has cut one off; step between steps, or make another engine"
+            )
+        self._in_step = True
         with self.decoder.computing():
             self._admit()
             stops = self._advance()
         for text, stop in stops.items():
             if stop:
                 self._end(text, stop)
-        for text, error in self._forest.errors.items():
+        errors, self._forest.errors = self._forest.errors, {}
+        for text, error in errors.items():
             self._fail(text, error)
+        self._in_step = False
+        while self._cancelled:
+            self.cancel(self._cancelled.pop())
         return bool(self._running or self._waiting)
 
     def run(self, stops_at_failure: bool = False) -> None:
@@ -187,23 +242,28 @@ class Engine:
         Args:
             stops_at_failure: return when a text fails, too.
         """
-        self._signals.received = 0
         self._stopped_by = Stop.NONE
         ends = Stop.INTERRUPTED | Stop.FAILED if stops_at_failure else Stop.INTERRUPTED
         with self._signals:
-            while self.step() and not self._stopped_by & ends:
+            while self._step() and not self._stopped_by & ends:
                 pass
+        self.signal = self._take_signal()
 
-    @property
-    def signal(self) -> int:
-        """Number of the signal that ended the last `run`; 0 for none on this rank."""
-        return self._signals.received
+    def _take_signal(self) -> int:
+        """The signal that has come, which ends no later text."""
+        received, self._signals.received = self._signals.received, 0
+        return received
 
     def cancel(self, handle: Handle) -> None:
-        """End a text as it is; its output has the finish reason "cancelled". Nothing happens if it has ended."""
-        if handle in self._waiting:
+        """End a text as it is; its output has the finish reason "cancelled". Nothing happens if it has ended.
+
+        Called by a callback, it ends the text behind the step, unless the step itself does.
+        """
+        if self._in_step:
+            self._cancelled.append(handle)
+        elif handle in self._waiting:
             self._waiting.remove(handle)
-            handle.output = GenerationOutput([], "cancelled", [])
+            handle.end(GenerationOutput([], "cancelled", []))
         elif handle.generation in self._running:
             text = handle.generation
             assert text is not None
@@ -211,19 +271,10 @@ class Engine:
             self._end(text, Stop.INTERRUPTED, "cancelled")
 
     def clear_prefixes(self) -> None:
-        """Forget the texts that have ended, as must be done when weights are changed in place."""
+        """Reuse no text that there has been so far, as must be done when weights are changed in place."""
         self._prefixes.clear()
-
-    def _capacity(self) -> int:
-        """Slots for texts of all places, as far as the memory of the rank that has least goes."""
-        runner = self.decoder.runner
-        longest = min(context_limit(self.decoder.model) or LONGEST_TEXT, LONGEST_TEXT)
-        slots = (self.max_sequences + 1) * longest  # and one that has ended
-        free = free_bytes(runner.device)
-        if free is not None:
-            slots = min(slots, int(CACHE_SHARE * free) // max(slot_bytes(runner.known_kinds), 1))
-        context = self.decoder.steps_with
-        return int(exchange(context, "making an Engine", [slots]).min())
+        for handle in self._running.values():
+            handle.reusable = False
 
     def _slots(self, request: Request) -> int:
         """Cache slots that a text may need."""
@@ -245,7 +296,8 @@ class Engine:
                 if not decoder.steps_with.alone:
                     raise
                 self.pool.give_back(cache)
-                handle.error = error
+                self._stopped_by |= Stop.FAILED
+                handle.end(None, error)
                 continue
             handle.generation = text
             handle.admitted_s = handle.first_step_s = time.perf_counter()
@@ -254,26 +306,37 @@ class Engine:
     def _cache_for(self, handle: Handle) -> StaticKVCache | None:
         """A cache for a text, with what is cached of its prompt; None where it has to wait."""
         slots = self._slots(handle.request)
-        state = model_state(self.decoder.runner.model)
-        if state != self._model_state:  # another adapter, other weights
-            self._prefixes.clear()
+        if self.pool.free + self._prefixes.slots < slots:
+            return None
+        runner = self.decoder.runner
+        runner.follow()
+        if (state := model_state(runner.model)) != self._model_state:  # another adapter, other weights
+            self.clear_prefixes()
             self._model_state = state
-        source, count = None, 0
-        if self._reuses:
-            running = [CachedText(np.array(text.text[: text.cache.length]), text.cache) for text in self._running]
-            source, count = self._prefixes.longest(handle.request.prompt[:-1], running)
-        while (cache := self.pool.allocate(slots)) is None and self._prefixes.drop_oldest(but=source):
+        source, count = self._longest_prefix(handle.request.prompt[:-1])
+        while self.pool.free < slots and self._prefixes.drop_oldest(but=source):
             pass
-        if source is not None and cache is not None:
-            cache.begin_with(source.cache.first(count), count)
-        elif cache is None and source is not None and self._prefixes.holds(source):
-            states = [states.clone() for states in source.cache.first(count)]  # whose slots it gets
+        states = None
+        if source is not None and self.pool.free < slots:  # the text gets the slots of its own prefix, too
+            states = [states.clone() for states in source.cache.first(count)]
             self._prefixes.clear()
-            cache = self.pool.allocate(slots)
-            if cache is not None:
-                cache.begin_with(states, count)
-        handle.reused = count if cache is not None else 0
+        cache = self.pool.allocate(slots)
+        assert cache is not None
+        if source is not None:
+            cache.begin_with(states or source.cache.first(count), count)
+        handle.reused = count
         return cache
+
+    def _longest_prefix(self, prompt: Sequence[int]) -> tuple[CachedText | None, int]:
+        """The text whose cache begins with most of a prompt, and how much of it; None and 0 where none does."""
+        if not self._reuses:
+            return None, 0
+        running = [
+            CachedText(np.array(text.cached_everywhere, np.int64), text.cache)
+            for text, handle in self._running.items()
+            if handle.reusable
+        ]
+        return self._prefixes.longest(prompt, running)
 
     def _advance(self) -> dict[Generation, Stop]:
         """The step; by text, why it ends, or NONE."""
@@ -297,14 +360,14 @@ class Engine:
         for text in [*prompts, *texts]:
             try:
                 with self.decoder.context.stepping(text.message_shape.size):
+                    if len(self._running) > 1:
+                        self.decoder.runner.forget_growth(text.cache)
                     if text in prompts:
                         text.prefill()
                     else:
                         stops[text] = text.step()
             except Exception as error:
-                if not self.decoder.steps_with.alone:
-                    raise
-                self._forest.errors[text] = error
+                self._forest.note_error(text, error)
         self._note_first_steps(prompts)
         return stops
 
@@ -345,28 +408,53 @@ class Engine:
             stop: why it ended.
             reason: the finish reason, where no stop tells it.
         """
-        handle = self._running[text]
+        handle = self._running.pop(text)
         now = time.perf_counter()
         self._stopped_by |= text.stopped_by
         try:
             output = text.output(stop, handle.first_step_s - handle.admitted_s, now - handle.first_step_s)
+            self.decoder.complete(output, handle.request)
         except BaseException as error:
-            self._fail(text, error)
-            return
-        del self._running[text]
-        output.finish_reason = reason or output.finish_reason
-        output.reused = handle.reused
-        self.decoder.complete(output, handle.request)
-        self.decoder.ended(output.step_stats)
-        handle.output = output
-        if self._reuses:
-            self.pool.shrink(text.cache, text.cache.length)
-            self._prefixes.keep(text.text[: text.cache.length], text.cache)
+            handle.end(None, error)
         else:
-            self.pool.give_back(text.cache)
+            output.finish_reason = reason or output.finish_reason
+            output.reused = handle.reused
+            handle.end(output)
+            self.decoder.ended(output.step_stats)
+        self._keep_or_give_back(text, handle.reusable)
 
     def _fail(self, text: Generation, error: BaseException) -> None:
+        """The same of a text that has failed alike on every rank."""
         self._stopped_by |= Stop.FAILED
-        handle = self._running.pop(text)
-        handle.error = error
+        self._running.pop(text).end(None, error)
         self.pool.give_back(text.cache)
+
+    def _keep_or_give_back(self, text: Generation, reusable: bool) -> None:
+        """The cache of a text that has ended: the same on every rank, whatever went wrong on one of them."""
+        tokens = text.cached_everywhere if self._reuses and reusable else []
+        if not tokens:
+            self.pool.give_back(text.cache)
+            return
+        self.pool.shrink(text.cache, len(tokens))
+        self._prefixes.keep(tokens, text.cache)
+
+
+def longest_text(decoder: StepDecoder) -> int:
+    """Cache slots of the longest text that a place of an engine has room for by default."""
+    return min(context_limit(decoder.model) or LONGEST_TEXT, LONGEST_TEXT)
+
+
+def slots_within_memory(decoder: StepDecoder, slots: int) -> int:
+    """As many of these cache slots as there is memory for on every rank."""
+    runner = decoder.runner
+    with decoder.computing():
+        free, each = free_bytes(runner.device), slot_bytes(runner.known_kinds)
+    if free is not None and each:
+        slots = min(slots, int(CACHE_SHARE * free) // each)
+    return int(exchange(decoder.context, "making an Engine", [slots]).min())
+
+
+def _no_room(error: CacheTooLarge, device: torch.device) -> UserError:
+    free = free_bytes(device)
+    there = "" if free is None else f", where {format_bytes(free)} are free"
+    return UserError(f"{error} on {device}{there}; lower the engine's cache_tokens, or max_new_tokens of a batch")

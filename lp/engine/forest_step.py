@@ -16,7 +16,7 @@ from lp.engine.output import StepTimer
 from lp.models.runner import ModelRunner, TreePass
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Sampled, Stop, best_logits
-from lp.sampling.sampler import sample_together
+from lp.sampling.sampler import NotFinite, sample_together
 from lp.sampling.top_logits import pack_top_logits
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ NO_LOGITS = torch.empty(0)
 
 
 class ForestStep:
-    """Runs the steps of texts that come and go. A text that fails on a single rank fails alone.
+    """Runs the steps of texts that come and go. A text that fails where there is one rank, or on all, fails alone.
 
     Args:
         runner: of all texts.
@@ -63,7 +63,7 @@ class ForestStep:
             )
         self._each(parts, Generation.finish_learning)
         self._each(chunks, lambda text: text.take_chunk(len(chunks[text].tokens), logits[text], failure))
-        gathered = self._exchanged(messages)
+        gathered = self._exchanged({text: own for text, own in messages.items() if text not in self.errors})
         return self._each(gathered, lambda text: text.end_step(parts[text], gathered[text]))
 
     def _each(self, texts: Iterable[Generation], work: Callable[[Generation], T]) -> dict[Generation, T]:
@@ -73,10 +73,18 @@ class ForestStep:
             try:
                 results[text] = work(text)
             except Exception as error:
-                if not self.context.alone:  # the others would wait for this rank
-                    raise
-                self.errors[text] = error
+                self.note_error(text, error)
         return results
+
+    def note_error(self, text: Generation, error: Exception) -> None:
+        """A text has failed: alone, if no other rank waits for this one.
+
+        Raises:
+            Exception: the error itself, where others would wait.
+        """
+        if not (self.context.alone or isinstance(error, NotFinite)):
+            raise error
+        self.errors[text] = error
 
     def _computed(
         self, passes: dict[Generation, TreePass], parts: dict[Generation, StepPart]

@@ -66,7 +66,7 @@ def sigterm_raises() -> Iterator[None]:
 class DeferredSignals:
     """While entered, the first SIGINT or SIGTERM sets `requested`; a second one of its kind acts as it did before.
 
-    Outside the main thread, where Python allows no handlers, signals act as usual.
+    Outside the main thread, where Python allows no handlers, signals act as usual; those that are ignored stay so.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -82,7 +82,8 @@ class DeferredSignals:
 
     def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._defer) for number in self.SIGNALS}
+            deferred = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._defer) for number in deferred}
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -3,11 +3,12 @@
 An editor sends the same file after every keystroke, and a chat its whole past with every message. What they share with
 an earlier text is copied into the new one's cache, to the token, which is exact: the KV of a token is a function of the
 tokens before it. A copy reads as much as one plain step, and leaves the earlier text as it was for the next prompt.
-There are few enough texts to compare a prompt with each: a tree of their prefixes would save microseconds.
+In a sorted list, the text that has most in common with a prompt stands beside the place where the prompt would go.
 """
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ class CachedText:
 
 
 class Prefixes:
-    """Texts that have ended, with their caches.
+    """Texts that have ended, with their caches; none is a prefix of another.
 
     Args:
         give_back: frees a cache's slots.
@@ -38,18 +39,30 @@ class Prefixes:
 
     def __init__(self, give_back: Callable[[StaticKVCache], None]) -> None:
         self._give_back = give_back
-        self._texts: list[CachedText] = []  # the one not used for longest first
+        self._sorted: list[bytes] = []
+        self._texts: dict[bytes, CachedText] = {}  # the one not used for longest first
+        self.slots = 0  # of all
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def keep(self, tokens: Sequence[int], cache: StaticKVCache) -> None:
-        """Keep a cache that holds these tokens; those that are a prefix of them are of no more use."""
+        """Keep a cache that holds these tokens, in as many slots, unless another one begins with them."""
         text = CachedText(np.array(tokens, np.int64), cache)
-        for other in [*self._texts]:
-            if common(other.tokens, text.tokens) == len(other.tokens):
+        key = _sort_key(text.tokens)
+        at = bisect(self._sorted, key)
+        before, behind = self._sorted[max(at - 1, 0) : at], self._sorted[at : at + 1]
+        for other in before:
+            if key.startswith(other):  # of no more use
                 self._drop(other)
-        self._texts.append(text)
+        for other in behind:
+            if other.startswith(key):
+                self._note_use(other)
+                self._give_back(cache)
+                return
+        insort(self._sorted, key)
+        self._texts[key] = text
+        self.slots += len(tokens)
 
     def longest(self, prompt: Sequence[int], running: Iterable[CachedText] = ()) -> tuple[CachedText | None, int]:
         """The text that begins with most of these tokens, and how many; None and 0 where none does.
@@ -59,18 +72,16 @@ class Prefixes:
             running: other texts to look at.
         """
         tokens = np.array(prompt, np.int64)
+        at = bisect(self._sorted, _sort_key(tokens))
+        beside = {key: self._texts[key] for key in self._sorted[max(at - 1, 0) : at + 1]}
         found, most = None, 0
-        for text in [*self._texts, *running]:
+        for text in [*beside.values(), *running]:
             if (count := common(text.tokens, tokens)) > most:
                 found, most = text, count
-        if found in self._texts:
-            self._texts.remove(found)
-            self._texts.append(found)
+        for key, text in beside.items():
+            if text is found:
+                self._note_use(key)
         return found, most
-
-    def holds(self, text: CachedText | None) -> bool:
-        """Whether it is one of these."""
-        return text in self._texts
 
     def drop_oldest(self, but: CachedText | None = None) -> bool:
         """Give back the slots of the text that was not used for longest; whether there was one.
@@ -78,9 +89,9 @@ class Prefixes:
         Args:
             but: not this one.
         """
-        for text in self._texts:
+        for key, text in self._texts.items():
             if text is not but:
-                self._drop(text)
+                self._drop(key)
                 return True
         return False
 
@@ -89,9 +100,19 @@ class Prefixes:
         while self.drop_oldest():
             pass
 
-    def _drop(self, text: CachedText) -> None:
-        self._texts.remove(text)
+    def _note_use(self, key: bytes) -> None:
+        self._texts[key] = self._texts.pop(key)
+
+    def _drop(self, key: bytes) -> None:
+        del self._sorted[bisect(self._sorted, key) - 1]
+        text = self._texts.pop(key)
+        self.slots -= len(text.tokens)
         self._give_back(text.cache)
+
+
+def _sort_key(tokens: np.ndarray) -> bytes:
+    """Bytes that sort as the tokens do, and begin with those of a prefix."""
+    return tokens.astype(">i4").tobytes()
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:

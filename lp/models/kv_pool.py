@@ -122,9 +122,10 @@ class KVPool:
         self._runs.give_back(self._caches.pop(cache))
 
     def shrink(self, cache: StaticKVCache, slots: int) -> None:
-        """Give back the slots of a cache but the first ones, which hold all that is cached."""
+        """Give back the slots of a cache but the first ones, and forget what is cached in the others."""
         run = self._caches[cache]
         cache.flush()
+        cache.length = slots
         kept = Run(run.start, slots)
         self._runs.give_back(Run(kept.end, run.size - slots))
         self._caches[cache] = kept

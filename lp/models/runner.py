@@ -299,8 +299,8 @@ class ModelRunner:
         end = len(tokens)
         if self.recurrent:  # a chunk of one token behind others may be computed otherwise: see limits_prompt
             chunk = max(chunk, 3)
-        if boundary and boundary.grows and not cache.length:
-            self._forward_chain([0], [0], cache, committed=False)  # forget how far an earlier text grew
+        if not cache.length:
+            self.forget_growth(cache)
         anchor = [end] if boundary and end >= boundary.length else []
         starts = [*range(0, end, chunk)]
         if self.recurrent and len(starts) > 1 and end - starts[-1] == 1:
@@ -314,6 +314,15 @@ class ModelRunner:
             if on_logits:
                 on_logits(logits)
             cache.commit(range(len(chunk_tokens)))
+
+    def forget_growth(self, cache: StaticKVCache) -> None:
+        """Where rotary frequencies are those of the longest text so far, begin anew: the last pass was of another text.
+
+        Args:
+            cache: of the text of the next pass.
+        """
+        if self.boundary and self.boundary.grows:
+            self._forward_chain([0], [0], cache, committed=False)
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
         """Before the first step past the rotary boundary: cache all the text but `c`, as plain decoding would.

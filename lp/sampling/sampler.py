@@ -29,6 +29,10 @@ from lp.to_device import to_device
 NOT_FINITE_REMEDY = "load it with dtype=float32 or bfloat16, or check its weights"
 
 
+class NotFinite(UserError):
+    """A model's logits are NaN or infinite. Ranks that share steps learn it alike, from each other's messages."""
+
+
 class Sampler:
     """Greedy sampling, and what all samplers share.
 
@@ -343,10 +347,10 @@ def check_sampled(token: int, step: int, position: int) -> None:
     """Refuse to go on from scores that are NaN or infinite: argmax would name some token all the same.
 
     Raises:
-        ValueError: the decode step, the position, and the remedy.
+        NotFinite: the decode step, the position, and the remedy.
     """
     if token == INVALID_TOKEN:
-        raise UserError(
+        raise NotFinite(
             f"the model's logits at step {step} (position {position}) are NaN or infinite; {NOT_FINITE_REMEDY}"
         )
 

@@ -12,7 +12,7 @@ import torch
 import lp
 from lp.budget.backoff import FIRST_TRIAL_STEPS, HIGH_TEMPERATURE_BACK_OFF, SHORTEST_BACK_OFF, TRIAL_STEPS
 from lp.budget.calibration import DraftRecord
-from lp.budget.policy import AdaptiveBudget
+from lp.budget.policy import AdaptiveBudget, Company
 from lp.budget.step_times import StepTimes
 from lp.sampling.sampler import build_sampler
 from tests.tiny_models import tiny_model
@@ -52,6 +52,14 @@ def test_steps_are_plain_where_lookahead_does_not_pay() -> None:
         plain_steps += 1
         budget.record_step([at + plain_steps], 0, NOTHING)
     assert plain_steps == SHORTEST_BACK_OFF, "a long success makes the next back-off short again"
+
+
+def test_texts_that_take_steps_together_are_tried_less() -> None:
+    """A step of one text that is tried in vain delays the other three."""
+    budget = AdaptiveBudget(ADAPTIVE, LOSING, texts=4)
+    budget.company = Company(texts=4, other_tokens=3, tokens_per_s=4.0)
+    tried = [bool(_steps(budget, [token])) for token in range(FIRST_TRIAL_STEPS // 4 + 4 * SHORTEST_BACK_OFF + 1)]
+    assert tried == [True] * (FIRST_TRIAL_STEPS // 4) + [False] * (4 * SHORTEST_BACK_OFF) + [True]
 
 
 def test_a_repeat_ends_a_back_off() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import random
+import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +150,7 @@ def test_a_text_that_fails_fails_alone(model: Any) -> None:
     engine.run()
     expected = plain_greedy(model, ids, 30)
     assert [handles[0].result().tokens, handles[3].result().tokens] == [expected, expected[:20]]
+    assert handles[2].tokens and handles[2].tokens == expected[: len(handles[2].tokens)], "until it failed"
     for handle, reason in ((handles[1], "a callback"), (handles[2], "a criterion")):
         with pytest.raises(RuntimeError, match=reason):
             handle.result()
@@ -207,3 +212,164 @@ def test_a_full_context_ends_a_text(model: Any) -> None:
     (output, other) = lp.LookaheadDecoder(model, FIXED).generate_batch([ids, ids[:9]], 50)
     assert (output.finish_reason, len(output.tokens)) == ("context", 6)
     assert len(other.tokens) == 50
+
+
+def test_callbacks_may_cancel(model: Any) -> None:
+    """A text that leaves in the middle of a step would be ended twice, or commit to slots that it has given back."""
+    ids = drawn_text(random.Random(1), 20)
+    sampling = lp.SamplingParams(seed=1)
+    for reuses in (True, False):
+        engine = Engine(lp.LookaheadDecoder(model, FIXED), reuse_prefixes=reuses)
+        handles: list[Handle] = []
+
+        def cancel(*which: int, handles: list[Handle] = handles, engine: Engine = engine) -> Callable[..., None]:
+            return lambda tokens, step: [engine.cancel(handles[index]) for index in which] and None
+
+        for new, cancelled in ((1, [0]), (40, [1, 2]), (40, []), (40, []), (40, [5]), (40, [])):
+            handles.append(engine.submit(ids, new, sampling, on_tokens=cancel(*cancelled)))
+        while engine.step():
+            engine.pool.check()
+        reasons = [handle.result().finish_reason for handle in handles]
+        assert reasons == ["length", "cancelled", "cancelled", "length", "length", "cancelled"]
+        expected = handles[3].result().tokens
+        assert all(handle.tokens == expected[: len(handle.tokens)] for handle in handles)
+
+
+def test_a_step_within_a_step_or_after_one_that_was_cut_off(model: Any) -> None:
+    """Texts whose step is half done must not go on: one that ended there would have tokens behind its end."""
+    engine = Engine(lp.LookaheadDecoder(model, FIXED))
+    within = engine.submit([1, 2, 3], 5, on_tokens=lambda tokens, step: engine.run())
+    other = engine.submit([1, 2, 3], 5)
+    engine.run()
+    with pytest.raises(RuntimeError, match="within a step"):
+        within.result()
+    assert other.result().tokens == plain_greedy(model, [1, 2, 3], 5)
+
+    def leave(tokens: list[int], step: int) -> None:
+        raise SystemExit
+
+    engine.submit([1, 2, 3], 5, on_tokens=leave)
+    with pytest.raises(SystemExit):
+        engine.step()
+    with pytest.raises(RuntimeError, match="cut one off"):
+        engine.step()
+
+
+def test_a_signal_ends_a_run_or_a_step_and_nothing_later(model: Any) -> None:
+    """The signal of an earlier run would end every text that comes after it."""
+    engine = Engine(lp.LookaheadDecoder(model, FIXED))
+    sampling = lp.SamplingParams(seed=2)
+    expected = [*engine.decoder.generate([1, 2, 3], 30, sampling).tokens]
+
+    def interrupt(tokens: list[int], step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    first = engine.submit([1, 2, 3], 30, sampling, on_tokens=interrupt)
+    engine.run()
+    assert (first.result().finish_reason, engine.signal) == ("interrupted", signal.SIGINT)
+    second = engine.submit([1, 2, 3], 30, sampling, on_tokens=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.step():
+            pass
+    assert not second.done
+    while engine.step():
+        pass
+    assert (second.result().tokens, second.result().finish_reason) == (expected, "length")
+
+
+def test_an_ended_text_holds_its_output_alone(model: Any) -> None:
+    """The noise of a sampled text is as large as a step's logits, and a batch may have thousands of texts."""
+    engine = Engine(lp.LookaheadDecoder(model, FIXED))
+
+    def fails(tokens: list[int], step: int) -> None:
+        raise RuntimeError("a callback")
+
+    sampling = lp.SamplingParams(seed=1)
+    handles = [engine.submit([1, 2, 3], 5, sampling, on_tokens=callback) for callback in (None, fails, None, None)]
+    engine.cancel(handles[2])
+    engine._admit()
+    engine.cancel(handles[3])
+    held = [weakref.ref(text) for text in engine._running]
+    engine.run()
+    assert all(handle.done and handle.generation is None and not hasattr(handle, "request") for handle in handles)
+    handles[1].error = None  # whose traceback has the step
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 2
+
+
+@pytest.mark.parametrize("places", [2, 3])
+def test_frequencies_that_grow_with_one_text_are_not_anothers(places: int) -> None:
+    """Dynamic NTK scaling keeps the frequencies of the longest pass so far, whichever text it was of."""
+    for case in range(4):
+        rng = random.Random(f"growing-{places}-{case}")
+        model = tiny_model("llama_dynamic", seed=case)
+        decoder = lp.LookaheadDecoder(model, FIXED)
+        prompts = [drawn_text(rng, rng.randint(1, 90)) for _ in range(4)]
+        expected = [decoder.generate(ids, 30).tokens for ids in prompts]
+        assert [output.tokens for output in decoder.generate_batch(prompts, 30, max_sequences=places)] == expected
+
+
+def test_a_source_that_fails_while_it_learns_fails_its_own_text(model: Any) -> None:
+    """It learns beside the exchange, and its text may end in that same step."""
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    decoder.merges_late = True
+    engine = Engine(decoder)
+    handles = [engine.submit([1, 2, 3], new) for new in (2, 9)]
+    engine.step()
+    engine.step()
+    text = handles[0].generation
+    assert text is not None and text._merge
+
+    def fails() -> None:
+        raise RuntimeError("a source")
+
+    text._merge = fails
+    engine.run()
+    assert str(handles[0].error) == "a source"
+    assert handles[1].result().tokens == plain_greedy(model, [1, 2, 3], 9)
+
+
+def test_a_text_that_cannot_begin_ends_a_batch(model: Any) -> None:
+    """The other texts must not be generated to their end for nothing."""
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    source_of, steps = decoder.source, []
+
+    def source(request: Any) -> Any:
+        if len(request.prompt) == 1:
+            raise RuntimeError("a source")
+        return source_of(request)
+
+    decoder.source = source  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="a source"):
+        decoder.generate_batch([[1, 2], [3]], 50, on_tokens=lambda index, tokens, step: steps.append(step))
+    assert len(steps) < 2
+
+
+def test_sizes_of_a_batch_are_checked(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts as (1, L), fewer places where memory is short, and refusals that name what was asked."""
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    prompts = [[[1] * 50], torch.tensor([[2] * 40])]
+    expected = [plain_greedy(model, ids, 5) for ids in ([1] * 50, [2] * 40)]
+    assert [output.tokens for output in decoder.generate_batch(prompts, 5)] == expected
+    with pytest.raises(ValueError, match="max_new_tokens is -50"):
+        decoder.generate_batch([[1], [2]], -50)
+    with pytest.raises(ValueError, match=r"KV cache of 1000000000000 slots.*are free; lower the engine's cache_tokens"):
+        Engine(decoder, cache_tokens=10**12)
+    with pytest.raises(ValueError, match="AutoregressiveDecoder has no steps"):
+        Engine(lp.AutoregressiveDecoder(model))  # type: ignore[arg-type]
+    monkeypatch.setattr("lp.engine.engine.free_bytes", lambda device: 0)
+    assert [output.tokens for output in decoder.generate_batch(prompts, 5)] == expected, "one after the other"
+
+
+def test_a_signal_that_is_ignored_ends_nothing(model: Any) -> None:
+    """A process whose end is another one's affair, as that of a rank that a server has started."""
+    engine = Engine(lp.LookaheadDecoder(model, FIXED))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        handle = engine.submit([1, 2, 3], 9, on_tokens=lambda tokens, step: os.kill(os.getpid(), signal.SIGINT))
+        while engine.step():
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handle.result().finish_reason == "length"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import launch.generate
 import launch.once
+import launch.profile
 import launch.scaling
 import launch.tune
 import lp
@@ -125,6 +126,8 @@ def test_what_the_other_apps_cannot_use(start_app: Callable[..., Ran]) -> None:
     _assert_user_error(ran, "attention.capture is 'none'; it must be one of auto")
     asked = ("ranks=[]", "project=true", "projected_ranks=[]", "model.name=./none")
     _assert_user_error(start_app(launch.scaling.scaling, "scaling", *asked), "projected_ranks is empty with project=")
+    ran = start_app(launch.profile.profile_model, "profile", "parallel.tp=2", "model.name=./none")
+    _assert_user_error(ran, "parallel.tp is 2, but launch.profile measures models that are whole on every rank")
     for seconds in ("inf", "-1"):  # waited for other nodes with no end, or a traceback
         ran = start_app(launch.scaling.scaling, "scaling", f"parallel.timeout_s={seconds}", "model.name=./none")
         _assert_user_error(ran, f"timeout_s is {float(seconds)}; it must be a number in [1, 86400]")

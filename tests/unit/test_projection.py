@@ -107,6 +107,20 @@ def _step_tokens(output: lp.GenerationOutput) -> list[int]:
     return [step.num_tokens for step in output.step_stats]
 
 
+def test_ranks_merge_late_when_they_are_recorded_too() -> None:
+    """Where the pool is full, proposals differ otherwise, and no run is the recorded one again."""
+    late: list[bool] = []
+
+    def decode(decoder: lp.LookaheadDecoder) -> lp.GenerationOutput:
+        late.append(decoder.merges_late)
+        return _decode(decoder)
+
+    decoder = lp.LookaheadDecoder(tiny_model(), CONFIG)
+    decoder.merges_late = True
+    Projection(decoder=decoder, decode=decode, ranks=2).run()
+    assert late == [True] * 4
+
+
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     """Of medians: the slowest run of any rank would be the unluckiest, the slowest half of a step no rank's."""
 

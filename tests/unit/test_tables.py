@@ -57,6 +57,7 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["link"], "one rank has no other to gather from"),
         (["shares_compression", "--window", "9", "--budget", "8"], "--budget 8 has no room for --window 9"),
         (["report", str(tmp_path)], "holds no records"),
+        (["batches", "--prompt-tokens", "9999"], "0 prompts have 9999 tokens, but --texts is 8; give a larger --task"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(args)
@@ -115,6 +116,11 @@ SHORT = ["--limit", "1", "--max-new-tokens", "6"]
         (["journal_cost", *SHORT], "of step time"),
         (["long_run", "--tokens", "30"], "| tokens | steps | S | ms a step | of it host | resident MiB |"),
         (["attention_speed", "--prefix", "16", "--num-tokens", "5", "--rounds", "1"], "| cached tokens | sdpa, ms |"),
+        (["first_token", "--prompt-tokens", "30", "--seen", "20", "--rounds", "1"], "30 tokens, 20 of them seen: "),
+        (
+            ["batches", "--texts", "2", "--prompt-tokens", "8", "--rounds", "1", *SHORT[2:]],
+            "| texts | T | S | lookahead",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
