@@ -141,7 +141,9 @@ class OpenAI(Sampled):
         return False if value is None else value
 
     @model_validator(mode="after")
-    def _streams(self) -> OpenAI:
+    def _sound_options(self) -> OpenAI:
+        if self.response_format is not None and self.response_format.type != "text":
+            raise ValueError(f"response_format {self.response_format.type!r} is not supported yet; leave it out")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is given, but stream is not true; leave stream_options out")
         return self
@@ -293,6 +295,8 @@ class LlamaCpp(Body):
         "lora": "load the model with its adapter",
         "image_data": "this model takes text alone",
         "n_probs": "/v1/completions has logprobs",
+        "grammar": "leave it out",
+        "json_schema": "leave it out",
     }
     prompt: Text | TokenIds = ""
     n_predict: Annotated[Int, Field(ge=-1)] = -1
@@ -312,8 +316,6 @@ class LlamaCpp(Body):
     n_indent: Annotated[Int, Field(ge=0)] = 0
     t_max_predict_ms: Annotated[float, Field(ge=0)] = 0
     ignore_eos: Bool = False
-    grammar: Text | None = None
-    json_schema: dict[str, Any] | None = None
     response_fields: list[Text] | None = None
 
     @property

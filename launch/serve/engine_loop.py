@@ -23,7 +23,6 @@ from .prompt_logprobs import prompt_logprobs
 from .spec import TextSpec
 from .watch import TextWatch
 
-
 HEARTBEAT_S = 5.0  # among ranks, which find out by it that one has died while there is nothing to do
 
 

@@ -60,5 +60,5 @@ def test_without_the_extra_it_says_which(start_app: Callable[..., Ran], monkeypa
 
 
 def test_an_address_that_is_not_ours() -> None:
-    with pytest.raises(UserError, match="cannot listen on 192.0.2.1:0"):
+    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1:0"):
         bind("192.0.2.1", 0)
