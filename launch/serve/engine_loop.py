@@ -284,7 +284,6 @@ class EngineLoop:
         if output is None:
             return Ending(error=handle.error)
         watch = text.watch
-        source = handle.generation.source if handle.generation else None
         return Ending(
             reason="stop_string" if watch and watch.ended else output.finish_reason,
             text=watch.flush() if watch else "",
@@ -296,7 +295,6 @@ class EngineLoop:
             steps=output.step_stats,
             prefill_s=output.prefill_s,
             decode_s=output.decode_s,
-            predicted=getattr(source, "accepted_predicted", 0),
         )
 
     def _end(self, number: int, text: LiveText, ending: Ending) -> None:
