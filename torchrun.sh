@@ -4,6 +4,7 @@
 #   bash torchrun.sh                              # launch.generate as conf/ has it: the demo model, built-in prompts
 #   bash torchrun.sh launch.generate W=7 N=5 G=7  # an app and its overrides
 #   bash torchrun.sh launch.generate "def f(a):"  # a prompt as it is; - for standard input
+#   bash torchrun.sh launch.serve model=hf model.name=FOLDER   # endpoints for editors; see docs/serving.md
 #   bash torchrun.sh launch.chat                  # rank 0 reads the keyboard; Ctrl-C stops an answer, not the ranks
 #   NPROC=2 bash torchrun.sh                      # two ranks; default: one a GPU, or one on the CPU
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host0:29500 bash torchrun.sh ...   # on each node, with its own NODE_RANK
@@ -25,7 +26,7 @@ case "${1:-}" in
     ;;
 esac
 case "$app" in
-  launch.generate | launch.chat | launch.benchmark | launch.scaling | launch.profile | launch.tune)
+  launch.generate | launch.chat | launch.serve | launch.benchmark | launch.scaling | launch.profile | launch.tune)
     module=(launch.cli "${app#launch.}")
     ;;
   launch.*) module=() ;; # no app of ours
@@ -35,6 +36,7 @@ if [ ${#module[@]} = 0 ] || { [ "${module[0]}" != launch.cli ] && [ ! -f "$root/
   die "there is no app '$app'; the apps are
   launch.generate    continue prompts, show the text, and compare with plain decoding (the default)
   launch.chat        talk to a model at a terminal
+  launch.serve       put a model behind the endpoints that editors and clients call
   launch.benchmark   measure methods on the prompts of a task
   launch.scaling     measure or project methods over numbers of ranks
   launch.profile     show where the time of a step goes
@@ -42,7 +44,7 @@ if [ ${#module[@]} = 0 ] || { [ "${module[0]}" != launch.cli ] && [ ! -f "$root/
 To continue a text: bash torchrun.sh launch.generate TEXT"
 fi
 
-setup
+case "$app" in launch.serve) setup serve,grammar ;; *) setup ;; esac
 
 nproc=${NPROC:-} nnodes=${NNODES:-1}
 if [ -z "$nproc" ]; then
@@ -70,8 +72,8 @@ if [ "$app" = launch.scaling ] || { [ "$nproc" = 1 ] && [ "$nnodes" = 1 ] && [ "
   exec "$python" -m "${module[@]}" "$@"
 fi
 
-# A chat goes on after Ctrl-C.
-[ "$app" != launch.chat ] || export LP_CTRL_C=forward
+# A chat goes on after Ctrl-C, and a server finishes its texts.
+case "$app" in launch.chat | launch.serve) export LP_CTRL_C=forward ;; esac
 where=(--standalone) # a free port
 if [ "$nnodes" != 1 ]; then
   [ -n "${NODE_RANK:-}" ] && [ -n "${RDZV_ENDPOINT:-}" ] ||

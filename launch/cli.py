@@ -39,6 +39,7 @@ class App:
 APPS = {
     "generate": App("generate", "continue prompts, show the text, and compare with plain decoding"),
     "chat": App("chat", "talk to a model at a terminal", prompts=False),
+    "serve": App("serve", "put a model behind the endpoints that editors and clients call", prompts=False),
     "benchmark": App("benchmark", "measure methods on the prompts of a task"),
     "scaling": App("scaling", "measure or project methods over numbers of ranks"),
     "profile": App("profile_model", "show where the time of a step goes", prompts=False),

@@ -276,6 +276,46 @@ class ChatConfig(Common):
 
 
 @dataclass
+class FimSchema:
+    """Fill-in-the-middle: the model's special tokens, where they are not those of a known family; null: the family's.
+
+    Args:
+        prefix: before the text in front of the gap.
+        suffix: before the text behind the gap.
+        middle: before what fills it; null where the prefix comes last.
+        suffix_first: the suffix comes before the prefix.
+        file: before another file.
+        ends: tokens that end the filling, beside the model's EOS.
+    """
+
+    prefix: str | None = None
+    suffix: str | None = None
+    middle: str | None = None
+    suffix_first: bool = False
+    file: str | None = None
+    ends: list[str] = field(default_factory=list)
+
+
+@dataclass
+class ServeConfig(Common):
+    """The keys of launch.serve. The comments are in conf/serve.yaml."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_name: str | None = None
+    chat_template: str | None = None
+    max_sequences: int = 8
+    max_waiting: int = 64
+    cache_tokens: int | None = None
+    prefill_chunk: int = 128
+    max_body_bytes: int = 4 << 20
+    timeout_s: float = 600.0
+    drain_s: int = 30
+    fim: FimSchema = field(default_factory=FimSchema)
+
+
+@dataclass
 class ScaleSchema:
     """How a shape is scaled down.
 
@@ -407,6 +447,7 @@ def register() -> None:
     schemas = {
         "generate": Config,
         "chat": ChatConfig,
+        "serve": ServeConfig,
         "profile": ProfileConfig,
         "tune": TuneConfig,
         "benchmark": BenchmarkConfig,

@@ -87,7 +87,8 @@ class DeferredSignals:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for number, handler in self._before.items():
+        before, self._before = self._before, {}  # entered on another thread the next time, it has none
+        for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _defer(self, number: int, frame: FrameType | None) -> None:

@@ -26,6 +26,7 @@ from lp.models.loader import DEMO_MODEL
 from tests.tiny_models import tiny_model
 
 if TYPE_CHECKING:
+    from tests.serving import Running
     from tests.simulated_cuda import SimulatedCuda
 
 CONTEXT = 256
@@ -110,6 +111,17 @@ def model() -> PreTrainedModel:
     model = tiny_model()
     model.generation_config.pad_token_id = 0
     return model
+
+
+@pytest.fixture(scope="session")
+def demo_server() -> Iterator[Running]:
+    """A server of the demo model, for tests that leave it as it was."""
+    for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+        pytest.importorskip(package, reason="the extra `serve` is not installed")
+    from tests.serving import serving
+
+    with serving(*lp.load("demo")) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

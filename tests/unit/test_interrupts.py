@@ -135,6 +135,26 @@ def test_ranks_raise_together(got: int, model: PreTrainedModel, monkeypatch: pyt
         assert error.output.tokens == plain[: len(error.output.tokens)]
 
 
+def test_on_another_thread_after_the_main_one() -> None:
+    """As a server's engine, which warms up before its thread starts."""
+    signals = DeferredSignals()
+    failed: list[Exception] = []
+
+    def enter() -> None:
+        try:
+            with signals:
+                pass
+        except ValueError as error:  # of Python, which sets handlers on the main thread alone
+            failed.append(error)
+
+    with signals:
+        pass
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert failed == []
+
+
 def test_another_thread_leaves_signals_alone(model: PreTrainedModel) -> None:
     """Python has handlers in the main thread only, where a signal acts as usual: the text goes on to its end."""
     before, made = signal.getsignal(signal.SIGINT), list[list[int]]()

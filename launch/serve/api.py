@@ -1,0 +1,153 @@
+"""The application: routes, and around them the API key, the bound of bodies, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from lp.errors import UserError
+
+from .errors import ApiError, of_validation
+from .llamacpp import llamacpp_routes
+from .openai import openai_routes
+from .served import Served
+from .status import OPEN_PATHS, status_routes
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+def build_app(served: Served, api_key: str | None = None, max_body_bytes: int = 4 << 20) -> Any:
+    """The ASGI application.
+
+    Args:
+        served: the model.
+        api_key: that clients must give; None: none.
+        max_body_bytes: of a request.
+    """
+    app = FastAPI(title="lp", docs_url=None, redoc_url=None, openapi_url=None)
+    for router in (openai_routes(served), llamacpp_routes(served), status_routes(served)):
+        app.include_router(router)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(UserError, _user_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _failure)
+    return Guard(app, served, api_key, max_body_bytes)
+
+
+async def _api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status, headers=error.headers)
+
+
+async def _user_error(request: Request, error: Exception) -> JSONResponse:
+    return await _api_error(request, ApiError(400, str(error)))
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return await _api_error(request, of_validation(error.errors()))
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"there is no path {request.url.path!r}; docs/serving.md lists those that there are",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    headers = dict(error.headers or {})
+    return await _api_error(
+        request, ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), headers=headers)
+    )
+
+
+async def _failure(request: Request, error: Exception) -> JSONResponse:
+    return await _api_error(request, ApiError(500, f"the server failed: {type(error).__name__}"))
+
+
+class Guard:
+    """Lets requests in: with the key, if there is one, and with a body that is not too large.
+
+    Args:
+        app: what is behind it.
+        served: whose metrics count responses.
+        api_key, max_body_bytes: as of `build_app`.
+    """
+
+    BODY_TIMEOUT_S = 30.0  # for a whole body: a client that sends it byte by byte must not hold a connection for ever
+
+    def __init__(self, app: FastAPI, served: Served, api_key: str | None, max_body_bytes: int) -> None:
+        self.app = app
+        self.served = served
+        self.max_body_bytes = max_body_bytes
+        self._key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = getattr(scope.get("route"), "path", "other")  # a path that a client invents must not be a label
+                self.served.metrics.request(path, message["status"])
+            await send(message)
+
+        try:
+            self._check_key(scope)
+            body = await self._body(scope, receive)
+        except ApiError as error:
+            await JSONResponse(error.body(), error.status)(scope, receive, counted)
+            return
+        if body is None:  # the client has left
+            return
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, replay, counted)
+
+    def _check_key(self, scope: Message) -> None:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if not hmac.compare_digest(given, b"Bearer " + self._key):
+            raise ApiError(401, "this server needs its API key; send it as Authorization: Bearer KEY")
+
+    async def _body(self, scope: Message, receive: Receive) -> bytes | None:
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        self._check_size(int(length) if length.isdigit() else 0)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self.BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._check_size(size)
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {self.BODY_TIMEOUT_S:g} s; send it at once") from None
+
+    def _check_size(self, size: int) -> None:
+        if size > self.max_body_bytes:
+            message = f"the body has more than {self.max_body_bytes} bytes; send less, or raise max_body_bytes"
+            raise ApiError(413, message)

@@ -1,0 +1,364 @@
+"""What clients send, as pydantic models, which refuse values of another type or out of range by name.
+
+Fields that a model does not have are ignored, as editors send settings of other servers along; those that would change
+a text and cannot be had are refused (`Refused`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
+
+MOST_CHOICES = 128
+MOST_STOPS = 16
+MOST_LOGPROBS = 20
+
+
+def _whole(text: str) -> str:
+    """Refuse half a character, which JSON can have and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a character at {error.start}; send whole ones") from None
+    return text
+
+
+Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_whole)]
+StopString = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=1024), AfterValidator(_whole)]
+Int = Annotated[int, Field(strict=True)]
+Bool = Annotated[bool, Field(strict=True)]
+TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
+
+Texts = Annotated[list[Text], Field(min_length=1)]
+TokenLists = Annotated[list[TokenIds], Field(min_length=1)]
+
+
+def _listed(value: Any) -> Any:
+    """A lone stop string is a list of one; nothing is an empty list."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[list[StopString], BeforeValidator(_listed), Field(max_length=MOST_STOPS)]
+
+
+class Body(BaseModel):
+    """A request's body.
+
+    Attributes:
+        REFUSED: settings that would change the text and cannot be had, and what to do instead.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    REFUSED: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Body:
+        for name, remedy in self.REFUSED.items():
+            if (self.model_extra or {}).get(name):
+                raise ValueError(f"{name} is not supported; {remedy}")
+        return self
+
+
+class Sampled(Body):
+    """How tokens are sampled; what is not given is the server's own setting."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[Int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Int | None = None
+    ignore_eos: Bool = False
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for token in value or ():
+            if not token.isascii() or not token.isdecimal():
+                raise ValueError(f"the key {token!r} is no token id; give ids, as in {{'50256': -100}}")
+        return value
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside the text."""
+
+    include_usage: Bool = False
+
+
+class ResponseFormat(BaseModel):
+    """The form that a text must have."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["text", "json_object", "json_schema", "grammar", "regex"]
+    json_schema: dict[str, Any] | None = None
+    grammar: Text | None = None
+    regex: Text | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        needed = {"json_schema": self.json_schema, "grammar": self.grammar, "regex": self.regex}
+        if self.type in needed and needed[self.type] is None:
+            raise ValueError(f"response_format.type is {self.type!r}; give response_format.{self.type} with it")
+        if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict | bool):
+            raise ValueError("response_format.json_schema.schema must be a JSON schema; give an object")
+        return self
+
+
+class OpenAI(Sampled):
+    """What both of OpenAI's endpoints take."""
+
+    model: Text | None = None
+    n: Annotated[Int, Field(ge=1, le=MOST_CHOICES)] = 1
+    stop: Stops = []
+    stream: Bool = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    @field_validator("n", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return 1 if value is None else value
+
+    @field_validator("stream", "ignore_eos", mode="before", check_fields=False)
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return False if value is None else value
+
+    @model_validator(mode="after")
+    def _sound_options(self) -> OpenAI:
+        if self.response_format is not None and self.response_format.type != "text":
+            raise ValueError(f"response_format {self.response_format.type!r} is not supported yet; leave it out")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is given, but stream is not true; leave stream_options out")
+        return self
+
+
+class CompletionBody(OpenAI):
+    """/v1/completions."""
+
+    REFUSED = {"use_beam_search": "there is no beam search", "prompt_embeds": "give a text or token ids"}
+    prompt: (
+        Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    suffix: Text | None = None
+    max_tokens: Annotated[Int, Field(ge=0)] | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: Bool = False
+    best_of: Int | None = None
+
+    @field_validator("echo", mode="before")
+    @classmethod
+    def _no_echo(cls, value: Any) -> Any:
+        return False if value is None else value
+
+    @model_validator(mode="after")
+    def _sound(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError(f"best_of is {self.best_of} and n is {self.n}; texts are not ranked: leave best_of out")
+        if self.suffix and self.echo:
+            raise ValueError("echo is true with a suffix; leave one of them out")
+        if self.suffix and not isinstance(self.prompt, str):
+            raise ValueError("suffix is given, but prompt is no single text; give one text before the gap")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which leaves nothing to do without echo; ask for at least one token")
+        return self
+
+
+class ContentPart(BaseModel):
+    """A part of a message."""
+
+    type: Text
+    text: Text | None = None
+
+    @model_validator(mode="after")
+    def _is_text(self) -> ContentPart:
+        if self.type != "text" or self.text is None:
+            raise ValueError(f"a content part is of type {self.type!r}; this model takes text alone")
+        return self
+
+
+Content = Text | list[ContentPart]
+
+
+def plain_text(content: Content | None) -> str:
+    """A message's text, of all its parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text or "" for part in content)
+
+
+class FunctionCall(BaseModel):
+    """A call in a message of the assistant."""
+
+    name: Text
+    arguments: Text = "{}"
+
+
+class ToolCall(BaseModel):
+    """The same, with its id."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """A message of a chat."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError(f"a message of role {self.role!r} has no content; give a text")
+        return self
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Text
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool: a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Prediction(BaseModel):
+    """The predicted output."""
+
+    type: Literal["content"]
+    content: Content
+
+
+class ChatBody(OpenAI):
+    """/v1/chat/completions."""
+
+    REFUSED = {
+        "functions": "give tools",
+        "function_call": "give tool_choice",
+        "audio": "this model writes text",
+        "web_search_options": "this server has no search",
+        "use_beam_search": "there is no beam search",
+    }
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[Int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
+    logprobs: Bool | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    prediction: Prediction | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _sound(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is given, but logprobs is not true; set logprobs")
+        if self.tool_choice and not self.tools:
+            raise ValueError("tool_choice is given without tools; give tools, or leave it out")
+        return self
+
+
+class LlamaCpp(Body):
+    """What both of llama.cpp's endpoints take."""
+
+    REFUSED = {
+        "mirostat": "take temperature, top_k and top_p",
+        "lora": "load the model with its adapter",
+        "image_data": "this model takes text alone",
+        "n_probs": "/v1/completions has logprobs",
+        "grammar": "leave it out",
+        "json_schema": "leave it out",
+    }
+    prompt: Text | TokenIds = ""
+    n_predict: Annotated[Int, Field(ge=-1)] = -1
+    temperature: Annotated[float, Field(ge=0)] = 0.8
+    top_k: Int = 40
+    top_p: Annotated[float, Field(ge=0)] = 0.95
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    typical_p: Annotated[float, Field(gt=0)] = 1.0
+    repeat_penalty: Annotated[float, Field(gt=0)] = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: Int = -1
+    stop: Stops = []
+    stream: Bool = False
+    samplers: list[Text] | Text | None = None
+    cache_prompt: Bool = True
+    n_indent: Annotated[Int, Field(ge=0)] = 0
+    t_max_predict_ms: Annotated[float, Field(ge=0)] = 0
+    ignore_eos: Bool = False
+    response_fields: list[Text] | None = None
+
+    @property
+    def top(self) -> dict[str, Any]:
+        """What the samplers of its chain leave out, as fields of lp.SamplingParams; none for greedy decoding."""
+        chain = self.samplers if isinstance(self.samplers, list) else None
+        on = (lambda name: True) if chain is None else (lambda name: name in chain)
+        return {
+            "temperature": self.temperature if on("temperature") else 1.0,
+            "top_k": max(self.top_k, 0) if on("top_k") else 0,
+            "top_p": min(self.top_p, 1.0) if on("top_p") else 1.0,
+            "min_p": self.min_p if on("min_p") else 0.0,
+            "typical_p": min(self.typical_p, 1.0) if on("typ_p") or on("typical_p") else 1.0,
+            "repetition_penalty": self.repeat_penalty if on("penalties") else 1.0,
+        }
+
+
+class ExtraBody(BaseModel):
+    """A piece of another file."""
+
+    model_config = ConfigDict(extra="ignore")
+    filename: Text = ""
+    text: Text
+
+
+class InfillBody(LlamaCpp):
+    """/infill."""
+
+    prompt: Text = ""
+    input_prefix: Text
+    input_suffix: Text
+    input_extra: list[ExtraBody] = []
+
+
+class TokenizeBody(Body):
+    """/tokenize."""
+
+    content: Text
+    add_special: Bool = False
+    with_pieces: Bool = False
+
+
+class DetokenizeBody(Body):
+    """/detokenize."""
+
+    tokens: list[Annotated[int, Field(strict=True, ge=0)]]

@@ -1,0 +1,133 @@
+"""Messages of a chat as the tokens that a model continues, and its answer back as content and tool calls."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .bodies import ChatBody, Message, Tool, plain_text
+from .errors import ApiError
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]:
+    """Token ids of the messages, up to the answer.
+
+    A tokenizer without a chat template belongs to a model that only continues text: there the messages are the text,
+    each in a new line.
+
+    Raises:
+        ApiError: 400: the template refuses them.
+    """
+    if not tokenizer.chat_template:
+        text = ""
+        for message in body.messages:
+            text += "\n" if text and not text.endswith("\n") else ""
+            text += plain_text(message.content)
+        return list(tokenizer(text, verbose=False)["input_ids"])
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if uses_tools(body) and body.tools else None
+    try:
+        text = tokenizer.apply_chat_template(
+            [_for_template(message) for message in body.messages],
+            tools=tools,
+            add_generation_prompt=True,
+            tokenize=False,
+            **(body.chat_template_kwargs or {}),
+        )
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from None
+    # The template has written BOS already.
+    return list(tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def uses_tools(body: ChatBody) -> bool:
+    """Whether the model may call tools."""
+    return bool(body.tools) and body.tool_choice != "none"
+
+
+def tool_format(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> dict[str, Any]:
+    """How the model writes calls, as transformers describes it.
+
+    Raises:
+        ApiError: 400: it does not.
+    """
+    described = getattr(tokenizer, "response_template", None)
+    if described is None:
+        try:
+            from transformers.cli.serving.utils import get_response_template
+
+            described = get_response_template(tokenizer, model)
+        except ImportError:  # it moves from release to release
+            described = None
+    if described is None or not tokenizer.chat_template:
+        message = (
+            f"tools are given, but transformers describes no format of calls for {model.config.model_type}; leave "
+            "tools out, or give the tokenizer a response_template"
+        )
+        raise ApiError(400, message, "tools")
+    return described
+
+
+def answer(
+    tokenizer: PreTrainedTokenizerBase,
+    format: dict[str, Any],
+    tokens: Sequence[int],
+    prompt: Sequence[int],
+    tools: Sequence[Tool],
+) -> dict[str, Any]:
+    """A message of the assistant: its content, its reasoning and its calls.
+
+    Args:
+        tokenizer: of the model.
+        format: how it writes calls.
+        tokens: of the answer.
+        prompt: the tokens before it.
+        tools: that there are.
+    """
+    told = [tool.model_dump(exclude_none=True) for tool in tools]
+    parsed = tokenizer.parse_response([*tokens], format, prefix=[*prompt], tools=told)
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or None}
+    if parsed.get("reasoning_content"):
+        message["reasoning_content"] = parsed["reasoning_content"]
+    calls = [call["function"] for call in parsed.get("tool_calls") or []]
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": _json_text(call.get("arguments", {}))},
+            }
+            for call in calls
+        ]
+    return message
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """As templates expect it: one text, calls with parsed arguments, and the role that they know."""
+    role = "system" if message.role == "developer" else message.role
+    data: dict[str, Any] = {"role": role, "content": plain_text(message.content)}
+    if message.name is not None:
+        data["name"] = message.name
+    if message.tool_call_id is not None:
+        data["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        data["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _parsed(call)}}
+            for call in message.tool_calls
+        ]
+    return data
+
+
+def _parsed(call: Any) -> Any:
+    try:
+        return json.loads(call.function.arguments)
+    except ValueError:
+        return call.function.arguments

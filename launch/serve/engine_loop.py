@@ -1,0 +1,326 @@
+"""The thread that runs an engine: it takes texts from the endpoints, steps while there are any, and reports.
+
+Among ranks, rank 0 takes the texts and sends every command to the others before the step that it belongs to, so that
+all make the same calls in the same order. Between two commands only the engine itself decides.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lp
+from lp.engine.engine import Handle
+from lp.engine.output import StepStats
+from lp.errors import UserError
+from lp.sampling.logprob_sampler import Logprob, LogprobSampler
+
+from .prompt_logprobs import prompt_logprobs
+from .spec import TextSpec
+from .watch import TextWatch
+
+HEARTBEAT_S = 5.0  # among ranks, which find out by it that one has died while there is nothing to do
+
+
+class Busy(Exception):
+    """There are as many texts as the server takes; try again later."""
+
+
+class Closing(Exception):
+    """The server takes no more texts: it ends, or its engine has failed."""
+
+
+class Piece(NamedTuple):
+    """What one step brought.
+
+    Attributes:
+        text: the characters that may be shown.
+        tokens: that the step added, up to the one that ends the text.
+        logprobs: of these tokens, if asked for.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[Logprob]
+
+
+class Ending(NamedTuple):
+    """How a text ended.
+
+    Attributes:
+        reason: of the engine, "stop_string" where the client's stop strings or limits ended it, or "cancelled".
+        text: the characters that were held back.
+        found: the stop string that ended it, if one did.
+        num_tokens: generated up to the end.
+        sequence: of the text.
+        prompt_tokens: of the prompt.
+        cached: those that were cached before.
+        steps: that it took part in.
+        prefill_s, decode_s: seconds before its first step, and from there on.
+        predicted: draft tokens of the predicted output that were accepted.
+        error: what it failed with.
+    """
+
+    reason: str = ""
+    text: str = ""
+    found: str | None = None
+    num_tokens: int = 0
+    sequence: int = 0
+    prompt_tokens: int = 0
+    cached: int = 0
+    steps: list[StepStats] = []  # noqa: RUF012 - never changed
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    predicted: int = 0
+    error: BaseException | None = None
+
+
+Event = Piece | Ending
+Commands = list[dict[str, Any]]
+
+
+@dataclass(eq=False)
+class LiveText:
+    """A text under way.
+
+    Args:
+        spec: what it is generated from.
+        watch: decodes it; None on ranks that show nothing.
+        on_event: is told of every step and of the end, on the engine's thread.
+        handle: of the engine.
+    """
+
+    spec: TextSpec
+    watch: TextWatch | None = None
+    on_event: Callable[[Event], None] | None = None
+    handle: Handle | None = None
+
+
+@dataclass(eq=False)
+class Scoring:
+    """Log probabilities of a prompt, which rank 0 alone computes.
+
+    Args:
+        prompt: token ids.
+        num_top: likeliest tokens beside each.
+        on_done: is given them, or what failed.
+    """
+
+    prompt: list[int]
+    num_top: int
+    on_done: Callable[[list[Logprob] | BaseException], None]
+
+
+class EngineLoop:
+    """Runs an engine on a thread of its own; on other ranks than 0, on the thread that calls `run`.
+
+    Args:
+        engine: nobody else may use it.
+        max_waiting: texts that may wait beside those that take steps.
+        on_failure: called on the engine's thread when it can't go on.
+
+    Attributes:
+        failure: why it can't.
+    """
+
+    def __init__(self, engine: lp.Engine, max_waiting: int, on_failure: Callable[[], None] = lambda: None) -> None:
+        self.engine = engine
+        self.decoder = engine.decoder
+        self.context = engine.decoder.context
+        self.max_texts = engine.max_sequences + max_waiting
+        self.on_failure = on_failure
+        self.failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._commands: deque[dict[str, Any]] = deque()
+        self._scorings: deque[Scoring] = deque()
+        self._texts: dict[int, LiveText] = {}  # of rank 0, from submission on; of others, from their command on
+        self._next_id = 0
+        self._closing = False
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Run on a new thread."""
+        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Finish the texts that there are, take no others, and end; on all ranks."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread:
+            self._thread.join()
+
+    @property
+    def texts(self) -> int:
+        """Texts that have not ended."""
+        return len(self._texts)
+
+    def submit(self, texts: list[LiveText]) -> list[int]:
+        """Add texts, all or none; their ids, for `cancel`. From any thread.
+
+        Raises:
+            Busy: so many would wait that these are not taken.
+            Closing: the server ends.
+        """
+        with self._changed:
+            self._check_open()
+            if len(self._texts) + len(texts) > self.max_texts:
+                raise Busy
+            ids = [*range(self._next_id, self._next_id + len(texts))]
+            self._next_id += len(texts)
+            for number, text in zip(ids, texts, strict=True):
+                self._texts[number] = text
+                self._commands.append({"submit": number, "spec": text.spec.as_data()})
+            self._changed.notify()
+        return ids
+
+    def cancel(self, number: int) -> None:
+        """End a text before the next step. Nothing happens if it has ended. From any thread."""
+        with self._changed:
+            if number in self._texts:
+                self._commands.append({"cancel": number})
+                self._changed.notify()
+
+    def score(self, scoring: Scoring) -> None:
+        """Compute the log probabilities of a prompt before the next step. From any thread.
+
+        Raises:
+            Closing: the server ends.
+        """
+        with self._changed:
+            self._check_open()
+            self._scorings.append(scoring)
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Until `close` on rank 0, or a failure."""
+        try:
+            busy = False
+            while not self._ended:
+                for command in self._next_commands(busy):
+                    self._apply(command)
+                self._score_prompts()
+                busy = self.engine.step()
+                self._report_ended()
+        except BaseException as error:
+            self._fail(error)
+
+    def _check_open(self) -> None:
+        if self._closing or self.failure:
+            raise Closing
+
+    def _next_commands(self, busy: bool) -> Commands:
+        """What to do before the next step, on every rank alike; rank 0 waits for it while no text takes steps."""
+        commands: Commands = []
+        if self.context.is_main:
+            with self._changed:
+                while not (busy or self._commands or self._scorings or self._closing):
+                    if not self._changed.wait(None if self.context.alone else HEARTBEAT_S):
+                        break
+                commands = [*self._commands]
+                self._commands.clear()
+                if self._closing and not self._texts and not commands:
+                    commands.append({"end": True})
+        if self.context.alone:
+            return commands
+        shared = self.context.share_text(json.dumps(commands) if commands else "", "waiting for texts")
+        return json.loads(shared or "[]")
+
+    def _apply(self, command: dict[str, Any]) -> None:
+        if "submit" in command:
+            number = command["submit"]
+            if not self.context.is_main:
+                self._texts[number] = LiveText(TextSpec.of(command["spec"]))
+            self._begin(number, self._texts[number])
+        elif "cancel" in command:
+            text = self._texts.get(command["cancel"])
+            if text and text.handle:
+                self.engine.cancel(text.handle)
+        else:
+            self._ended = True
+
+    def _begin(self, number: int, text: LiveText) -> None:
+        try:
+            arguments = text.spec.arguments()
+            on_tokens = None
+            if text.watch:
+                on_tokens = lambda tokens, step: self._on_tokens(number, text, tokens)  # noqa: E731
+            text.handle = self.engine.submit(**arguments, on_tokens=on_tokens)
+        except UserError as error:  # on every rank: they check the same
+            self._end(number, text, Ending(error=error))
+            return
+        if text.spec.logprobs is not None:
+            text.handle.request.sampler = LogprobSampler(text.handle.request.sampler, text.spec.logprobs)
+
+    def _on_tokens(self, number: int, text: LiveText, tokens: list[int]) -> None:
+        """A step of a text, on the thread that runs it."""
+        assert text.watch and text.handle and text.on_event
+        before = text.watch.num_tokens
+        shown = text.watch.push(tokens)
+        kept = tokens[: text.watch.num_tokens - before]
+        logprobs: list[Logprob] = []
+        sampler = text.handle.request.sampler
+        if isinstance(sampler, LogprobSampler):
+            logprobs = sampler.recorded[: len(kept)]
+            sampler.recorded.clear()
+        text.on_event(Piece(shown, kept, logprobs))
+        if text.watch.ended:
+            self.cancel(number)
+
+    def _report_ended(self) -> None:
+        for number, text in [*self._texts.items()]:
+            handle = text.handle
+            if handle and handle.done:
+                self._end(number, text, self._ending(text, handle))
+
+    def _ending(self, text: LiveText, handle: Handle) -> Ending:
+        output = handle.output
+        if output is None:
+            return Ending(error=handle.error)
+        watch = text.watch
+        return Ending(
+            reason="stop_string" if watch and watch.ended else output.finish_reason,
+            text=watch.flush() if watch else "",
+            found=watch.found if watch else None,
+            num_tokens=watch.num_tokens if watch else len(output.tokens),
+            sequence=text.spec.sequence,
+            prompt_tokens=len(text.spec.prompt),
+            cached=handle.reused,
+            steps=output.step_stats,
+            prefill_s=output.prefill_s,
+            decode_s=output.decode_s,
+        )
+
+    def _end(self, number: int, text: LiveText, ending: Ending) -> None:
+        with self._changed:
+            del self._texts[number]
+        if text.on_event:
+            text.on_event(ending)
+
+    def _score_prompts(self) -> None:
+        while self._scorings:
+            scoring = self._scorings.popleft()
+            result: list[Logprob] | BaseException
+            try:
+                result = prompt_logprobs(self.decoder, scoring.prompt, scoring.num_top)
+            except Exception as error:
+                result = error
+            scoring.on_done(result)
+
+    def _fail(self, error: BaseException) -> None:
+        """The engine can't go on: tell all who wait."""
+        with self._changed:
+            self.failure = error
+            scorings = [*self._scorings]
+            self._scorings.clear()
+        for number, text in [*self._texts.items()]:
+            self._end(number, text, Ending(error=error))
+        for scoring in scorings:
+            scoring.on_done(error)
+        self.on_failure()

@@ -1,0 +1,71 @@
+"""Errors as OpenAI's clients expect them: a JSON object with message, type, param and code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SHOWN = 80  # characters of a value in a message
+UNIONS = ("prompt", "content")  # fields of several types, each of which has an error of its own
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded", 503: "service_unavailable"}
+
+
+class ApiError(Exception):
+    """A request that fails.
+
+    Args:
+        status: of HTTP.
+        message: names the value, the limit and the remedy.
+        param: the field of the body that is at fault.
+        code: for programs; None takes the status's own.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or CODES.get(status)
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The response's."""
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of pydantic's errors about a body."""
+    first = errors[0]
+    path = [part for part in first["loc"] if part != "body"]
+    kind, message = first["type"], first["msg"]
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', message)}")
+    if not path and kind != "value_error":
+        return ApiError(400, "the body is no JSON object; send one, with the header Content-Type: application/json")
+    param = str(path[0]) if path else None
+    field = _dotted(path)
+    if kind == "missing":
+        return ApiError(400, f"{field} is missing; give it", param)
+    if kind == "value_error":
+        return ApiError(400, message.removeprefix("Value error, "), param)
+    if unions := [place for place, part in enumerate(path) if part in UNIONS]:
+        field = _dotted(path[: unions[0] + 1])
+        message = " or ".join(dict.fromkeys(error["msg"][0].lower() + error["msg"][1:] for error in errors[:3]))
+        return ApiError(400, f"{field} has a wrong type: {message}", param)
+    shown = repr(first.get("input"))
+    shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
+    return ApiError(400, f"{field} is {shown}; {message[0].lower()}{message[1:]}", param)
+
+
+def _dotted(path: Sequence[object]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")

@@ -1,0 +1,186 @@
+"""Fill-in-the-middle: the prompt that a model was trained to complete between a prefix and a suffix.
+
+Models have special tokens for it; the families below are known by the tokens that are in the vocabulary. Sources:
+the model cards and tokenizers of CodeLlama, StarCoder, StarCoder2, DeepSeek-Coder, Qwen2.5-Coder, CodeGemma and
+Codestral; for chunks of other files, their papers' repository formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from transformers import PreTrainedTokenizerBase
+
+from lp.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class FimFormat:
+    """How a family writes a file with a gap, in its special tokens.
+
+    Args:
+        prefix: before the text in front of the gap.
+        suffix: before the text behind the gap.
+        middle: before what fills it; None where the prefix comes last, and the model continues it.
+        suffix_first: the suffix comes before the prefix.
+        file: before another file: its name, a line end and its text follow.
+        ends: end the filling, beside the model's EOS.
+        glue: the tokenizer puts a space before a text: this character takes its place, and is left out.
+    """
+
+    prefix: str
+    suffix: str
+    middle: str | None = None
+    suffix_first: bool = False
+    file: str | None = None
+    ends: tuple[str, ...] = ()
+    glue: str | None = None
+
+    @property
+    def tokens(self) -> list[str]:
+        """All that a vocabulary must have."""
+        return [token for token in (self.prefix, self.suffix, self.middle) if token is not None]
+
+
+# In this order: CodeGemma's three tokens are Qwen's too.
+FAMILIES = {
+    "codellama": FimFormat(prefix="▁<PRE>", suffix="▁<SUF>", middle="▁<MID>", ends=("▁<EOT>",), glue="☺"),
+    "deepseek-coder": FimFormat(prefix="<｜fim▁begin｜>", suffix="<｜fim▁hole｜>", middle="<｜fim▁end｜>"),
+    "codegemma": FimFormat(
+        prefix="<|fim_prefix|>",
+        suffix="<|fim_suffix|>",
+        middle="<|fim_middle|>",
+        file="<|file_separator|>",
+        ends=("<|file_separator|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ),
+    "qwen2.5-coder": FimFormat(
+        prefix="<|fim_prefix|>",
+        suffix="<|fim_suffix|>",
+        middle="<|fim_middle|>",
+        file="<|file_sep|>",
+        ends=("<|endoftext|>", "<|file_sep|>", "<|repo_name|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    ),
+    "starcoder": FimFormat(
+        prefix="<fim_prefix>", suffix="<fim_suffix>", middle="<fim_middle>", ends=("<|endoftext|>", "<file_sep>")
+    ),
+    "santacoder": FimFormat(prefix="<fim-prefix>", suffix="<fim-suffix>", middle="<fim-middle>"),
+    "codestral": FimFormat(prefix="[PREFIX]", suffix="[SUFFIX]", suffix_first=True),
+}
+FILE_TOKEN = {"codegemma": "<|file_separator|>"}  # a family that its gap's tokens do not tell from another
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A piece of another file.
+
+    Args:
+        name: of the file.
+        text: of the piece.
+    """
+
+    name: str
+    text: str
+
+
+class FimPrompts:
+    """Makes prompts of a gap.
+
+    Args:
+        tokenizer: of the model.
+        format: of its family.
+
+    Raises:
+        ValueError: the vocabulary lacks one of its tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, format: FimFormat) -> None:
+        vocabulary = tokenizer.get_vocab()
+        for token in format.tokens:
+            if token not in vocabulary:
+                raise UserError(
+                    f"fim names the token {token!r}, which the model's vocabulary lacks; name one of its own, or leave "
+                    "fim out"
+                )
+        self.format = format
+        self._tokenizer = tokenizer
+        self._ids = vocabulary
+        self.ends = [vocabulary[token] for token in format.ends if token in vocabulary]
+
+    def prompt(
+        self, prefix: str, suffix: str, room: int | None, extras: Sequence[Extra] = ()
+    ) -> tuple[list[int], bool]:
+        """Token ids, and whether a part was left out.
+
+        Args:
+            prefix: text before the gap.
+            suffix: text behind it.
+            room: most tokens: of the prefix its end is kept, of the suffix its beginning, of other files their end. The
+                suffix has up to a quarter. None: no limit.
+            extras: pieces of other files, the nearest one last.
+        """
+        format = self.format
+        before, after = self._encode(prefix), self._encode(suffix, format.glue)
+        others = [token for extra in extras for token in self._extra(extra)]
+        start = [self._tokenizer.bos_token_id] if self._adds_bos else []
+        cut = False
+        if room is not None:
+            left = max(room - len(format.tokens) - len(start), 2)
+            for_suffix = min(len(after), max(left // 4, left - len(before)))
+            for_prefix = min(len(before), left - for_suffix)
+            for_others = left - for_prefix - for_suffix
+            cut = len(after) > for_suffix or len(before) > for_prefix or len(others) > for_others
+            after = after[:for_suffix]
+            before = before[len(before) - for_prefix :]
+            others = others[max(len(others) - for_others, 0) :] if for_others > 0 else []
+        front = [self._ids[format.prefix], *before]
+        behind = [self._ids[format.suffix], *after]
+        gap = [*behind, *front] if format.suffix_first else [*front, *behind]
+        middle = [] if format.middle is None else [self._ids[format.middle]]
+        return [*start, *others, *gap, *middle], cut
+
+    @property
+    def _adds_bos(self) -> bool:
+        bos = self._tokenizer.bos_token_id
+        return bos is not None and list(self._tokenizer("x")["input_ids"])[:1] == [bos]
+
+    def _extra(self, extra: Extra) -> list[int]:
+        if self.format.file is not None and self.format.file in self._ids:
+            return [self._ids[self.format.file], *self._encode(f"{extra.name}\n{extra.text}\n")]
+        return self._encode(f"{extra.text}\n\n")
+
+    def _encode(self, text: str, glue: str | None = None) -> list[int]:
+        if glue is None:
+            return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        alone, glued = self._encode(glue), self._encode(glue + text)
+        return glued[len(alone) :] if glued[: len(alone)] == alone else self._encode(text)
+
+
+def fim_format(tokenizer: PreTrainedTokenizerBase, given: FimFormat | None) -> FimFormat | None:
+    """The user's format, or that of a known family whose tokens are in the vocabulary; None for none."""
+    if given is not None:
+        return given
+    vocabulary = tokenizer.get_vocab()
+    for name, family in FAMILIES.items():
+        own = FILE_TOKEN.get(name)
+        if all(token in vocabulary for token in family.tokens) and (own is None or own in vocabulary):
+            return family
+    return None
+
+
+def given_format(values: dict[str, object]) -> FimFormat | None:
+    """A format of these settings; None where none is set.
+
+    Raises:
+        ValueError: some are set, and prefix or suffix is not.
+    """
+    known = {item.name for item in fields(FimFormat)}
+    chosen = {name: value for name, value in values.items() if name in known and value not in (None, [], False)}
+    if not chosen:
+        return None
+    for name in ("prefix", "suffix"):
+        if name not in chosen:
+            raise UserError(f"fim.{name} is not given, but fim.{next(iter(chosen))} is; give the model's {name} token")
+    if isinstance(ends := chosen.get("ends"), list):
+        chosen["ends"] = tuple(ends)
+    return FimFormat(**chosen)  # type: ignore[arg-type]

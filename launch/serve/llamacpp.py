@@ -1,0 +1,163 @@
+"""llama.cpp's endpoints, as llama.vim and Tabby call them: /completion and /infill."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from .bodies import InfillBody, LlamaCpp
+from .engine_loop import Ending, Piece
+from .errors import ApiError
+from .fim import Extra
+from .responses import streamed, whole
+from .served import Served, TextGroup, Wanted
+from .spec import TextSpec
+
+
+def llamacpp_routes(served: Served) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    async def respond(request: Request, completion: LlamaCompletion) -> Response:
+        timeout_s = served.limits.timeout_s
+        if completion.body.stream:
+            return await streamed(request, completion.chunks(), timeout_s, done="")
+        return await whole(request, completion.whole(), timeout_s)
+
+    @router.post("/completion")
+    @router.post("/completions")
+    async def completion(body: LlamaCpp, request: Request) -> Response:
+        given = served.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt)
+        return await respond(request, LlamaCompletion(served, body, served.checked(given, "prompt")))
+
+    @router.post("/infill")
+    async def infill(body: InfillBody, request: Request) -> Response:
+        if served.fim is None:
+            message = (
+                f"{served.short_name} has no tokens for fill-in-the-middle; serve a model that has them, or name its "
+                "own by fim.prefix, fim.suffix and fim.middle"
+            )
+            raise ApiError(501, message, code="not_supported")
+        extras = [Extra(extra.filename, extra.text) for extra in body.input_extra]
+        room = None
+        if served.context is not None:
+            wanted = served.limits.max_new_tokens if body.n_predict < 0 else max(body.n_predict, 1)
+            room = served.context - min(wanted, served.context // 2)
+        prompt, truncated = served.fim.prompt(body.input_prefix + body.prompt, body.input_suffix, room, extras)
+        return await respond(request, LlamaCompletion(served, body, prompt, served.fim.ends, truncated))
+
+    return router
+
+
+class LlamaCompletion:
+    """An answer in llama.cpp's form.
+
+    Args:
+        served: the model.
+        body: of the request.
+        prompt: token ids.
+        ends: token ids that end it, beside the model's own.
+        truncated: a part of what was sent has no room.
+    """
+
+    def __init__(
+        self, served: Served, body: LlamaCpp, prompt: list[int], ends: list[int] | None = None, truncated: bool = False
+    ) -> None:
+        self.served = served
+        self.body = body
+        self.prompt = prompt
+        self.truncated = truncated
+        wanted = served.limits.max_new_tokens if body.n_predict < 0 else body.n_predict
+        self.spec = TextSpec(
+            prompt=prompt,
+            max_new_tokens=served.new_tokens(prompt, max(wanted, 1)),  # the prompt alone is cached by one token
+            sampling=served.sampled(body.top, None if body.seed == -1 else body.seed),
+            eos=served.ends(ends or [], body.ignore_eos),
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+        )
+        self.nothing = wanted == 0
+        limit_s = body.t_max_predict_ms / 1000
+        self.text = Wanted(self.spec, [*served.stop, *body.stop], body.n_indent, limit_s or None)
+
+    async def whole(self) -> dict[str, Any]:
+        """All at once."""
+        parts: list[str] = []
+        tokens: list[int] = []
+        ending = Ending()
+        async with aclosing(TextGroup(self.served, [self.text]).events()) as events:
+            async for _, event in events:
+                parts.append(event.text)
+                if isinstance(event, Ending):
+                    ending = event
+                else:
+                    tokens += event.tokens
+        if self.nothing:
+            parts, tokens = [], []
+        return self._chosen({"content": "".join(parts), "tokens": tokens, **self._last(ending)})
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Step by step."""
+        async with aclosing(TextGroup(self.served, [self.text]).events()) as events:
+            async for _, event in events:
+                if isinstance(event, Piece):
+                    if not self.nothing:
+                        yield {"index": 0, "content": event.text, "tokens": event.tokens, "stop": False}
+                    continue
+                if event.text and not self.nothing:
+                    yield {"index": 0, "content": event.text, "tokens": [], "stop": False}
+                yield self._chosen({"content": "", "tokens": [], **self._last(event)})
+
+    def _last(self, ending: Ending) -> dict[str, Any]:
+        """What comes with the end."""
+        predicted = 0 if self.nothing else ending.num_tokens
+        sampling = self.spec.sampling or {"temperature": 0.0}
+        return {
+            "index": 0,
+            "id_slot": 0,
+            "stop": True,
+            "model": self.served.short_name,
+            "tokens_predicted": predicted,
+            "tokens_evaluated": len(self.prompt),
+            "tokens_cached": len(self.prompt) + ending.num_tokens,
+            "truncated": self.truncated,
+            "stop_type": "word" if ending.found else "eos" if ending.reason == "eos" else "limit",
+            "stopping_word": ending.found or "",
+            "generation_settings": {**sampling, "n_predict": self.spec.max_new_tokens, "stop": self.body.stop},
+            "timings": {
+                "cache_n": ending.cached,
+                "prompt_n": len(self.prompt) - ending.cached,
+                **_rate("prompt", len(self.prompt) - ending.cached, ending.prefill_s),
+                "predicted_n": predicted,
+                **_rate("predicted", predicted, ending.decode_s),
+                "draft_n": sum(step.num_draft for step in ending.steps),
+                "draft_n_accepted": sum(step.accepted for step in ending.steps),
+            },
+        }
+
+    def _chosen(self, data: dict[str, Any]) -> dict[str, Any]:
+        """The fields that the client asks for: `timings/prompt_n` is a field of a field, and keeps its name."""
+        if self.body.response_fields is None:
+            return data
+        chosen = {}
+        for path in self.body.response_fields:
+            value: Any = data
+            for name in path.split("/"):
+                value = value.get(name) if isinstance(value, dict) else None
+            if value is not None:
+                chosen[path] = value
+        return chosen
+
+
+def _rate(name: str, count: int, seconds: float) -> dict[str, float]:
+    """A part's time, in llama.cpp's four forms."""
+    milliseconds = seconds * 1000
+    return {
+        f"{name}_ms": milliseconds,
+        f"{name}_per_token_ms": milliseconds / count if count else 0.0,
+        f"{name}_per_second": count / seconds if seconds else 0.0,
+    }

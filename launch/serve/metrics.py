@@ -1,0 +1,88 @@
+"""What /metrics reports, in Prometheus' form; draft tokens under vLLM's names too, which dashboards know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+
+from .engine_loop import Ending, EngineLoop
+
+SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+VLLM = "vllm:spec_decode_num_"
+
+
+class Metrics:
+    """Counts of one server.
+
+    Args:
+        loop: whose state is looked at when it is asked for.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        registry = self._registry = CollectorRegistry()
+        registry.register(_State(loop))
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(name, help, labels, registry=registry)
+
+        self._requests = counter("lp_requests", "HTTP requests by path and status", "path", "status")
+        self._prompt_tokens = counter("lp_prompt_tokens", "tokens of prompts that were cached anew")
+        self._cached_tokens = counter("lp_cached_prompt_tokens", "tokens of prompts that were cached before")
+        self._tokens = counter("lp_generated_tokens", "generated tokens")
+        self._steps = counter("lp_steps", "decode steps of all texts; generated tokens by steps is S")
+        self._drafts = [counter("lp_draft_tokens", "draft tokens"), counter(f"{VLLM}draft_tokens", "draft tokens")]
+        self._accepted = [
+            counter("lp_accepted_tokens", "accepted draft tokens"),
+            counter(f"{VLLM}accepted_tokens", "accepted draft tokens"),
+        ]
+        self._drafted_steps = counter(f"{VLLM}drafts", "steps that had draft tokens")
+        self._ended = counter("lp_texts", "texts by how they ended", "reason")
+        self._first = Histogram("lp_time_to_first_token_seconds", "", buckets=SECONDS, registry=registry)
+        self._token = Histogram("lp_time_per_token_seconds", "", buckets=TOKEN_SECONDS, registry=registry)
+
+    def request(self, path: str, status: int) -> None:
+        """Count a response."""
+        self._requests.labels(path, str(status)).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """Note the time from a request to its text's first token."""
+        self._first.observe(seconds)
+
+    def ended(self, ending: Ending) -> None:
+        """Count a text."""
+        self._ended.labels("failed" if ending.error else ending.reason).inc()
+        self._tokens.inc(ending.num_tokens)
+        self._prompt_tokens.inc(ending.prompt_tokens - ending.cached)
+        self._cached_tokens.inc(ending.cached)
+        self._steps.inc(len(ending.steps))
+        self._drafted_steps.inc(sum(step.num_draft > 0 for step in ending.steps))
+        for counter in self._drafts:
+            counter.inc(sum(step.num_draft for step in ending.steps))
+        for counter in self._accepted:
+            counter.inc(sum(step.accepted for step in ending.steps))
+        if ending.num_tokens:
+            self._token.observe(ending.decode_s / ending.num_tokens)
+
+    def text(self) -> bytes:
+        """All of them."""
+        return generate_latest(self._registry)
+
+
+class _State:
+    """What is so when it is looked at."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    def collect(self) -> Iterator[Any]:
+        loop, engine = self._loop, self._loop.engine
+        running = engine.running
+        pool = engine.pool
+        yield GaugeMetricFamily("lp_texts_running", "texts that take steps", running)
+        yield GaugeMetricFamily("lp_texts_waiting", "texts that wait", max(loop.texts - running, 0))
+        yield GaugeMetricFamily("lp_cache_slots", "cache slots of all texts", pool.capacity)
+        yield GaugeMetricFamily("lp_cache_slots_free", "those that no text has", pool.free)

@@ -1,0 +1,407 @@
+"""OpenAI's endpoints: /v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from lp.sampling.logprob_sampler import Logprob
+
+from .bodies import ChatBody, CompletionBody, OpenAI
+from .chat_template import answer, chat_prompt, tool_format, uses_tools
+from .engine_loop import Ending, Piece
+from .errors import ApiError
+from .responses import streamed, whole
+from .served import FINISH_REASON, Served, TextGroup, Wanted, usage
+from .spec import TextSpec
+
+COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+
+
+def openai_routes(served: Served) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+    timeout_s = served.limits.timeout_s
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        served.check_model(body.model)
+        completion = Completion(served, body)
+        if body.stream:
+            return await streamed(request, completion.chunks(), timeout_s)
+        return await whole(request, completion.whole(), timeout_s)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        served.check_model(body.model)
+        chat = Chat(served, body)
+        if body.stream:
+            return await streamed(request, chat.chunks(), timeout_s)
+        return await whole(request, chat.whole(), timeout_s)
+
+    return router
+
+
+def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | None) -> TextSpec:
+    """A text that continues this prompt."""
+    wanted = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "typical_p": body.typical_p,
+        "repetition_penalty": body.repetition_penalty,
+    }
+    return TextSpec(
+        prompt=prompt,
+        max_new_tokens=served.new_tokens(prompt, max_tokens),
+        sampling=served.sampled(wanted, body.seed),
+        eos=served.ends(ignored=body.ignore_eos),
+        logit_bias=served.biases(body.logit_bias),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+    )
+
+
+class _Answer:
+    """What both endpoints share: an id, the choices, the usage.
+
+    Args:
+        served: the model.
+        body: of the request.
+        prefix: of the id.
+        kind: "object" of the response.
+    """
+
+    def __init__(self, served: Served, body: OpenAI, prefix: str, kind: str) -> None:
+        self.served = served
+        self.body = body
+        self.kind = kind
+        self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.short_name}
+        self.prompts: list[list[int]] = []
+        self.texts: list[Wanted] = []
+        self.predicted = 0
+
+    def response(self, choices: list[dict[str, Any]], endings: Sequence[Ending]) -> dict[str, Any]:
+        """The whole response."""
+        figures = usage(self.prompts, endings, self.predicted)
+        return {**self.head, "object": self.kind, "choices": choices, "usage": figures, **self._seed()}
+
+    def chunk(self, choice: dict[str, Any], step_tokens: int = 0) -> dict[str, Any]:
+        """An event of a stream.
+
+        Args:
+            choice: its only one.
+            step_tokens: that the step of this chunk brought.
+        """
+        kind = self.kind if self.kind == "text_completion" else f"{self.kind}.chunk"
+        chunk = {**self.head, "object": kind, "choices": [choice], "step_tokens": step_tokens}
+        return {**chunk, "usage": None} if self._with_usage else chunk
+
+    def last_chunk(self, endings: Sequence[Ending]) -> list[dict[str, Any]]:
+        """The event with the usage, where it is asked for."""
+        if not self._with_usage:
+            return []
+        chunk = self.chunk({})
+        return [{**chunk, "choices": [], "usage": usage(self.prompts, endings, self.predicted), **self._seed()}]
+
+    @property
+    def _with_usage(self) -> bool:
+        return self.body.stream_options is not None and self.body.stream_options.include_usage
+
+    def _seed(self) -> dict[str, Any]:
+        """That repeats the text, if it was sampled."""
+        sampling = self.texts[0].spec.sampling if self.texts else None
+        return {"seed": sampling["seed"]} if sampling else {}
+
+    def choices_of(self, spec: TextSpec) -> list[Wanted]:
+        """The n texts of a prompt."""
+        stop = [*self.served.stop, *self.body.stop]
+        return [Wanted(replace(spec, sequence=index), stop) for index in range(self.body.n)]
+
+
+class Completion(_Answer):
+    """An answer of /v1/completions.
+
+    Args:
+        served: the model.
+        body: of the request.
+
+    Raises:
+        ApiError: 400.
+    """
+
+    body: CompletionBody
+
+    def __init__(self, served: Served, body: CompletionBody) -> None:
+        super().__init__(served, body, "cmpl", "text_completion")
+        if body.logprobs is not None:
+            served.check_logprobs()
+        if body.suffix:
+            prompts, ends = [self._gap(body.suffix)], served.fim.ends if served.fim else []
+        else:
+            prompts, ends = self._given(), []
+        self.prompts = [served.checked(prompt, "prompt") for prompt in prompts]
+        self.echoes = [self._text(prompt) if body.echo else "" for prompt in self.prompts for _ in range(body.n)]
+        if body.max_tokens == 0:
+            return
+        limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        for prompt in self.prompts:
+            spec = spec_of(served, body, prompt, limit)
+            spec = replace(spec, eos=served.ends(ends, body.ignore_eos), logprobs=body.logprobs)
+            self.texts += self.choices_of(spec)
+
+    def _given(self) -> list[list[int]]:
+        prompt = self.body.prompt
+        if isinstance(prompt, str):
+            return [self.served.encode(prompt)]
+        if isinstance(prompt[0], int):
+            return [list(prompt)]
+        return [self.served.encode(one) if isinstance(one, str) else list(one) for one in prompt]
+
+    def _gap(self, suffix: str) -> list[int]:
+        if self.served.fim is None:
+            message = (
+                f"suffix is given, but {self.served.short_name} has no tokens for fill-in-the-middle; leave it out, or "
+                "name the model's own by fim.prefix, fim.suffix and fim.middle"
+            )
+            raise ApiError(400, message, "suffix")
+        assert isinstance(self.body.prompt, str)
+        return self.served.fim.prompt(self.body.prompt, suffix, None)[0]
+
+    def _text(self, prompt: Sequence[int]) -> str:
+        return str(
+            self.served.tokenizer.decode([*prompt], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
+
+    async def whole(self) -> dict[str, Any]:
+        """All at once."""
+        texts = [[echo] for echo in self.echoes]
+        logprobs = await self._prompt_logprobs()
+        endings: dict[int, Ending] = {}
+        if self.texts:
+            async with aclosing(TextGroup(self.served, self.texts).events()) as events:
+                async for index, event in events:
+                    texts[index].append(event.text)
+                    if isinstance(event, Ending):
+                        endings[index] = event
+                    elif self.body.logprobs is not None:
+                        logprobs[index].add(event.logprobs)
+        choices = [
+            {
+                "index": index,
+                "text": "".join(parts),
+                "logprobs": None if self.body.logprobs is None else logprobs[index].data(),
+                "finish_reason": _reason(endings[index]) if endings else "length",
+            }
+            for index, parts in enumerate(texts)
+        ]
+        return self.response(choices, [*endings.values()])
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Step by step."""
+        logprobs = await self._prompt_logprobs()
+        endings: list[Ending] = []
+
+        def chunk(index: int, text: str, reason: str | None = None, tokens: int = 0) -> dict[str, Any]:
+            taken = None if self.body.logprobs is None else logprobs[index].take()
+            choice = {"index": index, "text": text, "logprobs": taken, "finish_reason": reason}
+            return self.chunk(choice, tokens)
+
+        if self.body.echo:
+            for index, text in enumerate(self.echoes):
+                yield chunk(index, text, None if self.texts else "length")
+        if self.texts:
+            async with aclosing(TextGroup(self.served, self.texts).events()) as events:
+                async for index, event in events:
+                    if isinstance(event, Piece):
+                        logprobs[index].add(event.logprobs)
+                        yield chunk(index, event.text, None, len(event.tokens))
+                    else:
+                        endings.append(event)
+                        yield chunk(index, event.text, _reason(event))
+        for last in self.last_chunk(endings):
+            yield last
+
+    async def _prompt_logprobs(self) -> list[_LegacyLogprobs]:
+        """Of every choice, those of the echoed prompt."""
+        found = [_LegacyLogprobs(self.served.piece) for _ in self.echoes]
+        if self.body.logprobs is None or not self.body.echo:
+            return found
+        for place, prompt in enumerate(self.prompts):
+            logprobs = await self.served.prompt_logprobs(prompt, self.body.logprobs)
+            for each in found[place * self.body.n : (place + 1) * self.body.n]:
+                each.first(prompt[0])
+                each.add(logprobs)
+        return found
+
+
+class _LegacyLogprobs:
+    """Log probabilities in the form of /v1/completions.
+
+    Args:
+        piece: the characters of a token.
+    """
+
+    def __init__(self, piece: Callable[[int], str]) -> None:
+        self._piece = piece
+        self._offset = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens: list[str] = []
+        self._values: list[float | None] = []
+        self._tops: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def first(self, token: int) -> None:
+        """The first token of a prompt, which has no probability."""
+        self._add(token, None, None)
+
+    def add(self, logprobs: Sequence[Logprob]) -> None:
+        """More tokens."""
+        for each in logprobs:
+            top = {self._piece(token): value for token, value in [*each.top, (each.token, each.logprob)]}
+            self._add(each.token, each.logprob, top)
+
+    def _add(self, token: int, value: float | None, top: dict[str, float] | None) -> None:
+        text = self._piece(token)
+        self._tokens.append(text)
+        self._values.append(value)
+        self._tops.append(top)
+        self._offsets.append(self._offset)
+        self._offset += len(text)
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "tokens": self._tokens,
+            "token_logprobs": self._values,
+            "top_logprobs": self._tops,
+            "text_offset": self._offsets,
+        }
+
+    def take(self) -> dict[str, Any]:
+        """Those that have come since the last call."""
+        data = self.data()
+        self._clear()
+        return data
+
+
+class Chat(_Answer):
+    """An answer of /v1/chat/completions.
+
+    Args:
+        served: the model.
+        body: of the request.
+
+    Raises:
+        ApiError: 400.
+    """
+
+    body: ChatBody
+
+    def __init__(self, served: Served, body: ChatBody) -> None:
+        super().__init__(served, body, "chatcmpl", "chat.completion")
+        if body.logprobs:
+            served.check_logprobs()
+        self.tools = tool_format(served.tokenizer, served.model) if uses_tools(body) else None
+        prompt = served.checked(chat_prompt(served.tokenizer, body), "messages")
+        self.prompts = [prompt]
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        spec = spec_of(served, body, prompt, limit)
+        turn = served.tokenizer.eos_token_id if served.tokenizer.chat_template else None
+        ends = [turn] if isinstance(turn, int) else []
+        top = body.top_logprobs or 0
+        spec = replace(spec, eos=served.ends(ends, body.ignore_eos), logprobs=top if body.logprobs else None)
+        self.texts = self.choices_of(spec)
+
+    async def whole(self) -> dict[str, Any]:
+        """All at once."""
+        texts = [list[str]() for _ in self.texts]
+        tokens = [list[int]() for _ in self.texts]
+        logprobs = [list[Logprob]() for _ in self.texts]
+        endings: dict[int, Ending] = {}
+        async with aclosing(TextGroup(self.served, self.texts).events()) as events:
+            async for index, event in events:
+                texts[index].append(event.text)
+                if isinstance(event, Ending):
+                    endings[index] = event
+                else:
+                    tokens[index] += event.tokens
+                    logprobs[index] += event.logprobs
+        choices = []
+        for index, parts in enumerate(texts):
+            message = self._message("".join(parts), tokens[index])
+            reason = "tool_calls" if message.get("tool_calls") else _reason(endings[index])
+            content = self._logprobs(logprobs[index])
+            choices.append({"index": index, "message": message, "logprobs": content, "finish_reason": reason})
+        return self.response(choices, [*endings.values()])
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Step by step; an answer that may call tools is parsed when it has ended."""
+        tokens = [list[int]() for _ in self.texts]
+        held = [list[str]() for _ in self.texts]
+        endings: list[Ending] = []
+
+        def chunk(index: int, delta: dict[str, Any], reason: str | None = None, piece: Piece | None = None) -> Any:
+            logprobs = self._logprobs(piece.logprobs) if piece else None
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            return self.chunk(choice, len(piece.tokens) if piece else 0)
+
+        async with aclosing(TextGroup(self.served, self.texts).events()) as events:
+            begun = set[int]()
+            async for index, event in events:
+                if index not in begun:
+                    begun.add(index)
+                    yield chunk(index, {"role": "assistant", "content": ""})
+                if isinstance(event, Piece):
+                    tokens[index] += event.tokens
+                    if self.tools is None:
+                        yield chunk(index, {"content": event.text}, None, event)
+                    else:
+                        held[index].append(event.text)
+                    continue
+                endings.append(event)
+                reason = _reason(event)
+                delta: dict[str, Any] = {"content": event.text} if event.text else {}
+                if self.tools is not None:
+                    message = self._message("".join([*held[index], event.text]), tokens[index])
+                    calls = message.pop("tool_calls", [])
+                    delta = {name: value for name, value in message.items() if name != "role" and value}
+                    if calls:
+                        reason = "tool_calls"
+                        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+                if delta:
+                    yield chunk(index, delta)
+                yield chunk(index, {}, reason)
+        for last in self.last_chunk(endings):
+            yield last
+
+    def _message(self, text: str, tokens: Sequence[int]) -> dict[str, Any]:
+        if self.tools is None:
+            return {"role": "assistant", "content": text}
+        return answer(self.served.tokenizer, self.tools, tokens, self.prompts[0], self.body.tools or [])
+
+    def _logprobs(self, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+
+        def data(token: int, value: float) -> dict[str, Any]:
+            text = self.served.piece(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        tops = [[data(*top) for top in each.top] for each in logprobs]
+        own = [data(each.token, each.logprob) for each in logprobs]
+        return {"content": [{**one, "top_logprobs": top} for one, top in zip(own, tops, strict=True)], "refusal": None}
+
+
+def _reason(ending: Ending) -> str:
+    return FINISH_REASON.get(ending.reason, "length")

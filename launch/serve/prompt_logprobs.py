@@ -1,0 +1,35 @@
+"""Log probabilities of a prompt's own tokens, by which evaluation harnesses compare given answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lp.engine.step_decoder import StepDecoder
+from lp.sampling.logprob_sampler import Logprob, logprobs_of
+
+CHUNK = 256  # tokens of a pass, whose logits are held at once
+
+
+def prompt_logprobs(decoder: StepDecoder, prompt: Sequence[int], num_top: int) -> list[Logprob]:
+    """Of every token but the first, which nothing comes before.
+
+    Args:
+        decoder: of a model that is whole on this rank.
+        prompt: token ids.
+        num_top: likeliest tokens beside each.
+    """
+    found: list[Logprob] = []
+
+    def take(logits: torch.Tensor) -> None:
+        start = len(found)
+        found.extend(logprobs_of(logits, prompt[start + 1 : start + 1 + len(logits)], num_top))
+
+    if len(prompt) > 1:
+        runner = decoder.runner
+        with decoder.computing():
+            runner.follow()
+            cache = runner.cache_without_buffers(len(prompt))  # its own: texts are using the others
+            runner.prefill(prompt[:-1], cache, CHUNK, take)
+    return found

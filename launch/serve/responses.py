@@ -1,0 +1,120 @@
+"""Responses that end when their client leaves: whole ones, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from .errors import ApiError
+
+T = TypeVar("T")
+DONE = "data: [DONE]\n\n"
+
+
+class ClientLeft(Exception):
+    """There is nobody to answer."""
+
+
+async def while_connected(request: Request, work: Awaitable[T], timeout_s: float) -> T:
+    """What the work returns; it is cancelled when the client leaves or the time is up.
+
+    Raises:
+        ClientLeft: it did.
+        ApiError: 504.
+    """
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({task, leaving}, timeout=timeout_s or None, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if leaving.done():
+            raise ClientLeft
+        raise _late(timeout_s)
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await each
+
+
+async def whole(request: Request, work: Awaitable[dict[str, Any]], timeout_s: float) -> Response:
+    """The response to a client that waits for all of it."""
+    try:
+        return JSONResponse(await while_connected(request, work, timeout_s))
+    except ClientLeft:
+        return Response(status_code=499)  # which nobody reads
+
+
+async def streamed(
+    request: Request, chunks: AsyncGenerator[dict[str, Any], None], timeout_s: float, done: str = DONE
+) -> Response:
+    """A stream of events; what fails before the first one has a status of its own.
+
+    Args:
+        request: of the client.
+        chunks: bodies of events.
+        timeout_s: for all of them.
+        done: the last event.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
+    try:
+        first = await while_connected(request, anext(chunks, None), timeout_s)
+    except BaseException as error:
+        await chunks.aclose()
+        if isinstance(error, ClientLeft):
+            return Response(status_code=499)
+        raise
+
+    async def events() -> AsyncIterator[str]:
+        chunk = first
+        try:
+            while chunk is not None:
+                yield _event(chunk)
+                async with asyncio.timeout_at(deadline):  # not around `yield`, where it would end the sending
+                    chunk = await anext(chunks, None)
+            yield done
+        except TimeoutError:
+            yield _event(_late(timeout_s).body())
+        except ApiError as error:
+            yield _event(error.body())
+
+    return _EventStream(events(), chunks)
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; however sending them ends, what makes them is closed.
+
+    Args:
+        events: that are sent.
+        chunks: what they are made of.
+    """
+
+    def __init__(self, events: AsyncIterator[str], chunks: AsyncGenerator[dict[str, Any], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._chunks = chunks
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._chunks.aclose()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _late(timeout_s: float) -> ApiError:
+    return ApiError(504, f"the text was not done within {timeout_s:g} s; ask for fewer tokens, or raise timeout_s")
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,332 @@
+"""What all endpoints share: the model, the engine, the server's own settings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import lp
+from lp.errors import RanksParted, UserError
+from lp.models.loader import context_limit
+from lp.models.vocabulary import embedded_tokens
+from lp.sampling.logprob_sampler import Logprob
+
+from .engine_loop import Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
+from .errors import ApiError
+from .fim import FimPrompts
+from .metrics import Metrics
+from .spec import TextSpec
+from .watch import TextWatch
+
+RETRY_AFTER_S = 1
+FINISH_REASON = {"eos": "stop", "stop_string": "stop"}  # the others are cut: "length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a client may take.
+
+    Args:
+        max_new_tokens: of a text whose client names no limit.
+        timeout_s: a request ends with an error after so many seconds; 0: never.
+    """
+
+    max_new_tokens: int = 1024
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model that is served.
+
+    Args:
+        name: of the model, as the user gave it.
+        model, tokenizer: loaded.
+        loop: runs the engine.
+        sampling: of clients that say nothing; None is greedy.
+        stop: strings that end every text.
+        limits: of a request.
+        metrics: counts.
+        fim: makes prompts of gaps; None where the model has no tokens for it.
+        created: time of the start.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    loop: EngineLoop
+    sampling: lp.SamplingParams | None = None
+    stop: Sequence[str] = ()
+    limits: Limits = field(default_factory=Limits)
+    metrics: Metrics
+    fim: FimPrompts | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def short_name(self) -> str:
+        """The last part of a path or a hub name, which clients may give too."""
+        return Path(self.name).name or self.name
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the model's context; None for no limit."""
+        return context_limit(self.model)
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+        return embedded_tokens(self.model)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model than this one.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name and name not in (self.name, self.short_name):
+            message = f"there is no model {name!r}; this server has {self.short_name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids of a text, with BOS where the model has one."""
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def checked(self, ids: Sequence[int], param: str) -> list[int]:
+        """Token ids of a prompt that leaves room for one more.
+
+        Raises:
+            ApiError: 400.
+        """
+        start = self.tokenizer.bos_token_id if self.tokenizer.bos_token_id is not None else self.tokenizer.eos_token_id
+        ids = list(ids) or ([start] if isinstance(start, int) else [])
+        if not ids:
+            raise ApiError(400, f"{param} is empty; give at least one token", param)
+        for token in ids:
+            if token >= self.vocabulary:
+                message = f"{param} has token id {token}; this model's vocabulary is 0..{self.vocabulary - 1}"
+                raise ApiError(400, message, param)
+        if self.context is not None and len(ids) >= self.context:
+            message = f"{param} has {len(ids)} tokens, the model's context {self.context}; shorten it"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return ids
+
+    def new_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
+        """How many tokens a text may have: what the client wants, as far as the context goes."""
+        most = self.limits.max_new_tokens if wanted is None else wanted
+        return most if self.context is None else min(most, self.context - len(prompt))
+
+    def sampled(self, wanted: dict[str, Any], seed: int | None) -> dict[str, Any] | None:
+        """The fields of lp.SamplingParams, where the client's replace the server's; None is greedy.
+
+        Args:
+            wanted: fields that are given; None where the client gives none.
+            seed: any integer; None draws one.
+        """
+        given = {name: value for name, value in wanted.items() if value is not None}
+        if given.get("temperature", 1.0 if self.sampling else 0.0) == 0 or given.get("top_p") == 0:
+            return None
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        base = self.sampling or lp.SamplingParams()
+        drawn = secrets.randbits(48) if base.seed is None else base.seed  # exact in JavaScript too
+        return asdict(replace(base, **given, seed=drawn if seed is None else seed % 2**63))
+
+    def ends(self, others: Sequence[int] = (), ignored: bool = False) -> list[int] | None:
+        """Token ids that end a text; None for the model's own alone.
+
+        Args:
+            others: beside the model's own.
+            ignored: none at all.
+        """
+        if ignored:
+            return []
+        own = self.model.generation_config.eos_token_id
+        return [*([own] if isinstance(own, int) else own or ()), *others] if others else None
+
+    def biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
+        """logit_bias by token id.
+
+        Raises:
+            ApiError: 400: a token that there is not.
+        """
+        biases = [(int(token), bias) for token, bias in (given or {}).items()]
+        for token, _ in biases:
+            if token >= self.vocabulary:
+                message = f"logit_bias has token id {token}; this model's vocabulary is 0..{self.vocabulary - 1}"
+                raise ApiError(400, message, "logit_bias")
+        return biases
+
+    def check_logprobs(self) -> None:
+        """Refuse log probabilities where no rank has them.
+
+        Raises:
+            ApiError: 400.
+        """
+        if not self.loop.context.alone:
+            ranks = self.loop.context.world_size
+            message = f"logprobs is given, but each of {ranks} ranks has only its own nodes; leave it out"
+            raise ApiError(400, message, "logprobs")
+
+    def piece(self, token: int) -> str:
+        """The characters of one token; of an incomplete one, what stands for it."""
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[Logprob]:
+        """Of every token but the first.
+
+        Raises:
+            ApiError: 503.
+        """
+        event_loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Logprob] | BaseException] = event_loop.create_future()
+
+        def done(result: list[Logprob] | BaseException) -> None:
+            def settle() -> None:
+                if not future.done():
+                    future.set_result(result)
+
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                event_loop.call_soon_threadsafe(settle)
+
+        try:
+            self.loop.score(Scoring(prompt, num_top, done))
+        except Closing:
+            raise closing(self.loop) from None
+        result = await future
+        if isinstance(result, BaseException):
+            raise failed(result)
+        return result
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A text that a client wants.
+
+    Args:
+        spec: what it is generated from.
+        stop, min_indent, time_limit_s: as of TextWatch.
+    """
+
+    spec: TextSpec
+    stop: Sequence[str] = ()
+    min_indent: int = 0
+    time_limit_s: float | None = None
+
+
+class TextGroup:
+    """The texts of one request, and their events as they come.
+
+    Args:
+        served: the model.
+        wanted: the texts.
+
+    Raises:
+        ApiError: 429: there are too many already. 503: the server ends.
+    """
+
+    def __init__(self, served: Served, wanted: Sequence[Wanted]) -> None:
+        self._served = served
+        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._event_loop = asyncio.get_running_loop()
+        self._left = len(wanted)
+        self._began = time.perf_counter()
+        self._waits_for_first = set(range(len(wanted)))
+        loop = served.loop
+        if len(wanted) > loop.max_texts:
+            message = f"the request is for {len(wanted)} texts; this server takes {loop.max_texts} at a time"
+            raise ApiError(400, message, "n")
+        try:
+            self._ids = loop.submit([self._live(index, text) for index, text in enumerate(wanted)])
+        except Busy:
+            message = f"{loop.texts} texts are waiting, of {loop.max_texts} that may; try again later"
+            raise ApiError(429, message, headers={"Retry-After": str(RETRY_AFTER_S)}) from None
+        except Closing:
+            raise closing(loop) from None
+
+    def _live(self, index: int, text: Wanted) -> LiveText:
+        watch = TextWatch(self._served.tokenizer, text.spec.prompt, text.stop, text.min_indent, text.time_limit_s)
+
+        def tell(event: Event) -> None:
+            self._count(index, event)
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                self._event_loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
+
+        return LiveText(text.spec, watch, tell)
+
+    async def events(self) -> AsyncGenerator[tuple[int, Event], None]:
+        """(index, event) until all texts have ended; those that have not when it is closed are cancelled.
+
+        Raises:
+            ApiError: one has failed.
+        """
+        try:
+            while self._left:
+                index, event = await self._queue.get()
+                if isinstance(event, Ending):
+                    self._left -= 1
+                    if event.error:
+                        raise failed(event.error)
+                yield index, event
+        finally:
+            if self._left:
+                for number in self._ids:
+                    self._served.loop.cancel(number)
+
+    def _count(self, index: int, event: Event) -> None:
+        """On the engine's thread, whether or not a client still listens."""
+        if isinstance(event, Ending):
+            self._served.metrics.ended(event)
+        elif index in self._waits_for_first:
+            self._waits_for_first.remove(index)
+            self._served.metrics.first_token(time.perf_counter() - self._began)
+
+
+def closing(loop: EngineLoop) -> ApiError:
+    """The server takes nothing more."""
+    return ApiError(503, f"the engine has failed: {loop.failure}" if loop.failure else "the server is about to end")
+
+
+def failed(error: BaseException) -> ApiError:
+    """What a text failed with."""
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    if isinstance(error, RanksParted):
+        return ApiError(503, f"the ranks have parted: {error}")
+    return ApiError(500, f"generating failed: {type(error).__name__}: {error}")
+
+
+def usage(prompts: Sequence[Sequence[int]], endings: Sequence[Ending], predicted: int = 0) -> dict[str, Any]:
+    """OpenAI's `usage`, with what the steps came to.
+
+    Args:
+        prompts: token ids, each once.
+        endings: of all texts.
+        predicted: tokens of the predicted output.
+    """
+    prompt_tokens = sum(len(prompt) for prompt in prompts)
+    completion_tokens = sum(ending.num_tokens for ending in endings)
+    steps = sum(len(ending.steps) for ending in endings)
+    accepted = sum(ending.predicted for ending in endings)
+    cached = sum(ending.cached for ending in endings if not ending.sequence)  # of a prompt's first choice
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": max(predicted * len(endings) - accepted, 0),
+        },
+        "steps": steps,
+        "tokens_per_step": completion_tokens / steps if steps else 0.0,
+        "draft_tokens": sum(step.num_draft for ending in endings for step in ending.steps),
+        "accepted_draft_tokens": sum(step.accepted for ending in endings for step in ending.steps),
+    }

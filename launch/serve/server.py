@@ -1,0 +1,188 @@
+"""The app: from a config to a server that runs until it is asked to end."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+import lp
+from lp.checks import as_float, check_int
+from lp.engine.interrupts import sigterm_raises
+from lp.engine.step_decoder import StepDecoder
+from lp.errors import UserError
+from lp.models.loader import Loaded
+from lp.optional import is_installed
+from lp.sampling.params import Verifier
+
+from ..bench.prompts import read_text
+from ..builders import ORACLE, PLAIN, decoder_builders
+from ..once import rank
+from ..report import describe_sampling
+from ..schema import ServeConfig
+from ..session import check_common, open_model, sampling_of
+from .engine_loop import EngineLoop
+from .fim import FimFormat, FimPrompts, fim_format, given_format
+
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra
+FAILURE_SHOWN_S = 2.0  # after the engine has failed, /health says so as long
+WARM_UP_TOKENS = 8
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(config: ServeConfig) -> None:
+    """The app.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM came, and the texts have ended.
+        ValueError: a user error.
+    """
+    check(config)
+    sampling = sampling_of(config)
+    if sampling and sampling.verifier is Verifier.REJECTION:
+        raise UserError("sampling.verifier is 'rejection', whose texts no seed repeats; use sampling.verifier=coupled")
+    fim = given_format(dataclasses.asdict(config.fim))
+    builders = decoder_builders(config, [config.decoder.name])
+    template = None if config.chat_template is None else read_text(config.chat_template, "chat_template")
+    bound = bind(config.host, config.port) if rank() == 0 else None  # first: loading takes long
+    context, loaded = open_model(config)
+    if template is not None:
+        loaded.tokenizer.chat_template = template
+    decoder = builders[config.decoder.name](loaded.model, context)
+    assert isinstance(decoder, StepDecoder)
+    engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
+    warm_up(engine)
+    if bound:
+        with bound:
+            listen(config, bound, loaded, engine, sampling, fim)
+    else:
+        follow(engine)
+
+
+def check(config: ServeConfig) -> None:
+    """Refuse what no server can use, before the model is loaded.
+
+    Raises:
+        ValueError: the key, the limit and the remedy; or which packages are missing.
+    """
+    missing = [package for package in PACKAGES if not is_installed(package)]
+    if missing:
+        raise UserError(f"launch.serve needs {', '.join(missing)}; install the extra: pip install '.[serve]'")
+    check_common(config)
+    if config.decoder.name == ORACLE:
+        raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")
+    check_int("port", config.port, 0, 65535, "0 takes any free one")
+    check_int("max_sequences", config.max_sequences, 1, float("inf"), "try 8")
+    check_int("max_waiting", config.max_waiting, 0, float("inf"), "0 refuses what can't begin at once")
+    check_int("max_body_bytes", config.max_body_bytes, 1, float("inf"), "try 4194304")
+    check_int("drain_s", config.drain_s, 0, float("inf"), "0 ends texts at once")
+    if (as_float(config.timeout_s) or 0.0) < 0:
+        raise UserError(f"timeout_s is {config.timeout_s!r}; it must be a number >= 0; 0 is no limit")
+    if config.api_key is not None and not (config.api_key and config.api_key.isascii()):
+        raise UserError("api_key is empty or has other characters than ASCII's; give a key, or api_key=null")
+
+
+def warm_up(engine: lp.Engine) -> None:
+    """A short text, so that the first client waits for nothing to be compiled."""
+    engine.submit([0], WARM_UP_TOKENS, eos_token_id=())
+    engine.submit([0, 0], WARM_UP_TOKENS, lp.SamplingParams(seed=0), eos_token_id=())
+    while engine.step():
+        pass
+    engine.clear_prefixes()
+
+
+def follow(engine: lp.Engine) -> None:
+    """On another rank than 0: do what it does, until it ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # when to end is rank 0's affair
+    loop = EngineLoop(engine, 0)
+    loop.run()
+    if loop.failure:
+        raise loop.failure
+
+
+def listen(
+    config: ServeConfig,
+    bound: socket.socket,
+    loaded: Loaded,
+    engine: lp.Engine,
+    sampling: lp.SamplingParams | None,
+    fim: FimFormat | None,
+) -> None:
+    """On rank 0: answer requests until the process is asked to end.
+
+    Raises:
+        KeyboardInterrupt: it was.
+    """
+    import uvicorn
+
+    from .api import build_app
+    from .metrics import Metrics
+    from .served import Limits, Served
+
+    failed = threading.Event()
+    loop = EngineLoop(engine, config.max_waiting, failed.set)
+    known = fim_format(loaded.tokenizer, fim)
+    served = Served(
+        name=config.served_name or config.model.name,
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        loop=loop,
+        sampling=sampling,
+        stop=list(config.stop_strings),
+        limits=Limits(max_new_tokens=config.max_new_tokens, timeout_s=config.timeout_s),
+        metrics=Metrics(loop),
+        fim=FimPrompts(loaded.tokenizer, known) if known else None,
+    )
+    app = build_app(served, config.api_key, config.max_body_bytes)
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=config.drain_s)
+    )
+    watcher = threading.Thread(target=_end_after_failure, args=(failed, server), daemon=True)
+    watcher.start()
+    try:
+        with sigterm_raises():
+            loop.start()
+            _announce(config, bound, served.short_name, sampling)
+            server.run(sockets=[bound])
+    finally:
+        loop.close()
+    if loop.failure:
+        raise loop.failure
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at this address, which refuses connections until the server listens.
+
+    Raises:
+        ValueError: the port is taken, or the host is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        remedy = "give another port=, or port=0 for any free one; host= is an address of this machine"
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}); {remedy}") from None
+    return bound
+
+
+def _announce(config: ServeConfig, bound: socket.socket, name: str, sampling: lp.SamplingParams | None) -> None:
+    host, port = bound.getsockname()[:2]
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(
+        f"serving {name} ({config.decoder.name}, {describe_sampling(sampling)}) on {where}; Ctrl-C ends it", flush=True
+    )
+    if config.api_key is None and config.host not in LOOPBACK:
+        print("warning: there is no api_key: whoever reaches this address can use the model", file=sys.stderr)
+
+
+def _end_after_failure(failed: threading.Event, server: Any) -> None:
+    failed.wait()
+    threading.Event().wait(FAILURE_SHOWN_S)
+    server.should_exit = True

@@ -1,0 +1,72 @@
+"""What a text is generated from: plain data, which rank 0 sends to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transformers import LogitsProcessor, SequenceBiasLogitsProcessor
+
+import lp
+from lp.sampling.penalties import CountPenalty
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSpec:
+    """One text.
+
+    Args:
+        prompt: token ids.
+        max_new_tokens: most tokens to add.
+        sampling: the fields of lp.SamplingParams, the seed among them; None is greedy.
+        sequence: index among the choices of a prompt, which the noise of sampling depends on.
+        eos: token ids that end it; None takes the model's.
+        logit_bias: added to the logits of a token, by its id.
+        presence_penalty: subtracted from the logits of tokens that were generated.
+        frequency_penalty: the same, once for each time.
+        logprobs: so many of the likeliest tokens are reported beside each token; None reports none, and no log
+            probability of the token either.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: dict[str, Any] | None = None
+    sequence: int = 0
+    eos: list[int] | None = None
+    logit_bias: list[tuple[int, float]] = field(default_factory=list)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
+
+    def as_data(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> TextSpec:
+        """From `as_data`, back from JSON."""
+        return cls(**data)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `Engine.submit`.
+
+        Raises:
+            ValueError: a value out of range.
+        """
+        return {
+            "input_ids": self.prompt,
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": None if self.sampling is None else lp.SamplingParams(**self.sampling),
+            "sequence": self.sequence,
+            "eos_token_id": self.eos,
+            "logits_processor": self._processors(),
+        }
+
+    def _processors(self) -> list[LogitsProcessor]:
+        processors: list[LogitsProcessor] = []
+        if self.presence_penalty or self.frequency_penalty:
+            processors.append(CountPenalty(len(self.prompt), self.presence_penalty, self.frequency_penalty))
+        if biases := [[[token], bias] for token, bias in self.logit_bias if bias]:
+            processors.append(SequenceBiasLogitsProcessor(biases))
+        return processors

@@ -1,0 +1,86 @@
+"""What is not a text: /health, /metrics, /v1/models, /tokenize, /detokenize, /props and the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+
+import lp
+
+from .bodies import DetokenizeBody, TokenizeBody
+from .errors import ApiError
+from .served import Served
+
+PAGE = Path(__file__).with_name("page.html")
+OPEN_PATHS = ("/", "/health")  # without the API key: they tell nothing and run nothing
+
+
+def status_routes(served: Served) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+    tokenizer = served.tokenizer
+
+    @router.get("/")
+    async def page() -> Response:
+        policy = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; frame-ancestors 'none'"
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": policy})
+
+    @router.get("/health")
+    @router.get("/v1/health")
+    async def health() -> Response:
+        failure = served.loop.failure
+        if failure:
+            return JSONResponse({"status": "error", "error": {"message": str(failure), "code": 503}}, 503)
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(served.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def model_data(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": served.created, "owned_by": "lp"}
+
+    @router.get("/v1/models")
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        own = {"max_model_len": served.context, "fill_in_the_middle": served.fim is not None}
+        return {"object": "list", "data": [model_data(served.short_name) | own]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        served.check_model(name)
+        return model_data(name)
+
+    @router.get("/props")
+    async def props() -> dict[str, Any]:
+        times = getattr(served.loop.decoder, "step_times", None)
+        return {
+            "model": served.short_name,
+            "version": lp.__version__,
+            "total_slots": served.loop.engine.max_sequences,
+            "n_ctx": served.context,
+            "chat_template": tokenizer.chat_template or "",
+            "default_generation_settings": {"n_ctx": served.context},
+            "plain_tokens_per_s": 1 / times.plain_s if times else None,
+            "ranks": served.loop.context.world_size,
+        }
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        ids = served.encode(body.content, body.add_special)
+        if body.with_pieces:
+            return {"tokens": [{"id": token, "piece": served.piece(token)} for token in ids]}
+        return {"tokens": ids}
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        for token in body.tokens:
+            if token >= served.vocabulary:
+                message = f"tokens has token id {token}; this model's vocabulary is 0..{served.vocabulary - 1}"
+                raise ApiError(400, message, "tokens")
+        return {"content": str(tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))}
+
+    return router

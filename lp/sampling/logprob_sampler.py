@@ -1,0 +1,91 @@
+"""Log probabilities of the tokens of a text, recorded step by step.
+
+n: sampled nodes of a step, V: vocabulary, K: likeliest tokens that are recorded beside each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from lp.sampling.sampler import Sampler
+
+
+class Logprob(NamedTuple):
+    """Of one token of a text, under the model's own distribution: without temperature, processors and warpers.
+
+    Attributes:
+        token: its id.
+        logprob: natural logarithm of its probability.
+        top: (token, log probability) of the K likeliest tokens.
+    """
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class LogprobSampler(Sampler):
+    """Another sampler, of whose sampled tokens the log probabilities are recorded.
+
+    Args:
+        inner: samples.
+        num_top: K.
+
+    Attributes:
+        recorded: of the text's tokens; whoever reads them may take them away.
+    """
+
+    capture_key = None  # it records on the host
+
+    def __init__(self, inner: Sampler, num_top: int) -> None:
+        super().__init__(inner.processors)
+        self.inner = inner
+        self.num_top = num_top
+        self.uses_drafts = inner.uses_drafts
+        self.noise_key = inner.noise_key
+        self.full_vocabulary_temperature = inner.full_vocabulary_temperature
+        self.recorded: list[Logprob] = []
+        self._logits = torch.empty(0, 0)
+        self._sampled = torch.empty(0, dtype=torch.int64)
+
+    def scores(
+        self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
+    ) -> torch.Tensor:
+        """As the inner sampler's; the step's logits are held until `record`."""
+        self._logits = logits
+        return self.inner.scores(logits, branches, text)
+
+    def sample(
+        self,
+        scores: torch.Tensor,
+        positions: Sequence[int],
+        branches: Sequence[Sequence[int] | None],
+        drafts: Sequence[Sequence[int]],
+    ) -> torch.Tensor:
+        self._sampled = self.inner.sample(scores, positions, branches, drafts)
+        return self._sampled
+
+    def record(self, nodes: Sequence[int], sampled_at: Sequence[int]) -> None:
+        index = [nodes.index(node) for node in sampled_at]
+        self.recorded += logprobs_of(self._logits[index], self._sampled[index].tolist(), self.num_top)
+
+
+def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[Logprob]:
+    """The log probabilities of these tokens.
+
+    Args:
+        logits: (n, V).
+        tokens: one for each row.
+        num_top: K.
+    """
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor([*tokens], device=logits.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        Logprob(token, value, list(zip(ids, values, strict=True)))
+        for token, value, (ids, values) in zip(tokens, own, tops, strict=True)
+    ]

@@ -1,0 +1,113 @@
+"""A server in a thread of the test's own process, on a free port, and the clients of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import lp
+from lp.budget.step_times import StepTimes
+
+STEP_TIMES = StepTimes((1, 64), (1e-3, 1.63e-3), 1e-3)
+
+
+@dataclass
+class Running:
+    """A server that runs.
+
+    Args:
+        url: of its root.
+        served: what its endpoints share.
+        decoder: of the same model and settings, for what to expect.
+        api_key: that it wants.
+    """
+
+    url: str
+    served: Any
+    decoder: lp.LookaheadDecoder
+    api_key: str = "none"
+    clients: list[Any] = field(default_factory=list)
+
+    def openai(self) -> Any:
+        """The official client, which tries nothing twice."""
+        import openai
+
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
+        self.clients.append(client)
+        return client
+
+    def http(self) -> Any:
+        """A plain client."""
+        import httpx
+
+        client = httpx.Client(base_url=self.url, timeout=60)
+        self.clients.append(client)
+        return client
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.served.tokenizer(text)["input_ids"])
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.served.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@contextmanager
+def serving(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_waiting: int = 64,
+    max_sequences: int = 8,
+    api_key: str | None = None,
+    max_body_bytes: int = 1 << 20,
+    sampling: lp.SamplingParams | None = None,
+    **limits: Any,
+) -> Iterator[Running]:
+    """A server of this model, with fixed step times; it ends with the block."""
+    import uvicorn
+
+    from launch.serve.api import build_app
+    from launch.serve.engine_loop import EngineLoop
+    from launch.serve.fim import FimPrompts, fim_format
+    from launch.serve.metrics import Metrics
+    from launch.serve.served import Limits, Served
+    from launch.serve.server import bind
+
+    def decoder() -> lp.LookaheadDecoder:
+        return lp.LookaheadDecoder(model, step_times=STEP_TIMES)
+
+    loop = EngineLoop(lp.Engine(decoder(), max_sequences, cache_tokens=1 << 13), max_waiting)
+    fim = fim_format(tokenizer, None)
+    served = Served(
+        name="models/demo",
+        model=model,
+        tokenizer=tokenizer,
+        loop=loop,
+        sampling=sampling or lp.SamplingParams(),
+        limits=Limits(**limits),
+        metrics=Metrics(loop),
+        fim=FimPrompts(tokenizer, fim) if fim else None,
+    )
+    app = build_app(served, api_key, max_body_bytes)
+    socket = bind("127.0.0.1", 0)
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
+    )
+    thread = threading.Thread(target=server.run, args=([socket],), daemon=True)
+    loop.start()
+    thread.start()
+    running = Running(f"http://127.0.0.1:{socket.getsockname()[1]}", served, decoder(), api_key or "none")
+    try:
+        yield running
+    finally:
+        for client in running.clients:
+            client.close()
+        server.should_exit = True
+        thread.join()
+        loop.close()
+        socket.close()

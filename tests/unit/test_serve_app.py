@@ -1,0 +1,64 @@
+"""launch.serve as an app: what it refuses before it loads a model."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+import launch.serve.server
+from launch.serve import serve
+from launch.serve.server import PACKAGES, bind
+from lp.errors import UserError
+from tests.unit.conftest import Ran
+
+BAD = {
+    "decoder=autoregressive": "take decoder=plain instead",
+    "sampling.verifier=rejection": "use sampling.verifier=coupled",
+    "fim.middle=x": "fim.prefix is not given, but fim.middle is",
+    "max_sequences=0": "max_sequences is 0; it must be an integer >= 1",
+    "max_waiting=-1": "max_waiting is -1; it must be an integer >= 0",
+    "port=70000": "port is 70000; it must be an integer in [0, 65535]",
+    "timeout_s=-1": "timeout_s is -1.0; it must be a number >= 0",
+    "api_key=''": "api_key is empty",
+    "chat_template=nowhere.jinja": "chat_template",
+    "hostt=x": "unknown config key 'hostt'; did you mean 'host'?",
+    "host=no.such.host.example": "host= is an address of this machine",
+}
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is the same where the extra is missing."""
+    monkeypatch.setattr(launch.serve.server, "is_installed", lambda package: True)
+
+
+@pytest.mark.parametrize("setting", BAD)
+def test_bad_settings(start_app: Callable[..., Ran], setting: str) -> None:
+    ran = start_app(serve, "serve", "port=0", setting)
+    assert ran.code == 2 and BAD[setting] in ran.err and len(ran.err.splitlines()) == 1, ran.err
+
+
+def test_a_port_that_is_taken(start_app: Callable[..., Ran]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ran = start_app(serve, "serve", f"port={port}")
+    assert ran.code == 2 and f"cannot listen on 127.0.0.1:{port}" in ran.err and "give another port=" in ran.err
+
+
+def test_a_bound_port_takes_no_connections_yet() -> None:
+    """Who asks whether the server is up must not be kept waiting while the model is loaded."""
+    with bind("127.0.0.1", 0) as bound, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound.getsockname(), timeout=5)
+
+
+def test_without_the_extra_it_says_which(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.serve.server, "is_installed", lambda package: package != PACKAGES[1])
+    ran = start_app(serve, "serve", "port=0")
+    assert ran.code == 2 and "launch.serve needs uvicorn; install the extra: pip install '.[serve]'" in ran.err
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1:0"):
+        bind("192.0.2.1", 0)

@@ -1,0 +1,297 @@
+"""launch.serve and bad requests: a status and a message each, and nothing else disturbed. Full queues, lost clients."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import lp
+from tests.serving import Running, serving
+
+for package in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason="the extra `serve` is not installed")
+httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
+
+COMPLETE, CHAT, LLAMA, INFILL = "/v1/completions", "/v1/chat/completions", "/completion", "/infill"
+USER = [{"role": "user", "content": "a"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+# Path, body, status, the field at fault, and what the message says.
+BAD: list[tuple[str, Any, int, str | None, str]] = [
+    (COMPLETE, {}, 400, "prompt", "prompt is missing"),
+    (COMPLETE, [], 400, None, "the body is no JSON object"),
+    (COMPLETE, '"text"', 400, None, "the body is no JSON object"),
+    (COMPLETE, {"prompt": None}, 400, "prompt", "prompt has a wrong type"),
+    (COMPLETE, {"prompt": 3}, 400, "prompt", "prompt has a wrong type"),
+    (COMPLETE, {"prompt": []}, 400, "prompt", "prompt has a wrong type"),
+    (COMPLETE, {"prompt": [[]]}, 400, "prompt", "prompt has a wrong type"),
+    (COMPLETE, {"prompt": [1, "a"]}, 400, "prompt", "prompt has a wrong type"),
+    (COMPLETE, {"prompt": [-1]}, 400, "prompt", "prompt has a wrong type"),
+    (COMPLETE, {"prompt": [1.5]}, 400, "prompt", "prompt has a wrong type"),
+    (COMPLETE, {"prompt": [4096]}, 400, "prompt", "token id 4096; this model's vocabulary is 0..4095"),
+    (COMPLETE, {"prompt": [5] * 2048}, 400, "prompt", "2048 tokens, the model's context 2048; shorten it"),
+    (COMPLETE, {"prompt": "\ud800"}, 400, "prompt", "half a character at 0"),
+    (COMPLETE, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens", "max_tokens is -1; input should be greater"),
+    (COMPLETE, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens", "max_tokens is '9'; input should be a valid int"),
+    (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, None, "max_tokens is 0, which leaves nothing to do without echo"),
+    (COMPLETE, {"prompt": "a", "temperature": -0.1}, 400, "temperature", "temperature is -0.1; "),
+    (COMPLETE, {"prompt": "a", "temperature": 2.1}, 400, "temperature", "less than or equal to 2"),
+    (COMPLETE, '{"prompt": "a", "temperature": NaN}', 400, "temperature", "finite number"),
+    (COMPLETE, {"prompt": "a", "top_p": 1.1}, 400, "top_p", "less than or equal to 1"),
+    (COMPLETE, {"prompt": "a", "n": 0}, 400, "n", "n is 0; input should be greater than or equal to 1"),
+    (COMPLETE, {"prompt": "a", "n": 129}, 400, "n", "less than or equal to 128"),
+    (COMPLETE, {"prompt": ["a"] * 80}, 400, "n", "for 80 texts; this server takes 72 at a time"),
+    (COMPLETE, {"prompt": "a", "best_of": 3}, 400, None, "best_of is 3 and n is 1; texts are not ranked"),
+    (COMPLETE, {"prompt": "a", "seed": 1.5}, 400, "seed", "seed is 1.5; "),
+    (COMPLETE, {"prompt": "a", "stop": ["x", ""]}, 400, "stop", "at least 1 character"),
+    (COMPLETE, {"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
+    (COMPLETE, {"prompt": "a", "stop": 3}, 400, "stop", "stop is 3; "),
+    (COMPLETE, {"prompt": "a", "stream": "yes"}, 400, "stream", "stream is 'yes'; "),
+    (COMPLETE, {"prompt": "a", "stream_options": {}}, 400, None, "stream_options is given, but stream is not true"),
+    (COMPLETE, {"prompt": "a", "logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "the key 'x' is no token id"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"4096": 1}}, 400, "logit_bias", "vocabulary is 0..4095"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"1": 101}}, 400, "logit_bias", "less than or equal to 100"),
+    (COMPLETE, {"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", "less than or equal to 2"),
+    (COMPLETE, {"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater than 0"),
+    (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "suffix", "demo has no tokens for fill-in-the-middle"),
+    (COMPLETE, {"prompt": "a", "suffix": "b", "echo": True}, 400, None, "echo is true with a suffix"),
+    (COMPLETE, {"prompt": ["a"], "suffix": "b"}, 400, None, "prompt is no single text"),
+    (COMPLETE, {"prompt": "a", "use_beam_search": True}, 400, None, "use_beam_search is not supported"),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format", "is 'xml'; "),
+    (COMPLETE, {"prompt": "a", "response_format": {"type": "json_object"}}, 400, None, "'json_object' is not"),
+    (COMPLETE, {"prompt": "a", "model": "other"}, 404, "model", "there is no model 'other'; this server has 'demo'"),
+    (COMPLETE, '{"prompt": ', 400, None, "the body is not JSON"),
+    (COMPLETE, b'{"prompt": "\xff"}', 400, None, "body"),
+    (COMPLETE, "[" * 100_000, 400, None, "body"),
+    (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "a message of role 'user' has no content"),
+    (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, 400, "messages", "messages[0].role is 'robot'; "),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        400,
+        "messages",
+        "takes text alone",
+    ),
+    (CHAT, {"messages": USER, "max_completion_tokens": 0}, 400, "max_completion_tokens", "greater than or equal to 1"),
+    (CHAT, {"messages": USER, "top_logprobs": 2}, 400, None, "top_logprobs is given, but logprobs is not true"),
+    (CHAT, {"messages": USER, "tools": [TOOL]}, 400, "tools", "transformers describes no format of calls for llama"),
+    (CHAT, {"messages": USER, "tool_choice": "auto"}, 400, None, "tool_choice is given without tools"),
+    (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice", "'required'; "),
+    (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, 400, None, "functions is not supported; give tools"),
+    (CHAT, {"messages": USER, "prediction": {"type": "x"}}, 400, "prediction", "prediction.type is 'x'; "),
+    (LLAMA, {"prompt": "a", "n_predict": -2}, 400, "n_predict", "greater than or equal to -1"),
+    (LLAMA, {"prompt": "a", "min_p": 1}, 400, "min_p", "less than 1"),
+    (LLAMA, {"prompt": "a", "mirostat": 2}, 400, None, "mirostat is not supported; take temperature"),
+    (INFILL, {"input_prefix": "a"}, 400, "input_suffix", "input_suffix is missing"),
+    (INFILL, {"input_prefix": "a", "input_suffix": "b"}, 501, None, "demo has no tokens for fill-in-the-middle"),
+    ("/tokenize", {"content": 3}, 400, "content", "content has a wrong type: input should be a valid string"),
+    ("/detokenize", {"tokens": [5000]}, 400, "tokens", "vocabulary is 0..4095"),
+    ("/v1/embeddings", {"input": "a"}, 404, None, "there is no path '/v1/embeddings'"),
+]
+
+
+@pytest.fixture(scope="module")
+def http(demo_server: Running) -> Any:
+    return demo_server.http()
+
+
+def post(http: Any, path: str, body: Any, **headers: str) -> Any:
+    """Send a body as it is, or as JSON."""
+    content = body if isinstance(body, bytes) else body.encode() if isinstance(body, str) else json.dumps(body)
+    return http.post(path, content=content, headers={"Content-Type": "application/json", **headers})
+
+
+def test_bad_requests(demo_server: Running, http: Any) -> None:
+    """Each has its status, its field and its remedy, while another text goes on as if there were none."""
+    ids = demo_server.encode("def fibonacci(n):\n")
+    sampling = lp.SamplingParams(temperature=0.8, seed=1)
+    alone = demo_server.decode(demo_server.decoder.generate(ids, 120, sampling, eos_token_id=()).tokens)
+    texts: list[str] = []
+
+    def long_text() -> None:
+        asked = {"prompt": ids, "max_tokens": 120, "temperature": 0.8, "seed": 1, "ignore_eos": True}
+        texts.append(post(http, COMPLETE, asked).json()["choices"][0]["text"])
+
+    thread = threading.Thread(target=long_text)
+    thread.start()
+    try:
+        for path, body, status, param, message in BAD:
+            what = f"{path} {body!r:.100}"
+            answer = post(http, path, body)
+            assert answer.status_code == status, f"{what}: {answer.status_code} {answer.text}"
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}, what
+            assert message in error["message"], f"{what}: {error['message']}"
+            assert error["param"] == param, f"{what}: {error['param']}"
+    finally:
+        thread.join()
+    assert texts == [alone]
+    assert len(BAD) >= 40
+
+
+def test_errors_before_a_stream_have_a_status(http: Any) -> None:
+    answer = post(http, COMPLETE, {"prompt": [5] * 2048, "stream": True})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_other_methods_and_types_are_refused(http: Any) -> None:
+    answer = http.get(COMPLETE)
+    assert answer.status_code == 405 and answer.json()["error"]["message"] == f"{COMPLETE} does not take GET"
+    form = http.post(COMPLETE, content='{"prompt": "a"}', headers={"Content-Type": "text/plain"})
+    assert form.status_code == 400 and "Content-Type: application/json" in form.json()["error"]["message"]
+    assert "access-control-allow-origin" not in http.options(COMPLETE, headers={"Origin": "http://x"}).headers
+
+
+def test_bodies_are_bounded(http: Any) -> None:
+    """By what the client announces, and by what it sends where it announces nothing."""
+    large = json.dumps({"prompt": "a" * (1 << 20)}).encode()
+
+    def parts() -> Iterator[bytes]:
+        yield from (large[at : at + 65536] for at in range(0, len(large), 65536))
+
+    for content in (large, parts()):
+        answer = http.post(COMPLETE, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
+    assert http.get("/health").json() == {"status": "ok"}
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[Running]:
+    """One text at a time, and one that may wait; with a key and a time limit."""
+    with serving(*lp.load("demo"), max_sequences=1, max_waiting=1, api_key="s3cret", timeout_s=2.0) as running:
+        yield running
+
+
+LONG = {"prompt": "def f(x):\n", "max_tokens": 2000, "temperature": 1.0, "ignore_eos": True, "stream": True}
+
+
+def eventually(true: Callable[[], bool], within_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true()
+
+
+def test_the_api_key(small_server: Running) -> None:
+    http = small_server.http()
+    for header in ({}, {"Authorization": "Bearer other"}, {"Authorization": "s3cret"}):
+        answer = http.get("/v1/models", headers=header)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+    assert http.get("/v1/models", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+    assert http.get("/health").status_code == 200 and http.get("/").status_code == 200
+
+
+def test_a_full_queue_answers_429(small_server: Running) -> None:
+    """With Retry-After; and there is room again as soon as a client leaves."""
+    http = small_server.http()
+    key = {"Authorization": "Bearer s3cret"}
+    loop = small_server.served.loop
+    with http.stream("POST", COMPLETE, json=LONG, headers=key) as one:
+        lines = one.iter_lines()  # which closes the response when it is dropped
+        next(lines)
+        waiting = threading.Thread(target=lambda: http.post(COMPLETE, json=LONG | {"max_tokens": 3}, headers=key))
+        waiting.start()
+        assert eventually(lambda: loop.texts == 2)
+        refused = http.post(COMPLETE, json=LONG, headers=key)
+        assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
+        assert "2 texts are waiting, of 2 that may" in refused.json()["error"]["message"]
+    waiting.join()
+    assert eventually(lambda: loop.texts == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_sequence(small_server: Running, stream: bool) -> None:
+    """In the next step: the engine takes no other one for it."""
+    loop = small_server.served.loop
+    steps: list[int] = []
+    with httpx.Client(base_url=small_server.url, headers={"Authorization": "Bearer s3cret"}) as http:
+        try:
+            with http.stream("POST", COMPLETE, json=LONG | {"stream": stream}, timeout=0.5) as answer:
+                for line in answer.iter_lines():
+                    if line:
+                        break
+        except httpx.TimeoutException:
+            assert not stream  # nothing came in half a second
+        ended = loop.engine._end
+
+        def counted(text: Any, *reasons: Any) -> None:
+            steps.append(len(text.stats))
+            ended(text, *reasons)
+
+        loop.engine._end = counted
+    try:
+        assert eventually(lambda: loop.texts == 0, 2.0)
+    finally:
+        del loop.engine._end
+    assert loop.engine.running == 0 and all(count < 500 for count in steps)
+
+
+def test_a_text_that_takes_too_long_ends(small_server: Running) -> None:
+    """With 504; in a stream, which has its status already, with an event."""
+    http = small_server.http()
+    key = {"Authorization": "Bearer s3cret"}
+    slow = threading.Event()
+    step = small_server.served.loop.engine.step
+
+    def slowed() -> bool:
+        slow.wait(0.05)
+        return step()
+
+    small_server.served.loop.engine.step = slowed
+    try:
+        whole = http.post(COMPLETE, json=LONG | {"stream": False}, headers=key)
+        streamed = http.post(COMPLETE, json=LONG, headers=key).text
+    finally:
+        del small_server.served.loop.engine.step
+        slow.set()
+    assert whole.status_code == 504 and "not done within 2 s" in whole.json()["error"]["message"]
+    last = json.loads(streamed.strip().splitlines()[-1].removeprefix("data: "))
+    assert "not done within 2 s" in last["error"]["message"]
+    assert eventually(lambda: small_server.served.loop.texts == 0)
+
+
+def test_a_failed_engine_says_so() -> None:
+    """What runs ends with an error, /health tells why, and nothing new is taken."""
+    with serving(*lp.load("demo")) as running:
+        http = running.http()
+
+        def fail() -> bool:
+            raise RuntimeError("the device is gone")
+
+        running.served.loop.engine.step = fail
+        answer = http.post(COMPLETE, json={"prompt": "a", "max_tokens": 3})
+        assert answer.status_code == 500 and "the device is gone" in answer.json()["error"]["message"]
+        health = http.get("/health")
+        assert health.status_code == 503 and "the device is gone" in health.json()["error"]["message"]
+        assert http.post(COMPLETE, json={"prompt": "a"}).status_code == 503
+
+
+def test_metrics_count(demo_server: Running, http: Any) -> None:
+    """Texts, tokens, steps and draft tokens, under vLLM's names too; and no path that a client makes up."""
+
+    def values() -> dict[str, float]:
+        lines = [line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if line[0] != "#"]
+        return {name: float(value) for name, value in lines}
+
+    before = values()
+    answer = http.post(COMPLETE, json={"prompt": "import os\n", "max_tokens": 30, "temperature": 0}).json()["usage"]
+    http.get("/no/such/path")
+    after = values()
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown["lp_generated_tokens_total"] == 30 and grown["lp_steps_total"] == answer["steps"]
+    for name in ("lp_accepted_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"):
+        assert grown[name] == answer["accepted_draft_tokens"] > 0
+    for name in ("lp_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total"):
+        assert grown[name] == answer["draft_tokens"]
+    assert grown['lp_texts_total{reason="length"}'] == 1
+    assert grown['lp_requests_total{path="/v1/completions",status="200"}'] == 1
+    assert grown['lp_requests_total{path="other",status="404"}'] == 1
+    assert grown["lp_time_to_first_token_seconds_count"] == grown["lp_time_per_token_seconds_count"] == 1
+    assert after["lp_texts_running"] == after["lp_texts_waiting"] == 0
+    assert 0 < after["lp_cache_slots_free"] <= after["lp_cache_slots"]

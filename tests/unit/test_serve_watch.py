@@ -1,0 +1,108 @@
+"""A text as its client sees it: whole characters, cut at stop strings, lines and times."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from launch.serve.watch import TextWatch
+from lp.models.loader import DEMO_MODEL
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+def watched(watch: TextWatch, tokens: list[int], seed: int = 0) -> list[str]:
+    """What is shown, where steps have one to five tokens, up to the end."""
+    generator = random.Random(seed)
+    shown: list[str] = []
+    while tokens and not watch.ended:
+        count = generator.randint(1, 5)
+        shown.append(watch.push(tokens[:count]))
+        tokens = tokens[count:]
+    return [*shown, watch.flush()]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stop_strings(tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
+    """Drawn texts and stop strings: what was shown is always a beginning of what will have been shown."""
+    generator = random.Random(seed)
+    text = "".join(generator.choice(["ab", "a", "b", "aab", "\n", "ä", "漢", " x"]) for _ in range(40))
+    stop = ["".join(generator.choice("abx \nä") for _ in range(generator.randint(1, 4))) for _ in range(2)]
+    tokens = tokenizer(text)["input_ids"]
+    watch = TextWatch(tokenizer, [], stop)
+    shown = watched(watch, tokens, seed)
+    # The first one to be complete ends the text, as the model would go on behind it no more.
+    ends = [text.find(one) + len(one) for one in stop if one in text]
+    cut = min(
+        (
+            text.find(one)
+            for one in stop
+            if one in text and text.find(one) + len(one) <= _seen(watch, tokenizer, tokens)
+        ),
+        default=len(text),
+    )
+    assert "".join(shown) == text[:cut]
+    assert watch.ended == bool(ends) and (watch.found in stop if ends else watch.found is None)
+    assert watch.num_tokens <= len(tokens)
+
+
+def _seen(watch: TextWatch, tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> int:
+    """Characters of the tokens up to the end."""
+    return len(str(tokenizer.decode(tokens[: watch.num_tokens])).rstrip("\ufffd"))
+
+
+def test_a_stop_string_ends_it_at_its_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """However many more the step has brought."""
+    tokens = tokenizer("one = 1\ntwo = 2\nthree = 3\n")["input_ids"]
+    watch = TextWatch(tokenizer, [], ["two"])
+    assert watch.push(tokens) == "one = 1\n" and watch.ended and watch.flush() == ""
+    assert str(tokenizer.decode(tokens[: watch.num_tokens])).startswith("one = 1\ntwo")
+    assert "=" not in str(tokenizer.decode(tokens[: watch.num_tokens])).split("two")[1]
+
+
+def test_characters_stay_whole(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The bytes of one that is not complete wait."""
+    tokens = tokenizer("漢字ä😀")["input_ids"]
+    watch = TextWatch(tokenizer, [])
+    parts = [watch.push([token]) for token in tokens]
+    assert "".join(parts) == "漢字ä😀" and all("\ufffd" not in part for part in parts)
+    half = TextWatch(tokenizer, [], ["zz"])
+    shown = [half.push([token]) for token in tokens[:1]]
+    assert "".join(shown) == "" and half.flush() == "\ufffd"
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("x\n    y\n    z\ndef f():\n", "x\n    y\n    z"),
+        ("x\n\n    y\n  z\n", "x\n\n    y"),
+        ("x\n    y", "x\n    y"),
+        ("x\n    y\n  ", "x\n    y\n  "),
+        ("  x", "  x"),
+    ],
+)
+def test_a_line_that_is_indented_less_ends_it(
+    tokenizer: PreTrainedTokenizerBase, text: str, cut: str, seed: int
+) -> None:
+    """As llama.vim asks: a completion stays in its block."""
+    watch = TextWatch(tokenizer, [], min_indent=4)
+    assert "".join(watched(watch, tokenizer(text)["input_ids"], seed)) == cut
+    assert watch.ended == (cut != text)
+
+
+def test_a_time_limit_waits_for_a_line(tokenizer: PreTrainedTokenizerBase) -> None:
+    watch = TextWatch(tokenizer, [], time_limit_s=0.005)
+    one, two = tokenizer("a = ")["input_ids"], tokenizer("1\n")["input_ids"]
+    watch.push(one)
+    time.sleep(0.01)
+    watch.push(one)
+    assert not watch.ended  # its first line is not complete
+    watch.push(two)
+    assert watch.ended
