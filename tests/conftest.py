@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ GPU_DRY_RUN = os.environ.get("LP_GPU_DRY_RUN") == "1"  # of scripts/gpu_check.sh
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tiny models; threads would only fight over the cores
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

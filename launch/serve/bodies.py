@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from lp.errors import UserError
+
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LOGPROBS = 20
@@ -29,7 +31,7 @@ def _whole(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"half a character at {error.start}; send whole ones") from None
+        raise UserError(f"half a character at {error.start}; send whole ones") from None
     return text
 
 
@@ -67,7 +69,7 @@ class Body(BaseModel):
     def _refuse(self) -> Body:
         for name, remedy in self.REFUSED.items():
             if (self.model_extra or {}).get(name):
-                raise ValueError(f"{name} is not supported; {remedy}")
+                raise UserError(f"{name} is not supported; {remedy}")
         return self
 
 
@@ -91,7 +93,7 @@ class Sampled(Body):
     def _ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for token in value or ():
             if not token.isascii() or not token.isdecimal():
-                raise ValueError(f"the key {token!r} is no token id; give ids, as in {{'50256': -100}}")
+                raise UserError(f"the key {token!r} is no token id; give ids, as in {{'50256': -100}}")
         return value
 
 
@@ -114,9 +116,9 @@ class ResponseFormat(BaseModel):
     def _complete(self) -> ResponseFormat:
         needed = {"json_schema": self.json_schema, "grammar": self.grammar, "regex": self.regex}
         if self.type in needed and needed[self.type] is None:
-            raise ValueError(f"response_format.type is {self.type!r}; give response_format.{self.type} with it")
+            raise UserError(f"response_format.type is {self.type!r}; give response_format.{self.type} with it")
         if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict | bool):
-            raise ValueError("response_format.json_schema.schema must be a JSON schema; give an object")
+            raise UserError("response_format.json_schema.schema must be a JSON schema; give an object")
         return self
 
 
@@ -143,9 +145,9 @@ class OpenAI(Sampled):
     @model_validator(mode="after")
     def _sound_options(self) -> OpenAI:
         if self.response_format is not None and self.response_format.type != "text":
-            raise ValueError(f"response_format {self.response_format.type!r} is not supported yet; leave it out")
+            raise UserError(f"response_format {self.response_format.type!r} is not supported yet; leave it out")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is given, but stream is not true; leave stream_options out")
+            raise UserError("stream_options is given, but stream is not true; leave stream_options out")
         return self
 
 
@@ -170,13 +172,13 @@ class CompletionBody(OpenAI):
     @model_validator(mode="after")
     def _sound(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != self.n:
-            raise ValueError(f"best_of is {self.best_of} and n is {self.n}; texts are not ranked: leave best_of out")
+            raise UserError(f"best_of is {self.best_of} and n is {self.n}; texts are not ranked: leave best_of out")
         if self.suffix and self.echo:
-            raise ValueError("echo is true with a suffix; leave one of them out")
+            raise UserError("echo is true with a suffix; leave one of them out")
         if self.suffix and not isinstance(self.prompt, str):
-            raise ValueError("suffix is given, but prompt is no single text; give one text before the gap")
+            raise UserError("suffix is given, but prompt is no single text; give one text before the gap")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0, which leaves nothing to do without echo; ask for at least one token")
+            raise UserError("max_tokens is 0, which leaves nothing to do without echo; ask for at least one token")
         return self
 
 
@@ -189,7 +191,7 @@ class ContentPart(BaseModel):
     @model_validator(mode="after")
     def _is_text(self) -> ContentPart:
         if self.type != "text" or self.text is None:
-            raise ValueError(f"a content part is of type {self.type!r}; this model takes text alone")
+            raise UserError(f"a content part is of type {self.type!r}; this model takes text alone")
         return self
 
 
@@ -231,7 +233,7 @@ class Message(BaseModel):
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError(f"a message of role {self.role!r} has no content; give a text")
+            raise UserError(f"a message of role {self.role!r} has no content; give a text")
         return self
 
 
@@ -281,9 +283,9 @@ class ChatBody(OpenAI):
     @model_validator(mode="after")
     def _sound(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is given, but logprobs is not true; set logprobs")
+            raise UserError("top_logprobs is given, but logprobs is not true; set logprobs")
         if self.tool_choice and not self.tools:
-            raise ValueError("tool_choice is given without tools; give tools, or leave it out")
+            raise UserError("tool_choice is given without tools; give tools, or leave it out")
         return self
 
 

@@ -149,7 +149,7 @@ def test_layout_stays_below_the_limit(w: int, n: int, room: int) -> None:
 @pytest.mark.parametrize(
     ("draft", "says"),
     [
-        (DraftTree([1, 2], [-1]), "2 tokens, 1 parents and 2 accept_probs"),
+        (DraftTree([1, 2], [-1]), "2 tokens, 1 parents and 0 accept_probs"),
         (DraftTree([1, 2], [-1, 0], [0.5]), "2 tokens, 2 parents and 1 accept_probs"),
         (DraftTree([1, 2], [1, -1]), "comes before its parent"),
         (DraftTree([1], [0]), "comes before its parent"),

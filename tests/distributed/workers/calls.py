@@ -106,10 +106,10 @@ def left_alone(decoder: lp.LookaheadDecoder) -> str:
     """Rank 1 leaves a text by an error that no header carries, and makes a decoder: each waits in another group."""
 
     class Broken(lp.LookaheadDecoder):
-        def source(self, request: Any) -> Any:
-            made = super().source(request)
+        def budget(self, *args: Any) -> Any:
+            made: Any = super().budget(*args)
             if self.context.rank == 1:
-                made.observe = lambda *args: 1 // 0
+                made.learns, made.record_step = True, lambda *step: 1 // 0
             return made
 
     try:
