@@ -146,6 +146,7 @@ def listen(
     try:
         with sigterm_raises():
             loop.start()
+            bound.listen()  # who comes before uvicorn has started waits
             _announce(config, bound, served.short_name, sampling)
             server.run(sockets=[bound])
     finally:
