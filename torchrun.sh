@@ -73,7 +73,10 @@ if [ "$app" = launch.scaling ] || { [ "$nproc" = 1 ] && [ "$nnodes" = 1 ] && [ "
 fi
 
 # A chat goes on after Ctrl-C, and a server finishes its texts.
-case "$app" in launch.chat | launch.serve) export LP_CTRL_C=forward ;; esac
+case "$app" in
+  launch.chat) export LP_FORWARD=SIGINT ;;
+  launch.serve) export LP_FORWARD=SIGINT,SIGTERM ;;
+esac
 where=(--standalone) # a free port
 if [ "$nnodes" != 1 ]; then
   [ -n "${NODE_RANK:-}" ] && [ -n "${RDZV_ENDPOINT:-}" ] ||

@@ -9,6 +9,7 @@ import lp
 from lp.attention.registry import attention_choices
 from lp.draft.registry import DraftConfig, source_of
 from lp.engine.decoder import Decoder
+from lp.engine.lookahead import MEASURE
 from lp.errors import UserError
 
 from .schema import SHAPE_KEYS, Common, decoder_choices, frozen
@@ -62,7 +63,8 @@ def _builder(name: str, config: Common) -> Builder:
         return lambda model, context: lp.PlainDecoder(model, context, attention, capture)
     settings = _settings(name, config)
     source_of(settings).factory(settings)  # a package that is missing is refused before the model is loaded
-    return lambda model, context: lp.LookaheadDecoder(model, settings, context, attention, capture)
+    again = MEASURE if config.measure_step_times else None
+    return lambda model, context: lp.LookaheadDecoder(model, settings, context, attention, capture, again)
 
 
 def _settings(name: str, config: Common) -> DraftConfig:

@@ -149,6 +149,7 @@ def describe(session: Session[Any]) -> dict[str, Any]:
         **({"W": shapes[0].window_size, "N": shapes[0].ngram_size, "G": shapes[0].guess_set_size} if shapes else {}),
         "sampling": session.sampling and asdict(session.sampling),
         "stop_strings": config.stop_strings,
+        "json_schema": config.json_schema,
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
     }
@@ -208,6 +209,8 @@ def caption(report: Report) -> str:
         parts.append(describe_sampling(report.sampling))
     if s["stop_strings"]:
         parts.append(f"stop strings: {s['stop_strings']}")
+    if s["json_schema"]:
+        parts.append(f"JSON schema: {s['json_schema']}")
     if not s["exact"]:
         parts.append("activations are quantised, so tokens may differ")
     return ", ".join([*parts, f"median of {s['repeats']}"])

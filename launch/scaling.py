@@ -46,7 +46,7 @@ from .bench.scaling import (
     projected_lines,
     with_efficiency,
 )
-from .bench.session import Bench, ModelCache, methods_of, open_bench
+from .bench.session import ALONE, Bench, ModelCache, methods_of, open_bench
 from .bench.summary import markdown, short
 from .builders import PLAIN
 from .cli import start
@@ -55,6 +55,7 @@ from .schema import Output, ScalingConfig, frozen
 from .sweep import folder_of_run, relaunch
 
 ROUNDS = 3  # of projections
+LOOKAHEAD = "lookahead"  # with W, N and G as they are, the decoder that is projected
 OWN_KEYS = (
     "ranks",
     "tp",
@@ -107,7 +108,7 @@ def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache)
         lines += [line for records in found for line in measured_lines(records)]
         caption = _caption(found[0][0])
     if config.project:
-        bench = open_bench(replace(config, methods=["lookahead", PLAIN]), models)
+        bench = open_bench(replace(config, methods=[LOOKAHEAD, PLAIN]), models)
         with _threads_of_a_rank(config):
             lines += project_all(config, bench)
         caption = caption or f"{os.cpu_count()} cores, torch {torch.__version__}, model {config.model.name}"
@@ -132,6 +133,11 @@ def check(config: ScalingConfig) -> Nodes:
     if config.project and not config.links:
         raise UserError("links is empty with project=true; keep one of those in conf/scaling.yaml, or give your own")
     methods = methods_of(config)
+    decoder = config.decoder.name
+    if decoder != LOOKAHEAD and not any(name in (decoder, decoder + ALONE) for name in methods):
+        raise UserError(f"decoder is {decoder!r}, which methods={methods} does not run; add it to methods")
+    if config.project and decoder != LOOKAHEAD:
+        raise UserError(f"decoder is {decoder!r} with project=true, which projects decoder={LOOKAHEAD}; leave one out")
     if not config.tp:
         raise UserError("tp is empty; give ranks that hold a model between them, as in tp=[1,2]")
     for tp in config.tp:
@@ -141,7 +147,7 @@ def check(config: ScalingConfig) -> Nodes:
     for ranks in config.ranks:
         if not _methods(config, ranks):
             raise UserError(f"ranks has {ranks}, on which none of methods={methods} runs; give one more")
-    if config.project and config.decoder.name == "lookahead":  # now, not when everything else has been measured
+    if config.project and decoder == LOOKAHEAD:  # now, not when everything else has been measured
         check_projectable(frozen(lp.LookaheadConfig, config.decoder))
     check_int("runs", config.runs, 1, 100, "give how often to measure and project")
     check_timeouts(config.parallel.timeout_s, config.parallel.setup_timeout_s)
@@ -259,7 +265,7 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
 
 def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
     """The decoder with `factor` times W and G."""
-    decoder = bench.decoders["lookahead"]
+    decoder = bench.decoders[LOOKAHEAD]
     attention = bench.config.attention
     assert isinstance(decoder, lp.LookaheadDecoder)
     if factor == 1:

@@ -94,6 +94,7 @@ class ParallelSchema:
         timeout_s: seconds that a rank waits for the others, at the start and in a step, before it ends with an error.
         setup_timeout_s: the same while ranks compile and capture steps ahead.
         tp: ranks that hold one copy of the model between them, where it is too large or too slow for one.
+        one_shot_sums: sum small tensors of such ranks by torch's symmetric memory, where it gives NCCL's sums.
     """
 
     backend: str = "auto"
@@ -101,6 +102,7 @@ class ParallelSchema:
     timeout_s: float = DEFAULT_TIMEOUT_S
     setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S
     tp: int = 1
+    one_shot_sums: bool = False
 
 
 @dataclass
@@ -179,6 +181,7 @@ class Common:
     max_new_tokens: int = 128
     stop_strings: list[str] = field(default_factory=list)
     seed: int | None = 0
+    measure_step_times: bool = False
 
 
 @dataclass
@@ -201,6 +204,7 @@ class Config(Tasked):
     stream: bool = True
     compare: bool = True
     journal: str | None = None
+    json_schema: str | None = None
     verbose: bool = False
 
 

@@ -20,8 +20,10 @@ from lp.engine.journal import Journal
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
 from lp.errors import UserError
-from lp.models.loader import Loaded, context_limit, load
+from lp.models.loader import Loaded, context_limit, load, vocabulary_size
+from lp.optional import is_installed
 from lp.parallel.agreement import shared_seed
+from lp.sampling.grammar import Grammar
 
 from .arguments import closest
 from .bench.hub import load_hub
@@ -46,6 +48,7 @@ class Session(Generic[C]):
         sampling: of every run, its seed known; None is greedy.
         prompts: what to continue.
         journal: the file of the texts that are shown.
+        grammar: that every text follows; None for none.
     """
 
     config: C
@@ -55,6 +58,7 @@ class Session(Generic[C]):
     sampling: lp.SamplingParams | None
     prompts: list[Prompt]
     journal: Journal | None = None
+    grammar: Grammar | None = None
 
     def fitting(self) -> list[tuple[int, Prompt]]:
         """The prompts that the model's context has room for, with their numbers; a line on stderr counts the others.
@@ -109,7 +113,8 @@ class Session(Generic[C]):
         return json.loads(self.context.share_text(json.dumps(value)) or "null")
 
     def _stops(self) -> dict[str, Any]:
-        return {"stop_strings": list(self.config.stop_strings), "tokenizer": self.loaded.tokenizer}
+        stops = {"stop_strings": list(self.config.stop_strings), "tokenizer": self.loaded.tokenizer}
+        return stops if self.grammar is None else stops | {"grammar": self.grammar}
 
 
 def open_session(config: Config) -> Session[Config]:
@@ -121,10 +126,14 @@ def open_session(config: Config) -> Session[Config]:
     others = METHODS[config.decoder.name == "lookahead" :]  # measuring its step times takes seconds
     others = tuple(name for name in others if config.compare and name != config.decoder.name)
     prompts, sampling, builders = checked(config, [config.decoder.name, *others])
+    schema = None if config.json_schema is None else _json_schema(config.json_schema)
     path, context = journal_path(config, sampling), open_context(config)
     journal = Journal(path, context) if path else None
     loaded = load_model(config, context)
     sampling = seeded(sampling, context, journal.seed if journal else None)
+    grammar = None
+    if schema is not None:
+        grammar = lp.GrammarCompiler(loaded.tokenizer, vocabulary_size(loaded.model)).json_schema(schema)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}
     return Session(
         config=config,
@@ -134,7 +143,24 @@ def open_session(config: Config) -> Session[Config]:
         sampling=sampling,
         prompts=prompts,
         journal=journal,
+        grammar=grammar,
     )
+
+
+def _json_schema(path: str) -> str:
+    """The text of a schema's file.
+
+    Raises:
+        ValueError: there is none, or it is no JSON.
+    """
+    text = read_text(path, "json_schema")
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise UserError(f"json_schema {path} is no JSON ({error}); give a file with a JSON schema") from None
+    if not is_installed("xgrammar"):
+        raise UserError("json_schema needs xgrammar; install the extra: pip install '.[grammar]'")
+    return text
 
 
 def checked(config: Tasked, names: Iterable[str]) -> tuple[list[Prompt], lp.SamplingParams | None, Builders]:
@@ -151,19 +177,22 @@ def journal_path(config: Config, sampling: lp.SamplingParams | None) -> Path | N
     """The user's; or, where torchrun may start the ranks again, one in the folder that torchrun.sh chose.
 
     Raises:
-        ValueError: the user asks for one of rejection sampling, whose text no restart can repeat.
+        ValueError: the user asks for one of texts that no restart can go on with.
     """
-    repeatable = sampling is None or sampling.verifier is not lp.Verifier.REJECTION
+    rejection = sampling is not None and sampling.verifier is lp.Verifier.REJECTION
     if config.journal:
-        if not repeatable:
+        if rejection:
             raise UserError("journal is given with verifier 'rejection'; use sampling.verifier=coupled")
+        if config.json_schema is not None:
+            raise UserError("journal is given with json_schema, which begins with the text; leave one of them out")
         return Path(config.journal)
     folder = os.environ.get("LP_RUN_DIR")
     if not folder or not env_int("TORCHELASTIC_MAX_RESTARTS", 0):
         return None
-    if not repeatable:
+    if rejection or config.json_schema is not None:
+        why = "rejection sampling draws anew" if rejection else "a json_schema begins with the text"
         if env_int("RANK", 0) == 0:
-            print("no journal: rejection sampling draws anew, so a restart begins texts anew", file=sys.stderr)
+            print(f"no journal: {why}, so a restart begins texts anew", file=sys.stderr)
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder) / "journal.jsonl"
@@ -189,7 +218,7 @@ def open_context(config: Common) -> lp.ParallelContext:
         torch.manual_seed(config.seed)
     parallel, device = config.parallel, known_device(config.model.device)
     timeouts = parallel.timeout_s, parallel.setup_timeout_s
-    return lp.ParallelContext.from_env(parallel.backend, device, *timeouts, parallel.tp)
+    return lp.ParallelContext.from_env(parallel.backend, device, *timeouts, parallel.tp, parallel.one_shot_sums)
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:

@@ -13,6 +13,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 from lp.errors import UserError
@@ -22,6 +24,8 @@ from .arguments import STDIN, read_stdin
 USER_ERROR = 2
 # A rank that hangs in a collective ends no other way: a launch must end within 30 s of losing another rank.
 GRACE_S = "15"
+FORWARD = "LP_FORWARD"  # an environment variable: names of signals that go to the ranks, separated by commas
+HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")  # by torchrun, which ends the ranks
 
 
 def exit_code(code: int) -> int:
@@ -35,10 +39,38 @@ def of_ranks(codes: dict[int, int]) -> int:
     return exit_code(causes.pop()) if len(causes) == 1 else 1
 
 
+def forward(number: int, ends: bool) -> None:
+    """Leave a signal to the ranks; before there are any, it ends the launch.
+
+    Args:
+        number: of the signal.
+        ends: it asks the ranks to end, which is no failure after which others should start (MAX_RESTARTS).
+    """
+    asked = children()
+    signal_children(number)
+    if not asked:
+        sys.exit(exit_code(-number))
+    if ends:
+        threading.Thread(target=end_with, args=(asked, number), daemon=True).start()
+
+
+def end_with(asked: set[str], number: int) -> None:
+    """End the launch when torchrun starts others in place of these ranks, which were asked to end by this signal."""
+    while not children() - asked:
+        time.sleep(0.1)
+    signal_children(signal.SIGKILL)
+    os._exit(exit_code(-number))
+
+
+def children() -> set[str]:
+    """Process ids of the ranks."""
+    listed = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux only
+    return {*listed.read_text().split()} if listed.exists() else set()
+
+
 def signal_children(number: int) -> None:
     """Send a signal to every rank."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux only
-    for pid in children.read_text().split() if children.exists() else []:
+    for pid in children():
         with contextlib.suppress(ProcessLookupError):
             os.killpg(int(pid), number)  # torchrun gives every rank a session of its own
 
@@ -56,10 +88,12 @@ def main(args: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // int(options.nproc_per_node))))
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)
-    if os.environ.get("LP_CTRL_C") == "forward" and hasattr(options, "signals_to_handle"):
-        # A chat's ranks act upon Ctrl-C: they stop an answer and go on. torchrun would end them.
-        signal.signal(signal.SIGINT, lambda number, frame: signal_children(number))
-        args = ["--signals-to-handle", "SIGTERM,SIGHUP,SIGQUIT", *args]
+    names = [name for name in HANDLED if name in os.environ.get(FORWARD, "").split(",")]
+    if names and hasattr(options, "signals_to_handle"):
+        # A chat's ranks stop an answer and go on, a server's finish their texts: torchrun would end them.
+        for name in names:
+            signal.signal(signal.Signals[name], lambda number, frame: forward(number, "SIGTERM" in names))
+        args = ["--signals-to-handle", ",".join(name for name in HANDLED if name not in names), *args]
     if "-" in options.training_script_args:  # a prompt, which every rank needs and one process can read
         try:
             os.environ[STDIN] = read_stdin()

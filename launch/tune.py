@@ -20,6 +20,7 @@ from rich.table import Table
 
 import lp
 from lp.budget.step_times import StepTimes
+from lp.engine.lookahead import MEASURE
 
 from .bench.compare import alternate
 from .bench.table import console_on, empty_table
@@ -44,7 +45,8 @@ def tune(config: TuneConfig) -> None:
     ids = [session.encode(prompt) for _, prompt in session.fitting()]
 
     def build(shape: lp.LookaheadConfig | None) -> lp.LookaheadDecoder:
-        decoder = lp.LookaheadDecoder(model, shape, context, config.attention.name, config.attention.capture)
+        again = MEASURE if config.measure_step_times and shape is None else None
+        decoder = lp.LookaheadDecoder(model, shape, context, config.attention.name, config.attention.capture, again)
         alternate({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)}, 1)  # Ctrl-C ends it too
         return decoder
 

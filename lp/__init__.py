@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lp.attention.registry import register_attention
     from lp.budget.step_times import StepTimes
     from lp.config import Capture, KVSync, LookaheadConfig, PoolScope
+    from lp.draft.jacobi import JacobiConfig
     from lp.draft.paper import PaperConfig
     from lp.draft.prompt_lookup import PromptLookupConfig
     from lp.draft.registry import register_source
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lp.models.loader import load
     from lp.models.runner import release
     from lp.parallel.context import ParallelContext
+    from lp.sampling.grammar_compiler import GrammarCompiler
     from lp.sampling.params import SamplingParams, Verifier
 
 __version__ = "0.1.0.dev0"  # pyproject.toml takes it from here, so that a clone has it too
@@ -40,8 +42,10 @@ __all__ = [
     "Decoder",
     "Engine",
     "GenerationOutput",
+    "GrammarCompiler",
     "Handle",
     "Interrupted",
+    "JacobiConfig",
     "KVSync",
     "LookaheadConfig",
     "LookaheadDecoder",
@@ -73,6 +77,7 @@ _NAMES = {
     "lp.draft.prompt_lookup": "PromptLookupConfig",
     "lp.draft.registry": "register_source",
     "lp.draft.suffix": "SuffixConfig",
+    "lp.draft.jacobi": "JacobiConfig",
     "lp.draft.token_recycling": "RecyclingConfig",
     "lp.engine.autoregressive": "AutoregressiveDecoder",
     "lp.engine.decoder": "Decoder",
@@ -86,6 +91,7 @@ _NAMES = {
     "lp.models.loader": "load",
     "lp.models.runner": "release",
     "lp.parallel.context": "ParallelContext",
+    "lp.sampling.grammar_compiler": "GrammarCompiler",
     "lp.sampling.params": "SamplingParams Verifier",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

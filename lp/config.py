@@ -89,7 +89,7 @@ class LookaheadConfig:
     window_size: int = _RESOLVED
     ngram_size: int = _RESOLVED
     guess_set_size: int = _RESOLVED
-    draft_depth: int | None = 96
+    draft_depth: int | None = 192
     prompt_ngrams: bool = True
     prompt_logits: bool = True
     output_ngrams: bool = True

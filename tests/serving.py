@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lp
 from lp.budget.step_times import StepTimes
+from lp.models.loader import vocabulary_size
 
 STEP_TIMES = StepTimes((1, 64), (1e-3, 1.63e-3), 1e-3)
 
@@ -74,6 +75,7 @@ def serving(
     from launch.serve.api import build_app
     from launch.serve.engine_loop import EngineLoop
     from launch.serve.fim import FimPrompts, fim_format
+    from launch.serve.grammars import Grammars
     from launch.serve.metrics import Metrics
     from launch.serve.served import Limits, Served
     from launch.serve.server import bind
@@ -81,7 +83,8 @@ def serving(
     def decoder() -> lp.LookaheadDecoder:
         return lp.LookaheadDecoder(model, step_times=STEP_TIMES)
 
-    loop = EngineLoop(lp.Engine(decoder(), max_sequences, cache_tokens=1 << 13), max_waiting)
+    grammars = Grammars(tokenizer, vocabulary_size(model))
+    loop = EngineLoop(lp.Engine(decoder(), max_sequences, cache_tokens=1 << 13), grammars, max_waiting)
     fim = fim_format(tokenizer, None)
     served = Served(
         name="models/demo",

@@ -38,9 +38,13 @@ class Stretch:
         return self.tokens / self.steps
 
 
-def resident_bytes() -> int | None:
-    """The process's resident memory now."""
-    statm = Path("/proc/self/statm")
+def resident_bytes(process: int | str = "self") -> int | None:
+    """A process's resident memory now.
+
+    Args:
+        process: its id.
+    """
+    statm = Path(f"/proc/{process}/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else None
 
 

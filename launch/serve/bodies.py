@@ -6,6 +6,7 @@ a text and cannot be had are refused (`Refused`).
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -121,6 +122,14 @@ class ResponseFormat(BaseModel):
             raise UserError("response_format.json_schema.schema must be a JSON schema; give an object")
         return self
 
+    @property
+    def grammar_given(self) -> tuple[str, str] | None:
+        """As of `Grammars.grammar`; None for none."""
+        if self.type == "json_schema":
+            return "json_schema", json.dumps((self.json_schema or {})["schema"])
+        kinds = {"json_object": "json", "grammar": "ebnf", "regex": "regex"}
+        return (kinds[self.type], self.grammar or self.regex or "") if self.type in kinds else None
+
 
 class OpenAI(Sampled):
     """What both of OpenAI's endpoints take."""
@@ -131,6 +140,11 @@ class OpenAI(Sampled):
     stream: Bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+
+    @property
+    def grammar_given(self) -> tuple[str, str] | None:
+        """As of `Grammars.grammar`; None for none."""
+        return self.response_format.grammar_given if self.response_format else None
 
     @field_validator("n", mode="before")
     @classmethod
@@ -144,8 +158,8 @@ class OpenAI(Sampled):
 
     @model_validator(mode="after")
     def _sound_options(self) -> OpenAI:
-        if self.response_format is not None and self.response_format.type != "text":
-            raise UserError(f"response_format {self.response_format.type!r} is not supported yet; leave it out")
+        if self.grammar_given and self.ignore_eos:
+            raise UserError("ignore_eos is true with a response_format, whose text an EOS ends; leave one of them out")
         if self.stream_options is not None and not self.stream:
             raise UserError("stream_options is given, but stream is not true; leave stream_options out")
         return self
@@ -273,12 +287,21 @@ class ChatBody(OpenAI):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
+    n_predict: Annotated[Int, Field(ge=-1)] | None = None
     logprobs: Bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     prediction: Prediction | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """By OpenAI's names of the limit, or llama.cpp's, whose 0 caches the prompt alone, by one token."""
+        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if given is None and self.n_predict is not None and self.n_predict >= 0:
+            return max(self.n_predict, 1)
+        return given
 
     @model_validator(mode="after")
     def _sound(self) -> ChatBody:
@@ -297,8 +320,6 @@ class LlamaCpp(Body):
         "lora": "load the model with its adapter",
         "image_data": "this model takes text alone",
         "n_probs": "/v1/completions has logprobs",
-        "grammar": "leave it out",
-        "json_schema": "leave it out",
     }
     prompt: Text | TokenIds = ""
     n_predict: Annotated[Int, Field(ge=-1)] = -1
@@ -318,7 +339,16 @@ class LlamaCpp(Body):
     n_indent: Annotated[Int, Field(ge=0)] = 0
     t_max_predict_ms: Annotated[float, Field(ge=0)] = 0
     ignore_eos: Bool = False
+    grammar: Text = ""
+    json_schema: dict[str, Any] | None = None
     response_fields: list[Text] | None = None
+
+    @property
+    def grammar_given(self) -> tuple[str, str] | None:
+        """As of `Grammars.grammar`; None for none."""
+        if self.grammar:
+            return "ebnf", self.grammar
+        return ("json_schema", json.dumps(self.json_schema)) if self.json_schema else None
 
     @property
     def top(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from lp.engine.output import StepStats
 from lp.errors import UserError
 from lp.sampling.logprob_sampler import Logprob, LogprobSampler
 
+from .grammars import Grammars
 from .prompt_logprobs import prompt_logprobs
 from .spec import TextSpec
 from .watch import TextWatch
@@ -32,6 +33,10 @@ class Busy(Exception):
 
 class Closing(Exception):
     """The server takes no more texts: it ends, or its engine has failed."""
+
+
+class Abandoned(Exception):
+    """The server ended before the text did."""
 
 
 class Piece(NamedTuple):
@@ -120,6 +125,7 @@ class EngineLoop:
 
     Args:
         engine: nobody else may use it.
+        grammars: of texts that follow one.
         max_waiting: texts that may wait beside those that take steps.
         on_failure: called on the engine's thread when it can't go on.
 
@@ -127,8 +133,11 @@ class EngineLoop:
         failure: why it can't.
     """
 
-    def __init__(self, engine: lp.Engine, max_waiting: int, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, engine: lp.Engine, grammars: Grammars, max_waiting: int, on_failure: Callable[[], None] = lambda: None
+    ) -> None:
         self.engine = engine
+        self.grammars = grammars
         self.decoder = engine.decoder
         self.context = engine.decoder.context
         self.max_texts = engine.max_sequences + max_waiting
@@ -148,13 +157,32 @@ class EngineLoop:
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Finish the texts that there are, take no others, and end; on all ranks."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish the texts that there are, take no others, and end; on all ranks.
+
+        Args:
+            timeout_s: to wait for it; None: as long as it takes.
+
+        Returns:
+            Whether it has ended.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
         if self._thread:
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether `submit` does."""
+        return not (self._closing or self.failure)
+
+    def abandon(self) -> None:
+        """End the texts that there are, before the next step. From any thread, after `close`."""
+        with self._changed:
+            self._commands.append({"abandon": True})
+            self._changed.notify()
 
     @property
     def texts(self) -> int:
@@ -212,7 +240,7 @@ class EngineLoop:
             self._fail(error)
 
     def _check_open(self) -> None:
-        if self._closing or self.failure:
+        if not self.takes_texts:
             raise Closing
 
     def _next_commands(self, busy: bool) -> Commands:
@@ -242,12 +270,17 @@ class EngineLoop:
             text = self._texts.get(command["cancel"])
             if text and text.handle:
                 self.engine.cancel(text.handle)
+        elif "abandon" in command:
+            for number, text in [*self._texts.items()]:
+                if text.handle:
+                    self.engine.cancel(text.handle)
+                self._end(number, text, Ending(error=Abandoned()))
         else:
             self._ended = True
 
     def _begin(self, number: int, text: LiveText) -> None:
         try:
-            arguments = text.spec.arguments()
+            arguments = text.spec.arguments(self.grammars)
             on_tokens = None
             if text.watch:
                 on_tokens = lambda tokens, step: self._on_tokens(number, text, tokens)  # noqa: E731
@@ -295,6 +328,7 @@ class EngineLoop:
             steps=output.step_stats,
             prefill_s=output.prefill_s,
             decode_s=output.decode_s,
+            predicted=output.accepted_prediction,
         )
 
     def _end(self, number: int, text: LiveText, ending: Ending) -> None:

@@ -31,6 +31,7 @@ def llamacpp_routes(served: Served) -> APIRouter:
     @router.post("/completion")
     @router.post("/completions")
     async def completion(body: LlamaCpp, request: Request) -> Response:
+        await served.check_grammar(body.grammar_given)
         given = served.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt)
         return await respond(request, LlamaCompletion(served, body, served.checked(given, "prompt")))
 
@@ -42,6 +43,7 @@ def llamacpp_routes(served: Served) -> APIRouter:
                 "own by fim.prefix, fim.suffix and fim.middle"
             )
             raise ApiError(501, message, code="not_supported")
+        await served.check_grammar(body.grammar_given)
         extras = [Extra(extra.filename, extra.text) for extra in body.input_extra]
         room = None
         if served.context is not None:
@@ -79,6 +81,7 @@ class LlamaCompletion:
             eos=served.ends(ends or [], body.ignore_eos),
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
+            grammar=body.grammar_given,
         )
         self.nothing = wanted == 0
         limit_s = body.t_max_predict_ms / 1000
@@ -89,7 +92,7 @@ class LlamaCompletion:
         parts: list[str] = []
         tokens: list[int] = []
         ending = Ending()
-        async with aclosing(TextGroup(self.served, [self.text]).events()) as events:
+        async with aclosing(TextGroup(self.served, "completion", [self.text]).events()) as events:
             async for _, event in events:
                 parts.append(event.text)
                 if isinstance(event, Ending):
@@ -102,7 +105,7 @@ class LlamaCompletion:
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Step by step."""
-        async with aclosing(TextGroup(self.served, [self.text]).events()) as events:
+        async with aclosing(TextGroup(self.served, "completion", [self.text]).events()) as events:
             async for _, event in events:
                 if isinstance(event, Piece):
                     if not self.nothing:

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from lp.sampling.logprob_sampler import Logprob
 
-from .bodies import ChatBody, CompletionBody, OpenAI
+from .bodies import ChatBody, CompletionBody, OpenAI, plain_text
 from .chat_template import answer, chat_prompt, tool_format, uses_tools
 from .engine_loop import Ending, Piece
 from .errors import ApiError
@@ -33,6 +33,7 @@ def openai_routes(served: Served) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         served.check_model(body.model)
+        await served.check_grammar(body.grammar_given)
         completion = Completion(served, body)
         if body.stream:
             return await streamed(request, completion.chunks(), timeout_s)
@@ -41,6 +42,7 @@ def openai_routes(served: Served) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         served.check_model(body.model)
+        await served.check_grammar(body.grammar_given)
         chat = Chat(served, body)
         if body.stream:
             return await streamed(request, chat.chunks(), timeout_s)
@@ -67,6 +69,7 @@ def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | N
         logit_bias=served.biases(body.logit_bias),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
+        grammar=body.grammar_given,
     )
 
 
@@ -84,7 +87,11 @@ class _Answer:
         self.served = served
         self.body = body
         self.kind = kind
-        self.head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": served.short_name}
+        self.head: dict[str, Any] = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": served.short_name,
+        }
         self.prompts: list[list[int]] = []
         self.texts: list[Wanted] = []
         self.predicted = 0
@@ -187,7 +194,7 @@ class Completion(_Answer):
         logprobs = await self._prompt_logprobs()
         endings: dict[int, Ending] = {}
         if self.texts:
-            async with aclosing(TextGroup(self.served, self.texts).events()) as events:
+            async with aclosing(TextGroup(self.served, self.head["id"], self.texts).events()) as events:
                 async for index, event in events:
                     texts[index].append(event.text)
                     if isinstance(event, Ending):
@@ -219,7 +226,7 @@ class Completion(_Answer):
             for index, text in enumerate(self.echoes):
                 yield chunk(index, text, None if self.texts else "length")
         if self.texts:
-            async with aclosing(TextGroup(self.served, self.texts).events()) as events:
+            async with aclosing(TextGroup(self.served, self.head["id"], self.texts).events()) as events:
                 async for index, event in events:
                     if isinstance(event, Piece):
                         logprobs[index].add(event.logprobs)
@@ -268,7 +275,10 @@ class _LegacyLogprobs:
     def add(self, logprobs: Sequence[Logprob]) -> None:
         """More tokens."""
         for each in logprobs:
-            top = {self._piece(token): value for token, value in [*each.top, (each.token, each.logprob)]}
+            top: dict[str, float] = {}
+            for token, value in [*each.top, (each.token, each.logprob)]:
+                text = self._piece(token)  # which parts of a character share: the likeliest of them counts
+                top[text] = max(value, top.get(text, value))
             self._add(each.token, each.logprob, top)
 
     def _add(self, token: int, value: float | None, top: dict[str, float] | None) -> None:
@@ -315,12 +325,18 @@ class Chat(_Answer):
         self.tools = tool_format(served.tokenizer, served.model) if uses_tools(body) else None
         prompt = served.checked(chat_prompt(served.tokenizer, body), "messages")
         self.prompts = [prompt]
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        spec = spec_of(served, body, prompt, limit)
+        spec = spec_of(served, body, prompt, body.most_tokens)
         turn = served.tokenizer.eos_token_id if served.tokenizer.chat_template else None
         ends = [turn] if isinstance(turn, int) else []
         top = body.top_logprobs or 0
-        spec = replace(spec, eos=served.ends(ends, body.ignore_eos), logprobs=top if body.logprobs else None)
+        prediction = self._prediction()
+        self.predicted = len(prediction)
+        spec = replace(
+            spec,
+            eos=served.ends(ends, body.ignore_eos),
+            logprobs=top if body.logprobs else None,
+            prediction=prediction,
+        )
         self.texts = self.choices_of(spec)
 
     async def whole(self) -> dict[str, Any]:
@@ -329,7 +345,7 @@ class Chat(_Answer):
         tokens = [list[int]() for _ in self.texts]
         logprobs = [list[Logprob]() for _ in self.texts]
         endings: dict[int, Ending] = {}
-        async with aclosing(TextGroup(self.served, self.texts).events()) as events:
+        async with aclosing(TextGroup(self.served, self.head["id"], self.texts).events()) as events:
             async for index, event in events:
                 texts[index].append(event.text)
                 if isinstance(event, Ending):
@@ -356,7 +372,7 @@ class Chat(_Answer):
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             return self.chunk(choice, len(piece.tokens) if piece else 0)
 
-        async with aclosing(TextGroup(self.served, self.texts).events()) as events:
+        async with aclosing(TextGroup(self.served, self.head["id"], self.texts).events()) as events:
             begun = set[int]()
             async for index, event in events:
                 if index not in begun:
@@ -384,6 +400,11 @@ class Chat(_Answer):
                 yield chunk(index, {}, reason)
         for last in self.last_chunk(endings):
             yield last
+
+    def _prediction(self) -> list[int]:
+        if self.body.prediction is None:
+            return []
+        return self.served.encode(plain_text(self.body.prediction.content), special=False)
 
     def _message(self, text: str, tokens: Sequence[int]) -> dict[str, Any]:
         if self.tools is None:

@@ -19,11 +19,12 @@ from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.logprob_sampler import Logprob
 
-from .engine_loop import Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
+from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
 from .errors import ApiError
 from .fim import FimPrompts
 from .metrics import Metrics
 from .spec import TextSpec
+from .unfinished import UnfinishedRequests
 from .watch import TextWatch
 
 RETRY_AFTER_S = 1
@@ -55,6 +56,7 @@ class Served:
         stop: strings that end every text.
         limits: of a request.
         metrics: counts.
+        unfinished: keeps requests until they end.
         fim: makes prompts of gaps; None where the model has no tokens for it.
         created: time of the start.
     """
@@ -67,6 +69,7 @@ class Served:
     stop: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
     metrics: Metrics
+    unfinished: UnfinishedRequests = field(default_factory=lambda: UnfinishedRequests(None))
     fim: FimPrompts | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -164,6 +167,15 @@ class Served:
                 raise ApiError(400, message, "logit_bias")
         return biases
 
+    async def check_grammar(self, grammar: tuple[str, str] | None) -> None:
+        """Compile a grammar, which may take long, while other requests go on.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if grammar is not None:
+            await asyncio.to_thread(self.loop.grammars.grammar, *grammar)
+
     def check_logprobs(self) -> None:
         """Refuse log probabilities where no rank has them.
 
@@ -226,13 +238,14 @@ class TextGroup:
 
     Args:
         served: the model.
+        name: of the request.
         wanted: the texts.
 
     Raises:
         ApiError: 429: there are too many already. 503: the server ends.
     """
 
-    def __init__(self, served: Served, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, served: Served, name: str, wanted: Sequence[Wanted]) -> None:
         self._served = served
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._event_loop = asyncio.get_running_loop()
@@ -250,6 +263,8 @@ class TextGroup:
             raise ApiError(429, message, headers={"Retry-After": str(RETRY_AFTER_S)}) from None
         except Closing:
             raise closing(loop) from None
+        seed = (wanted[0].spec.sampling or {}).get("seed")
+        self._noted = served.unfinished.begin(name, texts=len(wanted), seed=seed)
 
     def _live(self, index: int, text: Wanted) -> LiveText:
         watch = TextWatch(self._served.tokenizer, text.spec.prompt, text.stop, text.min_indent, text.time_limit_s)
@@ -279,6 +294,8 @@ class TextGroup:
             if self._left:
                 for number in self._ids:
                     self._served.loop.cancel(number)
+            if not self._served.loop.failure:
+                self._served.unfinished.end(self._noted)
 
     def _count(self, index: int, event: Event) -> None:
         """On the engine's thread, whether or not a client still listens."""
@@ -298,6 +315,8 @@ def failed(error: BaseException) -> ApiError:
     """What a text failed with."""
     if isinstance(error, UserError):
         return ApiError(400, str(error))
+    if isinstance(error, Abandoned):
+        return ApiError(503, "the server ended before the text did; ask again")
     if isinstance(error, RanksParted):
         return ApiError(503, f"the ranks have parted: {error}")
     return ApiError(500, f"generating failed: {type(error).__name__}: {error}")

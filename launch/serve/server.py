@@ -11,10 +11,10 @@ from typing import Any
 
 import lp
 from lp.checks import as_float, check_int
-from lp.engine.interrupts import sigterm_raises
+from lp.engine.interrupts import Terminated, sigterm_raises
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
-from lp.models.loader import Loaded
+from lp.models.loader import Loaded, vocabulary_size
 from lp.optional import is_installed
 from lp.sampling.params import Verifier
 
@@ -26,6 +26,8 @@ from ..schema import ServeConfig
 from ..session import check_common, open_model, sampling_of
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
+from .grammars import Grammars
+from .unfinished import UnfinishedRequests, unfinished_folder
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra
 FAILURE_SHOWN_S = 2.0  # after the engine has failed, /health says so as long
@@ -37,9 +39,17 @@ def serve(config: ServeConfig) -> None:
     """The app.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM came, and the texts have ended.
+        Terminated: Ctrl-C or SIGTERM came, and the texts have ended.
         ValueError: a user error.
     """
+    try:
+        with sigterm_raises():
+            _serve(config)
+    except KeyboardInterrupt:  # how a server ends is no failure, after which torchrun would start it again
+        raise Terminated from None
+
+
+def _serve(config: ServeConfig) -> None:
     check(config)
     sampling = sampling_of(config)
     if sampling and sampling.verifier is Verifier.REJECTION:
@@ -55,11 +65,12 @@ def serve(config: ServeConfig) -> None:
     assert isinstance(decoder, StepDecoder)
     engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
     warm_up(engine)
+    grammars = Grammars(loaded.tokenizer, vocabulary_size(loaded.model))
     if bound:
         with bound:
-            listen(config, bound, loaded, engine, sampling, fim)
+            listen(config, bound, loaded, engine, grammars, sampling, fim)
     else:
-        follow(engine)
+        follow(engine, grammars)
 
 
 def check(config: ServeConfig) -> None:
@@ -94,11 +105,11 @@ def warm_up(engine: lp.Engine) -> None:
     engine.clear_prefixes()
 
 
-def follow(engine: lp.Engine) -> None:
+def follow(engine: lp.Engine, grammars: Grammars) -> None:
     """On another rank than 0: do what it does, until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # when to end is rank 0's affair
-    loop = EngineLoop(engine, 0)
+    loop = EngineLoop(engine, grammars, 0)
     loop.run()
     if loop.failure:
         raise loop.failure
@@ -109,6 +120,7 @@ def listen(
     bound: socket.socket,
     loaded: Loaded,
     engine: lp.Engine,
+    grammars: Grammars,
     sampling: lp.SamplingParams | None,
     fim: FimFormat | None,
 ) -> None:
@@ -120,11 +132,13 @@ def listen(
     import uvicorn
 
     from .api import build_app
+    from .draining import DrainingServer
     from .metrics import Metrics
     from .served import Limits, Served
 
+    unfinished = UnfinishedRequests(unfinished_folder())
     failed = threading.Event()
-    loop = EngineLoop(engine, config.max_waiting, failed.set)
+    loop = EngineLoop(engine, grammars, config.max_waiting, failed.set)
     known = fim_format(loaded.tokenizer, fim)
     served = Served(
         name=config.served_name or config.model.name,
@@ -135,20 +149,19 @@ def listen(
         stop=list(config.stop_strings),
         limits=Limits(max_new_tokens=config.max_new_tokens, timeout_s=config.timeout_s),
         metrics=Metrics(loop),
+        unfinished=unfinished,
         fim=FimPrompts(loaded.tokenizer, known) if known else None,
     )
     app = build_app(served, config.api_key, config.max_body_bytes)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=config.drain_s)
-    )
+    server = DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False), loop, config.drain_s)
     watcher = threading.Thread(target=_end_after_failure, args=(failed, server), daemon=True)
     watcher.start()
     try:
-        with sigterm_raises():
-            loop.start()
-            bound.listen()  # who comes before uvicorn has started waits
-            _announce(config, bound, served.short_name, sampling)
-            server.run(sockets=[bound])
+        loop.start()
+        bound.listen()  # who comes before uvicorn has started waits
+        _announce(config, bound, served.short_name, sampling)
+        _report(unfinished.earlier)
+        server.run(sockets=[bound])
     finally:
         loop.close()
     if loop.failure:
@@ -162,7 +175,8 @@ def bind(host: str, port: int) -> socket.socket:
         ValueError: the port is taken, or the host is not this machine's.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family)
+    # asyncio looks at the protocol before it sends events at once (TCP_NODELAY), not 40 ms later.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
@@ -181,6 +195,13 @@ def _announce(config: ServeConfig, bound: socket.socket, name: str, sampling: lp
     )
     if config.api_key is None and config.host not in LOOPBACK:
         print("warning: there is no api_key: whoever reaches this address can use the model", file=sys.stderr)
+
+
+def _report(earlier: list[dict[str, Any]]) -> None:
+    """The requests that a server before this one did not finish."""
+    for request in earlier:
+        facts = ", ".join(f"{name} {value}" for name, value in request.items() if name != "id" and value is not None)
+        print(f"unfinished before the restart: request {request['id']} ({facts})", file=sys.stderr)
 
 
 def _end_after_failure(failed: threading.Event, server: Any) -> None:

@@ -11,6 +11,8 @@ from transformers import LogitsProcessor, SequenceBiasLogitsProcessor
 import lp
 from lp.sampling.penalties import CountPenalty
 
+from .grammars import Grammars
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec:
@@ -25,6 +27,8 @@ class TextSpec:
         logit_bias: added to the logits of a token, by its id.
         presence_penalty: subtracted from the logits of tokens that were generated.
         frequency_penalty: the same, once for each time.
+        prediction: tokens that the client expects.
+        grammar: (kind, text) of the grammar that the text follows, as of `Grammars.grammar`; None for none.
         logprobs: so many of the likeliest tokens are reported beside each token; None reports none, and no log
             probability of the token either.
     """
@@ -37,6 +41,8 @@ class TextSpec:
     logit_bias: list[tuple[int, float]] = field(default_factory=list)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    prediction: list[int] = field(default_factory=list)
+    grammar: tuple[str, str] | None = None
     logprobs: int | None = None
 
     def as_data(self) -> dict[str, Any]:
@@ -48,8 +54,11 @@ class TextSpec:
         """From `as_data`, back from JSON."""
         return cls(**data)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, grammars: Grammars) -> dict[str, Any]:
         """The arguments of `Engine.submit`.
+
+        Args:
+            grammars: compiles the grammar.
 
         Raises:
             ValueError: a value out of range.
@@ -61,6 +70,8 @@ class TextSpec:
             "sequence": self.sequence,
             "eos_token_id": self.eos,
             "logits_processor": self._processors(),
+            "prediction": self.prediction,
+            "grammar": grammars.grammar(*self.grammar) if self.grammar else None,
         }
 
     def _processors(self) -> list[LogitsProcessor]:

@@ -12,7 +12,7 @@ import lp
 
 from .bodies import DetokenizeBody, TokenizeBody
 from .errors import ApiError
-from .served import Served
+from .served import Served, closing
 
 PAGE = Path(__file__).with_name("page.html")
 OPEN_PATHS = ("/", "/health")  # without the API key: they tell nothing and run nothing
@@ -31,10 +31,10 @@ def status_routes(served: Served) -> APIRouter:
     @router.get("/health")
     @router.get("/v1/health")
     async def health() -> Response:
-        failure = served.loop.failure
-        if failure:
-            return JSONResponse({"status": "error", "error": {"message": str(failure), "code": 503}}, 503)
-        return JSONResponse({"status": "ok"})
+        if served.loop.takes_texts:
+            return JSONResponse({"status": "ok"})
+        error = closing(served.loop)
+        return JSONResponse({"status": "error", **error.body()}, error.status)
 
     @router.get("/metrics")
     async def metrics() -> Response:

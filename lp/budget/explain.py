@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Protocol
 
@@ -34,6 +35,18 @@ def describe_budget(config: LookaheadConfig, step_times: StepTimes | None) -> st
     if step_times is None:
         return f"fixed budget {shape}"
     return f"adaptive budget up to {shape} depth={config.depth}; {step_times}"
+
+
+def describe_origin(path: Path, doubtful: Sequence[int] = ()) -> str:
+    """Where step times are stored, or why they are not.
+
+    Args:
+        doubtful: sizes that a busy machine may have slowed down, 0 for the plain step.
+    """
+    if not doubtful:
+        return f"; stored in {path}"
+    sizes = ", ".join(f"{size} tokens" if size else "plain" for size in doubtful)
+    return f"; not stored, since the machine seemed busy with something else (steps: {sizes})"
 
 
 def describe_steps(steps: Sequence[Step]) -> str:

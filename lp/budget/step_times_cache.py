@@ -8,58 +8,96 @@ import hashlib
 import json
 import os
 import platform
+import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from lp.budget.measure import Measurement
 from lp.budget.step_times import StepTimes
 from lp.compiled import COMPILED
 from lp.parallel.context import ParallelContext
 
-FORMAT = 3  # of the files, and part of their names: other formats are not read
+FORMAT = 4  # of the files, and part of their names: other formats are not read
+PLAIN = "plain"  # the plain step's name in a file
+
+
+class StepTimesFile:
+    """Where the step times of a model and a machine are stored, for a person to read, to change and to remove.
+
+    A JSON object: what is timed, and `seconds` of a step by its tokens, and of a plain step. The file's name begins
+    with the model's.
+
+    Args:
+        about: what is timed, in words.
+        key_parts: all that the step times depend on.
+        kept: where the text is left if the folder cannot be written to.
+    """
+
+    def __init__(self, about: Mapping[str, Any], key_parts: Sequence[Any], kept: dict[str, str]) -> None:
+        self._about = about
+        self._kept = kept
+        digest = hashlib.blake2b(repr((FORMAT, *key_parts)).encode(), digest_size=6).hexdigest()
+        name = re.sub(r"[^\w.-]+", "-", f"{next(iter(about.values()))}")[-80:].strip("-.")
+        self.path = cache_folder() / f"{name}-{digest}.json"
+
+    def text(self) -> str | None:
+        """What is in it; None if it is not there."""
+        with contextlib.suppress(OSError, ValueError):  # no file, or not text
+            return self._kept.get(self.path.name) or self.path.read_text(encoding="utf-8")
+        return None
+
+    def write(self, times: StepTimes) -> None:
+        """Write the whole file or nothing; warns where the folder cannot be written to."""
+        seconds = {PLAIN: times.plain_s, **dict(zip(map(str, times.num_tokens), times.seconds, strict=True))}
+        day = datetime.now().astimezone().isoformat(" ", "minutes")
+        text = json.dumps({**self._about, "written": day, "seconds": seconds}, indent=1)
+        try:
+            _write(self.path, text)
+        except OSError as error:
+            if self.path.name not in self._kept:
+                warnings.warn(
+                    f"the step times are measured again for every model that is loaded, because {self.path.parent} "
+                    f"cannot be written to ({error.strerror}): set XDG_CACHE_HOME to a folder of your own",
+                    stacklevel=2,
+                )
+            self._kept[self.path.name] = text
+
+
+def read_step_times(text: str) -> StepTimes | None:
+    """Those of a file's text; None if it was cut, or edited into something else."""
+    try:
+        seconds = dict(json.loads(text)["seconds"])
+        plain_s = seconds.pop(PLAIN)
+        return StepTimes(tuple(map(int, seconds)), tuple(seconds.values()), plain_s)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return None
 
 
 def load_or_measure(
-    key_parts: Sequence[Any], measure: Callable[[], StepTimes], context: ParallelContext, fallback: dict[str, str]
-) -> StepTimes:
-    """The step times of this model and machine: from the cache folder, or measured and written there.
+    file: StepTimesFile, measure: Callable[[], Measurement], context: ParallelContext, again: bool = False
+) -> Measurement:
+    """The step times of this model and machine: from the file, or measured, and stored if they can be trusted.
 
     Args:
-        key_parts: all that they depend on.
+        file: of rank 0; the others' is not looked at.
         measure: measures them, on all ranks.
         context: the ranks; what rank 0 finds counts.
-        fallback: where they are left if the folder cannot be written to.
+        again: measure them, whatever is stored.
     """
-    key = hashlib.blake2b(repr((FORMAT, *key_parts)).encode(), digest_size=12).hexdigest()
-    path = cache_folder() / f"{key}.json"
-    text = fallback.get(key)
-    if context.is_main and text is None:
-        with contextlib.suppress(OSError, ValueError):  # no file, or not text: the other ranks wait for an answer
-            text = path.read_text(encoding="utf-8")
+    text = file.text() if context.is_main and not again else None
     text = context.share_text(text, "looking for step times")
-    if text:
-        try:
-            return StepTimes(**json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            pass  # a file that was cut or edited: measured again
-    step_times = measure()
-    if context.is_main:
-        text = json.dumps(asdict(step_times))
-        try:
-            _write(path, text)
-        except OSError as error:
-            fallback[key] = text
-            warnings.warn(
-                f"the step times are measured again for every model that is loaded, because {path.parent} cannot be "
-                f"written to ({error.strerror}): set XDG_CACHE_HOME to a folder of your own",
-                stacklevel=2,
-            )
-    return step_times
+    if text and (times := read_step_times(text)):
+        return Measurement(times, ())
+    measured = measure()
+    if context.is_main and not measured.doubtful:
+        file.write(measured.times)
+    return measured
 
 
 def machine_key(device: torch.device) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 Importing this package registers the built-in draft sources; see `lp.draft.registry`.
 """
 
-from lp.draft import paper, prompt_lookup, suffix, token_recycling
+from lp.draft import jacobi, paper, prompt_lookup, suffix, token_recycling
 from lp.draft.pool import factory
 
-__all__ = ["factory", "paper", "prompt_lookup", "suffix", "token_recycling"]
+__all__ = ["factory", "jacobi", "paper", "prompt_lookup", "suffix", "token_recycling"]

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lp.engine.sharded_sampling import ShardedSampling
 from lp.models.graph_recorder import GraphRecorder
-from lp.parallel.message import BEST, HEADER, SAMPLED_SHIFT, MessageShape, best_logits
+from lp.parallel.message import BEST, DIGEST, HEADER, LENGTH, SAMPLED_SHIFT, STOP, MessageShape, Sampled, best_logits
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
 
@@ -50,10 +51,12 @@ class CapturedTail:
         num_logits: top-k logits that are taken, at most K.
         compared: ranks compare the best logits of `c`.
         to_host: copy the message to the host too: there is no other rank.
+        sharded: what samples on the ranks of a replica; None where the model is whole.
 
     Attributes:
         message: (P,) int64, on the device.
         on_host: the same in pinned memory, once the device is done; None if it is not copied.
+        heads: as of `ShardedSampling`, on the device; None without one.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class CapturedTail:
         num_logits: int,
         compared: bool,
         to_host: bool,
+        sharded: ShardedSampling | None,
     ) -> None:
         device = logits_BV.device
         bucket = len(logits_BV)
@@ -78,6 +82,7 @@ class CapturedTail:
         inputs = _Inputs.parts(block, shape.nodes)
         self.message = torch.zeros(shape.size, dtype=torch.int64, device=device)
         self.on_host = torch.zeros(shape.size, dtype=torch.int64, pin_memory=pinned) if to_host else None
+        self.heads: torch.Tensor | None = None
         # One more node, which takes what padding samples.
         words = torch.zeros(shape.nodes + 1, dtype=torch.int64, device=device)
         top_logits = torch.zeros(shape.nodes + 1, shape.num_logits, dtype=torch.int64, device=device)
@@ -85,16 +90,29 @@ class CapturedTail:
 
         def tail() -> None:
             block.copy_(host, non_blocking=True)
-            scores, sampled = sampler.sample_all(logits_BV, inputs.reachable_B != 0, inputs.noise_rows_B)
+            flags = None
+            reachable_B = inputs.reachable_B != 0
+            if sharded:
+                known = inputs.known[DIGEST : LENGTH + 1]
+                sampled, flags, self.heads = sharded.sample_all(
+                    known, logits_BV, reachable_B, inputs.noise_rows_B, num_logits
+                )
+            else:
+                scores, tokens = sampler.sample_all(logits_BV, reachable_B, inputs.noise_rows_B)
+                top = pack_top_logits(scores, num_logits) if num_logits else top_logits[:0]
+                sampled = Sampled(tokens, top, best_logits(logits_BV) if compared else None)
             words[: shape.nodes] = inputs.known[HEADER:]
-            words.index_copy_(0, inputs.nodes_B, words.index_select(0, inputs.nodes_B) | sampled << SAMPLED_SHIFT)
+            words.index_copy_(
+                0, inputs.nodes_B, words.index_select(0, inputs.nodes_B) | sampled.tokens << SAMPLED_SHIFT
+            )
             parts[0].copy_(inputs.known[:HEADER])
             parts[1].copy_(words[: shape.nodes])
-            if compared:
-                parts[0][BEST:] = best_logits(logits_BV)
+            if sampled.best is not None:
+                parts[0][BEST:] = sampled.best
+            if flags is not None:
+                parts[0][STOP : LENGTH + 1] = flags
             if num_logits:
-                packed = pack_top_logits(scores, num_logits)
-                top_logits[:, : packed.shape[1]].index_copy_(0, inputs.nodes_B, packed)
+                top_logits[:, : sampled.top_logits.shape[1]].index_copy_(0, inputs.nodes_B, sampled.top_logits)
                 parts[2].copy_(top_logits[: shape.nodes].flatten())
             if self.on_host is not None:
                 self.on_host.copy_(self.message, non_blocking=True)

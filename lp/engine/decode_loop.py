@@ -171,7 +171,9 @@ class Generation:
         if self.failure:
             raise self.failure
         tokens = self.tokens[: self.num_kept]
-        return GenerationOutput(tokens, FINISH_REASON[reason], self.stats, prefill_s, decode_s, self.cache.nbytes())
+        output = GenerationOutput(tokens, FINISH_REASON[reason], self.stats, prefill_s, decode_s, self.cache.nbytes())
+        output.accepted_prediction = min(getattr(self.source, "accepted_prediction", 0), len(tokens))
+        return output
 
     def capture_steps(self) -> None:
         """Before the first one, where steps are captured: those of all sizes that may come. Once for a model."""
@@ -530,7 +532,8 @@ class Generation:
         reason = self._stream(len(new_tokens))
         seconds = self.timer.seconds()
         plain = columns is None
-        self.stats.append(StepStats(num_tokens, num_draft, len(new_tokens) - 1, *seconds, columns or 0, plain))
+        counts = num_tokens, num_draft, len(new_tokens) - 1
+        self.stats.append(StepStats(*counts, *seconds, columns or 0, plain, self.last_tokens))
         return reason
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
@@ -552,6 +555,8 @@ class Generation:
             self.pending_stop |= Stop.FAILED
             replica_waits = self.context.replica.size > 1 and not self.step_pass.announced(error)
             if self.context.alone or replica_waits:  # in the model: it learns that this rank has ended
+                if self.failure is error:
+                    raise
                 raise self.failure from error
         return None
 

@@ -23,8 +23,10 @@ from lp.models.loader import context_limit, vocabulary_size
 from lp.models.rope import rope_boundary
 from lp.models.sharded_layers import check_divided
 from lp.models.support import check_adapter
+from lp.models.vocabulary import embedded_tokens
 from lp.parallel.agreement import shared_seed
 from lp.parallel.context import ParallelContext
+from lp.sampling.grammar import Grammar, GrammarProcessor
 from lp.sampling.params import SamplingParams
 from lp.sampling.sampler import build_sampler
 from lp.sampling.score_recorder import RecordingSampler
@@ -61,6 +63,8 @@ class Decoder(ABC):
         sequence: int = 0,
         output_scores: bool = False,
         output_logits: bool = False,
+        prediction: Sequence[int] = (),
+        grammar: Grammar | None = None,
     ) -> GenerationOutput:
         """Generate from one prompt.
 
@@ -80,6 +84,9 @@ class Decoder(ABC):
             prefill_chunk: prompt tokens a forward pass.
             output_scores: return the processed logits of every token, warpers included, noise not; on one rank.
             output_logits: return the model's own; on one rank.
+            prediction: token ids that are expected, as of a file that is to be changed a little. They are drafted, and
+                change no token. Decoders without draft tokens ignore them.
+            grammar: that the text follows up to an EOS, as lp.GrammarCompiler makes them.
 
         Returns:
             GenerationOutput.
@@ -101,6 +108,8 @@ class Decoder(ABC):
             "sequence": sequence,
             "output_scores": output_scores,
             "output_logits": output_logits,
+            "prediction": prediction,
+            "grammar": grammar,
         }
         signals = DeferredSignals()
         request = self.request(signals, input_ids, max_new_tokens, sampling, **options)
@@ -129,6 +138,8 @@ class Decoder(ABC):
         sequence: int = 0,
         output_scores: bool = False,
         output_logits: bool = False,
+        prediction: Sequence[int] = (),
+        grammar: Grammar | None = None,
     ) -> Request:
         """The checked call; arguments and errors are those of `generate`.
 
@@ -157,9 +168,14 @@ class Decoder(ABC):
             stopping_criteria,
             self.model.device,
         )
+        processors = [*logits_processor]
+        if grammar is not None:
+            if not stopping.eos:
+                raise UserError("a grammar is given, but no EOS that can end its text; give eos_token_id")
+            processors.append(GrammarProcessor(grammar, sorted(stopping.eos), len(padding) + len(prompt)))
         sampler = build_sampler(
             self._seeded(sampling),
-            logits_processor,
+            processors,
             padding=padding,
             sequence=sequence,
             rank=self.context.lp.rank,
@@ -173,7 +189,21 @@ class Decoder(ABC):
             sampler = RecordingSampler(sampler, recorded)
         limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
         boundary = rope_boundary(self.model.config.get_text_config())
-        return Request(prompt, max_new_tokens, limit, sampler, stopping, on_tokens, prefill_chunk, signals, boundary)
+        most = embedded_tokens(self.model) - 1
+        expected = [check_int("prediction", token, 0, most, "give token ids") for token in flat_list(prediction)]
+        return Request(
+            prompt=prompt,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            sampler=sampler,
+            stopping=stopping,
+            on_tokens=on_tokens,
+            prefill_chunk=prefill_chunk,
+            signals=signals,
+            boundary=boundary,
+            prediction=expected,
+            grammar=grammar,
+        )
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -16,6 +16,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,21 @@ class Handle:
         return self.output
 
 
+@dataclass(frozen=True, slots=True)
+class _Borrowed:
+    """The cache of captured steps, which one text has.
+
+    Attributes:
+        cache: that.
+        home: the text's own slots in the pool.
+        until: is closed when the text has ended.
+    """
+
+    cache: StaticKVCache
+    home: StaticKVCache
+    until: ExitStack
+
+
 class Engine:
     """Generates texts that come and go. Among ranks, all make the same calls in the same order.
 
@@ -162,6 +179,7 @@ class Engine:
         self._signals = DeferredSignals()
         self._stopped_by = Stop.NONE  # why texts ended in the last run
         self.signal = 0
+        self._borrowed: _Borrowed | None = None
         self._in_step = False  # also once a step was cut off
         self._cancelled: list[Handle] = []  # within the step
 
@@ -289,13 +307,18 @@ class Engine:
                 break
             self._waiting.popleft()
             decoder = self.decoder
+            by_itself = not self._running and not self._waiting
+            if by_itself:
+                cache = self._captured_cache(cache)
             try:
                 beginning = decoder.begin(handle.request, self.max_sequences)
                 text = decoder.generation(handle.request, beginning, cache, self._forest.timer)
+                if by_itself:
+                    decoder.capture_steps(text)
             except Exception as error:
                 if not decoder.steps_with.alone:
                     raise
-                self.pool.give_back(cache)
+                self.pool.give_back(self._returned(cache, 0, error))
                 self._stopped_by |= Stop.FAILED
                 handle.end(None, error)
                 continue
@@ -326,6 +349,48 @@ class Engine:
             cache.begin_with(states or source.cache.first(count), count)
         handle.reused = count
         return cache
+
+    def _captured_cache(self, cache: StaticKVCache) -> StaticKVCache:
+        """For a text that begins by itself, the cache of captured steps, where there is one and nobody has it.
+
+        The text goes on with it in company, uncaptured. Its slots in the pool stay its own, so that they are the same
+        on ranks that do not capture.
+
+        Args:
+            cache: in the pool; what it has is copied.
+        """
+        runner = self.decoder.runner
+        if runner.captured is None or runner.captured.reserved:
+            return cache
+        with ExitStack() as stack:
+            captured = stack.enter_context(runner.borrowed_cache(cache.capacity))
+            if runner.captures(captured):
+                if cache.length:
+                    captured.begin_with(cache.first(cache.length), cache.length)
+                self._borrowed = _Borrowed(captured, cache, stack.pop_all())
+                return captured
+        return cache
+
+    def _returned(self, cache: StaticKVCache, num_tokens: int, error: BaseException | None = None) -> StaticKVCache:
+        """The cache in the pool of a text that has ended.
+
+        Args:
+            cache: that the text had, which may be that of captured steps.
+            num_tokens: to copy from there.
+            error: that the text ended with.
+        """
+        if self._borrowed is None or cache is not self._borrowed.cache:
+            return cache
+        borrowed, self._borrowed = self._borrowed, None
+        borrowed.home.length = 0
+        if num_tokens:
+            with self.decoder.computing():
+                borrowed.home.begin_with(cache.first(num_tokens), num_tokens)
+        if error is None:
+            borrowed.until.close()
+        else:
+            borrowed.until.__exit__(type(error), error, error.__traceback__)
+        return borrowed.home
 
     def _longest_prefix(self, prompt: Sequence[int]) -> tuple[CachedText | None, int]:
         """The text whose cache begins with most of a prompt, and how much of it; None and 0 where none does."""
@@ -427,16 +492,17 @@ class Engine:
         """The same of a text that has failed alike on every rank."""
         self._stopped_by |= Stop.FAILED
         self._running.pop(text).end(None, error)
-        self.pool.give_back(text.cache)
+        self.pool.give_back(self._returned(text.cache, 0, error))
 
     def _keep_or_give_back(self, text: Generation, reusable: bool) -> None:
         """The cache of a text that has ended: the same on every rank, whatever went wrong on one of them."""
         tokens = text.cached_everywhere if self._reuses and reusable else []
+        cache = self._returned(text.cache, len(tokens))
         if not tokens:
-            self.pool.give_back(text.cache)
+            self.pool.give_back(cache)
             return
-        self.pool.shrink(text.cache, len(tokens))
-        self._prefixes.keep(tokens, text.cache)
+        self.pool.shrink(cache, len(tokens))
+        self._prefixes.keep(tokens, cache)
 
 
 def longest_text(decoder: StepDecoder) -> int:

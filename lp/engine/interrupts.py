@@ -66,7 +66,8 @@ def sigterm_raises() -> Iterator[None]:
 class DeferredSignals:
     """While entered, the first SIGINT or SIGTERM sets `requested`; a second one of its kind acts as it did before.
 
-    Outside the main thread, where Python allows no handlers, signals act as usual; those that are ignored stay so.
+    Outside the main thread, where Python allows no handlers, signals act as usual; those that are ignored stay so. It
+    may be entered again within itself, which changes nothing.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -74,6 +75,7 @@ class DeferredSignals:
     def __init__(self) -> None:
         self.received = 0  # the number of the first one
         self._before: dict[int, object] = {}
+        self._outermost: list[bool] = []  # by entry
 
     @property
     def requested(self) -> bool:
@@ -81,12 +83,15 @@ class DeferredSignals:
         return bool(self.received)
 
     def __enter__(self) -> DeferredSignals:
-        if threading.current_thread() is threading.main_thread():
+        self._outermost.append(not self._before)
+        if self._outermost[-1] and threading.current_thread() is threading.main_thread():
             deferred = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._defer) for number in deferred}
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if not self._outermost.pop():
+            return
         before, self._before = self._before, {}  # entered on another thread the next time, it has none
         for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

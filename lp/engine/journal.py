@@ -101,8 +101,10 @@ class Journal:
 
         Raises:
             Interrupted: as in Decoder.generate, with the whole text; the next call goes on behind it.
-            ValueError: rejection sampling, whose text no restart can repeat.
+            ValueError: rejection sampling, whose text no restart can repeat, or a grammar, which begins with the text.
         """
+        if options.get("grammar") is not None:
+            raise UserError("a journal can't go on under a grammar, which begins with the text; leave one of them out")
         if sampling is not None and sampling.verifier is Verifier.REJECTION:
             raise UserError("a journal can't go on with verifier 'rejection', which draws anew; use 'coupled'")
         ids = prompt_ids(decoder.model, ids)

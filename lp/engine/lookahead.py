@@ -13,6 +13,8 @@ from lp.budget.policy import AdaptiveBudget, Budget, FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.config import Capture, LookaheadConfig
 from lp.digest import chain_digest, text_digest
+from lp.draft.grammar_drafts import GrammarDrafts
+from lp.draft.prediction import Prediction
 from lp.draft.registry import Call, DraftConfig, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
@@ -20,7 +22,8 @@ from lp.engine.batch import BatchDecoder
 from lp.engine.decode_loop import Beginning, Generation, cache_slots
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
-from lp.engine.step_timing import decoder_step_times
+from lp.engine.step_timing import GivenStepTimes, KnownStepTimes
+from lp.errors import UserError
 from lp.models.digests import model_digests
 from lp.models.kv_cache import StaticKVCache
 from lp.models.loader import vocabulary_size
@@ -29,6 +32,9 @@ from lp.models.vocabulary import embedded_tokens
 from lp.parallel.agreement import check_same
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import check_vocabulary
+from lp.sampling.grammar import Cursor
+
+MEASURE = "measure"  # for `step_times`
 
 
 class LookaheadDecoder(BatchDecoder):
@@ -41,7 +47,8 @@ class LookaheadDecoder(BatchDecoder):
         context: the ranks to share each step with; None is this process alone.
         attention: "auto", or a backend's name: "sdpa", "eager", "flash", "flex"; the model itself stays as loaded.
         capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
-        step_times: for an adaptive config; None measures them once and stores them in the user's cache folder.
+        step_times: for an adaptive config; None measures them once, stores them in the user's cache folder, and
+            corrects them by the steps of every text; "measure" does so whatever is stored.
 
     Attributes:
         settings: the config as it was given, which ranks must agree on.
@@ -61,7 +68,7 @@ class LookaheadDecoder(BatchDecoder):
         context: ParallelContext | None = None,
         attention: str = "auto",
         capture: str = "auto",
-        step_times: StepTimes | None = None,
+        step_times: StepTimes | str | None = None,
     ) -> None:
         super().__init__(model, context)
         self.settings: DraftConfig = LookaheadConfig() if config is None else config
@@ -74,9 +81,13 @@ class LookaheadDecoder(BatchDecoder):
         making = f"making a {type(self).__name__}"
         if self.context.lp.world_size > 1:  # a rank has nobody else to differ from, and the checksum reads every weight
             check_same(self.context.lp, making, model_digests(model))
-        self.step_times: StepTimes | None = None
-        if self.config.adaptive:
-            self.step_times = step_times or decoder_step_times(self.runner, self.config, self.context)
+        if isinstance(step_times, str) and step_times != MEASURE:
+            raise UserError(f"step_times is {step_times!r}; give StepTimes, {MEASURE!r}, or None for those stored")
+        self._step_times: GivenStepTimes | None = None
+        if self.config.adaptive and isinstance(step_times, StepTimes):
+            self._step_times = GivenStepTimes(step_times)
+        elif self.config.adaptive:
+            self._step_times = KnownStepTimes(self.runner, self.config, self.context, again=step_times == MEASURE)
         else:
             FixedBudget(self.config, self.context.lp.world_size)  # refused now, not when a text is there
 
@@ -97,7 +108,13 @@ class LookaheadDecoder(BatchDecoder):
 
     def explain(self) -> str:
         """What steps may take, what they cost, and what those of the last text took: two lines."""
-        return f"{describe_budget(self.config, self.step_times)}\n{describe_steps(self._last)}"
+        origin = self._step_times.origin if self._step_times else ""
+        return f"{describe_budget(self.config, self.step_times)}{origin}\n{describe_steps(self._last)}"
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """Of an adaptive config, by which the next text's budget decides."""
+        return self._step_times.times if self._step_times else None
 
     @property
     def attention(self) -> str:
@@ -132,6 +149,7 @@ class LookaheadDecoder(BatchDecoder):
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
         asked |= {"context limit": request.limit, "step time table": self.step_times}
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
+        digests["prediction"] = chain_digest(0, request.prediction)
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
     @property
@@ -146,11 +164,19 @@ class LookaheadDecoder(BatchDecoder):
 
     def check(self, request: Request) -> None:
         check_same(self.context, f"beginning {self.call}", self._asked(request))
+        if self._step_times:
+            self._step_times.update()
 
     def begin(self, request: Request, texts: int = 1) -> Beginning:
         source = self.source(request)
         self.runner.follow()
-        return Beginning(source, self.budget(source, request.sampler.full_vocabulary_temperature, texts))
+        budget = self.budget(source, request.sampler.full_vocabulary_temperature, texts)
+        if request.prediction:
+            source = Prediction(source, request.prediction, len(request.prompt))
+        if request.grammar is not None:
+            cursor = Cursor(request.grammar.matcher(sorted(request.stopping.eos)))
+            source = GrammarDrafts(source, cursor, len(request.prompt))
+        return Beginning(source, budget)
 
     def generation(
         self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer | None = None
@@ -158,6 +184,11 @@ class LookaheadDecoder(BatchDecoder):
         return Generation(
             self.config, self.context.lp, self.runner, *beginning, request, cache, self.merges_late, timer
         )
+
+    def capture_steps(self, generation: Generation) -> None:
+        on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it
+        with self.context.setting_up("capturing steps") if on_gpu else nullcontext():
+            generation.capture_steps()
 
     def ended(self, stats: list[StepStats]) -> None:
         self._last = stats
@@ -168,10 +199,10 @@ class LookaheadDecoder(BatchDecoder):
         beginning = self.begin(request)
         with self.runner.borrowed_cache(cache_slots(request, beginning.budget)) as cache:
             generation = self.generation(request, beginning, cache)
-            on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it
-            with self.context.setting_up("capturing steps") if on_gpu else nullcontext():
-                generation.capture_steps()
+            self.capture_steps(generation)
             with self.context.stepping(generation.message_shape.size):
                 output = generation.run()
+        if self._step_times:
+            self._step_times.observe(output.step_stats)
         self.ended(output.step_stats)
         return output

@@ -66,6 +66,7 @@ class StepStats(NamedTuple):
         forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else.
         columns: of the window.
         idle: the token budget left the step plain: nothing was drafted, nothing learned.
+        most_tokens: that some rank computed; without padding, like `num_tokens`.
     """
 
     num_tokens: int
@@ -76,6 +77,7 @@ class StepStats(NamedTuple):
     host_s: float
     columns: int = 0
     idle: bool = False
+    most_tokens: int = 0
 
     @property
     def seconds(self) -> float:
@@ -97,6 +99,7 @@ class GenerationOutput:
         logits, scores: (tokens, V), that the tokens were sampled from, if asked for.
         resumed: first tokens that no step of this call made: a journal had them.
         reused: tokens of the prompt that were cached before, of an earlier text.
+        accepted_prediction: tokens of the caller's prediction that were accepted as draft tokens.
         attention: what computed it, such as "flash", the backend that `auto` took, or "transformers' sdpa" of plain
             decoding; empty where nothing was computed.
     """
@@ -111,6 +114,7 @@ class GenerationOutput:
     scores: torch.Tensor | None = field(default=None, repr=False)
     resumed: int = 0
     reused: int = 0
+    accepted_prediction: int = 0
     attention: str = ""
 
     @property

@@ -78,7 +78,7 @@ class PlainDecoder(BatchDecoder):
         beginning = self.begin(request)
         with self.runner.borrowed_cache(cache_slots(request, beginning.budget)) as cache:
             generation = self.generation(request, beginning, cache)
-            generation.capture_steps()
+            self.capture_steps(generation)
             return generation.run()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lp.engine.interrupts import DeferredSignals
 from lp.engine.stopping import Stopping
 from lp.models.rope import RopeBoundary
+from lp.sampling.grammar import Grammar
 from lp.sampling.sampler import Sampler
 
 OnTokens = Callable[[list[int], int], None]
@@ -23,6 +24,8 @@ class Request:
         max_new_tokens, sampler, stopping, on_tokens, prefill_chunk: of the call.
         signals: SIGINT and SIGTERM, deferred to the end of a step.
         boundary: where the model's rotary frequencies change; None if nowhere.
+        prediction: tokens that the caller expects; draft tokens.
+        grammar: that the text follows; None for none.
     """
 
     prompt: list[int]
@@ -34,6 +37,8 @@ class Request:
     prefill_chunk: int
     signals: DeferredSignals
     boundary: RopeBoundary | None
+    prediction: Sequence[int] = ()
+    grammar: Grammar | None = None
 
     def limit_at(self, position: int) -> int:
         """Positions below it may be used by a step whose `c` is at `position`."""

@@ -66,40 +66,70 @@ class ShardedSampling:
         Raises:
             Exception: what a processor raised on this rank, once the others know of it.
         """
-        count = len(positions)
-        divided = logits.shape[-1] < self.head.out_features and self.sampler.shardable
-        mine: list[torch.Tensor] = []
-        if divided:
-            mine = self._best_of_part(logits, positions, branches, num_logits)
-        else:  # every rank has all logits, and samples all: those of the first count
-            logits = self.head.whole(logits)
-            try:
-                mine = self._of_all(logits, positions, branches, drafts, text, num_logits)
-            except Exception as error:
-                self.failure = error
-                header = header._replace(stop=header.stop | Stop.FAILED)
-        size = 2 * count + (NUM_BEST if self.compared else 0) + count * num_logits
         known = to_device([header.digest, int(header.stop), header.length], logits.device)
-        body = torch.cat([part.flatten() for part in mine]) if mine else known.new_zeros(size)
-        gathered = self.replica.all_gather(torch.cat([known, body]))
-        self.heads = gathered[:, :HEAD]
-        flags = self._flags(self.heads)
+        if self.divides(logits):
+            reachable = to_device(np.array([branch is not None for branch in branches]), logits.device)
+            noise_rows = to_device(self.sampler.noise_rows(positions, branches), logits.device)
+            sampled, flags, self.heads = self.sample_all(known, logits, reachable, noise_rows, num_logits)
+            return sampled, flags
+        try:
+            mine = self._of_all(self.head.whole(logits), positions, branches, drafts, text, num_logits)
+        except Exception as error:
+            self.failure = error
+            known[1] |= int(Stop.FAILED)
+            nothing = known.new_zeros(len(positions), num_logits)
+            mine = Sampled(nothing.sum(1), nothing, known.new_zeros(NUM_BEST) if self.compared else None)
+        sampled, flags, self.heads = self._of_first(known, mine)
         if self.failure:
             raise self.failure
-        sizes = [count, count, size - count * (2 + num_logits), count * num_logits]
+        return sampled, flags
+
+    def divides(self, logits: torch.Tensor) -> bool:
+        """Whether each rank samples its part of the vocabulary; else every rank has all logits and samples all."""
+        return logits.shape[-1] < self.head.out_features and self.sampler.shardable
+
+    def sample_all(
+        self,
+        known: torch.Tensor,
+        logits: torch.Tensor,
+        reachable: torch.Tensor,
+        noise_rows: torch.Tensor,
+        num_logits: int,
+    ) -> tuple[Sampled, torch.Tensor, torch.Tensor]:
+        """What the nodes sampled, the flags, and `heads`: of tensors alone, so that it can be captured.
+
+        Args:
+            known: DIGEST, STOP and LENGTH of this rank's message, int64 (HEAD,).
+            logits: (n, V), or this rank's part of them.
+            reachable, noise_rows: as of `Sampler.sample_all`.
+            num_logits: K.
+        """
+        if not self.divides(logits):
+            whole = self.head.whole(logits)
+            scores, tokens = self.sampler.sample_all(whole, reachable, noise_rows)
+            return self._of_first(known, self._with_top(whole, scores, tokens, num_logits))
+        count = len(logits)
+        mine = self._best_of_part(logits, reachable, noise_rows, num_logits)
+        gathered = self.replica.all_gather(torch.cat([known, *(part.flatten() for part in mine)]))
+        heads = gathered[:, :HEAD]
+        sizes = [count, count, NUM_BEST if self.compared else 0, count * num_logits]
         scores, tokens, best, top = gathered[:, HEAD:].split(sizes, 1)
-        top = top.view(self.replica.size, count, num_logits)
-        if not divided:
-            return Sampled(tokens[0], top[0], best[0] if self.compared else None), flags
-        winner = (
-            scores.contiguous().view(torch.float64).argmax(0, keepdim=True)
-        )  # of equal ones the first, as of one rank
+        # Of equal ones the first, as of one rank.
+        winner = scores.contiguous().view(torch.float64).argmax(0, keepdim=True)
         sampled = Sampled(
             tokens.gather(0, winner)[0],
-            merged(top, num_logits),
+            merged(top.view(self.replica.size, count, num_logits), num_logits),
             merged(best[:, None], NUM_BEST)[0] if self.compared else None,
         )
-        return sampled, flags
+        return sampled, self._flags(heads), heads
+
+    def _of_first(self, known: torch.Tensor, mine: Sampled) -> tuple[Sampled, torch.Tensor, torch.Tensor]:
+        """What the first rank sampled, which has all logits as the others have; the flags and `heads`."""
+        parts = [mine.tokens, *([] if mine.best is None else [mine.best]), mine.top_logits.flatten()]
+        gathered = self.replica.all_gather(torch.cat([known, *parts]))
+        heads = gathered[:, :HEAD]
+        tokens, *best, top = gathered[0, HEAD:].split([len(part) for part in parts])
+        return Sampled(tokens, top.view_as(mine.top_logits), *best), self._flags(heads), heads
 
     def top_logits(self, logits: torch.Tensor, scale: Sampler, prompt: Sequence[int], k: int) -> torch.Tensor:
         """The k best scores of nodes that no walk can reach, packed: (n, k).
@@ -115,16 +145,12 @@ class ShardedSampling:
         return merged(self.replica.all_gather(self._packed(scores, k)), k)
 
     def _best_of_part(
-        self,
-        logits: torch.Tensor,
-        positions: Sequence[int],
-        branches: Sequence[Sequence[int] | None],
-        num_logits: int,
+        self, logits: torch.Tensor, reachable: torch.Tensor, noise_rows: torch.Tensor, num_logits: int
     ) -> list[torch.Tensor]:
         first = self.head.first
-        scores, noisy = self.sampler.scores_of_shard(logits, positions, branches, first, self._kth_best)
+        scores, noisy = self.sampler.scores_of_shard(logits, reachable, noise_rows, first, self._kth_best)
         best, token = noisy.double().max(-1)  # a NaN wins
-        token = (token + first).masked_fill(~(best < math.inf), INVALID_TOKEN)
+        token = (token + first).masked_fill(~best.isfinite(), INVALID_TOKEN)
         packed_best = [self._packed(logits[:1], NUM_BEST)] if self.compared else []
         return [best.view(torch.int64), token, *packed_best, self._packed(scores, num_logits)]
 
@@ -136,12 +162,14 @@ class ShardedSampling:
         drafts: Sequence[Sequence[int]],
         text: Sequence[int],
         num_logits: int,
-    ) -> list[torch.Tensor]:
-        packed_best = [best_logits(logits)] if self.compared else []
+    ) -> Sampled:
         scores = self.sampler.scores(logits, branches, text)
-        sampled = self.sampler.sample(scores, positions, branches, drafts)
-        top = pack_top_logits(scores, num_logits) if num_logits else sampled[:0]
-        return [torch.zeros_like(sampled), sampled, *packed_best, top]
+        tokens = self.sampler.sample(scores, positions, branches, drafts)
+        return self._with_top(logits, scores, tokens, num_logits)
+
+    def _with_top(self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, num_logits: int) -> Sampled:
+        top = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
+        return Sampled(tokens, top, best_logits(logits) if self.compared else None)
 
     def _packed(self, scores: torch.Tensor, k: int) -> torch.Tensor:
         """The k best of this rank's part, packed, (n, k), with its tokens' own numbers; filled up with nothing."""

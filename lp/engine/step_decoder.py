@@ -53,5 +53,9 @@ class StepDecoder(Decoder):
     ) -> Generation:
         """A text that is to be generated; arguments as of `Generation`."""
 
+    def capture_steps(self, generation: Generation) -> None:
+        """Capture a text's steps before its first one, where they are captured: the same call on every rank."""
+        generation.capture_steps()
+
     def ended(self, stats: list[StepStats]) -> None:
         """Called after every text."""

@@ -77,7 +77,7 @@ class StepPass:
         head = head_of(runner.model)
         self._sharded = ShardedSampling(head, sampler, context) if head else None
         self.joint_key = sampler.capture_key if self._sharded is None else None
-        self._capture_key = self.joint_key if runner.captures(cache) else None
+        self._capture_key = sampler.capture_key if runner.captures(cache) else None
         self._shares_noise = False
         self._on_host: torch.Tensor | None = None
         self._clock = _Clock() if runner.device.type == "cuda" else None
@@ -122,6 +122,8 @@ class StepPass:
                 logits_BV = step.run()
                 if tail := self._tail(step, logits_BV, num_logits):
                     self._on_host = tail.on_host
+                    if self._sharded and tail.heads is not None:
+                        self._sharded.heads = tail.heads
                     return tail.run(known_part(header, layout, self.shape), *self._sampled_nodes(layout))
                 logits = logits_BV[: len(logits_indices)]
             return self.message(logits, layout, header, text, num_logits)
@@ -237,7 +239,7 @@ class StepPass:
             compared = self.context.world_size > 1
             try:
                 step.tails[key] = CapturedTail(
-                    recorder, logits_BV, self.sampler, self.shape, num_logits, compared, to_host=not compared
+                    recorder, logits_BV, self.sampler, self.shape, num_logits, compared, not compared, self._sharded
                 )
             except CaptureFailed as error:
                 logger.info("sampling is not captured: %s", error)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from lp.budget.measure import SIZES, measure_step_times
+import numpy as np
+import torch
+
+from lp.budget.explain import describe_origin
+from lp.budget.measure import SIZES, Measurement, measure_step_times
+from lp.budget.observed_times import corrected
 from lp.budget.policy import FixedBudget
 from lp.budget.step_times import StepTimes
-from lp.budget.step_times_cache import load_or_measure, machine_key
+from lp.budget.step_times_cache import StepTimesFile, load_or_measure, machine_key
 from lp.checks import env_int
 from lp.config import LookaheadConfig, PoolScope
 from lp.draft.pool.factory import fresh_tables
@@ -20,20 +27,76 @@ from lp.draft.tree import DraftTree
 from lp.engine.decode_loop import Generation, cache_slots
 from lp.engine.decoder import Decoder
 from lp.engine.interrupts import interruption
-from lp.engine.output import GenerationOutput
+from lp.engine.output import GenerationOutput, StepStats
 from lp.engine.request import Request
 from lp.models.kv_cache import StaticKVCache
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.runner import ModelRunner
+from lp.parallel.agreement import exchange
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
 
 # Tokens of the text in which steps are timed: half of them are its prompt, unless the model's context is shorter.
 TEXT_TOKENS = 512
+# Longest draft path of a timed step, so that it ends before the text does. All of its tokens are wrong.
+TIMED_DEPTH = TEXT_TOKENS // 8
 
 
-def decoder_step_times(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> StepTimes:
-    """The step times of a decoder with these parts: from the cache folder, or measured now, in a few seconds."""
+class GivenStepTimes:
+    """Step times that stay as the user gave them.
+
+    Attributes:
+        times: the same on every rank.
+        origin: where they are from, for the user.
+    """
+
+    origin = ""
+
+    def __init__(self, times: StepTimes) -> None:
+        self.times = times
+
+    def observe(self, steps: Sequence[StepStats]) -> None:
+        """Take in the steps of a text that shared none of them."""
+
+    def update(self) -> None:
+        """Take what rank 0 learned; called by every rank between texts."""
+
+
+class KnownStepTimes(GivenStepTimes):
+    """The step times of a decoder: from the user's cache folder, or measured now, in a few seconds.
+
+    Texts correct them.
+
+    Args:
+        runner, config, context: the decoder's.
+        again: measure them, whatever is stored.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, config: LookaheadConfig, context: ParallelContext, again: bool = False
+    ) -> None:
+        self._context = context
+        self._file = step_times_file(runner, config, context)
+        measured = load_or_measure(self._file, StepTimingDecoder(runner, config, context).measure, context, again)
+        super().__init__(measured.times)
+        self.origin = describe_origin(self._file.path, measured.doubtful)
+        self._observed = self.times  # by this rank's clock
+
+    def observe(self, steps: Sequence[StepStats]) -> None:
+        self._observed = corrected(self.times, steps)
+        if self._context.is_main and self._observed != self.times:
+            self._file.write(self._observed)
+            self.origin = describe_origin(self._file.path)
+
+    def update(self) -> None:
+        mine = struct.pack(f"{1 + len(self.times.seconds)}d", self._observed.plain_s, *self._observed.seconds)
+        words = exchange(self._context, "correcting step times", np.frombuffer(mine, np.int64).tolist())
+        plain_s, *seconds = words[0].numpy().view(np.float64).tolist()
+        self.times = self._observed = StepTimes(self.times.num_tokens, tuple(seconds), plain_s)
+
+
+def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> StepTimesFile:
+    """Where the step times of a decoder with these parts are stored."""
     model = runner.model
     config_without_pool = replace(config, pool_scope=PoolScope.REQUEST, pool_file=None)
     key_parts = (
@@ -49,8 +112,15 @@ def decoder_step_times(runner: ModelRunner, config: LookaheadConfig, context: Pa
         repr(config_without_pool),
         *machine_key(runner.device),
     )
-    fallback = vars(runner.original).setdefault("_lp_step_times", {})
-    return load_or_measure(key_parts, lambda: StepTimingDecoder(runner, config, context).measure(), context, fallback)
+    about = {
+        "model": Path(model.config.name_or_path or type(model).__name__).name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(runner.device),
+        "threads": torch.get_num_threads(),
+        "ranks": context.lp.world_size,
+        "attention": runner.attention,
+    }
+    return StepTimesFile(about, key_parts, vars(runner.original).setdefault("_lp_step_times", {}))
 
 
 class StepTimingDecoder(Decoder):
@@ -72,11 +142,12 @@ class StepTimingDecoder(Decoder):
             window_size=0,
             ngram_size=2,
             guess_set_size=self.max_tokens - 1,
+            draft_depth=min(config.depth, TIMED_DEPTH),
             warmup_steps=0,
         )
-        self._measured: StepTimes | None = None
+        self._measured: Measurement | None = None
 
-    def measure(self) -> StepTimes:
+    def measure(self) -> Measurement:
         """Measure the step times, on all ranks."""
         text_tokens = min(context_limit(self.model) or TEXT_TOKENS, TEXT_TOKENS)
         rng = random.Random(0)
@@ -92,7 +163,7 @@ class StepTimingDecoder(Decoder):
             self._measured = self._measure(request, cache)
         return GenerationOutput([], "length", [])
 
-    def _measure(self, request: Request, cache: StaticKVCache) -> StepTimes:
+    def _measure(self, request: Request, cache: StaticKVCache) -> Measurement:
         budget = FixedBudget(self.config)
         generation = self._prefilled(request, budget, cache)
         reason = Stop.NONE

@@ -6,13 +6,15 @@ T: tokens of the pass, t: those of one sequence, G: KV heads, D: head dimension,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lp.attention.parts import InParts
 from lp.models.kv_cache import StaticKVCache
+from lp.to_device import to_device
 
 
 class Stretch(NamedTuple):
@@ -28,13 +30,29 @@ class Stretch(NamedTuple):
     cache: StaticKVCache
 
 
+def pool_slots(stretches: Sequence[Stretch], device: torch.device) -> torch.Tensor | None:
+    """Where in the pool that all sequences lie in the tokens of the pass are written, int64 (T,); None without one."""
+    first, *others = (cache for _, _, cache in stretches)
+    if not first.pool or any(cache.pool is not first.pool for cache in others):
+        return None
+    begins = ((cache.first_slot + cache.length, end - start) for start, end, cache in stretches)
+    return to_device(np.concatenate([np.arange(begin, begin + count) for begin, count in begins]), device)
+
+
 class ForestLayer(CacheLayerMixin):
-    """One layer: hands out the keys and values of all sequences."""
+    """One layer: hands out the keys and values of all sequences.
+
+    Args:
+        stretches, in_parts: as of `ForestCache`.
+        index: of the layer.
+        slots_T: as `pool_slots` gives them.
+    """
 
     is_sliding = False
 
-    def __init__(self, stretches: Sequence[Stretch], index: int, in_parts: bool) -> None:
+    def __init__(self, stretches: Sequence[Stretch], index: int, in_parts: bool, slots_T: torch.Tensor | None) -> None:
         super().__init__()
+        self.slots_T = slots_T
         self.stretches = stretches
         self.index = index
         self.in_parts = in_parts
@@ -49,14 +67,28 @@ class ForestLayer(CacheLayerMixin):
 
         In parts, the tensors are those given, and each part has the keys or values of its sequence.
         """
-        parts = [
-            cache.layers[self.index].update(key_states[:, :, start:end], value_states[:, :, start:end])
-            for start, end, cache in self.stretches
-        ]
-        keys, values = zip(*parts, strict=True)
+        keys, values = zip(*self._updated(key_states, value_states), strict=True)
         if self.in_parts:
             return InParts.of(key_states, keys), InParts.of(value_states, values)
         return torch.cat(keys, 2), torch.cat(values, 2)
+
+    def _updated(self, keys: torch.Tensor, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each sequence; one write for all of them where they lie in one pool."""
+        layers: list[Any] = [cache.layers[self.index] for _, _, cache in self.stretches]
+        if self.slots_T is None:
+            ends = ((start, end) for start, end, _ in self.stretches)
+            return [
+                layer.update(keys[:, :, start:end], values[:, :, start:end])
+                for layer, (start, end) in zip(layers, ends, strict=True)
+            ]
+        for layer in layers:
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, values)
+        layers[0].write_to_pool(self.slots_T, keys, values)
+        return [
+            layer.first(cache.length + end - start)
+            for layer, (start, end, cache) in zip(layers, self.stretches, strict=True)
+        ]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -81,7 +113,9 @@ class ForestCache(Cache):
         stretches: of the sequences, in the order of their tokens.
         num_layers: of the model.
         in_parts: the attention function takes `InParts`.
+        device: of the model.
     """
 
-    def __init__(self, stretches: Sequence[Stretch], num_layers: int, in_parts: bool) -> None:
-        super().__init__(layers=[ForestLayer(stretches, index, in_parts) for index in range(num_layers)])
+    def __init__(self, stretches: Sequence[Stretch], num_layers: int, in_parts: bool, device: torch.device) -> None:
+        slots_T = pool_slots(stretches, device)
+        super().__init__(layers=[ForestLayer(stretches, index, in_parts, slots_T) for index in range(num_layers)])

@@ -70,6 +70,7 @@ class _Extent:
         length: L.
         slot_mapping_T: where the KV of a captured step is written.
         buffers: by kind, (n, G, C, D) each.
+        pool: by kind, what the buffers are a part of, from slot `first_slot` on; empty where they are their own.
         claimed: by kind, how many keys and values layers have taken.
     """
 
@@ -80,6 +81,8 @@ class _Extent:
     length: int = 0
     slot_mapping_T: torch.Tensor | None = None
     buffers: dict[StatesKind, list[torch.Tensor]] = field(default_factory=dict)
+    pool: Mapping[StatesKind, torch.Tensor] = field(default_factory=dict)
+    first_slot: int = 0
     claimed: dict[StatesKind, int] = field(default_factory=dict)
 
     def claim(self, kind: StatesKind) -> int:
@@ -149,7 +152,17 @@ class PreallocatedLayer(CacheLayerMixin):
         end = start + key_states.shape[2]
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.first(end)
+
+    def write_to_pool(self, slots_T: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Write the KV of several caches' tokens, which lie in one pool with this one, to these slots of the pool."""
+        for (kind, index), states in zip(self._claimed, (key_states, value_states), strict=True):
+            self.extent.pool[kind][index].index_copy_(1, slots_T, states[0])
+
+    def first(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first slots."""
+        assert self.keys is not None and self.values is not None
+        return self.keys[:, :, :num_slots], self.values[:, :, :num_slots]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.extent.length + query_length, 0
@@ -230,15 +243,28 @@ class StaticKVCache(Cache):
                 slot_bytes = sum(n * k.heads * k.dim * k.dtype.itemsize for k, n in extent.known.items())
                 raise CacheTooLarge(slot_bytes, extent.capacity) from error
 
-    def lie_in(self, buffers: Mapping[StatesKind, torch.Tensor]) -> None:
-        """Take these tensors as the buffers, one of each known kind: (n, G, C, D).
+    def lie_in(self, pool: Mapping[StatesKind, torch.Tensor], first_slot: int, num_slots: int) -> None:
+        """Take some slots of a pool as the buffers.
 
         Args:
-            buffers: with what is cached in its slots.
+            pool: one tensor of each known kind, (n, G, slots, D).
+            first_slot, num_slots: of this cache; what is cached lies there already.
         """
-        self._extent.buffers = {kind: [buffer] for kind, buffer in buffers.items()}
+        extent = self._extent
+        extent.buffers = {kind: [buffer[:, :, first_slot : first_slot + num_slots]] for kind, buffer in pool.items()}
+        extent.pool, extent.first_slot = pool, first_slot
         for layer in self.layers:
             layer.rebind()
+
+    @property
+    def pool(self) -> Mapping[StatesKind, torch.Tensor]:
+        """What it lies in, as `lie_in` was given it; empty where the buffers are its own."""
+        return self._extent.pool
+
+    @property
+    def first_slot(self) -> int:
+        """Where in the pool it begins."""
+        return self._extent.first_slot
 
     def first(self, num_tokens: int) -> list[torch.Tensor]:
         """Keys and values of the first tokens, by buffer: (n, G, num_tokens, D)."""

@@ -114,7 +114,7 @@ class KVPool:
             return None
         cache = self._new_cache(slots)
         self._caches[cache] = run
-        cache.lie_in(self._views(run))
+        cache.lie_in(self._buffers, *run)
         return cache
 
     def give_back(self, cache: StaticKVCache) -> None:
@@ -129,7 +129,7 @@ class KVPool:
         kept = Run(run.start, slots)
         self._runs.give_back(Run(kept.end, run.size - slots))
         self._caches[cache] = kept
-        cache.lie_in(self._views(kept))
+        cache.lie_in(self._buffers, *kept)
 
     def check(self) -> None:
         """That every slot is free or of one cache: an invariant, for tests."""
@@ -151,7 +151,7 @@ class KVPool:
                 for kind, before in self._views(run).items():
                     kept = before[:, :, : cache.length].clone()  # the runs may overlap
                     self._views(target)[kind][:, :, : cache.length] = kept
-                cache.lie_in(self._views(target))
+                cache.lie_in(self._buffers, *target)
                 self._caches[cache] = target
             start += run.size
         self._runs = Runs(self.capacity)

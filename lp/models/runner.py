@@ -469,7 +469,9 @@ class ModelRunner:
             attention_mask=self.masks.build_forest(views),
             use_cache=True,
             logits_to_keep=to_device(indices or [0], self.device),  # a model gives at least one
-            past_key_values=ForestCache(stretches, self.config.num_hidden_layers, self.backend.takes_parts),
+            past_key_values=ForestCache(
+                stretches, self.config.num_hidden_layers, self.backend.takes_parts, self.device
+            ),
         )
         return list(output.logits[0, : sum(counts)].split(counts))
 

@@ -24,6 +24,7 @@ from lp.config import DEFAULT_SETUP_TIMEOUT_S, DEFAULT_TIMEOUT_S
 from lp.errors import RankLost, UserError
 from lp.parallel import agreement
 from lp.parallel.lost_ranks import announce, roll_call
+from lp.parallel.one_shot_sum import one_shot_sum
 from lp.parallel.rendezvous import join, leave, local_device, set_timeout
 from lp.parallel.replica import ProcessReplica, Replica
 
@@ -74,6 +75,7 @@ class ParallelContext:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S,
         tp: int = 1,
+        one_shot_sums: bool = False,
     ) -> ParallelContext:
         """The context torchrun describes in the environment; a single rank where there is none.
 
@@ -83,6 +85,7 @@ class ParallelContext:
             timeout_s: seconds a collective may wait before it is an error.
             setup_timeout_s: the same within `setting_up`; at least timeout_s.
             tp: T, ranks that hold one replica of the model between them: rank = lp index * T + tp index.
+            one_shot_sums: sum small tensors of a replica by torch's symmetric memory, where it gives NCCL's sums.
 
         Raises:
             ValueError: an incomplete environment, a backend that is not available, or ranks that T does not divide.
@@ -107,7 +110,7 @@ class ParallelContext:
         world = _ProcessContext(
             rank, world_size, local_rank, where, backend, mesh, messages=messages, timeouts=timeouts
         )
-        return world if tp == 1 else world.divided()
+        return world if tp == 1 else world.divided(one_shot_sums)
 
     @property
     def is_main(self) -> bool:
@@ -228,7 +231,7 @@ class _ProcessContext(ParallelContext):
         assert self.mesh is not None
         return self.mesh.get_group("lp")
 
-    def divided(self) -> ParallelContext:
+    def divided(self, one_shot_sums: bool) -> ParallelContext:
         """The same ranks with the dimensions of the mesh, which has more than one rank a replica."""
         assert self.mesh is not None
         replicas, size = self.mesh.shape
@@ -243,7 +246,8 @@ class _ProcessContext(ParallelContext):
 
         across, within = messages_of([[*column] for column in zip(*grid, strict=True)]), messages_of(grid)
         tp_group = self.mesh.get_group("tp")
-        replica = ProcessReplica(tp, size, tp_group, self._answered)
+        one_shot = one_shot_sum(tp_group, self.device) if one_shot_sums else None
+        replica = ProcessReplica(tp, size, tp_group, self._answered, one_shot)
         home = self.rank, self.world_size
         names = tuple(coordinates(rank, size) for rank in range(self.world_size))
         shared: dict[str, Any] = {"step_sizes": self.step_sizes, "timeouts": self.timeouts, "home": home}

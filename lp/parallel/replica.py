@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from lp.parallel.one_shot_sum import OneShotSum
+
 
 @dataclass(frozen=True)
 class Replica:
@@ -25,7 +27,7 @@ class Replica:
     size: int = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place; the same bits on every rank."""
+        """The sum over the ranks, in place or in new memory; the same bits on every rank."""
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -48,12 +50,16 @@ class ProcessReplica(Replica):
     Attributes:
         group: of torch.distributed.
         answered: within it an error of a collective names the ranks that do not answer.
+        one_shot: what sums small tensors; None where `group` sums all.
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     answered: Callable[[], AbstractContextManager[None]] | None = field(default=None, repr=False, compare=False)
+    one_shot: OneShotSum | None = field(default=None, repr=False, compare=False)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.one_shot and self.one_shot.takes(tensor):
+            return self.one_shot(tensor)
         assert self.answered is not None
         with self.answered():
             dist.all_reduce(tensor, group=self.group)
@@ -70,3 +76,4 @@ class ProcessReplica(Replica):
     def close(self) -> None:
         object.__setattr__(self, "group", None)  # models hold the replica, and the group's threads end with it
         object.__setattr__(self, "answered", None)
+        object.__setattr__(self, "one_shot", None)

@@ -16,6 +16,7 @@ import transformers as tf
 from transformers import LogitsProcessor
 
 from lp.errors import UserError
+from lp.sampling.grammar import GrammarProcessor
 from lp.to_device import to_device
 
 # Functions of the scores alone: one call serves nodes of any prefix.
@@ -91,6 +92,7 @@ class BranchProcessors:
         self.temperature = math.prod(temperatures)
         self.full_vocabulary_temperature = self.temperature if len(temperatures) == len(self._processors) else 0.0
         self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self._processors)
+        self._sees_prefix = any(not isinstance(p, (*PREFIX_FREE, GrammarProcessor)) for p in self._processors)
         self.known = all(type(processor) in PREFIX_FREE for processor in self._processors)
         self.shardable = all(type(p) in (tf.TemperatureLogitsWarper, tf.TopKLogitsWarper) for p in self._processors)
 
@@ -121,7 +123,11 @@ class BranchProcessors:
             index = to_device(nodes, scores.device)
             processed = wide[index]
             for processor in self._processors:
-                processed = processor(prefixes, processed)
+                if isinstance(processor, GrammarProcessor):
+                    own = [list(branches[node] or ()) for node in nodes]
+                    processed = processor.of_branches([*self._padding, *text], own, processed)
+                else:
+                    processed = processor(prefixes, processed)
             scores[index] = processed
         return scores
 
@@ -167,14 +173,14 @@ class BranchProcessors:
         return torch.where(reachable[:, None], scores, wide / self.temperature)
 
     def _prefix(self, text: Sequence[int], branch: Sequence[int] | None) -> list[int]:
-        return [text[-1]] if self.prefix_free else [*self._padding, *text, *(branch or ())]
+        return [*self._padding, *text, *(branch or ())] if self._sees_prefix else [text[-1]]
 
     def _groups(self, branches: Sequence[Sequence[int] | None]) -> list[list[int]]:
         """Nodes that one call serves: all that can be reached, or those of one depth."""
         groups: dict[int, list[int]] = {}
         for node, branch in enumerate(branches):
             if branch is not None:
-                groups.setdefault(0 if self.prefix_free else len(branch), []).append(node)
+                groups.setdefault(len(branch) if self._sees_prefix else 0, []).append(node)
         return list(groups.values())
 
 

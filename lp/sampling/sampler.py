@@ -10,7 +10,6 @@ n: nodes, V: vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -134,20 +133,21 @@ class Sampler:
     def scores_of_shard(
         self,
         logits: torch.Tensor,
-        positions: Sequence[int],
-        branches: Sequence[Sequence[int] | None],
+        reachable: torch.Tensor,
+        noise_rows: torch.Tensor,
         first: int,
         kth_best: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of a part of the vocabulary, (n, V / T), and the same under the noise, whose maximum is the sample.
 
+        Of tensors alone, as `sample_all`.
+
         Args:
             logits: (n, V / T), of the tokens from `first` on.
-            positions, branches: as in `sample`.
+            reachable, noise_rows: as in `sample_all`.
             first: token.
             kth_best: as in `BranchProcessors.of_shard`.
         """
-        reachable = to_device(np.array([branch is not None for branch in branches]), logits.device)
         scores = self.processors.of_shard(logits, reachable, kth_best)
         return scores, scores
 
@@ -220,15 +220,14 @@ class CoupledSampler(Sampler):
     def scores_of_shard(
         self,
         logits: torch.Tensor,
-        positions: Sequence[int],
-        branches: Sequence[Sequence[int] | None],
+        reachable: torch.Tensor,
+        noise_rows: torch.Tensor,
         first: int,
         kth_best: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores, _ = super().scores_of_shard(logits, positions, branches, first, kth_best)
-        rows = to_device(self.noise_rows(positions, branches), scores.device)
+        scores, _ = super().scores_of_shard(logits, reachable, noise_rows, first, kth_best)
         assert self.noise.noise_SV is not None
-        return scores, scores + self.noise.noise_SV[:, first : first + scores.shape[1]].index_select(0, rows)
+        return scores, scores + self.noise.noise_SV[:, first : first + scores.shape[1]].index_select(0, noise_rows)
 
 
 class RejectionSampler(Sampler):
@@ -351,11 +350,12 @@ def check_sampled(token: int, step: int, position: int) -> None:
     """
     if token == INVALID_TOKEN:
         raise NotFinite(
-            f"the model's logits at step {step} (position {position}) are NaN or infinite; {NOT_FINITE_REMEDY}"
+            f"the model's logits at step {step} (position {position}) are NaN or infinite; {NOT_FINITE_REMEDY}. So "
+            "they are where logits processors and a grammar together forbid every token; leave some of them out"
         )
 
 
 def _finite_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The argmax of every node, which a NaN wins; INVALID_TOKEN where it is NaN or infinite."""
+    """The argmax of every node, which a NaN wins; INVALID_TOKEN where it is NaN or infinite: -inf if all tokens are."""
     best = scores.argmax(-1)
-    return best.masked_fill(~(scores.gather(-1, best[:, None])[:, 0] < math.inf), INVALID_TOKEN)
+    return best.masked_fill(~scores.gather(-1, best[:, None])[:, 0].isfinite(), INVALID_TOKEN)

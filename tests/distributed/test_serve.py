@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ for package in ("fastapi", "uvicorn", "prometheus_client"):
 httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 APP = "launch.serve"
-LONG = {"prompt": "import os\n", "max_tokens": 150, "temperature": 0.8, "seed": 3, "stream": True}
+LONG = {"prompt": "import os\n", "max_tokens": 600, "temperature": 0.8, "seed": 3, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,12 @@ def started(process: subprocess.Popen[str]) -> str:
     return match[1]
 
 
-def text_of(answer: Any) -> str:
-    events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-    return "".join(choice["text"] for event in events for choice in event["choices"])
+def eventually_closing(http: Any) -> bool:
+    """Whether /health says that the server ends, once the signal has come."""
+    end = time.monotonic() + 10
+    while (health := http.get("/health")).status_code == 200 and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(health.status_code == 503)
 
 
 def test_it_serves_and_drains(processes: Processes, settings: list[str], tmp_path: Path) -> None:
@@ -79,12 +83,65 @@ def test_it_serves_and_drains(processes: Processes, settings: list[str], tmp_pat
         with http.stream("POST", "/v1/completions", json=LONG) as answer:
             lines = answer.iter_lines()
             first = next(lines)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
+            assert eventually_closing(http)
+            refused = http.post("/v1/completions", json=LONG)
+            assert refused.status_code == 503 and "about to end" in refused.json()["error"]["message"]
             rest = [line for line in lines if line.startswith("data: {")]
-    assert process.wait(30) == 130, process.stderr.read() if process.stderr else ""
+    assert process.wait(30) == 0, process.stderr.read() if process.stderr else ""
     events = [json.loads(line[6:]) for line in [first, *rest]]
     text = "".join(choice["text"] for event in events for choice in event["choices"])
     ids = tokenizer(LONG["prompt"])["input_ids"]
-    alone = plain.generate(ids, 150, lp.SamplingParams(temperature=0.8, seed=3)).tokens
+    alone = plain.generate(ids, 600, lp.SamplingParams(temperature=0.8, seed=3)).tokens
     assert text == tokenizer.decode(alone, skip_special_tokens=True)
+    assert processes.wait_for_end() == []
+
+
+@pytest.mark.slow  # two launches of two ranks
+def test_a_rank_that_dies_ends_the_server(processes: Processes, settings: list[str], tmp_path: Path) -> None:
+    """The client and /health are told; the ranks start again, and the request that was lost is reported."""
+    variables = {"LP_RUN_DIR": str(tmp_path), "MAX_RESTARTS": "1"}
+    process = processes.start(processes.torchrun(2, APP, *settings), variables)
+    url = started(process)
+    with httpx.Client(base_url=url, timeout=60) as http:
+        with http.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 1900, "ignore_eos": True}) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            first = json.loads(next(lines)[6:])
+            assert len([*tmp_path.glob("unfinished/*.json")]) == 1
+            (victim,) = [each for each in processes.alive() if is_rank(each, "1")]
+            victim.kill()
+            *_, last = lines
+        assert "rank 1" in json.loads(last[6:])["error"]["message"]
+        health = http.get("/health")
+        assert health.status_code == 503 and "rank 1" in health.json()["error"]["message"]
+    with httpx.Client(base_url=started(process), timeout=60) as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert len(http.post("/v1/completions", json=LONG | {"stream": False, "max_tokens": 5}).json()["choices"]) == 1
+        assert [*tmp_path.glob("unfinished/*.json")] == []
+        process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0 and process.stderr
+    said = [line for line in process.stderr if line.startswith("unfinished before the restart")]
+    assert len(said) == 1 and first["id"] in said[0] and "texts 1, seed 3" in said[0]
+    assert processes.wait_for_end() == []
+
+
+def is_rank(process: Any, rank: str) -> bool:
+    """Whether it is this rank's Python, not what starts it."""
+    return process.environ().get("RANK") == rank and "launch.cli" in process.cmdline()
+
+
+@pytest.mark.slow  # what can go wrong here is a restart
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_is_asked_to_end_while_it_starts(
+    processes: Processes, settings: list[str], tmp_path: Path, number: signal.Signals
+) -> None:
+    """It does: ranks that end by a signal while they import or load are not started again."""
+    variables = {"LP_RUN_DIR": str(tmp_path), "MAX_RESTARTS": "1"}
+    process = processes.start(processes.torchrun(2, APP, *settings), variables)
+    end = time.monotonic() + 60
+    while not any(is_rank(each, "1") for each in processes.alive()) and time.monotonic() < end:
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(30) in (0, 128 + number)
+    assert process.stdout and process.stdout.read() == ""
     assert processes.wait_for_end() == []

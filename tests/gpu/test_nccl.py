@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import lp
+from lp.parallel.replica import ProcessReplica
 from tests.conftest import Processes
+from tests.distributed.forked import Forked
 from tests.distributed.launches import check_cases, check_kill
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +30,32 @@ def test_nccl_ranks_give_plain_greedy(processes: Processes, tmp_path: Path) -> N
 def test_a_killed_nccl_rank_ends_the_launch(processes: Processes, tmp_path: Path, victim: int) -> None:
     """A kernel that waits for a dead rank is not told, as a socket is."""
     check_kill(processes, tmp_path, 2, victim, {})
+
+
+def one_shot_main(_folder: Path) -> None:
+    """A rank of a replica sums by torch's symmetric memory, in a graph too."""
+    context = lp.ParallelContext.from_env(tp=2, one_shot_sums=True)
+    replica = context.replica
+    assert isinstance(replica, ProcessReplica) and replica.one_shot, "the log says why"
+    tensor = torch.full((48, 64), 1.0 + context.rank, dtype=torch.bfloat16, device=context.device)
+    replica.all_reduce(tensor)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        summed = replica.all_reduce(tensor)
+    tensor.fill_(10.0 + context.rank)
+    graph.replay()
+    assert summed.unique().tolist() == [21.0]
+    context.close()
+
+
+@needs_two
+def test_sums_in_one_kernel(tmp_path: Path) -> None:
+    """Where GPUs reach each other's memory; else this fails, and says why."""
+    forked = Forked()
+    try:
+        forked.start(2, one_shot_main, tmp_path, env={"CUDA_VISIBLE_DEVICES": "0,1"}).check()
+    finally:
+        forked.kill()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -75,9 +75,11 @@ def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda]
 
 def _released(error: BaseException | None) -> bool:
     """Whether it is only that another rank has failed."""
-    while error is not None:
+    seen: set[int] = set()  # causes may go round in a circle
+    while error is not None and id(error) not in seen:
         if isinstance(error, threading.BrokenBarrierError):
             return True
+        seen.add(id(error))
         error = error.__cause__
     return False
 

@@ -22,6 +22,7 @@ from lp.budget.measure import SIZES
 from lp.budget.step_times import StepTimes
 from lp.config import LookaheadConfig
 from lp.draft.share import step_tokens
+from lp.engine.step_timing import GivenStepTimes
 from lp.models.loader import DEMO_MODEL
 from tests.tiny_models import tiny_model
 
@@ -39,11 +40,11 @@ def given_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     A module that tests the measuring overrides it.
     """
 
-    def fixed(runner: object, config: LookaheadConfig, context: object) -> StepTimes:
+    def fixed(runner: object, config: LookaheadConfig, context: object, again: bool) -> GivenStepTimes:
         sizes = tuple(sorted({1, min(step_tokens(config), SIZES[-1])}))
-        return StepTimes(sizes, tuple(1e-3 + 1e-5 * size for size in sizes), 1e-3)
+        return GivenStepTimes(StepTimes(sizes, tuple(1e-3 + 1e-5 * size for size in sizes), 1e-3))
 
-    monkeypatch.setattr("lp.engine.lookahead.decoder_step_times", fixed)
+    monkeypatch.setattr("lp.engine.lookahead.KnownStepTimes", fixed)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lp.draft.layout import ancestors
+from lp.models.forest_cache import Stretch, pool_slots
 from lp.models.kv_cache import StaticKVCache
 from lp.models.kv_pool import KVPool
 from lp.models.runner import ModelRunner, TreePass
@@ -32,7 +33,7 @@ def _drawn_tree(rng: random.Random, cache: StaticKVCache, vocabulary: int) -> Tr
 @pytest.mark.parametrize("arch", MATRIX)
 @pytest.mark.parametrize("attention", ["flash", "sdpa", "eager"])
 def test_a_forest_is_its_trees(arch: str, attention: str) -> None:
-    """A sequence that sees another's tokens, or has its KV or logits swapped with another's."""
+    """A sequence that sees another's tokens, or has its KV or logits swapped with another's; in a pool, or not."""
     try:
         runner = _runner(arch, attention)
     except ValueError as error:
@@ -42,8 +43,14 @@ def test_a_forest_is_its_trees(arch: str, attention: str) -> None:
     rng = random.Random(f"{arch}-{attention}")
     vocabulary = runner.model.config.get_text_config().vocab_size
     texts = [[rng.randrange(vocabulary) for _ in range(rng.choice([0, 1, 7, 40]))] for _ in range(3)]
+    pool = KVPool(runner.known_kinds, 200, runner.cache_without_buffers)
     with torch.inference_mode():
-        caches = [[_prefilled(runner, runner.new_cache(len(text) + 12), text) for text in texts] for _ in range(2)]
+        caches = []
+        for allocate in (runner.new_cache if attention == "sdpa" else pool.allocate, runner.new_cache):
+            empty = [allocate(len(text) + 12) for text in texts]
+            caches.append([_prefilled(runner, cache, text) for cache, text in zip(empty, texts, strict=True) if cache])
+        stretches = [Stretch(index, index + 1, cache) for index, cache in enumerate(caches[0])]
+        assert (pool_slots(stretches, runner.device) is None) == (attention == "sdpa")
         trees = [_drawn_tree(rng, cache, vocabulary) for cache in caches[0]]
         together = runner.forward_forest(trees)
         for tree, logits, cache in zip(trees, together, caches[1], strict=True):

@@ -18,6 +18,7 @@ COMMAND = ["bash", "scripts/gpu_check.sh"]
 ENV = {"PYTHON": sys.executable, "LP_WHEELS": ""}
 
 
+@pytest.mark.slow
 def test_the_dry_run_goes_all_the_way(processes: Processes, tmp_path: Path) -> None:
     """On the day a GPU is there, the command must not fail for a reason that any machine could have shown."""
     ran = processes.run([*COMMAND, "--dry-run", "--out", str(tmp_path)], ENV, timeout_s=600)

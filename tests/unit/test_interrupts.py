@@ -231,3 +231,15 @@ def test_it_travels_between_processes() -> None:
     error = pickle.loads(pickle.dumps(_interrupted(0)))
     assert (error.output.tokens, error.signal, error.finished) == ([1, 2], 0, [])
     assert str(error) == "another rank stopped after 2 new tokens, which are in the attribute `output`"
+
+
+def test_entered_within_itself() -> None:
+    """As when a callback steps its engine, which is refused: afterwards the next SIGTERM met a handler of no use."""
+    before = [signal.getsignal(number) for number in DeferredSignals.SIGNALS]
+    held = DeferredSignals()
+    with held:
+        with held:
+            pass
+        signal.raise_signal(signal.SIGTERM)
+        assert held.received == signal.SIGTERM
+    assert [signal.getsignal(number) for number in DeferredSignals.SIGNALS] == before

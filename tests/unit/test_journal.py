@@ -214,6 +214,12 @@ def test_rejection_sampling_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "j", ALONE).generate(lp.LookaheadDecoder(tiny_model()), [1], 3, sampling)
 
 
+def test_a_grammar_is_refused(tmp_path: Path) -> None:
+    """It begins with the text: a restart, whose prompt ends within the text, would begin it again."""
+    with pytest.raises(ValueError, match="can't go on under a grammar"):
+        Journal(tmp_path / "j", ALONE).generate(lp.LookaheadDecoder(tiny_model()), [1], 3, grammar=object())
+
+
 def test_a_full_disk_costs_no_text() -> None:
     """The journal is there so that nothing is lost; it must not be what loses it."""
     model = tiny_model()

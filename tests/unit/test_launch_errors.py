@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import sys
 import threading
@@ -109,10 +110,27 @@ def test_no_restart_repeats_rejection_sampling(
     _assert_user_error(ran, "journal is given with verifier 'rejection'; use sampling.verifier=coupled")
     monkeypatch.setenv("LP_RUN_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    config: Any = SimpleNamespace(journal=None)
+    config: Any = SimpleNamespace(journal=None, json_schema=None)
     assert journal_path(config, lp.SamplingParams(verifier="rejection")) is None
     assert capfd.readouterr().err == "no journal: rejection sampling draws anew, so a restart begins texts anew\n"
     assert journal_path(config, None) == tmp_path / "journal.jsonl"
+    config.json_schema = "schema.json"
+    assert journal_path(config, None) is None
+    assert capfd.readouterr().err.startswith("no journal: a json_schema begins with the text")
+
+
+def test_a_bad_schema_is_refused_before_the_model(launch_generate: Launch, tmp_path: Path) -> None:
+    """Weights take minutes; a journal would go on in the middle of a text that the schema begins."""
+    schema = tmp_path / "schema.json"
+    _assert_user_error(launch_generate(f"json_schema={schema}", "model.name=./none"), "json_schema")
+    schema.write_text("{")
+    _assert_user_error(
+        launch_generate(f"json_schema={schema}", "model.name=./none"), f"json_schema {schema} is no JSON"
+    )
+    schema.write_text("{}")
+    asked = (f"json_schema={schema}", f"journal={tmp_path / 'j'}", "model.name=./none")
+    if importlib.util.find_spec("xgrammar"):
+        _assert_user_error(launch_generate(*asked), "journal is given with json_schema")
 
 
 def test_a_bad_journal_is_refused_before_the_model(launch_generate: Launch) -> None:
@@ -126,6 +144,12 @@ def test_what_the_other_apps_cannot_use(start_app: Callable[..., Ran]) -> None:
     _assert_user_error(ran, "attention.capture is 'none'; it must be one of auto")
     asked = ("ranks=[]", "project=true", "projected_ranks=[]", "model.name=./none")
     _assert_user_error(start_app(launch.scaling.scaling, "scaling", *asked), "projected_ranks is empty with project=")
+    for asked, said in (
+        (("methods=[lookahead,plain]",), ", which methods=['lookahead', 'plain'] does not run; add it to methods"),
+        (("methods=[lookahead_auto@1]", "project=true"), " with project=true, which projects decoder=lookahead; leave"),
+    ):
+        ran = start_app(launch.scaling.scaling, "scaling", "decoder=lookahead_auto", *asked, "model.name=./none")
+        _assert_user_error(ran, f"decoder is 'lookahead_auto'{said}")
     ran = start_app(launch.profile.profile_model, "profile", "parallel.tp=2", "model.name=./none")
     _assert_user_error(ran, "parallel.tp is 2, but launch.profile measures models that are whole on every rank")
     for seconds in ("inf", "-1"):  # waited for other nodes with no end, or a traceback

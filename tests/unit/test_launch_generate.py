@@ -246,3 +246,13 @@ def test_prompts_without_room_are_left_out(generate: Callable[..., Ran], tmp_pat
     ran = generate("task=humaneval", f"task.path={task}", "limit=3", "output=json")
     assert ran.code == 0 and "1 of 3 prompts left out" in ran.err
     assert len(json.loads(ran.out)["prompts"]) == 2
+
+
+def test_a_json_schema(launch_generate: Callable[..., Ran], tmp_path: Path) -> None:
+    """Every method follows it, and the texts are equal."""
+    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}')
+    ran = launch_generate("output=json", f"json_schema={schema}", "limit=1", "max_new_tokens=48")  # the demo model
+    found = json.loads(ran.out)
+    assert found["equal"] is True and list(json.loads(found["prompts"][0]["text"])) == ["ok"]

@@ -166,6 +166,7 @@ SOURCES: dict[str, Any] = {
     "lookahead_adaptive": lp.LookaheadConfig(adaptive=True, window_size=4, guess_set_size=20),
     "lookahead_paper": lp.PaperConfig(window_size=4, ngram_size=3, guess_set_size=4),
     "prompt_lookup": lp.PromptLookupConfig(num_tokens=6),
+    "jacobi": lp.JacobiConfig(num_tokens=6),
     "token_recycling": lp.RecyclingConfig(successors=4, nodes=12),
     "suffix": lp.SuffixConfig(max_tokens=8, max_spec_factor=2.0, tree=True),
     "test_repeat": None,  # the toy, which is imported for its test alone

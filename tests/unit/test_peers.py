@@ -1,4 +1,4 @@
-"""The methods that lookahead is compared with: the paper's own pool, and token recycling."""
+"""The methods that lookahead is compared with: Jacobi decoding, the paper's own pool, and token recycling."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import lp
 from lp.draft.layout import StepLayout
@@ -25,6 +26,9 @@ GREEDY_AND_COUPLED = [None, lp.SamplingParams(temperature=0.6, top_p=0.95, seed=
 def _drawn(rng: random.Random, method: str) -> tuple[Any, int]:
     """A config, and the draft tokens that it may take."""
     kv_sync = rng.choice(list(lp.KVSync))
+    if method == "jacobi":
+        jacobi = lp.JacobiConfig(num_tokens=rng.randint(1, 20), kv_sync=kv_sync)
+        return jacobi, jacobi.num_tokens
     if method == "recycling":
         recycling = lp.RecyclingConfig(successors=rng.choice([1, 8, 100]), nodes=rng.randint(1, 40), kv_sync=kv_sync)
         return recycling, recycling.nodes
@@ -40,7 +44,7 @@ def _drawn(rng: random.Random, method: str) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("sampling", GREEDY_AND_COUPLED, ids=["greedy", "coupled"])
-@pytest.mark.parametrize("method", ["paper", "recycling"])
+@pytest.mark.parametrize("method", ["paper", "recycling", "jacobi"])
 def test_peers_are_exact_on_one_rank_and_two(
     method: str, sampling: lp.SamplingParams | None, cases: Callable[[int, int], range]
 ) -> None:
@@ -156,3 +160,22 @@ def test_recycling_keeps_what_a_token_was_last_seen_with() -> None:
     tree = source.propose([1], 99)
     assert (tree.tokens, tree.parents) == ([2, 3, 7, 6], [-1, -1, 0, 0])  # the last of the two rows of 2 counts
     assert source.propose([1], 2).tokens == [2, 3]
+
+
+def test_jacobi_guesses_are_those_of_its_definition() -> None:
+    """Each step's guesses are what the step before sampled behind its guesses; steps counted with nothing cached."""
+    model, ids, size, new = tiny_model(seed=3), drawn_text(random.Random(8), 12), 5, 40
+    output = lp.LookaheadDecoder(model, lp.JacobiConfig(num_tokens=size)).generate(ids, new, eos_token_id=())
+    text, guesses, steps = [*ids], list[int](), list[int]()
+    fresh = random.Random(0)
+    while len(text) < len(ids) + new:
+        while len(guesses) < size:
+            guesses.append(fresh.choice(ids))
+        with torch.no_grad():
+            sampled = model(torch.tensor([[*text, *guesses]])).logits[0, len(text) - 1 :].argmax(-1).tolist()
+        accepted = next((at for at, guess in enumerate(guesses) if guess != sampled[at]), size)
+        text += sampled[: accepted + 1]
+        guesses = sampled[accepted + 1 :]
+        steps.append(accepted)
+    assert output.tokens == text[len(ids) : len(ids) + new]
+    assert [step.accepted for step in output.step_stats][:-1] == steps[:-1] and max(steps) > 0

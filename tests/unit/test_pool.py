@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import lp
 from lp.compiled import COMPILED, U64
 from lp.draft.pool.factory import fresh_tables, tables_digest
 from lp.draft.pool.mixture import FEATURES
@@ -239,6 +240,16 @@ def test_chains_to_depth() -> None:
         tree = pool.propose(text, 99)
         assert tree.tokens == [2, 3, 4, 1, 2, 3, 4][: depth or 4]
         assert tree.parents == list(range(-1, len(tree) - 1))
+
+
+def test_a_loop_fills_a_whole_step() -> None:
+    """Paths of at most 96 tokens left half of a GPU's step to tokens that are not likely: 0.95 x of S in loops."""
+    config = lp.LookaheadConfig()
+    text = [*range(100, 111)] * 40
+    pool = pool_of(text, tables=fresh_tables(config, 200, 1), adaptive=True)
+    tree = pool.propose(text, config.draft_budget)
+    path = [text[index % 11] for index in range(config.depth)]
+    assert tree.tokens[:150] == path[:150] and tree.parents[:150] == list(range(-1, 149))
 
 
 def _after_a_step(**config: Any) -> set[str]:

@@ -94,7 +94,7 @@ def test_a_config_of_no_source_is_refused() -> None:
     wrong: list[Any] = [_Other(), {"window_size": 5}, "demo"]
     for config in wrong:
         name = type(config).__name__
-        with pytest.raises(ValueError, match=f"registered for a config of type {name}; give one of PaperConfig"):
+        with pytest.raises(ValueError, match=f"of type {name}; give one of JacobiConfig, PaperConfig"):
             lp.LookaheadDecoder(tiny_model(), config)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import launch.serve.server
 from launch.serve import serve
 from launch.serve.server import PACKAGES, bind
+from launch.serve.unfinished import UnfinishedRequests
 from lp.errors import UserError
 from tests.unit.conftest import Ran
 
@@ -53,10 +56,49 @@ def test_a_bound_port_takes_no_connections_yet() -> None:
         socket.create_connection(bound.getsockname(), timeout=5)
 
 
+def test_events_are_sent_at_once() -> None:
+    """Held back until the client has acknowledged what came before (Nagle), the first token would be 40 ms late."""
+
+    async def no_delay() -> bool:
+        with bind("127.0.0.1", 0) as bound:
+            found = asyncio.get_running_loop().create_future()
+
+            def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                option = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                found.set_result(bool(option))
+                writer.close()
+
+            async with await asyncio.start_server(connected, sock=bound):
+                _, writer = await asyncio.open_connection(*bound.getsockname())
+                writer.close()
+                return bool(await asyncio.wait_for(found, 10))
+
+    assert asyncio.run(no_delay())
+
+
 def test_without_the_extra_it_says_which(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.serve.server, "is_installed", lambda package: package != PACKAGES[1])
     ran = start_app(serve, "serve", "port=0")
     assert ran.code == 2 and "launch.serve needs uvicorn; install the extra: pip install '.[serve]'" in ran.err
+
+
+def test_requests_that_did_not_end_are_found_again(tmp_path: Path) -> None:
+    """By the server that comes after, once; one whose file was being written, too."""
+    folder = tmp_path / "unfinished"
+    first = UnfinishedRequests(folder)
+    noted = [first.begin(name, texts=2, seed=7) for name in ("a", "b", "c")]
+    first.end(noted[1])
+    assert noted[2] and first.earlier == []
+    noted[2].write_text('{"id": ')  # and no more
+    found = UnfinishedRequests(folder).earlier
+    assert [request.pop("began", 0) > 0 for request in found] == [True, False]
+    assert found == [{"id": "a", "texts": 2, "seed": 7}, {"id": "unknown"}]
+    assert UnfinishedRequests(folder).earlier == []
+    noted[2].touch()
+    none = UnfinishedRequests(None)
+    none.end(none.begin("a"))
+    with pytest.raises(UserError, match=r"can't keep unfinished requests .* set LP_RUN_DIR to another folder"):
+        UnfinishedRequests(noted[2])
 
 
 def test_an_address_that_is_not_ours() -> None:

@@ -116,7 +116,9 @@ def test_suffix_of_completions(infill_server: Running) -> None:
     assert ended["choices"][0]["finish_reason"] == "stop" and ended["choices"][0]["text"] == ""
 
 
-# What llama.vim sends (its autoload/llama.vim of January 2026): to warm the cache, and to complete.
+# What llama.vim sends (its autoload/llama.vim of January 2026) by default: to warm the cache, and to complete.
+# The empty model is always there, as is an empty key: the plugin looks at the length of the setting's name.
+KEY = {"Authorization": "Bearer"}
 RING = [{"text": "import os\nimport sys\n", "time": [0, 1], "filename": "/src/main.py"}]
 WARM = {
     "id_slot": 0,
@@ -132,6 +134,7 @@ WARM = {
     "t_max_prompt_ms": 1,
     "t_max_predict_ms": 1,
     "response_fields": [""],
+    "model": "",
 }
 TIMINGS = [
     f"timings/{part}_{name}" for part in ("prompt", "predicted") for name in ("n", "ms", "per_token_ms", "per_second")
@@ -142,7 +145,7 @@ VIM = {
     "input_suffix": SUFFIX,
     "input_extra": RING,
     "prompt": "    return ",
-    "n_predict": 24,
+    "n_predict": 128,
     "stop": [],
     "n_indent": 4,
     "top_k": 40,
@@ -153,19 +156,51 @@ VIM = {
     "t_max_prompt_ms": 500,
     "t_max_predict_ms": 250,
     "response_fields": ["content", *TIMINGS, "truncated", "tokens_cached"],
+    "model": "",
 }
 
 
 def test_llama_vims_requests(infill_server: Running) -> None:
     """Its answer has the fields that it asks for, by their paths, in JSON that its pattern recognises."""
     http = infill_server.http()
-    assert http.post("/infill", json=WARM).json() == {}
-    answer = http.post("/infill", json=VIM)
+    assert http.post("/infill", json=WARM, headers=KEY).json() == {}
+    answer = http.post("/infill", json=VIM, headers=KEY)
     assert re.match(r"^\s*\{", answer.text) and re.search(r'"content"\s*:"', answer.text)
     data = answer.json()
     assert set(data) == set(VIM["response_fields"])  # type: ignore[call-overload]
-    assert data["truncated"] is False and data["timings/predicted_n"] <= 24
+    assert data["truncated"] is False and 1 <= data["timings/predicted_n"] <= 128
     assert data["timings/prompt_ms"] > 0 and data["timings/predicted_per_second"] > 0
+
+
+# To change a selection: first, while the user still types the instruction, to warm the cache, then for the text.
+INSTRUCT: dict[str, Any] = {
+    "id_slot": 0,
+    "messages": [{"role": "system", "content": "--- CONTEXT\n"}, {"role": "user", "content": ""}],
+    "samplers": [],
+    "n_predict": 0,
+    "stream": False,
+    "cache_prompt": True,
+    "response_fields": [""],
+    "model": "",
+}
+TEXT = {"min_p": 0.1, "temperature": 0.1, "samplers": ["min_p", "temperature"], "stream": True}
+
+
+def test_llama_vims_instructions(demo_server: Running) -> None:
+    """The first request generates one token, not all that a text may have; the second is read by its deltas."""
+    http = demo_server.http()
+    warm = http.post("/v1/chat/completions", json=INSTRUCT, headers=KEY).json()
+    assert warm["usage"]["completion_tokens"] == 1
+    messages = [INSTRUCT["messages"][0], {"role": "user", "content": "INSTRUCTION: def add(a, b):\n"}]
+    asked = {name: INSTRUCT[name] for name in ("id_slot", "cache_prompt", "model")} | {"messages": messages} | TEXT
+    asked |= {"max_tokens": 20, "seed": 3}  # which the plugin does not send
+    lines = [line for line in http.post("/v1/chat/completions", json=asked, headers=KEY).text.splitlines() if line]
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    ids = demo_server.encode("--- CONTEXT\n\nINSTRUCTION: def add(a, b):\n")
+    sampling = lp.SamplingParams(temperature=0.1, min_p=0.1, seed=3)
+    assert text == demo_server.decode(demo_server.decoder.generate(ids, 20, sampling).tokens)
 
 
 def test_infill_has_the_decoders_tokens(infill_server: Running) -> None:
@@ -175,7 +210,8 @@ def test_infill_has_the_decoders_tokens(infill_server: Running) -> None:
     ids, _ = prompts.prompt("def add(a, b):\n    return ", SUFFIX, None, [Extra("/src/main.py", RING[0]["text"])])  # type: ignore[arg-type]
     sampling = lp.SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=4)
     expected = infill_server.decode(infill_server.decoder.generate(ids, 24, sampling).tokens)
-    asked = {**VIM, "seed": 4, "n_indent": 0, "t_max_predict_ms": 0, "response_fields": None}
+    free = {"n_predict": 24, "n_indent": 0, "t_max_predict_ms": 0, "response_fields": None}
+    asked = {**VIM, "seed": 4, **free}
     data = http.post("/infill", json=asked).json()
     assert data["content"] == expected and data["stop_type"] == "limit" and data["tokens_predicted"] == 24
     again = http.post("/infill", json=asked).json()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import lp
+from lp.sampling.logprob_sampler import Logprob
 from tests.serving import Running
 
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
@@ -176,6 +177,17 @@ def test_echo_scores_the_prompt(demo_server: Running, client: Any) -> None:
         assert answer.choices[0].text.startswith("import os\nimport sys\n")
 
 
+def test_tokens_that_look_alike_do_not_hide_the_likeliest() -> None:
+    """Parts of a character have the same text: a token must not pass for the likeliest one by it, as lm_eval asks."""
+    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    from launch.serve.openai import _LegacyLogprobs
+
+    logprobs = _LegacyLogprobs(lambda token: "\ufffd")
+    logprobs.add([Logprob(5, -3.0, [(7, -0.1)]), Logprob(7, -0.1, [(7, -0.1)])])
+    data = logprobs.data()
+    assert data["token_logprobs"] == [-3.0, -0.1] and data["top_logprobs"] == [{"\ufffd": -0.1}] * 2
+
+
 def test_penalties_and_biases_change_the_text(demo_server: Running, client: Any) -> None:
     """They are transformers' own scores less what OpenAI's formula says, in the decoder as by hand."""
     import torch
@@ -249,3 +261,22 @@ def test_errors_are_the_clients_exceptions(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="2048") as long:
         client.completions.create(model="demo", prompt=[5] * 2048, stream=True)
     assert long.value.code == "context_length_exceeded"
+
+
+def test_a_predicted_output_is_drafted(demo_server: Running, client: Any) -> None:
+    """The same text by far fewer steps; what of the prediction was accepted and what not is in the usage."""
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "import os\n"}],
+        "max_completion_tokens": 80,
+        "temperature": 0.8,
+        "seed": 5,
+    }
+    without = client.chat.completions.create(**asked)
+    content = without.choices[0].message.content
+    answer = client.chat.completions.create(**asked, prediction={"type": "content", "content": content + "# no more"})
+    assert answer.choices[0].message.content == content
+    assert answer.usage.tokens_per_step >= 2 * without.usage.tokens_per_step
+    details = answer.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens >= 60 and details.rejected_prediction_tokens > 0
+    assert without.usage.completion_tokens_details.accepted_prediction_tokens == 0

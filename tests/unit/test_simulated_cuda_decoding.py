@@ -242,7 +242,7 @@ def test_ranks_measure_step_times_on_gpus(gpu: SimulatedCuda, monkeypatch: pytes
 
     def body(context: ParallelContext, own: SimulatedCuda) -> StepTimes:
         decoder = lp.LookaheadDecoder(models[context.rank], config, context, step_times=TIMES)
-        return StepTimingDecoder(decoder.runner, config, context).measure()
+        return StepTimingDecoder(decoder.runner, config, context).measure().times
 
     first, second = run_on_gpus(2, body)
     assert first == second and first.plain_s > 0

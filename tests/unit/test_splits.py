@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 
 from launch.bench.arithmetic import GPUS
 from launch.bench.ceilings import Work
 from launch.bench.gpu_projection import LogLaw
 from launch.bench.splits import Machine, Shape, Sum
+from launch.bench.tables import main
 from launch.bench.tables.splits import cells
 
+RUNS = Path(__file__).parents[2] / "docs" / "results" / "scaling-projection" / "runs.jsonl"
 WORK = Work(
     weight_bytes=13_000_000_000, kv_token_bytes=500_000, token_flop=13_000_000_000, head_flop=0, key_flop=500_000
 )
@@ -44,3 +50,23 @@ def test_splits_are_those_that_have_room_with_their_best_tokens() -> None:
     assert [split.tp for split in small] == [4, 8]
     row = cells("model", "ring", "measured", small)
     assert row[-2] == "no room" and row[-1].endswith(" x")
+
+
+def test_the_table_takes_s_and_host_time_from_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Host times of the B that several ranks were measured with; without runs it says how to make them."""
+    main(["splits", str(RUNS), "--shapes", "llama2_7b"])
+    said = capsys.readouterr().out
+    runs = [json.loads(line) for line in RUNS.read_text().splitlines()]
+    alone = next(
+        run["host_s"]
+        for run in runs
+        if "host_s" in run
+        and (run["ranks"], run["budget"], run["temperature"]) == (1, 64, 0.8)
+        and run["method"] != "paper"
+    )
+    (host_ms,) = {float(found) for found in re.findall(r"\| ([\d.]+) ms \+", said)}
+    assert host_ms == pytest.approx(1e3 * alone, rel=0.25), "near the line"
+    assert len(re.findall(r"^\| llama2_7b \|", said, re.M)) == 4
+    with pytest.raises(SystemExit, match="2"):
+        main(["splits", str(tmp_path / "none.jsonl")])
+    assert "has no runs at T = 0.8 of 1 and more ranks" in capsys.readouterr().err

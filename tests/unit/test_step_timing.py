@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import lp
+from lp.budget.measure import Measurement
 from lp.budget.step_times import StepTimes
+from lp.budget.step_times_cache import StepTimesFile
 from lp.draft.layout import StepLayout
 from lp.engine.interrupts import DeferredSignals, Terminated
 from lp.engine.step_pass import StepPass
@@ -58,9 +60,9 @@ def test_the_key_has_all_that_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) 
     """Ranks that are threads or on two nodes, a pool without numba or learning: their step times differ."""
     keys: list[str] = []
 
-    def noted(parts: Any, *others: Any) -> StepTimes:
-        keys.append(repr(parts))
-        return StepTimes.constant(0.01, 9)
+    def noted(file: StepTimesFile, *others: Any) -> Measurement:
+        keys.append(file.path.name)
+        return Measurement(StepTimes.constant(0.01, 9), ())
 
     monkeypatch.setattr("lp.engine.step_timing.load_or_measure", noted)
     model, config = tiny_model(), lp.LookaheadConfig(adaptive=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import subprocess
 import sys
+from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 from launch.bench import tables
 from launch.bench.replay import load_texts
-from launch.bench.tables import docstring, main, shares, shares_compression, table_names
+from launch.bench.tables import docstring, main, prediction, shares, shares_compression, table_names
 from lp.draft.share import step_tokens
 from tests.conftest import ROOT
 
@@ -106,6 +108,27 @@ def test_sets_are_compared_one_by_one_and_together(tmp_path: Path, capsys: pytes
         assert each["most_tokens"] <= 6 and each["ratio"] == pytest.approx(each["one_steps"] / each["steps"])
 
 
+def test_edits_sum_up_to_their_part() -> None:
+    """A prediction with fewer edits than the table says would look better than it is."""
+    tokens = list(range(240))
+    changed = prediction.edited(tokens, 0.1, 8, random.Random(0))
+    edits = [
+        edit for edit in SequenceMatcher(None, tokens, changed, autojunk=False).get_opcodes() if edit[0] != "equal"
+    ]
+    assert sum(max(end - start, new_end - new) for _, start, end, new, new_end in edits) in range(20, 28)
+    assert changed == prediction.edited(tokens, 0.1, 8, random.Random(0)) and len(changed) == len(tokens)
+
+
+def test_predictions_are_compared_over_all_steps() -> None:
+    """The mean of S would weigh a text that needs few steps as much as one that needs many."""
+    none = [prediction.Measured(2.0, 4.0, 0.0), prediction.Measured(8.0, 1.0, 0.0)]
+    right = [prediction.Measured(10.0, 1.0, 0.9), prediction.Measured(10.0, 0.5, 0.7)]
+    found = prediction.summary(right, none)
+    assert found["compression"] == pytest.approx(10) and found["ratio"] == pytest.approx(10 / 3.2)
+    assert found["least_ratio"] == 5 and found["time_ratio"] == 0.375 and found["accepted"] == pytest.approx(0.8)
+    assert prediction.summary(right[1:], none[1:])["least_ratio"] is None
+
+
 SHORT = ["--limit", "1", "--max-new-tokens", "6"]
 
 
@@ -121,6 +144,7 @@ SHORT = ["--limit", "1", "--max-new-tokens", "6"]
             ["batches", "--texts", "2", "--prompt-tokens", "8", "--rounds", "1", *SHORT[2:]],
             "| texts | T | S | lookahead",
         ),
+        (["prediction", "--temperatures", "0.8", "--rounds", "1", *SHORT], "| T | prediction | S | x none |"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -153,7 +153,7 @@ def test_the_start_says_what_steps_take(launch_generate: Callable[..., Any], tin
     model = ["model=hf", f"model.name={tiny_folder}", "prompt=x", "max_new_tokens=9", "compare=false"]
     ran = launch_generate(*model, "verbose=true")
     assert ran.code == 0, ran.err
-    assert re.search(r"adaptive budget up to W=16 N=2 G=184 depth=96; t\(T\) in ms 1:\d", ran.out)
+    assert re.search(r"adaptive budget up to W=16 N=2 G=184 depth=192; t\(T\) in ms 1:\d", ran.out)
     assert re.search(r"last text: 9 tokens in \d+ steps", ran.out)
     fixed = launch_generate(*model, "decoder=lookahead", "W=3", "G=4")
     assert "fixed budget W=3 N=2 G=4" in fixed.out and "last text" not in fixed.out
@@ -162,5 +162,5 @@ def test_the_start_says_what_steps_take(launch_generate: Callable[..., Any], tin
 
 class _Fixed:
     config = lp.LookaheadConfig(adaptive=False)
-    step_times = None
+    step_times = _step_times = None
     _last: tuple[StepStats, ...] = ()

@@ -4,9 +4,10 @@
     python scripts/tables.py scaling_projection results.jsonl --gpu a100 --shape llama2_13b    # of the same runs
 
 S comes from R ranks with B tokens each, run as threads. Host time and message size come from the same ranks run one at
-a time on the first prompts (--timed), with a model that computes nothing: the slowest rank's. The time of the gather
-is that of the links in conf/scaling.yaml. Beside them S of the paper's method, on one rank with as many tokens. Each
-line of the file is one of these runs at one temperature; what it has is not run again. --page puts the tables into
+a time on the first prompts (--timed), with a model that computes nothing: the slowest rank's. Each round measures every
+R, so that a slow minute of the machine is not one R's. The time of the gather is that of the links in
+conf/scaling.yaml. Beside them S of the paper's method, on one rank with as many tokens. Each line of the file is S or
+the host time of one of these runs at one temperature; what it has is not run again. --page puts the tables into
 docs/scaling.md.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -54,31 +55,85 @@ HEADS = (
 )
 
 
-def measure(loaded: Loaded, sets: dict[str, list[list[int]]], setting: Result) -> Result:
-    """S of one run over all sets; of ours, the host's part of the first prompts too."""
-    temperature, new, timed = setting["temperature"], setting["max_new_tokens"], setting["timed"]
-    prompts = [ids for of_set in zip_longest(*sets.values()) for ids in of_set if ids]  # the first of every set first
-    decodes = [
-        partial(_decode, ids=ids, new=new, temperature=temperature, index=index) for index, ids in enumerate(prompts)
-    ]
-    host_s: list[float] = []
-    payload_bytes = 0
+def measure_steps(loaded: Loaded, sets: dict[str, list[list[int]]], setting: Result) -> Result:
+    """Tokens and steps of one run over all sets, which are its S."""
+    temperature, new = setting["temperature"], setting["max_new_tokens"]
+    prompts = _in_turn(sets)
     if setting["method"] == LP:
-        ranks, budget = setting["ranks"], setting["budget"]
-        config = fixed_config(min(setting["window"] * (ranks - 1), budget // 2), ranks, budget)
-        outputs = run_lockstep(ranks, partial(decode_all, loaded, config, prompts, new, temperature))[0]
-        for decode in decodes[:timed]:
-            decoder = lp.LookaheadDecoder(loaded.model, config, capture="off")
-            decoder.merges_late = True  # as on a GPU, beside which it takes no time
-            projection = Projection(decoder=decoder, decode=decode, ranks=ranks)
-            host_s.append(projection.slowest_host_s(projection.host_runs(setting["rounds"])))
-            payload_bytes = projection.recorded.payload_bytes
+        ranks = setting["ranks"]
+        outputs = run_lockstep(ranks, partial(decode_all, loaded, _config(setting), prompts, new, temperature))[0]
     else:
-        outputs = [decode(_alone(loaded, setting)) for decode in decodes]
-        host_s = [median(step.host_s for step in output.step_stats) for output in outputs[:timed]]
-    tokens = sum(len(output.tokens) for output in outputs)
-    steps = sum(output.steps for output in outputs)
-    return {"tokens": tokens, "steps": steps, "host_s": fmean(host_s), "payload_bytes": payload_bytes}
+        decoder = _alone(loaded, setting)
+        outputs = [_decode(decoder, ids, new, temperature, index) for index, ids in enumerate(prompts)]
+    return {
+        "tokens": sum(len(output.tokens) for output in outputs),
+        "steps": sum(output.steps for output in outputs),
+    }
+
+
+def measure_hosts(loaded: Loaded, sets: dict[str, list[list[int]]], settings: Sequence[Result]) -> list[Result]:
+    """Host time of a step and the size of a message, of each setting, on the first prompts."""
+    hosts = [
+        [_Host.of(loaded, setting, ids, index) for index, ids in enumerate(_in_turn(sets)[: setting["timed"]])]
+        for setting in settings
+    ]
+    for _ in progress(range(max(setting["rounds"] for setting in settings)), "rounds of host times"):
+        for of_prompts in hosts:
+            for host in of_prompts:
+                host.time()
+    return [
+        {"host_s": fmean(host.seconds for host in of_prompts), "payload_bytes": of_prompts[0].payload_bytes}
+        for of_prompts in hosts
+    ]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Host:
+    """Host time of a step on one prompt; of ours, the slowest rank's."""
+
+    decoder: Any
+    decode: Callable[[Any], lp.GenerationOutput]
+    projection: Projection | None  # of ours
+    runs: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, loaded: Loaded, setting: Result, ids: list[int], index: int) -> _Host:
+        decode = partial(
+            _decode, ids=ids, new=setting["max_new_tokens"], temperature=setting["temperature"], index=index
+        )
+        if setting["method"] != LP:
+            return cls(decoder=_alone(loaded, setting), decode=decode, projection=None)
+        decoder = lp.LookaheadDecoder(loaded.model, _config(setting), capture="off")
+        decoder.merges_late = True  # as on a GPU, beside which it takes no time
+        return cls(
+            decoder=decoder,
+            decode=decode,
+            projection=Projection(decoder=decoder, decode=decode, ranks=setting["ranks"]),
+        )
+
+    def time(self) -> None:
+        self.runs += self.projection.host_runs(1) if self.projection else [self.decode(self.decoder)]
+
+    @property
+    def seconds(self) -> float:
+        if self.projection:
+            return self.projection.slowest_host_s(self.runs)
+        return min(median(step.host_s for step in output.step_stats) for output in self.runs)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.projection.recorded.payload_bytes if self.projection else 0
+
+
+def _in_turn(sets: dict[str, list[list[int]]]) -> list[list[int]]:
+    """The prompts: the first of every set first."""
+    return [ids for of_set in zip_longest(*sets.values()) for ids in of_set if ids]
+
+
+def _config(setting: Result) -> lp.LookaheadConfig:
+    """Ours, of R ranks with B tokens each."""
+    ranks, budget = setting["ranks"], setting["budget"]
+    return fixed_config(min(setting["window"] * (ranks - 1), budget // 2), ranks, budget)
 
 
 def _alone(loaded: Loaded, setting: Result) -> Any:
@@ -163,13 +218,17 @@ def run(args: argparse.Namespace) -> None:
     if 1 not in args.ranks:
         raise UserError(f"--ranks is {args.ranks}; it needs 1, which the others are compared with")
     asked = settings(args)
-    left = [setting for setting in asked if _result(setting, args.results) is None]
-    if left:
+    uncounted = [setting for setting in asked if "steps" not in _result(setting, args.results)]
+    untimed = [setting for setting in asked if "host_s" not in _result(setting, args.results)]
+    if uncounted or untimed:
         loaded = load_model(args)
         sets = read_sets(args, loaded)
-    for setting in progress(left, "settings"):
-        append_result(args.results, setting | measure(loaded, sets, setting) | {"torch": torch.__version__})
-    results = [result for setting in asked if (result := _result(setting, args.results))]
+    for setting in progress(uncounted, "settings"):
+        append_result(args.results, setting | measure_steps(loaded, sets, setting) | {"torch": torch.__version__})
+    if untimed:
+        for setting, host in zip(untimed, measure_hosts(loaded, sets, untimed), strict=True):
+            append_result(args.results, setting | host)
+    results = [_result(setting, args.results) for setting in asked]
     config = shape_config(args.shape)
     work, layers = Work.of(sketch(config, "bfloat16")), config.num_hidden_layers
     step_time = partial(StepTime.of, GPUS[args.gpu], work, layers, prefix=args.prefix)
@@ -203,5 +262,10 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps({"gpu": args.gpu, "shape": args.shape, "series": figures}))
 
 
-def _result(setting: Result, path: Path) -> Result | None:
-    return next((result for result in read_results(path) if setting.items() <= result.items()), None)
+def _result(setting: Result, path: Path) -> Result:
+    """The setting with all that the file has of it."""
+    found = setting
+    for line in read_results(path):
+        if setting.items() <= line.items():
+            found = found | line
+    return found

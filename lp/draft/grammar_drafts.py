@@ -1,0 +1,201 @@
+"""Draft tokens under a grammar: those that it forbids are left out, and what must follow is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lp.draft.path_first import paying_length, share_with_path
+from lp.draft.share import Share
+from lp.draft.source import DraftSource, ObservePart, ShareInput, StepSamples, TokenPrice, share_proposer
+from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
+from lp.sampling.grammar import Cursor, common_length
+from lp.sampling.top_logits import TopLogits
+
+# What is known before a text begins of forced tokens: their characters must follow, but other tokens may spell them.
+PRIOR_ACCEPTED, PRIOR_TRIED = 9.0, 10.0
+MEMORY_TOKENS = 64.0  # tried tokens that count
+
+
+class GrammarDrafts:
+    """Another source's draft tree, as far as a grammar allows it, with what must follow its nodes.
+
+    Args:
+        inner: the other source.
+        cursor: of the grammar, for this text alone.
+        prompt_tokens: of the prompt, behind which the text begins.
+    """
+
+    def __init__(self, inner: DraftSource, cursor: Cursor, prompt_tokens: int) -> None:
+        self.num_logits = inner.num_logits
+        self._inner = inner
+        self._propose_inner = share_proposer(inner)
+        self._cursor = cursor
+        self._prompt_tokens = prompt_tokens
+        self._seen = prompt_tokens
+        self._accepted_tried = (PRIOR_ACCEPTED, PRIOR_TRIED)  # of forced tokens
+
+    @property
+    def accepted_prediction(self) -> int:
+        """Of the other source, if it has a prediction."""
+        return getattr(self._inner, "accepted_prediction", 0)
+
+    @property
+    def forced_prob(self) -> float:
+        """That a forced token is accepted, if those before it are."""
+        accepted, tried = self._accepted_tried
+        return accepted / tried
+
+    def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
+        """The rank's share."""
+        self._follow(text)
+        if not self._cursor.go_to(text[self._prompt_tokens :]) or self._cursor.matcher.ended:
+            return self._propose_inner(text, step)
+        prob = self.forced_prob
+        forced = self._forced()
+        probs = [prob**depth for depth in range(1, len(forced) + 1)]
+        forced = forced[: paying_length(step, probs)]
+        share = share_with_path(self._propose_inner, text, step, forced, probs[: len(forced)])
+        return replace(share, draft=self._grown(share.draft, step, prob))
+
+    def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
+        """The whole tree, of one rank."""
+        return self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
+
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
+        """What the other source learns of it."""
+        self._inner.begin(prompt, top_logits)
+
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        """Learn how likely forced tokens are."""
+        self._follow(text)
+        self._inner.observe(text, num_new, samples)
+
+    def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
+        """The same, where the other source learns in parts."""
+        self._follow(text)
+        observe: ObservePart = getattr(self._inner, "observe_part", None) or self._inner.observe
+        return observe(text, num_new, samples)
+
+    def _follow(self, text: Sequence[int]) -> None:
+        """Count how many of the text's new tokens are those that had to follow, as they were tokenized."""
+        new = text[self._seen :]
+        if not new or not self._cursor.go_to(text[self._prompt_tokens : self._seen]):
+            return
+        self._seen = len(text)
+        accepted, tried = self._accepted_tried
+        at = 0
+        while at < len(new) and not self._cursor.matcher.ended:
+            forced = self._cursor.matcher.forced()
+            same = common_length(forced, new[at:])
+            accepted += same
+            tried += min(same + 1, len(forced), len(new) - at)
+            for token in new[at : at + max(same, 1)]:
+                self._cursor.go_on(token)
+            at += max(same, 1)
+        share = min(1.0, MEMORY_TOKENS / tried)
+        self._accepted_tried = (accepted * share, tried * share)
+
+    def _forced(self) -> list[int]:
+        """The forced tokens that the grammar takes."""
+        forced = self._cursor.matcher.forced()
+        taken = 0
+        while taken < len(forced) and self._cursor.go_on(forced[taken]):
+            taken += 1
+        self._cursor.go_back(taken)
+        return forced[:taken]
+
+    def _grown(self, tree: DraftTree, step: ShareInput, prob: float) -> DraftTree:
+        """A tree without the nodes that the grammar forbids, and with what must follow the others, where it pays.
+
+        Args:
+            tree: of this rank.
+            step: has its room, and the price of its tokens.
+            prob: of a forced token, that it is accepted.
+        """
+        tokens, parents = np.asarray(tree.tokens).tolist(), np.asarray(tree.parents).tolist()
+        branches: list[list[int]] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            branches.append([*branches[parent], token] if parent >= 0 else [token])
+        allowed: set[int] = set()
+        spans: dict[int, list[int]] = {}
+        for node, is_allowed in self._cursor.visit(branches):
+            if is_allowed:
+                allowed.add(node)
+                if span := self._forced():
+                    spans[node] = span
+        grown = GrownTree(tree, sorted(allowed), step)
+        for node in sorted(spans, key=grown.prob_of, reverse=True):
+            grown.add_path(node, spans[node], prob)
+        return grown.tree()
+
+
+class GrownTree:
+    """Some nodes of a rank's draft tree, and tokens that are added behind them.
+
+    Args:
+        given: the tree.
+        kept: its nodes that stay, with their ancestors, in order.
+        step: has the rank's room, and the price of its tokens.
+    """
+
+    def __init__(self, given: DraftTree, kept: Sequence[int], step: ShareInput) -> None:
+        self._room = int(step.rooms[step.rank])
+        self._price = step.price
+        self._merge = given.merge
+        self._stated = len(given.accept_probs) > 0
+        self._tokens: list[int] = []
+        self._parents: list[int] = []
+        self._probs: list[float] = []
+        self._children: dict[tuple[int, int], int] = {}
+        self._places: dict[int, int] = {}  # by node of the given tree, its index in this one
+        for node in kept:
+            parent = self._places.get(int(given.parents[node]), -1)
+            prob = float(given.accept_probs[node]) if self._stated else 0.0
+            self._places[node] = self._child(parent, int(given.tokens[node]), prob)
+
+    def prob_of(self, node: int) -> float:
+        """That a node of the given tree is accepted."""
+        return self._probs[self._places[node]]
+
+    def add_path(self, node: int, path: Sequence[int], prob: float) -> None:
+        """Add tokens behind a node of the given tree, as far as there is room and they pay.
+
+        Args:
+            prob: of each, that it is accepted if those before it are.
+        """
+        place = self._places[node]
+        for token in path:
+            accept_prob = self._probs[place] * prob
+            if (place, token) not in self._children and not self._pays(accept_prob):
+                return
+            place = self._child(place, token, accept_prob)
+
+    def tree(self) -> DraftTree:
+        """All of it."""
+        return DraftTree(self._tokens, self._parents, self._probs if self._stated else (), self._merge)
+
+    def _child(self, parent: int, token: int, prob: float) -> int:
+        """The node behind another with this token: what two paths of a merged tree share is one node."""
+        place = self._children.get((parent, token)) if self._merge else None
+        if place is None:
+            place = self._children[parent, token] = len(self._tokens)
+            self._tokens.append(token)
+            self._parents.append(parent)
+            self._probs.append(prob)
+        self._probs[place] = max(self._probs[place], prob)
+        return place
+
+    def _pays(self, accept_prob: float) -> bool:
+        """Whether there is room for one token more, and it pays."""
+        draft_tokens = len(self._tokens)
+        if draft_tokens >= self._room:
+            return False
+        price = self._price
+        if price is None:
+            return True
+        at = min(max(price.base_tokens + draft_tokens, price.least_tokens), len(price.marginal_seconds) - 1)
+        return accept_prob > price.tokens_per_s * float(price.marginal_seconds[at])

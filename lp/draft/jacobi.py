@@ -1,0 +1,77 @@
+"""Jacobi decoding: every step guesses a block of tokens anew from the guesses of the step before.
+
+Source: "Accelerating Transformer Inference for Translation via Parallel Decoding" (arXiv 2305.10427); the baseline that
+lookahead decoding begins with (arXiv 2402.02057, section 2). The block moves along with the text, so that it always has
+the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from lp.checks import check_choice, check_count
+from lp.config import KVSync, LookaheadConfig, windowless
+from lp.draft.registry import register_source
+from lp.draft.source import StepSamples
+from lp.draft.tree import DraftTree
+from lp.sampling.top_logits import INVALID_TOKEN, TopLogits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JacobiConfig:
+    """Jacobi decoding.
+
+    Args:
+        num_tokens: of the block, which are the draft tokens of a step.
+        kv_sync: how ranks get each other's accepted KV.
+
+    Raises:
+        ValueError: a value out of range, with the limit and the remedy.
+    """
+
+    num_tokens: int = 16
+    kv_sync: KVSync = KVSync.RECOMPUTE
+
+    def __post_init__(self) -> None:
+        check_count(self, "num_tokens", 1, 1024, "try 16")
+        check_choice(self, "kv_sync", KVSync)
+
+    def shape(self) -> LookaheadConfig:
+        """The step it takes."""
+        return windowless(self.num_tokens, self.kv_sync)
+
+
+@register_source("jacobi", JacobiConfig)
+class Jacobi:
+    """A block of guesses: what a step samples behind them are the next step's guesses.
+
+    Args:
+        config: the size of the block.
+        prompt: first guesses are drawn from its tokens, by a fixed seed.
+    """
+
+    num_logits = 0
+
+    def __init__(self, config: JacobiConfig, prompt: Sequence[int]) -> None:
+        self.config = config
+        self._random = Random(0)
+        self._prompt = list(prompt)
+        self._guesses: list[int] = []
+
+    def propose(self, text: Sequence[int], budget: int, *_: object) -> DraftTree:
+        """One path: the guesses, and new ones where the text has moved on."""
+        while len(self._guesses) < self.config.num_tokens:
+            self._guesses.append(self._random.choice(self._prompt))
+        guesses = self._guesses[:budget]
+        return DraftTree(guesses, list(range(-1, len(guesses) - 1)))
+
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
+        """Nothing: it reads no logits."""
+
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+        """Keep what was sampled behind the guesses that come after the text's new tokens."""
+        behind = [int(token) for token in samples.sampled][num_new:]  # the nodes are the path, `c` first
+        end = behind.index(INVALID_TOKEN) if INVALID_TOKEN in behind else len(behind)
+        self._guesses = behind[:end]

@@ -1,0 +1,110 @@
+"""Sums over the ranks of a replica in one kernel, in which every rank reads the tensors of all others.
+
+NCCL's ring takes 2 (T - 1) steps, each with the latency of a link: most of its time where a step has few tokens. The
+kernel is torch's (`torch.distributed._symmetric_memory`, alpha in 2.13); it adds in the order of ranks, so that all
+have the same bits. It needs GPUs that reach each other's memory. T: ranks of the replica.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 19  # of a tensor; every rank reads T of them, and a ring reads less of a larger one
+ALIGNMENT = 16  # bytes
+DTYPES = (torch.bfloat16, torch.float32)  # that the kernel adds
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, str, str], torch.Tensor]  # shared memory, tensor, "sum", group
+
+
+class OneShotSum:
+    """Sums of tensors of up to 512 KiB.
+
+    Args:
+        shared: (MOST_BYTES,) uint8, memory that every rank of the group reaches.
+        group: name of the process group.
+        kernel: copies a tensor to its rank's shared memory, and returns the sum of all ranks' in new memory.
+    """
+
+    def __init__(self, shared: torch.Tensor, group: str, kernel: Kernel) -> None:
+        self._shared = shared
+        self._group = group
+        self._kernel = kernel
+
+    def agrees_with(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Whether its sums are those of torch.distributed, of every dtype, and up to the largest tensor."""
+        generator = torch.Generator(device).manual_seed(dist.get_rank(group))
+        same = True  # all are tried, as the other ranks wait for each
+        for dtype in DTYPES:
+            for nbytes in (ALIGNMENT, 3 * ALIGNMENT, MOST_BYTES):
+                tensor = torch.randn(nbytes // dtype.itemsize, generator=generator, device=device).to(dtype)
+                ours = self(tensor)
+                dist.all_reduce(tensor, group=group)
+                limit = 1e-5 if dtype == torch.float32 else 0.1  # they add in another order
+                same &= torch.allclose(ours.float(), tensor.float(), rtol=0.0, atol=limit)
+        return same
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether it sums a tensor like this; the same on every rank."""
+        nbytes = tensor.numel() * tensor.element_size()
+        return 0 < nbytes <= MOST_BYTES and nbytes % ALIGNMENT == 0 and tensor.dtype in DTYPES
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, in new memory, in the shape of `tensor`."""
+        return self._kernel(self._shared.view(tensor.dtype), tensor.contiguous(), "sum", self._group).view_as(tensor)
+
+
+def by_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> OneShotSum:
+    """With torch's kernel.
+
+    Raises:
+        RuntimeError: the device is no GPU, or torch says why there is none for this group.
+    """
+    if device.type != "cuda":
+        raise RuntimeError(f"the device is {device.type}, not cuda")
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    shared: Any = symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+    symmetric_memory.rendezvous(shared, group)
+    return OneShotSum(shared, group.group_name, torch.ops.symm_mem.one_shot_all_reduce_copy)
+
+
+def one_shot_sum(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    make: Callable[[dist.ProcessGroup, torch.device], OneShotSum] = by_symmetric_memory,
+) -> OneShotSum | None:
+    """What sums small tensors of this group; None where a rank has no such kernel or gets other sums; the log says why.
+
+    Every rank of the group calls it at the same time.
+
+    Args:
+        group: of the ranks of a replica.
+        device: of this rank's tensors.
+        make: without a check of its sums.
+    """
+    failure = "another rank of the replica cannot"
+
+    def on_all(found: OneShotSum | None) -> OneShotSum | None:
+        count = torch.tensor([float(found is not None)], device=device)
+        dist.all_reduce(count, dist.ReduceOp.MIN, group)
+        return found if count.item() else None
+
+    found: OneShotSum | None = None
+    try:
+        found = make(group, device)
+    except Exception as error:  # of an alpha interface: whatever it is, torch.distributed sums without it
+        failure = str(error)
+    found = on_all(found)
+    if found and not found.agrees_with(group, device):
+        failure, found = "its sums are not those of torch.distributed", None
+    found = on_all(found)
+    if found is None:
+        logger.warning("one_shot_sums is on, but torch.distributed sums: %s", failure)
+    return found

@@ -1,0 +1,230 @@
+"""Texts that follow a grammar: always, with the tokens of plain decoding, and by fewer steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from transformers import SuppressTokensLogitsProcessor
+
+import lp
+from launch.bench.json_tasks import drawn_schema
+from lp.draft.grammar_drafts import GrammarDrafts
+from lp.draft.tree import DraftTree
+from lp.draft.window import WindowDrafts
+from lp.errors import UserError
+from lp.models.loader import vocabulary_size
+from lp.parallel.context import ParallelContext
+from lp.parallel.thread_ranks import run_lockstep
+from lp.sampling.grammar import Cursor, Grammar
+from lp.sampling.grammar_compiler import Spelling
+from tests.serving import STEP_TIMES, Running
+
+pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+
+CASES = 200 if os.environ.get("LP_TEST_LONG") else 8
+
+
+def follows(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> bool:
+    """Whether a value is of a schema, as far as `drawn_schema` draws them."""
+    if "$ref" in schema:
+        return follows(value, defs[schema["$ref"].rpartition("/")[2]], defs)
+    if "anyOf" in schema:
+        return any(follows(value, part, defs) for part in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == each and type(value) is type(each) for each in schema["enum"])
+    match schema["type"]:
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "number":
+            return type(value) in (int, float)
+        case "boolean":
+            return type(value) is bool
+        case "null":
+            return value is None
+        case "string":
+            return type(value) is str and len(value) <= schema["maxLength"]
+        case "array":
+            items = type(value) is list and len(value) <= schema["maxItems"]
+            return items and all(follows(each, schema["items"], defs) for each in value)
+    properties = schema["properties"]
+    return (
+        type(value) is dict
+        and {*schema["required"]} <= {*value} <= {*properties}
+        and all(follows(each, properties[name], defs) for name, each in value.items())
+    )
+
+
+@dataclass
+class Ranks:
+    """Decodes on each rank of a lockstep run."""
+
+    model: Any
+    ids: list[int]
+    most: int
+    sampling: lp.SamplingParams | None
+    grammar: Grammar
+    prediction: Sequence[int] = ()
+
+    def __call__(self, context: ParallelContext) -> lp.GenerationOutput:
+        decoder = lp.LookaheadDecoder(self.model, context=context, step_times=STEP_TIMES)
+        return decoder.generate(self.ids, self.most, self.sampling, grammar=self.grammar, prediction=self.prediction)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    model, tokenizer = lp.load("demo")
+    return model, tokenizer, lp.GrammarCompiler(tokenizer, vocabulary_size(model))
+
+
+def test_drawn_schemas(demo: Any) -> None:
+    """Greedy and sampled, some on two ranks: the tokens of plain decoding; every text that ends follows its schema."""
+    model, tokenizer, compiler = demo
+    lookahead, plain = lp.LookaheadDecoder(model, step_times=STEP_TIMES), lp.AutoregressiveDecoder(model)
+    ended = 0
+    for case in range(CASES):
+        draws = random.Random(f"grammar-{case}")
+        schema = drawn_schema(draws)
+        grammar = compiler.json_schema(schema)
+        ids = tokenizer("# the settings as JSON\n")["input_ids"]
+        sampling = lp.SamplingParams(temperature=0.8, seed=case) if case % 2 else None
+        expected = plain.generate(ids, 160, sampling, grammar=grammar)
+        outputs = [lookahead.generate(ids, 160, sampling, grammar=grammar)]
+        if case % 4 > 1:
+            outputs += run_lockstep(2, Ranks(model, ids, 160, sampling, grammar))
+        for output in outputs:
+            assert output.tokens == expected.tokens, case
+        if expected.finish_reason == "eos":
+            text = tokenizer.decode(expected.tokens, skip_special_tokens=True)
+            assert follows(json.loads(text), schema, schema["$defs"]), (case, text)
+            ended += 1
+    assert ended > 0.8 * CASES  # the others are cut within a number or a list
+
+
+def test_ranks_and_predictions(demo: Any) -> None:
+    """A prediction is drafted as far as the grammar takes it."""
+    model, tokenizer, compiler = demo
+    grammar = compiler.json_schema(drawn_schema(random.Random(1), 3))
+    ids = tokenizer("x = ")["input_ids"]
+    expected = lp.PlainDecoder(model).generate(ids, 60, grammar=grammar).tokens
+    for output in run_lockstep(2, Ranks(model, ids, 60, None, grammar, expected)):
+        assert output.tokens == expected and output.compression > 3
+
+
+class Toy:
+    """Proposes the same tree again and again, as far as there is room."""
+
+    num_logits = 0
+
+    def __init__(self, tree: DraftTree) -> None:
+        self.tree = tree
+
+    def propose(self, text: Any, budget: int, *_: Any) -> DraftTree:
+        tree = self.tree
+        return DraftTree(tree.tokens[:budget], tree.parents[:budget], tree.accept_probs[:budget])
+
+    begin = observe = propose
+
+
+def drafts_of(compiler: Any, pattern: str, tree: DraftTree) -> GrammarDrafts:
+    """Behind a prompt of one token."""
+    return GrammarDrafts(Toy(tree), Cursor(compiler.regex(pattern).matcher([0])), prompt_tokens=1)
+
+
+def test_what_is_drafted(demo: Any) -> None:
+    """No node that the grammar forbids, each path once, and what must follow behind nodes, within the room."""
+    _, tokenizer, compiler = demo
+    a, x, y, z = (tokenizer(text)["input_ids"][0] for text in "axyz")
+    end = tokenizer("-end")["input_ids"]
+    inner = DraftTree([a, z, x, z, y], [-1, -1, 0, 2, 0], [0.9, 0.8, 0.7, 0.6, 0.5])
+    drafts = drafts_of(compiler, "a(x|yy)-end", inner)
+    tree = drafts.propose([5], 99, WindowDrafts(), None)
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert {(a, x, *end), (a, y, y, *end)} <= {*paths} and len({*paths}) == len(paths)
+    assert not any(z in path for path in paths)
+    assert len(drafts.propose([5], 4, WindowDrafts(), None)) == 4
+
+
+def test_forced_tokens_are_as_likely_as_they_were(demo: Any) -> None:
+    """Where a model spells by other tokens what must follow, they should cost less."""
+    _, tokenizer, compiler = demo
+    probs = []
+    for spelt in ("return", *"return"), ("return", "return", "return"):
+        drafts = drafts_of(compiler, "(return){9}", DraftTree())
+        text = [5, *(token for part in spelt for token in tokenizer(part)["input_ids"])]
+        drafts.propose([5], 9, WindowDrafts(), None)
+        drafts.propose(text, 9, WindowDrafts(), None)
+        probs.append(drafts.forced_prob)
+    assert probs[0] < 0.9 < probs[1]
+
+
+class Spaced:
+    """A tokenizer that puts a space before every text."""
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(each) for each in f" {text}"]}
+
+
+def test_spelling_without_a_space_that_is_put_before() -> None:
+    vocabulary = [chr(code).encode() for code in range(128)]
+    assert Spelling(Spaced(), vocabulary).tokens("ab") == [*b"ab"]  # type: ignore[arg-type]
+    vocabulary[ord("b")] = b"?"
+    assert Spelling(Spaced(), vocabulary).tokens("ab") == []  # type: ignore[arg-type]
+
+
+def test_other_grammars(demo: Any) -> None:
+    model, tokenizer, compiler = demo
+    decoder = lp.LookaheadDecoder(model, step_times=STEP_TIMES)
+    ids = tokenizer("x = ")["input_ids"]
+    for grammar, expected in [
+        (compiler.regex("(yes|no), sir"), ("yes, sir", "no, sir")),
+        (compiler.ebnf('root ::= "a" "b"'), "ab"),
+    ]:
+        output = decoder.generate(ids, 20, grammar=grammar)
+        assert tokenizer.decode(output.tokens, skip_special_tokens=True) in expected and output.finish_reason == "eos"
+
+
+def test_bad_grammars(demo: Any) -> None:
+    model, _, compiler = demo
+    with pytest.raises(UserError, match="json_schema is not one that xgrammar takes"):
+        compiler.json_schema("{")
+    with pytest.raises(UserError, match="no EOS that can end its text; give eos_token_id"):
+        lp.PlainDecoder(model).generate([1], 4, grammar=compiler.json(), eos_token_id=())
+
+
+def test_a_processor_that_forbids_what_the_grammar_allows(demo: Any) -> None:
+    """Some token would be sampled all the same, and the text would follow no grammar."""
+    model, tokenizer, compiler = demo
+    banned = [SuppressTokensLogitsProcessor([token for token, text in enumerate(tokens_of(tokenizer)) if "y" in text])]
+    for decoder in (lp.LookaheadDecoder(model, step_times=STEP_TIMES), lp.AutoregressiveDecoder(model)):
+        with pytest.raises(UserError, match="a grammar together forbid every token"):
+            decoder.generate([1], 9, grammar=compiler.regex("xy"), logits_processor=banned)
+
+
+def tokens_of(tokenizer: Any) -> list[str]:
+    """The characters of every token."""
+    return [tokenizer.decode([token]) for token in range(len(tokenizer))]
+
+
+def test_response_format(demo: Any, demo_server: Running) -> None:
+    """The tokens of the decoder under the same grammar; a bad schema is a 400."""
+    model, tokenizer, compiler = demo
+    schema = drawn_schema(random.Random(3))
+    prompt = "# as JSON\n"
+    expected = lp.PlainDecoder(model).generate(tokenizer(prompt)["input_ids"], 80, grammar=compiler.json_schema(schema))
+    http = demo_server.http()
+    asked = {"prompt": prompt, "max_tokens": 80, "temperature": 0}
+    form = {"type": "json_schema", "json_schema": {"name": "settings", "schema": schema}}
+    answer = http.post("/v1/completions", json=asked | {"response_format": form}).json()
+    assert answer["choices"][0]["text"] == demo_server.decode(expected.tokens)
+    llama = http.post("/completion", json={"prompt": prompt, "n_predict": 80, "temperature": 0, "json_schema": schema})
+    assert llama.json()["content"] == demo_server.decode(expected.tokens)
+    bad = http.post("/v1/completions", json=asked | {"response_format": {"type": "regex", "regex": "("}})
+    assert bad.status_code == 400 and "regex is not one that xgrammar takes" in bad.json()["error"]["message"]
