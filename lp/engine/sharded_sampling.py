@@ -150,7 +150,7 @@ class ShardedSampling:
         first = self.head.first
         scores, noisy = self.sampler.scores_of_shard(logits, reachable, noise_rows, first, self._kth_best)
         best, token = noisy.double().max(-1)  # a NaN wins
-        token = (token + first).masked_fill(~best.isfinite(), INVALID_TOKEN)
+        token = (token + first).masked_fill(~(best < math.inf), INVALID_TOKEN)
         packed_best = [self._packed(logits[:1], NUM_BEST)] if self.compared else []
         return [best.view(torch.int64), token, *packed_best, self._packed(scores, num_logits)]
 

@@ -123,7 +123,8 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 class GrammarProcessor(LogitsProcessor):
     """Masks what a grammar forbids, of each node by its own prefix.
 
-    A node that the grammar forbids itself is left as it is: no walk reaches it, as its parent never samples it.
+    A node that the grammar forbids itself is left as it is: no walk reaches it, as its parent never samples it. Where
+    the processors before this one left no token that it allows, all scores are NaN, so that none is sampled.
 
     Args:
         grammar: of the text.
@@ -164,4 +165,6 @@ class GrammarProcessor(LogitsProcessor):
                     self._cursor.matcher.allowed(masks[node])
         bytes_ = to_device(masks.view(torch.uint8).numpy(), scores.device)
         bits = bytes_[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=scores.device) & 1
-        return scores.masked_fill(bits.flatten(1)[:, :vocabulary] == 0, -math.inf)
+        scores = scores.masked_fill(bits.flatten(1)[:, :vocabulary] == 0, -math.inf)
+        none_left = (scores == -math.inf).all(-1, keepdim=True)
+        return scores.masked_fill(none_left, math.nan)

@@ -10,6 +10,7 @@ n: nodes, V: vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -356,6 +357,6 @@ def check_sampled(token: int, step: int, position: int) -> None:
 
 
 def _finite_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The argmax of every node, which a NaN wins; INVALID_TOKEN where it is NaN or infinite: -inf if all tokens are."""
+    """The argmax of every node, which a NaN wins; INVALID_TOKEN where it is NaN or infinite."""
     best = scores.argmax(-1)
-    return best.masked_fill(~scores.gather(-1, best[:, None])[:, 0].isfinite(), INVALID_TOKEN)
+    return best.masked_fill(~(scores.gather(-1, best[:, None])[:, 0] < math.inf), INVALID_TOKEN)
