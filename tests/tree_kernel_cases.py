@@ -9,7 +9,7 @@ import json
 import os
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -29,6 +29,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     num_splits: int = 0
     size: float = 1.0  # of queries and keys
+    sequences: tuple[tuple[int, int], ...] = ()  # their tokens and cached tokens, in a pool, instead of one's
 
 
 SMALL = {
@@ -46,6 +47,10 @@ SMALL = {
     "float16": Case(dtype=torch.float16, num_splits=3),
     "bfloat16": Case(dtype=torch.bfloat16, num_splits=3),
     "scores beyond float16": Case(dtype=torch.float16, size=30.0, dim=64),
+    "sequences": Case(num_tokens=0, sequences=((3, 40), (9, 0), (1, 70))),
+    "sequences without tokens": Case(num_tokens=0, sequences=((0, 0), (5, 66), (0, 0)), num_splits=3),
+    "sequences of many rows": Case(num_tokens=0, sequences=((40, 30), (2, 90), (21, 5)), heads=6, num_splits=1),
+    "sequences of float16": Case(num_tokens=0, sequences=((8, 129), (8, 1)), dtype=torch.float16),
     "512 tokens": Case(num_tokens=512, heads=2, kv_heads=1, capacity=600),
 }
 # Largest error of an output, in eps of the dtype over the largest value: sums are in float32, where scores carry an eps
@@ -82,7 +87,7 @@ def draw(case: Case, device: torch.device) -> Drawn:
     for token in range(1, case.num_tokens):
         visible_TT[token] |= visible_TT[rng.randrange(token)]
     end = case.length + case.num_tokens
-    scale = rng.choice([case.dim**-0.5, 1 / case.dim])
+    scale = random.Random(case.heads).choice([case.dim**-0.5, 1 / case.dim])
     k_HND, v_HNE = (x[0, :, :end].double().repeat_interleave(case.heads // case.kv_heads, 0) for x in (k, v))
     scores_HTN = q[0].double() @ k_HND.mT * scale
     scores_HTN[..., case.length :].masked_fill_(~visible_TT, -torch.inf)
@@ -93,22 +98,49 @@ def draw(case: Case, device: torch.device) -> Drawn:
     return Drawn(*(x.to(device) for x in (q, k, v, visible_TT, slots)), scale, expected.to(device))
 
 
+def draw_sequences(case: Case, device: torch.device) -> tuple[Drawn, torch.Tensor]:
+    """Steps of several sequences side by side, whose caches lie in one pool, the last one's first; NaN in free slots.
+
+    Returns:
+        The step, and int64 (Q, 4), where each sequence lies.
+    """
+    sequences, steps, first_token, first_slot = [], [], 0, 0
+    for num_tokens, length in case.sequences:
+        capacity = length + num_tokens + 3
+        steps.append(draw(replace(case, num_tokens=num_tokens, length=length, capacity=capacity, sequences=()), device))
+        sequences.append([first_token, num_tokens, first_slot, length])
+        first_token += num_tokens
+        first_slot += capacity
+    for sequence, step in zip(sequences, steps, strict=True):  # in the other order
+        sequence[2] = first_slot - sequence[2] - step.k_1GCD.shape[2]
+    together = Drawn(
+        torch.cat([step.q_1HTD for step in steps], 2),
+        torch.cat([step.k_1GCD for step in reversed(steps)], 2),
+        torch.cat([step.v_1GCE for step in reversed(steps)], 2),
+        torch.block_diag(*(step.visible_TT for step in steps)).bool(),
+        steps[0].slot_mapping_T,
+        steps[0].scale,
+        torch.cat([step.expected_1HTE for step in steps], 2),
+    )
+    return together, torch.tensor(sequences, device=device)
+
+
 def worst_error(case: Case, device: torch.device) -> float:
     """Of both kinds of mask, with the length as data and as a shape; in units of TOLERANCE."""
     from lp.attention.tree_kernel import launch_tree_attention  # here: the environment says whether it is interpreted
 
-    step = draw(case, device)
-    end = case.length + case.num_tokens
+    step, sequences = draw_sequences(case, device) if case.sequences else (draw(case, device), None)
+    end = step.k_1GCD.shape[2] if case.sequences else case.length + case.num_tokens
     lowest = torch.finfo(case.dtype).min
     additive_TT = torch.zeros_like(step.visible_TT, dtype=case.dtype).masked_fill_(~step.visible_TT, lowest)
     errors = []
     for mask_TT, slots in product((step.visible_TT, additive_TT), (step.slot_mapping_T, None)):
-        keys = case.capacity if slots is not None else end
+        keys = step.k_1GCD.shape[2] if slots is not None else end
         k, v = step.k_1GCD[:, :, :keys], step.v_1GCE[:, :, :keys]
-        out = launch_tree_attention(step.q_1HTD, k, v, mask_TT, slots, step.scale, case.num_splits or None)
+        out = launch_tree_attention(step.q_1HTD, k, v, mask_TT, slots, step.scale, sequences, case.num_splits or None)
         assert out.shape == step.expected_1HTE.shape and out.dtype == case.dtype
         errors.append((out.double() - step.expected_1HTE).abs().max())
-    largest_value = step.v_1GCE[:, :, :end].double().abs().max()
+    largest_value = step.v_1GCE[:, :, :end].double().abs().nan_to_num().max()
     return float(torch.stack(errors).max() / largest_value / torch.finfo(case.dtype).eps / TOLERANCE[case.dtype])
 
 

@@ -76,6 +76,40 @@ class ForestView:
         return torch.block_diag(*(part.visible_TN() for part in self.parts))
 
 
+@dataclass(frozen=True)
+class PooledView:
+    """The same of a captured step, where the sequences' caches lie in one pool: where each lies is data.
+
+    The keys are those of all slots of the pool, N of them.
+
+    Attributes:
+        visible_TT, positions_T, window, dtype: as of `StepView`; a token sees none of another sequence.
+        slots_T: int64, where each token's own keys lie.
+        first_slots_T, lengths_T: int64, of each token's sequence: its first slot, and L.
+        num_slots: N.
+    """
+
+    visible_TT: torch.Tensor
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+    first_slots_T: torch.Tensor
+    lengths_T: torch.Tensor
+    num_slots: int
+    window: int | None
+    dtype: torch.dtype
+
+    def visible_TN(self) -> torch.Tensor:
+        """Bool, which keys each token sees."""
+        slots_N = torch.arange(self.num_slots, device=self.slots_T.device)
+        key_positions_TN = slots_N - self.first_slots_T[:, None]
+        cached_TN = (key_positions_TN >= 0) & (key_positions_TN < self.lengths_T[:, None])
+        own_TT = self.visible_TT
+        if self.window is not None:
+            cached_TN = cached_TN & (self.positions_T[:, None] - key_positions_TN < self.window)
+            own_TT = own_TT & (self.positions_T[:, None] - self.positions_T < self.window)
+        return cached_TN.index_copy(1, self.slots_T, own_TT)
+
+
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A 4-D mask to be added to the scores, (1, 1, T, N), from a bool one, (T, N)."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
@@ -100,6 +134,8 @@ class AttentionBackend:
         omits_trivial_masks: whether it takes None for the mask of a single token that sees everything.
         takes_parts: where a step has tokens of several sequences, its function is given keys and values as
             `lp.attention.parts.InParts`; else those of all sequences in one, with a mask over all of them.
+        takes_pools: on a GPU, captured steps of several sequences read the keys of each one alone; else all slots of
+            the pool, with a mask.
         capture_obstacle: why its steps cannot be captured; None: they can.
     """
 
@@ -110,6 +146,7 @@ class AttentionBackend:
     loadable: bool = False
     omits_trivial_masks: bool = False
     takes_parts: bool = False
+    takes_pools: bool = False
     capture_obstacle: str | None = None
 
     def __init__(self, name: str) -> None:
@@ -122,12 +159,20 @@ class AttentionBackend:
     def install(self) -> None:
         """Make `implementation` known to transformers, if it is not transformers' own. Doing it again is harmless."""
 
-    def mask(self, view: StepView | ForestView) -> Mask:
+    def mask(self, view: StepView | ForestView | PooledView) -> Mask:
         """The mask of a step: by default additive, over all keys."""
         return additive_mask(view.visible_TN(), view.dtype)
 
-    def forward_arguments(self, slot_mapping_T: torch.Tensor) -> dict[str, Any]:
-        """Keyword arguments for the model, which its layers hand to the attention function of a captured step."""
+    def forward_arguments(
+        self, slot_mapping_T: torch.Tensor, sequences_Q4: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        """Keyword arguments for the model, which its layers hand to the attention function of a captured step.
+
+        Args:
+            slot_mapping_T: int64, the cache slots of the step's tokens.
+            sequences_Q4: int64, of a step of several sequences: of each its first token, its tokens, its first slot and
+                its cached tokens.
+        """
         return {}
 
 

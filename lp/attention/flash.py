@@ -16,9 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lp.attention.base import AttentionBackend, ForestView, Mask, StepView, additive_mask, score_obstacle
+from lp.attention.base import AttentionBackend, ForestView, Mask, PooledView, StepView, additive_mask, score_obstacle
 from lp.attention.flash_cuda import DTYPES as CUDA_DTYPES
-from lp.attention.flash_cuda import step_attention_on_cuda
+from lp.attention.flash_cuda import TRITON, step_attention_on_cuda
 from lp.attention.merging import merge
 from lp.attention.parts import InParts
 from lp.attention.registry import register_attention
@@ -35,6 +35,7 @@ def step_attention(
     mask_11TT: torch.Tensor,
     scale: float | None = None,
     slot_mapping_T: torch.Tensor | None = None,
+    sequences_Q4: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Every token of a step attends to all cached tokens, and to those of the step that its mask shows.
 
@@ -45,12 +46,13 @@ def step_attention(
         mask_11TT: additive, among the step's tokens.
         scale: of the scores; None is 1 / sqrt(D).
         slot_mapping_T: int64, the cache slots of the step's tokens, the first right behind the cached ones: L is data.
+        sequences_Q4: as in `AttentionBackend.forward_arguments`; on a GPU alone.
 
     Returns:
         (1, H, T, D).
     """
     if q_1HTD.is_cuda:
-        return step_attention_on_cuda(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T)
+        return step_attention_on_cuda(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T, sequences_Q4)
     num_tokens = q_1HTD.shape[2]
     num_keys = k_1GND.shape[2]
     if slot_mapping_T is not None:
@@ -101,6 +103,7 @@ def flash_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     slot_mapping: torch.Tensor | None = None,
+    sequences: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function for transformers: ours where the mask is a step's own, (1, 1, T, T), else sdpa.
@@ -108,7 +111,7 @@ def flash_attention_forward(
     Args:
         query: (1, H, T, D).
         key, value: (1, G, N, D), cached tokens included.
-        slot_mapping: as in `step_attention`.
+        slot_mapping, sequences: as in `step_attention`.
 
     Returns:
         (1, T, H, D), and no weights, as transformers expects it.
@@ -131,7 +134,7 @@ def flash_attention_forward(
         return _cpu_flash(query, key, value, 0.0, False, scale=scaling)[0].transpose(1, 2), None
     if attention_mask is None or not is_own:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    out = step_attention(query, key, value, attention_mask, scaling, slot_mapping)
+    out = step_attention(query, key, value, attention_mask, scaling, slot_mapping, sequences)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -158,6 +161,7 @@ class Flash(AttentionBackend):
     replaces = ("sdpa", "flex", "flash_attention_2", "flash_attention_3", "flash_attention_4")
     omits_trivial_masks = True
     takes_parts = True
+    takes_pools = TRITON
 
     def unfit(self, model: PreTrainedModel) -> str | None:
         device = model.device.type
@@ -172,14 +176,19 @@ class Flash(AttentionBackend):
         AttentionInterface.register(self.implementation, flash_attention_forward)
         AttentionMaskInterface.register(self.implementation, sdpa_mask)
 
-    def mask(self, view: StepView | ForestView) -> Mask:
+    def mask(self, view: StepView | ForestView | PooledView) -> Mask:
         if isinstance(view, ForestView):
             return InParts.of_all([self._mask_of(part) for part in view.parts])
         return self._mask_of(view)
 
-    def _mask_of(self, view: StepView) -> torch.Tensor:
+    def _mask_of(self, view: StepView | PooledView) -> torch.Tensor:
         # A sliding window hides cached tokens too: a mask over all keys, as sdpa's.
-        return additive_mask(view.visible_TT if view.window is None else view.visible_TN(), view.dtype)
+        over_all_keys = view.window is not None or (
+            isinstance(view, PooledView) and not (self.takes_pools and view.visible_TT.is_cuda)
+        )
+        return additive_mask(view.visible_TN() if over_all_keys else view.visible_TT, view.dtype)
 
-    def forward_arguments(self, slot_mapping_T: torch.Tensor) -> dict[str, Any]:
-        return {"slot_mapping": slot_mapping_T}
+    def forward_arguments(
+        self, slot_mapping_T: torch.Tensor, sequences_Q4: torch.Tensor | None = None
+    ) -> dict[str, Any]:
+        return {"slot_mapping": slot_mapping_T, "sequences": sequences_Q4}

@@ -43,16 +43,23 @@ def step_attention_on_cuda(
     mask_11TT: torch.Tensor,
     scale: float | None,
     slot_mapping_T: torch.Tensor | None,
+    sequences_Q4: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `lp.attention.flash.step_attention`.
 
     Raises:
         ValueError: no kernel works on this device.
+        RuntimeError: several sequences, and it is a kernel that takes one.
     """
     _, heads, _, dim = q_1HTD.shape
     _, kv_heads, _, value_dim = v_1GND.shape
     name = kernel_for(q_1HTD.device, q_1HTD.dtype, heads, kv_heads, dim, value_dim)
-    return KERNELS[name](q_1HTD, k_1GND, v_1GND, mask_11TT, scale or dim**-0.5, slot_mapping_T)
+    scale = scale or dim**-0.5
+    if sequences_Q4 is None:
+        return KERNELS[name](q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T)
+    if name != "triton":
+        raise RuntimeError(f"attention by {name} takes one sequence a step")
+    return _triton(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T, sequences_Q4)
 
 
 @torch.compiler.assume_constant_result  # a compiled step has the kernel compiled in
@@ -137,10 +144,11 @@ def _triton(
     mask_11TT: torch.Tensor,
     scale: float,
     slot_mapping_T: torch.Tensor | None,
+    sequences_Q4: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from lp.attention.tree_kernel import tree_attention  # here: it needs Triton
 
-    return tree_attention(q_1HTD, k_1GND, v_1GND, mask_11TT[0, 0], slot_mapping_T, scale)
+    return tree_attention(q_1HTD, k_1GND, v_1GND, mask_11TT[0, 0], slot_mapping_T, scale, sequences_Q4)
 
 
 def _varlen(

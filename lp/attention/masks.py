@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from lp.attention.base import AttentionBackend, ForestView, Mask, StepView
+from lp.attention.base import AttentionBackend, ForestView, Mask, PooledView, StepView
 from lp.errors import UserError
 from lp.to_device import to_device
 
@@ -95,7 +95,20 @@ class StepMasks:
         known = [(to_device(visible, self.device), positions, length) for visible, positions, length in parts]
         return self._by_kind(lambda window: ForestView([StepView(*part, None, window, self.dtype) for part in known]))
 
-    def _by_kind(self, view_of: Callable[[int | None], StepView | ForestView]) -> Masks:
+    def build_pooled(
+        self,
+        visible_TT: torch.Tensor,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        first_slots_T: torch.Tensor,
+        lengths_T: torch.Tensor,
+        num_slots: int,
+    ) -> Masks:
+        """The same of a captured step, as `PooledView` has it."""
+        places = (slots_T, first_slots_T, lengths_T, num_slots)
+        return self._by_kind(lambda window: PooledView(visible_TT, positions_T, *places, window, self.dtype))
+
+    def _by_kind(self, view_of: Callable[[int | None], StepView | ForestView | PooledView]) -> Masks:
         """The masks of views of layers with that sliding window."""
         if not self.kinds:
             return None

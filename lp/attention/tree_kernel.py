@@ -2,7 +2,8 @@
 so that a step of few tokens keeps all SMs busy, then the splits combined by their log-sum-exp ("Flash-Decoding").
 
 H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: step tokens, L: cached tokens, N: keys, L + T or C,
-C: cache slots, D: head dimension of queries and keys, E: of values, S: splits. One KV head's queries are T x R rows.
+C: cache slots, D: head dimension of queries and keys, E: of values, S: splits, Q: sequences. One KV head's queries are
+T x R rows.
 """
 
 from __future__ import annotations
@@ -76,32 +77,49 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_keys"])
 def _split_kernel(
-    q_base, k_base, v_base, mask_base, slots_base, out_base, lse_base, num_tokens, num_keys, scale,
+    q_base, k_base, v_base, mask_base, slots_base, sequences_base, out_base, lse_base, num_tokens, num_keys, scale,
     stride_qh, stride_qt, stride_kg, stride_kn, stride_vg, stride_vn, stride_mt,
     R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, HAS_SLOTS: tl.constexpr, SPLIT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, SPLIT: tl.constexpr,
     ADDITIVE: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one KV head over one split of the keys; grid (blocks of rows, G, S).
+    """A block of rows of one KV head over one split of the keys; grid (Q x blocks of rows, G, S).
 
+    A sequence's rows are a step of their own, whose cache begins at some slot; most blocks of a short one have no rows.
     Without SPLIT it writes the output, (T, H, E), else that of its split, (G, S, T x R, E), and its log-sum-exp.
     PRODUCTS is the dtype that is multiplied.
     """
     g = tl.program_id(1)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
-    if HAS_SLOTS:
+    row_block = tl.program_id(0)
+    rows = num_tokens * R
+    first_row = 0
+    if HAS_SEQUENCES:
+        row_blocks = tl.cdiv(rows, BM)
+        sequence = sequences_base + row_block // row_blocks * 4
+        row_block = row_block % row_blocks
+        first_token = tl.load(sequence).to(tl.int32)
+        num_tokens = tl.load(sequence + 1).to(tl.int32)
+        first_slot = tl.load(sequence + 2)
+        length = tl.load(sequence + 3).to(tl.int32)
+        first_row = first_token * R
+        q_base += first_token * stride_qt
+        k_base += first_slot * stride_kn
+        v_base += first_slot * stride_vn
+        mask_base += first_token * (stride_mt + 1)
+    elif HAS_SLOTS:
         length = tl.load(slots_base).to(tl.int32)  # L is the slot of the step's first token
     else:
         length = num_keys - num_tokens
-    end = length + num_tokens
+    end = tl.where(row_block * BM < num_tokens * R, length + num_tokens, 0)
     # The keys there are, and not the capacity, are divided among the splits.
     blocks_per_split = tl.cdiv(tl.cdiv(end, BN), num_splits)
     split_start = split * blocks_per_split * BN
     split_end = tl.minimum(split_start + blocks_per_split * BN, end)
     only_cached_end = tl.minimum(tl.maximum(length // BN * BN, split_start), split_end)
 
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    m = row_block * BM + tl.arange(0, BM)
     token_M = m // R  # a token's heads lie side by side, as in the output
     head_M = g * R + m % R
     row_ok_M = token_M < num_tokens
@@ -132,13 +150,12 @@ def _split_kernel(
         )  # fmt: skip
     out_ME = acc_ME / tl.where(norm_M == 0, 1.0, norm_M)[:, None]
     if SPLIT:
-        rows = num_tokens * R
-        index_M = (g * num_splits + split).to(tl.int64) * rows + m
+        index_M = (g * num_splits + split).to(tl.int64) * rows + first_row + m
         tl.store(lse_base + index_M, top_M + tl.log2(norm_M), mask=row_ok_M)  # -inf of a split without keys
         tl.store(out_base + index_M[:, None] * E + e[None, :], out_ME, mask=row_ok_M[:, None] & (e < E)[None, :])
     else:
         heads = tl.num_programs(1) * R
-        index_M = token_M.to(tl.int64) * heads + head_M
+        index_M = (first_row // R + token_M).to(tl.int64) * heads + head_M
         tl.store(
             out_base + index_M[:, None] * E + e[None, :],
             out_ME.to(out_base.dtype.element_ty),
@@ -218,6 +235,7 @@ def launch_tree_attention(
     mask_TT: torch.Tensor,
     slot_mapping_T: torch.Tensor | None,
     scale: float,
+    sequences_Q4: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `tree_attention`.
@@ -235,21 +253,24 @@ def launch_tree_attention(
     mask_TT = mask_TT if additive else mask_TT.view(torch.uint8)
     num_rows = num_tokens * repeats
     sizes = block_sizes(num_rows, dim, value_dim, q_HTD.itemsize)
+    num_sequences = 1 if sequences_Q4 is None else len(sequences_Q4)
     num_row_blocks = triton.cdiv(num_rows, sizes["BM"])
     if num_splits is None:
         num_key_blocks = triton.cdiv(num_keys, sizes["BN"])
-        num_splits = choose_splits(num_row_blocks, kv_heads, num_key_blocks, _num_sms(q_HTD.device))
+        used = num_row_blocks + num_sequences - 1  # at most so many have rows
+        num_splits = choose_splits(used, kv_heads, num_key_blocks, _num_sms(q_HTD.device))
     out_THE = q_HTD.new_empty(num_tokens, heads, value_dim)
     split = num_splits > 1
     parts = q_HTD.new_empty((kv_heads, num_splits, num_rows, value_dim), dtype=torch.float32) if split else out_THE
     lse = q_HTD.new_empty((kv_heads, num_splits, num_rows), dtype=torch.float32) if split else out_THE
     with torch.cuda.device_of(q_HTD):  # Triton launches on the current device
-        _split_kernel[(num_row_blocks, kv_heads, num_splits)](
-            q_HTD, k_GND, v_GNE, mask_TT, mask_TT if slot_mapping_T is None else slot_mapping_T, parts, lse,
-            num_tokens, num_keys, scale,
+        _split_kernel[(num_sequences * num_row_blocks, kv_heads, num_splits)](
+            q_HTD, k_GND, v_GNE, mask_TT, mask_TT if slot_mapping_T is None else slot_mapping_T,
+            mask_TT if sequences_Q4 is None else sequences_Q4, parts, lse, num_tokens, num_keys, scale,
             *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2], mask_TT.stride(0),
-            R=repeats, D=dim, E=value_dim, HAS_SLOTS=slot_mapping_T is not None, SPLIT=split,
-            ADDITIVE=additive, PRODUCTS=_products_of(q_HTD), **sizes,
+            R=repeats, D=dim, E=value_dim, HAS_SLOTS=slot_mapping_T is not None,
+            HAS_SEQUENCES=sequences_Q4 is not None, SPLIT=split, ADDITIVE=additive,
+            PRODUCTS=_products_of(q_HTD), **sizes,
         )  # fmt: skip
         if split:
             block_splits = triton.next_power_of_2(num_splits)
@@ -267,6 +288,7 @@ def tree_attention(
     mask_TT: torch.Tensor,
     slot_mapping_T: torch.Tensor | None,
     scale: float,
+    sequences_Q4: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Every token of a step attends to all cached tokens, and to those of the step that its mask shows.
 
@@ -279,11 +301,13 @@ def tree_attention(
         mask_TT: which tokens of the step each one sees: bool, or added to the scores.
         slot_mapping_T: int64, the cache slots of the step's tokens, one behind the other: L, the first, is data.
         scale: of the scores.
+        sequences_Q4: int64, of a step of several sequences whose caches lie in one pool: of each its first token, its
+            tokens, its first slot and its cached tokens. Each token is one of some sequence; a sequence may have none.
 
     Returns:
         (1, H, T, E), a transposed view of memory laid out as (T, H, E).
     """
-    return launch_tree_attention(q_1HTD, k_1GND, v_1GNE, mask_TT, slot_mapping_T, scale)
+    return launch_tree_attention(q_1HTD, k_1GND, v_1GNE, mask_TT, slot_mapping_T, scale, sequences_Q4)
 
 
 @tree_attention.register_fake
@@ -294,6 +318,7 @@ def _(
     mask_TT: torch.Tensor,
     slot_mapping_T: torch.Tensor | None,
     scale: float,
+    sequences_Q4: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _, heads, num_tokens, _ = q_1HTD.shape
     return q_1HTD.new_empty(1, num_tokens, heads, v_1GNE.shape[-1]).transpose(1, 2)

@@ -218,6 +218,12 @@ class Generation:
         """The prompt is cached."""
         return self.cache.length >= len(self.request.prompt) - 1
 
+    def go_on_in(self, cache: StaticKVCache) -> None:
+        """Take the next steps over another cache, which holds what the text's does."""
+        self.cache = cache
+        sampler = self.request.sampler
+        self.step_pass = StepPass(self.runner, cache, sampler, self.context, self.message_shape, self.timer)
+
     def next_chunk(self, most: int) -> TreePass:
         """The next tokens of the prompt that a pass caches, at most so many."""
         start = self.cache.length

@@ -34,9 +34,10 @@ from lp.engine.prefixes import CachedText, Prefixes
 from lp.engine.request import Request
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
+from lp.models.captured_forests import CapturedForests, pool_for
 from lp.models.fused import model_state
 from lp.models.kv_cache import CacheTooLarge, StaticKVCache
-from lp.models.kv_pool import KVPool, slot_bytes
+from lp.models.kv_pool import slot_bytes
 from lp.models.loader import context_limit
 from lp.models.memory import format_bytes, free_bytes
 from lp.parallel.agreement import check_same, exchange
@@ -167,13 +168,14 @@ class Engine:
             }
             check_same(decoder.context, "making an Engine", settings)
             try:
-                self.pool = KVPool(runner.known_kinds, capacity, runner.cache_without_buffers)
+                self.pool = pool_for(runner, capacity)
             except CacheTooLarge as error:
                 raise _no_room(error, runner.device) from error
         self._prefixes = Prefixes(self.pool.give_back)
         self._reuses = reuse_prefixes and runner.takes_forests
         self._model_state = model_state(runner.model)
-        self._forest = ForestStep(runner, decoder.steps_with)
+        self._passes = CapturedForests(runner, self.pool, self.max_sequences)
+        self._forest = ForestStep(self._passes, decoder.steps_with)
         self._waiting: deque[Handle] = deque()
         self._running: dict[Generation, Handle] = {}
         self._signals = DeferredSignals()
@@ -353,8 +355,8 @@ class Engine:
     def _captured_cache(self, cache: StaticKVCache) -> StaticKVCache:
         """For a text that begins by itself, the cache of captured steps, where there is one and nobody has it.
 
-        The text goes on with it in company, uncaptured. Its slots in the pool stay its own, so that they are the same
-        on ranks that do not capture.
+        Its slots in the pool stay its own, so that they are the same on ranks that do not capture. In company it
+        goes on there if steps of several texts are captured, else with this cache, uncaptured.
 
         Args:
             cache: in the pool; what it has is copied.
@@ -379,18 +381,34 @@ class Engine:
             num_tokens: to copy from there.
             error: that the text ended with.
         """
-        if self._borrowed is None or cache is not self._borrowed.cache:
+        if self._borrowed is None or cache not in (self._borrowed.cache, self._borrowed.home):
             return cache
         borrowed, self._borrowed = self._borrowed, None
-        borrowed.home.length = 0
-        if num_tokens:
-            with self.decoder.computing():
-                borrowed.home.begin_with(cache.first(num_tokens), num_tokens)
+        if cache is borrowed.cache:
+            self._move_home(borrowed, num_tokens)
         if error is None:
             borrowed.until.close()
         else:
             borrowed.until.__exit__(type(error), error, error.__traceback__)
         return borrowed.home
+
+    def _move_home(self, borrowed: _Borrowed, num_tokens: int) -> None:
+        """Copy so many tokens from the cache of captured steps into the text's own slots."""
+        borrowed.home.length = 0
+        if num_tokens:
+            with self.decoder.computing():
+                borrowed.home.begin_with(borrowed.cache.first(num_tokens), num_tokens)
+
+    def _go_home(self) -> None:
+        """The text that began by itself goes on in the pool: captured steps of several texts read no other cache.
+
+        The cache that it had stays reserved for it, with the memory that its sampler draws noise into.
+        """
+        borrowed = self._borrowed
+        for text in self._running:
+            if borrowed and text.cache is borrowed.cache:
+                self._move_home(borrowed, text.cache.length)
+                text.go_on_in(borrowed.home)
 
     def _longest_prefix(self, prompt: Sequence[int]) -> tuple[CachedText | None, int]:
         """The text whose cache begins with most of a prompt, and how much of it; None and 0 where none does."""
@@ -412,7 +430,10 @@ class Engine:
             return self._one_after_another(texts, prompts)
         chunks = self._chunks(prompts, bool(texts))
         self._tell_company(texts, sum(count for _, count in chunks))
-        if len(texts) == 1 and not chunks:
+        captures = self._passes.captures
+        if captures and len(self._running) > 1:
+            self._go_home()
+        if len(texts) == 1 and not chunks and not (captures and texts[0].cache in self.pool):
             return self._one_after_another(texts, [])
         with self.decoder.context.stepping(sum(text.message_shape.size for text in texts)):
             stops = self._forest.run(texts, chunks)

@@ -13,7 +13,8 @@ import torch
 
 from lp.engine.decode_loop import Generation, StepPart
 from lp.engine.output import StepTimer
-from lp.models.runner import ModelRunner, TreePass
+from lp.models.captured_forests import CapturedForests
+from lp.models.runner import TreePass
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Sampled, Stop, best_logits
 from lp.sampling.sampler import NotFinite, sample_together
@@ -27,7 +28,7 @@ class ForestStep:
     """Runs the steps of texts that come and go. A text that fails where there is one rank, or on all, fails alone.
 
     Args:
-        runner: of all texts.
+        passes: runs them.
         context: the ranks that share steps.
 
     Attributes:
@@ -35,8 +36,8 @@ class ForestStep:
         errors: of the last step, what texts failed with; they are not to be used again.
     """
 
-    def __init__(self, runner: ModelRunner, context: ParallelContext) -> None:
-        self.runner = runner
+    def __init__(self, passes: CapturedForests, context: ParallelContext) -> None:
+        self.passes = passes
         self.context = context
         self.timer = StepTimer()
         self.errors: dict[Generation, Exception] = {}
@@ -91,7 +92,7 @@ class ForestStep:
     ) -> tuple[dict[Generation, torch.Tensor], dict[Generation, Sampled], Exception | None]:
         """Logits by text, what nodes of most texts sampled, and what the model failed with: it fails for all texts."""
         try:
-            logits = dict(zip(passes, self.runner.forward_forest([*passes.values()]), strict=True)) if passes else {}
+            logits = dict(zip(passes, self.passes.forward([*passes.values()]), strict=True)) if passes else {}
             return logits, self._sampled_together(parts, logits), None
         except Exception as error:
             return dict.fromkeys(passes, NO_LOGITS), {}, error

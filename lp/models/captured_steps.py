@@ -229,13 +229,17 @@ class CapturedSteps:
         return step
 
     def steps_up_to(self, num_tokens: int) -> list[CapturedStep]:
-        """The steps of all buckets up to that of so many tokens.
+        """The steps of all buckets up to that of so many tokens; if they are run, they change nothing that is cached.
 
         Raises:
             CaptureFailed: one can't be captured.
         """
+        assert self.cache is not None
         largest = next((size for size in BUCKETS if size >= num_tokens), BUCKETS[-1])
-        return [self.step_of(bucket) for bucket in BUCKETS if bucket <= largest]
+        steps = [self.step_of(bucket) for bucket in BUCKETS if bucket <= largest]
+        for step in steps:
+            _stage_nothing(step.inputs, self.cache)
+        return steps
 
     def settle(self) -> None:
         """Wait for a step that was cut: the device may still read its block."""
@@ -265,11 +269,10 @@ class CapturedSteps:
         host = torch.zeros(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         staged = _Inputs.parts(host.numpy(), bucket)
         _fill_visible(staged.visible_BW, ())
-        staged.sources_M[:] = staged.targets_M[:] = cache.capacity - 1
-        staged.length_1[0] = cache.length  # what runs before the capture writes behind the prefix, too
+        _stage_nothing(staged, cache)
         block = torch.zeros(size, dtype=torch.int64, device=self.device)
         inputs = _Inputs.parts(block, bucket)
-        slot_mapping_B = torch.zeros(bucket, dtype=torch.int64, device=self.device)
+        slot_mapping_B = torch.arange(cache.length, cache.length + bucket, device=self.device)
         visible_BB = torch.zeros(bucket, bucket, dtype=torch.bool, device=self.device)
         bits = torch.arange(BITS, device=self.device)
         tokens = torch.arange(bucket, device=self.device)
@@ -306,6 +309,12 @@ class CapturedSteps:
             return CapturedStep(bucket, host, staged, self.recorder.record(step))
         except CaptureFailed as error:
             raise CaptureFailed(f"a step of {bucket} tokens can't be captured ({error}); choose capture=off") from error
+
+
+def _stage_nothing(inputs: _Inputs, cache: StaticKVCache) -> None:
+    """Let a step move nothing, and write behind the prefix: what ran last may have been another text's."""
+    inputs.sources_M[:] = inputs.targets_M[:] = cache.capacity - 1
+    inputs.length_1[0] = cache.length
 
 
 def _fill_visible(visible_BW: np.ndarray, parents: Sequence[int] | np.ndarray) -> None:

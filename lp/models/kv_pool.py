@@ -79,25 +79,44 @@ class KVPool:
         kinds: how many keys and values of each kind the model has.
         capacity: C.
         new_cache: a cache of so many slots, whose buffers are yet to be given.
+        spare: further slots behind them, which no cache gets.
+        zeroed: slots that no cache has hold zeros, for readers of all slots: a mask does not hide a NaN.
 
     Raises:
         CacheTooLarge: the device has no room.
     """
 
     def __init__(
-        self, kinds: Mapping[StatesKind, int], capacity: int, new_cache: Callable[[int], StaticKVCache]
+        self,
+        kinds: Mapping[StatesKind, int],
+        capacity: int,
+        new_cache: Callable[[int], StaticKVCache],
+        spare: int = 0,
+        zeroed: bool = False,
     ) -> None:
         self.capacity = capacity
+        self.num_slots = capacity + spare
+        self._zeroed = zeroed
         self._new_cache = new_cache
         self._runs = Runs(capacity)
         self._caches: dict[StaticKVCache, Run] = {}
+        allocate = torch.zeros if zeroed else torch.empty
         try:
             self._buffers = {
-                kind: torch.empty(count, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=kind.device)
+                kind: allocate((count, kind.heads, self.num_slots, kind.dim), dtype=kind.dtype, device=kind.device)
                 for kind, count in kinds.items()
             }
         except RuntimeError as error:  # of CUDA it is an OutOfMemoryError
             raise CacheTooLarge(slot_bytes(kinds), capacity) from error
+
+    def __contains__(self, cache: StaticKVCache) -> bool:
+        return cache in self._caches
+
+    def whole(self) -> StaticKVCache:
+        """A cache of all slots, whichever cache has them, and the spare ones."""
+        cache = self._new_cache(self.num_slots)
+        cache.lie_in(self._buffers, 0, self.num_slots)
+        return cache
 
     @property
     def free(self) -> int:
@@ -119,17 +138,25 @@ class KVPool:
 
     def give_back(self, cache: StaticKVCache) -> None:
         """The slots of a cache, which is of no more use."""
-        self._runs.give_back(self._caches.pop(cache))
+        self._free(self._caches.pop(cache))
 
     def shrink(self, cache: StaticKVCache, slots: int) -> None:
         """Give back the slots of a cache but the first ones, and forget what is cached in the others."""
         run = self._caches[cache]
-        cache.flush()
+        with torch.inference_mode():
+            cache.flush()
         cache.length = slots
         kept = Run(run.start, slots)
-        self._runs.give_back(Run(kept.end, run.size - slots))
+        self._free(Run(kept.end, run.size - slots))
         self._caches[cache] = kept
         cache.lie_in(self._buffers, *kept)
+
+    def _free(self, run: Run) -> None:
+        self._runs.give_back(run)
+        if self._zeroed:
+            with torch.inference_mode():
+                for states in self._views(run).values():
+                    states.zero_()
 
     def check(self) -> None:
         """That every slot is free or of one cache: an invariant, for tests."""

@@ -244,9 +244,14 @@ class ModelRunner:
                 return self.captured.empty_cache(capacity)
         return self.cache_without_buffers(capacity)
 
-    def cache_without_buffers(self, capacity: int) -> StaticKVCache:
-        """An empty cache of so many slots, which takes buffers of its own in its first pass unless it is given some."""
-        return new_cache(self.config.num_hidden_layers, capacity, known=self._known, shapes=self.recurrent)
+    def cache_without_buffers(self, capacity: int, deferred: bool = False) -> StaticKVCache:
+        """An empty cache of so many slots, which takes buffers of its own in its first pass unless it is given some.
+
+        Args:
+            capacity, deferred: as of `StaticKVCache`.
+        """
+        layers = self.config.num_hidden_layers
+        return new_cache(layers, capacity, deferred=deferred, known=self._known, shapes=self.recurrent)
 
     @property
     def known_kinds(self) -> dict[StatesKind, int]:

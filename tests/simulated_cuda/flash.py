@@ -66,12 +66,21 @@ def tree_attention(
     mask_TT: torch.Tensor,
     slot_mapping_T: torch.Tensor | None,
     scale: float,
+    sequences_Q4: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`lp.attention.tree_kernel.tree_attention` with an additive mask, without Triton."""
     dtypes = (*HALVES, torch.float32)
     _require(q_1HTD.dtype in dtypes and q_1HTD.dtype == k_1GND.dtype == v_1GND.dtype, "takes one dtype, no float64")
     _require(slot_mapping_T is None or slot_mapping_T.dtype is torch.int64, "takes int64 slots")
     _require(mask_TT.is_floating_point(), "is simulated for an additive mask")
+    if sequences_Q4 is not None:
+        out_1HTD = torch.full((*q_1HTD.shape[:3], v_1GND.shape[3]), torch.nan, dtype=q_1HTD.dtype)
+        for first_token, num_tokens, first_slot, length in sequences_Q4.tolist():
+            own = slice(first_token, first_token + num_tokens)
+            if num_tokens:
+                k, v = (x[:, :, first_slot : first_slot + length + num_tokens] for x in (k_1GND, v_1GND))
+                out_1HTD[:, :, own] = tree_attention(q_1HTD[:, :, own], k, v, mask_TT[own, own], None, scale)
+        return out_1HTD.transpose(1, 2).contiguous().transpose(1, 2)
     num_tokens = len(mask_TT)
     end = k_1GND.shape[2] if slot_mapping_T is None else int(slot_mapping_T[0]) + num_tokens
     repeats = q_1HTD.shape[1] // k_1GND.shape[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import random
 import signal
@@ -18,55 +17,11 @@ from transformers import StoppingCriteria
 import lp
 from lp.engine.engine import Engine, Handle
 from lp.parallel.thread_ranks import run_lockstep
+from tests.engine_calls import Call, check_call, run_calls
 from tests.tiny_models import ARCHITECTURES, CONTEXT, VOCABULARY, drawn_text, plain_greedy, tiny_model
 
 FIXED = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 FLAT = lp.StepTimes.constant(0.01, 64)
-
-
-class _Call:
-    """One text of a mix: what is asked, when it comes, and when it is cancelled, in steps."""
-
-    def __init__(self, rng: random.Random, shared: list[int]) -> None:
-        begins = shared[: rng.randint(0, len(shared))] if rng.random() < 0.5 else []
-        self.ids = [*begins, *drawn_text(rng, rng.randint(1, 60))]
-        self.new = rng.randint(1, 40)
-        self.options: dict[str, Any] = {"sequence": rng.randrange(5)}
-        self.sampling = None
-        if rng.random() < 0.5:
-            top_p = rng.choice([1.0, 0.8])
-            self.sampling = lp.SamplingParams(temperature=rng.choice([0.5, 1.0]), top_p=top_p, seed=rng.randrange(100))
-        if rng.random() < 0.3:
-            self.options["eos_token_id"] = [rng.randrange(VOCABULARY) for _ in range(3)]
-        self.arrival = rng.choice([0, 0, rng.randint(1, 12)])
-        self.cancelled_at = rng.randint(0, 10) if rng.random() < 0.15 else None
-
-    def alone(self, decoder: lp.Decoder) -> lp.GenerationOutput:
-        return decoder.generate(self.ids, self.new, self.sampling, **self.options)
-
-
-def _run(engine: Engine, calls: list[_Call]) -> list[Handle]:
-    handles: dict[int, Handle] = {}
-    for step in itertools.count():
-        for index, call in enumerate(calls):
-            if call.arrival == step:
-                handles[index] = engine.submit(call.ids, call.new, call.sampling, **call.options)
-            if call.cancelled_at is not None and call.arrival + call.cancelled_at == step:
-                engine.cancel(handles[index])
-        left = engine.step()
-        engine.pool.check()
-        if not left and len(handles) == len(calls):
-            break
-    return [handles[index] for index in range(len(calls))]
-
-
-def _check(handle: Handle, call: _Call, expected: lp.GenerationOutput) -> None:
-    output = handle.result()
-    if output.finish_reason == "cancelled":
-        assert call.cancelled_at is not None
-        assert output.tokens == expected.tokens[: len(output.tokens)]
-    else:
-        assert (output.tokens, output.finish_reason) == (expected.tokens, expected.finish_reason)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -77,7 +32,7 @@ def test_texts_have_the_tokens_that_they_have_alone(cases: Callable[[int, int], 
         rng = random.Random(f"engine-{ranks}-{case}")
         model = tiny_model(rng.choice(ARCHITECTURES), seed=rng.randrange(4))
         shared = drawn_text(rng, 40)
-        calls = [_Call(rng, shared) for _ in range(rng.randint(1, 8))]
+        calls = [Call(rng, shared) for _ in range(rng.randint(1, 8))]
         plain = lp.AutoregressiveDecoder(model)
         expected = [call.alone(plain) for call in calls]
         config = rng.choice([FIXED, FIXED, lp.LookaheadConfig()])
@@ -89,16 +44,16 @@ def test_texts_have_the_tokens_that_they_have_alone(cases: Callable[[int, int], 
             context: lp.ParallelContext,
             model: Any = model,
             config: Any = config,
-            calls: list[_Call] = calls,
+            calls: list[Call] = calls,
             made: tuple[int, int, int] = (places, slots, chunk),
         ) -> tuple[Engine, list[Handle]]:
             decoder = lp.LookaheadDecoder(model, config, context, step_times=FLAT if config.adaptive else None)
             engine = Engine(decoder, *made)
-            return engine, _run(engine, calls)
+            return engine, run_calls(engine, calls)
 
         for engine, handles in run_lockstep(ranks, body):
             for handle, call, output in zip(handles, calls, expected, strict=True):
-                _check(handle, call, output)
+                check_call(handle, call, output)
             assert not engine.running and not engine.waiting
             engine.clear_prefixes()
             assert engine.pool.free == engine.pool.capacity

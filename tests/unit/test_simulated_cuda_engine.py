@@ -77,6 +77,24 @@ def test_texts_that_come_and_go_beside_it(gpu: SimulatedCuda) -> None:
     engine.pool.check()
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_steps_that_are_captured_behind_a_reused_prefix(used: bool, gpu: SimulatedCuda) -> None:
+    """Steps are run when they, or their tails, are captured: none may write into the prefix, as if it were empty."""
+    model = tiny_model()
+    decoder = lp.LookaheadDecoder(copy.deepcopy(model).to("cuda"), CONFIG, capture="graph")
+    engine = lp.Engine(decoder, cache_tokens=1024)
+    together = [engine.submit(ids, NEW, eos_token_id=()) for ids in (IDS, OTHER)]
+    engine.run()
+    if used:
+        decoder.generate(OTHER[:3], 3, eos_token_id=())  # of the sizes that it needs
+    for sampling in (SAMPLING["coupled"], SAMPLING["top-p"]):  # whose tails are others
+        handle = engine.submit([*IDS, 5], NEW, sampling, eos_token_id=())
+        engine.run()
+        assert handle.reused == len(IDS)
+        assert handle.result().tokens == expected(model, [*IDS, 5], sampling)
+    assert [handle.result().tokens for handle in together] == [expected(model, ids, None) for ids in (IDS, OTHER)]
+
+
 def test_a_text_that_fails_gives_the_cache_back(gpu: SimulatedCuda) -> None:
     """Else no later text would take captured steps."""
     model = tiny_model()

@@ -43,6 +43,7 @@ def test_it_is_softmax_attention(name: str, errors: dict[str, float]) -> None:
     assert errors[name] <= 1
 
 
+@pytest.mark.parametrize("sequences", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("num_rows", "dim", "dtype", "capability"),
     [
@@ -55,7 +56,9 @@ def test_it_is_softmax_attention(name: str, errors: dict[str, float]) -> None:
         pytest.param(16, 80, "fp32", 90, marks=pytest.mark.slow),
     ],
 )
-def test_it_compiles_within_shared_memory(num_rows: int, dim: int, dtype: str, capability: int) -> None:
+def test_it_compiles_within_shared_memory(
+    num_rows: int, dim: int, dtype: str, capability: int, sequences: bool
+) -> None:
     """A launch that needs more shared memory than an SM has fails on the GPU alone."""
     itemsize = 4 if dtype == "fp32" else 2
     sizes = tree_kernel.block_sizes(num_rows, dim, dim, itemsize)
@@ -65,11 +68,17 @@ def test_it_compiles_within_shared_memory(num_rows: int, dim: int, dtype: str, c
         "fp16": triton.language.float16,
         "fp32": triton.language.float32,
     }[dtype]
-    flags = {"HAS_SLOTS": True, "SPLIT": True, "ADDITIVE": True, "PRODUCTS": products}
+    flags = {
+        "HAS_SLOTS": not sequences,
+        "HAS_SEQUENCES": sequences,
+        "SPLIT": True,
+        "ADDITIVE": True,
+        "PRODUCTS": products,
+    }
     kernel = compiled(
         tree_kernel._split_kernel,
         {"R": 4, "D": dim, "E": dim, **flags, **sizes},
-        {"slots_base": "*i64", "out_base": "*fp32", "lse_base": "*fp32", "scale": "fp32"},
+        {"slots_base": "*i64", "sequences_base": "*i64", "out_base": "*fp32", "lse_base": "*fp32", "scale": "fp32"},
         dtype,
         capability,
         options,

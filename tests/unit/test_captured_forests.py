@@ -1,0 +1,224 @@
+"""Steps of several texts on a simulated GPU, captured: where each text's cache lies is data."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import lp
+from lp.attention import flash_cuda
+from lp.models import captured_forests
+from lp.models.captured_steps import BUCKETS
+from lp.models.runner import ModelRunner
+from lp.parallel.context import ParallelContext
+from tests.engine_calls import Call, check_call, run_calls
+from tests.simulated_cuda.events import Events
+from tests.simulated_cuda.ranks import run_on_gpus
+from tests.simulated_cuda.simulation import SimulatedCuda
+from tests.tiny_models import drawn_text, tiny_model
+
+CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
+SAMPLED = lp.SamplingParams(temperature=0.8, seed=3)
+NEW = 16
+
+
+def engine_of(model: Any, config: lp.LookaheadConfig = CONFIG, **options: Any) -> lp.Engine:
+    times = lp.StepTimes.constant(0.01, 64) if config.adaptive else None
+    decoder = lp.LookaheadDecoder(copy.deepcopy(model).to("cuda"), config, capture="graph", step_times=times)
+    return lp.Engine(decoder, **{"cache_tokens": 1500} | options)
+
+
+def plain(model: Any, ids: list[int], sampling: lp.SamplingParams | None = None) -> list[int]:
+    return lp.AutoregressiveDecoder(model).generate(ids, NEW, sampling, eos_token_id=()).tokens
+
+
+def graphs(step: Events) -> int:
+    return sum(count for (_, what, _), count in step.items() if what == "graph")
+
+
+def test_a_step_of_several_texts_is_one_graph(gpu: SimulatedCuda) -> None:
+    """Each layer's kernels would be launched one by one; and a text that began by itself must not keep it from that."""
+    model = tiny_model()
+    engine = engine_of(model)
+    rng = random.Random(1)
+    texts = [drawn_text(rng, 30) for _ in range(4)]
+    first = engine.submit(texts[0], NEW, eos_token_id=())
+    for _ in range(3):
+        engine.step()
+    handles = [first, *(engine.submit(ids, NEW, SAMPLED, eos_token_id=()) for ids in texts[1:])]
+    engine.step()  # their prompts
+    for _ in range(3):
+        before = Events(gpu.events)
+        engine.step()
+        assert graphs(Events(gpu.events - before)) == 1
+    engine.run()
+    for handle, ids in zip(handles, texts, strict=True):
+        assert handle.result().tokens == plain(model, ids, None if handle is first else SAMPLED)
+    assert not engine.decoder.runner.captured.reserved  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3", "gpt_neox"])
+def test_texts_have_the_tokens_that_they_have_alone(arch: str, gpu: SimulatedCuda) -> None:
+    """Arrivals, cancellations, reused prefixes, chunks of prompts; sliding windows, one KV head a query head."""
+    for case in range(3):
+        rng = random.Random(f"captured-{arch}-{case}")
+        model = tiny_model(arch, seed=case)
+        shared = drawn_text(rng, 40)
+        calls = [Call(rng, shared) for _ in range(rng.randint(2, 6))]
+        expected = [call.alone(lp.AutoregressiveDecoder(model)) for call in calls]
+        config = rng.choice([CONFIG, lp.LookaheadConfig()])
+        engine = engine_of(model, config, max_sequences=rng.randint(2, 5), prefill_chunk=rng.choice([7, 128]))
+        handles = run_calls(engine, calls)
+        for handle, call, output in zip(handles, calls, expected, strict=True):
+            check_call(handle, call, output)
+        assert engine._passes._steps, "none was captured"
+        engine.clear_prefixes()
+        assert engine.pool.free == engine.pool.capacity
+
+
+def test_by_the_kernel_that_takes_several_sequences(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the keys of each text alone, however large the pool is; padding, too, needs keys that are there."""
+    monkeypatch.setattr(captured_forests, "MASKED_SLOTS", 0)
+    monkeypatch.setattr(flash_cuda, "kernel_for", lambda *_: "triton")
+    model = tiny_model(hidden_size=64, dtype=torch.bfloat16, sharpness=5.0)
+    engine = engine_of(model)
+    assert engine.decoder.runner.attention == "flash"  # type: ignore[attr-defined]
+    rng = random.Random(2)
+    texts = [drawn_text(rng, count) for count in (1, 30, 7)]
+    handles = [engine.submit(ids, NEW, eos_token_id=()) for ids in texts]
+    engine.run()
+    assert engine._passes._steps
+    for handle, ids in zip(handles, texts, strict=True):
+        assert handle.result().tokens == plain(model, ids)
+
+
+def test_a_pool_that_would_be_read_whole_is_not(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention with a mask over the slots of all texts that there may be takes longer than launches do."""
+    monkeypatch.setattr(captured_forests, "MASKED_SLOTS", 1000)
+    engine = engine_of(tiny_model())
+    assert not engine._passes.captures
+    assert engine.pool.num_slots == engine.pool.capacity
+
+
+def test_where_a_step_cannot_be_captured(
+    gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The texts go on uncaptured: what the capture was to move is moved all the same."""
+    model = tiny_model()
+    engine = engine_of(model)
+    rng = random.Random(3)
+    texts = [drawn_text(rng, 20) for _ in range(3)]
+    handles = [engine.submit(ids, NEW, eos_token_id=()) for ids in texts]
+    for _ in range(4):
+        engine.step()
+    assert engine._passes._steps
+
+    def fail(*_: Any) -> None:
+        raise captured_forests.CaptureFailed("no room")
+
+    engine._passes._steps.clear()
+    monkeypatch.setattr(engine._passes, "_capture", fail)
+    engine.run()
+    assert caplog.text.count("steps of several texts are not captured: no room") == 1
+    for handle, ids in zip(handles, texts, strict=True):
+        assert handle.result().tokens == plain(model, ids)
+
+
+def test_what_a_failed_text_leaves_behind(gpu: SimulatedCuda) -> None:
+    """Attention that reads all slots with a mask: a NaN in a free one would fail every later text."""
+    model = tiny_model()
+    engine = engine_of(model)
+    rng = random.Random(4)
+    texts = [drawn_text(rng, 20) for _ in range(3)]
+
+    def fail(tokens: list[int], step: int) -> None:
+        text = next(text for text, handle in engine._running.items() if handle is failing)
+        for states in text.cache.buffers:
+            states.fill_(torch.nan)
+        raise RuntimeError("the caller's")
+
+    failing = engine.submit(texts[0], NEW, eos_token_id=(), on_tokens=fail)
+    handles = [engine.submit(ids, NEW, eos_token_id=()) for ids in texts[1:]]
+    engine.run()
+    with pytest.raises(RuntimeError, match="the caller's"):
+        failing.result()
+    for handle, ids in zip(handles, texts[1:], strict=True):
+        assert handle.result().tokens == plain(model, ids)
+
+
+def test_other_weights_are_captured_anew(gpu: SimulatedCuda) -> None:
+    """A graph reads the memory of the weights that it was captured with."""
+    model = tiny_model()
+    on_gpu = copy.deepcopy(model).to("cuda")
+    engine = lp.Engine(lp.LookaheadDecoder(on_gpu, CONFIG, capture="graph"), cache_tokens=1500)
+    rng = random.Random(5)
+    for change in range(2):
+        if change:
+            for each in (model, on_gpu):
+                each.lm_head.weight = torch.nn.Parameter(each.lm_head.weight.detach().flip(0).clone())
+        texts = [drawn_text(rng, 20) for _ in range(3)]
+        handles = [engine.submit(ids, NEW, eos_token_id=()) for ids in texts]
+        engine.run()
+        for handle, ids in zip(handles, texts, strict=True):
+            assert handle.result().tokens == plain(model, ids)
+
+
+@pytest.mark.parametrize("most_moves", [0, 3, captured_forests.MOVES])
+def test_more_moves_than_a_step_takes(most_moves: int, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepted tokens of many texts: those that a step has no room for are moved before it."""
+    monkeypatch.setattr(captured_forests, "MOVES", most_moves)
+    model = tiny_model()
+    engine = engine_of(model)
+    texts = [[index, 5, 6, 7] * 6 for index in range(5)]
+    handles = [engine.submit(ids, NEW, eos_token_id=()) for ids in texts]
+    engine.run()
+    for handle, ids in zip(handles, texts, strict=True):
+        assert handle.result().tokens == plain(model, ids)
+
+
+def test_two_ranks_with_a_gpu_each(gpu: SimulatedCuda) -> None:
+    """Ranks of which each computes other tokens of each text, with buckets of its own."""
+    model = tiny_model()
+    rng = random.Random(6)
+    texts = [drawn_text(rng, count) for count in (30, 3, 12)]
+    samplings = (None, SAMPLED, SAMPLED)
+    expected = [plain(model, ids, sampling) for ids, sampling in zip(texts, samplings, strict=True)]
+    models = [copy.deepcopy(model).to(f"cuda:{rank}") for rank in range(2)]
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> list[list[int]]:
+        engine = lp.Engine(
+            lp.LookaheadDecoder(models[context.rank], CONFIG, context, capture="graph"), cache_tokens=1500
+        )
+        handles = [
+            engine.submit(ids, NEW, sampling, eos_token_id=()) for ids, sampling in zip(texts, samplings, strict=True)
+        ]
+        engine.run()
+        assert engine._passes._steps
+        return [handle.result().tokens for handle in handles]
+
+    assert run_on_gpus(2, body) == [expected, expected]
+
+
+def test_every_bucket_has_places_for_its_padding(gpu: SimulatedCuda) -> None:
+    """A capture runs a step of nothing but padding, of which a place holds no more than there are spare slots."""
+    runner = ModelRunner(copy.deepcopy(tiny_model()).to("cuda"), capture=lp.Capture.GRAPH)
+    with torch.inference_mode():
+        for most_sequences in (1, 8):
+            pool = captured_forests.pool_for(runner, 600)
+            passes = captured_forests.CapturedForests(runner, pool, most_sequences)
+            for bucket, smaller in itertools.pairwise([*reversed(BUCKETS), 0]):
+                cache = pool.allocate(bucket)
+                assert cache is not None
+                tree = captured_forests.TreePass(
+                    [1] * (smaller + 1), range(smaller + 1), torch.ones(smaller + 1, smaller + 1).tril().bool().numpy(),
+                    cache, [smaller],
+                )  # fmt: skip
+                (logits,) = passes.forward([tree])
+                assert logits.shape[0] == 1 and logits.isfinite().all()
+                pool.give_back(cache)
+            assert len(passes._steps) == len(BUCKETS)
