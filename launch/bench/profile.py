@@ -209,6 +209,8 @@ def step_budget(decoder: LookaheadDecoder, ids: Sequence[int], ranks: int) -> in
         max_length=len(ids),
         noise=None,
         step_tokens=None,
+        temperature=1.0,
+        model_folder="",
         check_same=lambda _: None,
     )
     decoder.context = ParallelContext(world_size=ranks, device=decoder.model.device)

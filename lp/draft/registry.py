@@ -53,6 +53,8 @@ class Call:
         noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
         step_tokens: most tokens of a step, on all ranks, that an adaptive budget finds worth their time; None: the
             budget is fixed.
+        temperature: of the sampler; 1 where it has none.
+        model_folder: that the model was loaded from, or its name; may be empty.
         check_same: refuses digests, by name, that differ among ranks.
     """
 
@@ -61,6 +63,8 @@ class Call:
     max_length: int
     noise: tuple[int, int] | None
     step_tokens: int | None
+    temperature: float
+    model_folder: str
     check_same: Callable[[Mapping[str, int]], None]
 
 

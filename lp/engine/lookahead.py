@@ -139,7 +139,9 @@ class LookaheadDecoder(BatchDecoder):
             max_length=request.limit,
             noise=request.sampler.noise_key,
             step_tokens=self.step_times.affordable_tokens * self.context.lp.world_size if self.step_times else None,
-            check_same=partial(check_same, self.context, "beginning a session's pool"),
+            temperature=request.sampler.processors.temperature,
+            model_folder=getattr(self.model.config, "_name_or_path", None) or "",
+            check_same=partial(check_same, self.context, "beginning a pool"),
         )
         return self.factory.new_source(call)
 

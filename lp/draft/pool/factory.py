@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from lp.config import LookaheadConfig, PoolScope
 from lp.digest import chain_digest
+from lp.draft.pool.bigrams import read_bigrams
 from lp.draft.registry import Call, register_factory
 from lp.errors import UserError
 
@@ -39,23 +40,31 @@ class PoolFactory:
     def __init__(self, config: LookaheadConfig) -> None:
         self.config = config
         self.tables: Tables | None = None  # of a session
+        self._bigrams: np.ndarray | None = None  # of the model
+        self._read_bigrams = False
 
     def new_source(self, call: Call) -> NGramPool:
         """The pool of one call.
 
         Raises:
-            ValueError: the session's file is no such pool, or its folder is missing.
+            ValueError: the session's file is no such pool, or its folder is missing; no file of model bigrams where
+                one is asked for.
         """
         from lp.draft.pool.ngram_pool import NGramPool
 
+        if not self._read_bigrams:
+            self._bigrams = read_bigrams(self.config.pool_bigrams, call.model_folder, call.vocabulary_size)
+            call.check_same({"model bigrams": 0 if self._bigrams is None else chain_digest(0, self._bigrams.ravel())})
+            self._read_bigrams = True
+        of_model = (self._bigrams, call.temperature)
         if self.config.pool_scope is PoolScope.REQUEST:
             tables = fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
-            return NGramPool(self.config, call.prompt, call.noise, tables)
+            return NGramPool(self.config, call.prompt, call.noise, tables, *of_model)
         if self.tables is None:
             tables = self._session_tables(call.vocabulary_size)
             call.check_same({"pool": tables_digest(tables)})
             self.tables = tables
-        return NGramPool(self.config, call.prompt, call.noise, self.tables)
+        return NGramPool(self.config, call.prompt, call.noise, self.tables, *of_model)
 
     def call_ended(self, is_main: bool) -> None:
         """Write the session's file."""

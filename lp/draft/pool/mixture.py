@@ -16,7 +16,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_zeros, exp, jit, log, mix
+from lp.draft.pool.bigrams import Bigrams
 from lp.draft.pool.last_step import LastStep, add_older_guess, logits_of_node, new_last_step, search_step
 from lp.draft.pool.tables import (
     GUESS,
@@ -39,6 +42,7 @@ from lp.draft.pool.tables import (
     text_position,
 )
 from lp.sampling.noise import BELOW_1, sequence_key
+from lp.sampling.top_logits import LOGIT, TOKEN
 
 MAX_CHOICES = 32  # tokens voted for behind one context
 # The contexts that are looked up, by kind and order. A window n-gram has at least one token, so its order 0 is not
@@ -56,7 +60,9 @@ WINDOW_0 = TEXT_0 + len(ORDERS) * M * 6
 GUESS_0 = WINDOW_0 + 2 * M
 LOGITS_0 = GUESS_0 + 3 * M
 NONE_0 = LOGITS_0 + 4 * 2 * 4 * GAPS
-FEATURES = NONE_0 + (len(ORDERS) + 1) * 5
+BIGRAM_0 = NONE_0 + (len(ORDERS) + 1) * 5
+BIGRAM_NONE_0 = BIGRAM_0 + 4 * GAPS  # of "none of them", where model bigrams vote
+FEATURES = BIGRAM_NONE_0 + (len(ORDERS) + 1) * 2
 LEARNING_RATE = 0.3  # of Adagrad
 FAR = 10.0  # logits this far behind the best get no vote
 
@@ -71,16 +77,31 @@ class Predictor(NamedTuple):
     keys: Any  # uint64 (NUM_CONTEXTS,): of the contexts that may vote, 0 for one that may not
     entries: Any  # int64 (NUM_CONTEXTS + 1,): where they are, -1 for nowhere
     last_step: LastStep  # what is not in the tables yet
+    bigrams: Bigrams  # of the model, which vote where no logits are known behind the newest token
+    temperature: float  # of the sampler, by which their logits are divided
     votes: Any  # int64 (2 * most votes,): (token's index, feature)
     tokens: Any  # int64 (MAX_CHOICES,): voted for
     scores: Any  # float64 (MAX_CHOICES + 1,): then probabilities; the last is "none of them"
-    logits_tokens: Any  # int64 (K,): of the logits that vote
-    noisy_logits: Any  # float64 (K,)
+    logits_tokens: Any  # int64 (most logits,): of the logits that vote
+    noisy_logits: Any  # float64 (most logits,)
 
 
-def new_predictor(num_logits: int, sources: int, noise: tuple[int, int] | None) -> Predictor:
-    """Predictions from K logits, from these kinds of memory, under the noise of a (seed, sequence) or none."""
-    votes = 2 * (len(ORDERS) * M + 5 * M + num_logits + 1)
+def new_predictor(
+    num_logits: int,
+    sources: int,
+    noise: tuple[int, int] | None,
+    bigrams: np.ndarray | None = None,
+    temperature: float = 1.0,
+) -> Predictor:
+    """Predictions from K logits, from these kinds of memory, under the noise of a (seed, sequence) or none.
+
+    Args:
+        bigrams: of the model, packed, (V, their K).
+        temperature: of the sampler.
+    """
+    of_model = Bigrams.of(bigrams)
+    votes = 2 * (len(ORDERS) * M + 5 * M + num_logits + of_model.num_logits + 1)
+    most_logits = max(num_logits, of_model.num_logits)
     return Predictor(
         sources=sources,
         noise_key=U64(sequence_key(*noise)) if noise else U64(0),
@@ -89,11 +110,13 @@ def new_predictor(num_logits: int, sources: int, noise: tuple[int, int] | None) 
         keys=compiled_zeros(NUM_CONTEXTS, "u8"),
         entries=compiled_zeros(NUM_CONTEXTS + 1, "i8"),
         last_step=new_last_step(0),
+        bigrams=of_model,
+        temperature=temperature,
         votes=compiled_zeros(votes, "i8"),
         tokens=compiled_zeros(MAX_CHOICES, "i8"),
         scores=compiled_zeros(MAX_CHOICES + 1, "f8"),
-        logits_tokens=compiled_zeros(num_logits, "i8"),
-        noisy_logits=compiled_zeros(num_logits, "f8"),
+        logits_tokens=compiled_zeros(most_logits, "i8"),
+        noisy_logits=compiled_zeros(most_logits, "f8"),
     )
 
 
@@ -231,7 +254,7 @@ def vote_logits(tables, predictor, position, key, choices, votes):
     Returns:
         The order of that context, -1 if there is none, and how many tokens and votes there are.
     """
-    width = len(predictor.noisy_logits)
+    width = len(tables.logits_tokens) // len(tables.logits_keys)
     if predictor.sources >> LOGITS & 1 == 0:
         return -1, choices, votes
     for order in range(MAX_LOGITS_ORDER, -1, -1):
@@ -249,30 +272,48 @@ def vote_logits(tables, predictor, position, key, choices, votes):
             for k in range(width):
                 predictor.logits_tokens[k] = tables.logits_tokens[entry * width + k]
                 predictor.noisy_logits[k] = tables.logits_values[entry * width + k]
-        first, second, third = -math.inf, -math.inf, -math.inf
-        for k in range(width):
-            score = predictor.noisy_logits[k]
-            if predictor.noisy and score > first - 2 * FAR:  # noise above FAR is once in e^FAR times
-                score += gumbel(key, predictor.logits_tokens[k])
-            predictor.noisy_logits[k] = score
-            if score > first:
-                first, second, third = score, first, second
-            elif score > second:
-                second, third = score, second
-            elif score > third:
-                third = score
         same_position = 1 if seen_at == position else 0
         group = LOGITS_0 + (order * 2 + same_position) * 4 * GAPS
-        for k in range(width):
-            score = predictor.noisy_logits[k]
-            if first - score > FAR:
-                continue
-            rank = 0 if score >= first else 1 if score >= second else 2 if score >= third else 3
-            gap = first - second if rank == 0 else first - score
-            feature = group + rank * GAPS + gap_bucket(gap)
-            choices, votes = vote(tables, predictor, choices, votes, predictor.logits_tokens[k], feature)
+        choices, votes = vote_by_rank(tables, predictor, width, key, group, choices, votes)
         return order, choices, votes
     return -1, choices, votes
+
+
+@jit
+def vote_bigrams(tables, predictor, key, choices, votes):
+    """Votes of the model's bigrams behind the newest token, under the noise of this position."""
+    bigrams = predictor.bigrams
+    start = predictor.context.tokens[0] * bigrams.num_logits
+    for k in range(bigrams.num_logits):
+        predictor.logits_tokens[k] = bigrams.tokens[2 * (start + k) + TOKEN]
+        predictor.noisy_logits[k] = bigrams.logits[2 * (start + k) + LOGIT] / predictor.temperature
+    return vote_by_rank(tables, predictor, bigrams.num_logits, key, BIGRAM_0, choices, votes)
+
+
+@jit
+def vote_by_rank(tables, predictor, width, key, group, choices, votes):
+    """Votes of the predictor's first `width` logits, by their rank and gap under the noise of this position."""
+    first, second, third = -math.inf, -math.inf, -math.inf
+    for k in range(width):
+        score = predictor.noisy_logits[k]
+        if predictor.noisy and score > first - 2 * FAR:  # noise above FAR is once in e^FAR times
+            score += gumbel(key, predictor.logits_tokens[k])
+        predictor.noisy_logits[k] = score
+        if score > first:
+            first, second, third = score, first, second
+        elif score > second:
+            second, third = score, second
+        elif score > third:
+            third = score
+    for k in range(width):
+        score = predictor.noisy_logits[k]
+        if first - score > FAR:
+            continue
+        rank = 0 if score >= first else 1 if score >= second else 2 if score >= third else 3
+        gap = first - second if rank == 0 else first - score
+        feature = group + rank * GAPS + gap_bucket(gap)
+        choices, votes = vote(tables, predictor, choices, votes, predictor.logits_tokens[k], feature)
+    return choices, votes
 
 
 @jit
@@ -288,6 +329,12 @@ def predict(tables, predictor, known, position):
     look_up(tables, predictor, known, in_text)
     search_step(predictor.last_step, predictor.context, known, position)
     logits_order, choices, votes = vote_logits(tables, predictor, in_text, key, 0, 0)
+    none = NONE_0 + logits_order + 1
+    none_of_order = 5
+    if logits_order < 1 and known > 0 and predictor.bigrams.num_logits > 0:
+        choices, votes = vote_bigrams(tables, predictor, key, choices, votes)
+        none = BIGRAM_NONE_0 + logits_order + 1
+        none_of_order = 2
     matched, choices, votes = vote_text(tables, predictor, choices, votes)
     for order in range(MAX_GUESS_ORDER + 1):
         if order:
@@ -295,7 +342,7 @@ def predict(tables, predictor, known, position):
             choices, votes = vote_followers(tables, predictor, choices, votes, entry, feature)
         if predictor.sources >> GUESS & 1:
             choices, votes = vote_guesses(tables, predictor, choices, votes, order, GUESS_0 + order * M)
-    none = NONE_0 + matched * 5 + logits_order + 1
+    none += matched * none_of_order
     predictor.votes[2 * votes] = choices
     predictor.votes[2 * votes + 1] = none
     predictor.scores[choices] = tables.weights[none]

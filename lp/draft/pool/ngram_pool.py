@@ -38,16 +38,26 @@ class NGramPool:
         prompt: the text so far.
         noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
         tables: what it remembers, new or of an earlier text.
+        bigrams: of the model, int64 (V, K) as `lp.draft.pool.bigrams` has them; None: unknown.
+        temperature: of the sampler.
     """
 
     def __init__(
-        self, config: LookaheadConfig, prompt: Sequence[int], noise: tuple[int, int] | None, tables: Tables
+        self,
+        config: LookaheadConfig,
+        prompt: Sequence[int],
+        noise: tuple[int, int] | None,
+        tables: Tables,
+        bigrams: np.ndarray | None = None,
+        temperature: float = 1.0,
     ) -> None:
         self.config = config
         self.num_logits = len(tables.logits_tokens) // len(tables.logits_keys)
         kinds = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, LOGITS: self.num_logits > 0}
         sources = sum(1 << kind for kind, is_on in kinds.items() if is_on)
-        self._predictor = new_predictor(self.num_logits, sources, noise if config.renoise else None)
+        noise = noise if config.renoise else None
+        bigrams = bigrams if self.num_logits else None
+        self._predictor = new_predictor(self.num_logits, sources, noise, bigrams, temperature)
         self._last_step = self._predictor.last_step
         self._tables = tables
         tables.clock[0] += 1  # so that what the prompt leaves is newer than an empty entry
