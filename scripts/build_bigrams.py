@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from lp.draft.pool.bigrams import BATCH, FILE_NAME, NUM_LOGITS, measure_bigrams, write_bigrams
+from lp.draft.pool.bigrams import FILE_NAME, write_bigrams
+from lp.models.bigrams import BATCH, NUM_LOGITS, measure_bigrams
 from lp.models.loader import DEMO_MODEL, load
 
 TEXTS = (

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from lp.config import LookaheadConfig
 from lp.draft.source import DraftSource
@@ -66,6 +66,14 @@ class Call:
     temperature: float
     model_folder: str
     check_same: Callable[[Mapping[str, int]], None]
+
+
+@runtime_checkable
+class HasDigests(Protocol):
+    """A factory whose sources begin with something that ranks may have unlike."""
+
+    def digests(self, model_folder: str, vocabulary_size: int, /) -> dict[str, int]:
+        """Of what it is, by name, which must be the same on every rank."""
 
 
 class SourceFactory(Protocol):

@@ -15,7 +15,7 @@ from lp.config import Capture, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.grammar_drafts import GrammarDrafts
 from lp.draft.prediction import Prediction
-from lp.draft.registry import Call, DraftConfig, source_of
+from lp.draft.registry import Call, DraftConfig, HasDigests, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
 from lp.engine.batch import BatchDecoder
@@ -131,6 +131,10 @@ class LookaheadDecoder(BatchDecoder):
         """The window's policy."""
         return self.config.window_noise
 
+    @property
+    def _model_folder(self) -> str:
+        return getattr(self.model.config, "_name_or_path", None) or ""
+
     def source(self, request: Request) -> DraftSource:
         """What proposes draft tokens in one call."""
         call = Call(
@@ -140,8 +144,8 @@ class LookaheadDecoder(BatchDecoder):
             noise=request.sampler.noise_key,
             step_tokens=self.step_times.affordable_tokens * self.context.lp.world_size if self.step_times else None,
             temperature=request.sampler.processors.temperature,
-            model_folder=getattr(self.model.config, "_name_or_path", None) or "",
-            check_same=partial(check_same, self.context, "beginning a pool"),
+            model_folder=self._model_folder,
+            check_same=partial(check_same, self.context, "beginning a session's pool"),
         )
         return self.factory.new_source(call)
 
@@ -152,6 +156,8 @@ class LookaheadDecoder(BatchDecoder):
         asked |= {"context limit": request.limit, "step time table": self.step_times}
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         digests["prediction"] = chain_digest(0, request.prediction)
+        if isinstance(self.factory, HasDigests):
+            digests |= self.factory.digests(self._model_folder, vocabulary_size(self.model))
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
     @property

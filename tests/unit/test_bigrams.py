@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import lp
-from lp.draft.pool.bigrams import AUTO, FILE_NAME, OFF, measure_bigrams, read_bigrams, write_bigrams
+from lp.draft.pool.bigrams import AUTO, FILE_NAME, OFF, read_bigrams, write_bigrams
 from lp.draft.pool.mixture import BIGRAM_0, BIGRAM_NONE_0, LOGITS_0, NONE_0
 from lp.draft.pool.ngram_pool import NGramPool
+from lp.models.bigrams import measure_bigrams
 from lp.models.loader import DEMO_MODEL, load
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep

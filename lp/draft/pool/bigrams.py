@@ -9,24 +9,19 @@ V: vocabulary, K: logits of a token.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.lib.format import open_memmap
 
 from lp.compiled import compiled_array
 from lp.errors import UserError
-from lp.sampling.top_logits import TOKEN, pack_top_logits
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from lp.sampling.top_logits import TOKEN
 
 FILE_NAME = "lp_bigrams.npy"  # in the folder of a model
 AUTO = "auto"  # that file, where it is
 OFF = "off"
-NUM_LOGITS = 16  # K
-BATCH = 64  # texts of a pass
 
 
 class Bigrams(NamedTuple):
@@ -45,39 +40,6 @@ class Bigrams(NamedTuple):
         packed_VK = np.zeros((0, 0), np.int64) if packed_VK is None else packed_VK
         flat = packed_VK.reshape(-1)
         return cls(packed_VK.shape[1], compiled_array(flat.view(np.int32)), compiled_array(flat.view(np.float32)))
-
-
-def measure_bigrams(
-    model: PreTrainedModel, contexts: Sequence[Sequence[int]], num_logits: int = NUM_LOGITS, batch: int = BATCH
-) -> np.ndarray:
-    """The best logits behind every token, of its probabilities' mean over these contexts.
-
-    Args:
-        model: on its device.
-        contexts: tokens to come before it, alike in nothing but that they may come before anything.
-        num_logits: K.
-        batch: texts of a pass.
-
-    Returns:
-        int64 (V, K), as `pack_top_logits` packs them.
-    """
-    import torch
-
-    from lp.models.loader import vocabulary_size
-    from lp.models.vocabulary import embedded_tokens
-
-    device = model.get_input_embeddings().weight.device
-    packed = []
-    with torch.inference_mode():
-        for tokens in torch.arange(vocabulary_size(model), device=device).split(batch):
-            probabilities = torch.zeros((), device=device)
-            for context in contexts:
-                before = torch.tensor(list(context), dtype=torch.int64, device=device).expand(len(tokens), -1)
-                ids = torch.cat([before, tokens[:, None].clamp(max=embedded_tokens(model) - 1)], 1)
-                logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
-                probabilities = probabilities + logits.float().softmax(-1)
-            packed.append(pack_top_logits((probabilities / len(contexts)).log(), num_logits).cpu().numpy())
-    return np.concatenate(packed)
 
 
 def write_bigrams(packed_VK: np.ndarray, path: Path) -> None:
@@ -107,7 +69,7 @@ def read_bigrams(choice: str, folder: str, vocabulary_size: int) -> np.ndarray |
         return None
     remedy = f"write it with scripts/build_bigrams.py, or choose pool_bigrams={OFF}"
     try:
-        packed = np.load(path, mmap_mode="c", allow_pickle=False)  # c: of a type that compiled functions take
+        packed = open_memmap(path, mode="c")  # c: of a type that compiled functions take
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"pool_bigrams {str(path)!r} can't be read ({error}); {remedy}") from None
     if packed.ndim != 2 or packed.dtype != np.int64 or not packed.flags.c_contiguous or not packed.shape[1]:

@@ -41,7 +41,7 @@ class PoolFactory:
         self.config = config
         self.tables: Tables | None = None  # of a session
         self._bigrams: np.ndarray | None = None  # of the model
-        self._read_bigrams = False
+        self._bigrams_digest: int | None = None  # once they are read
 
     def new_source(self, call: Call) -> NGramPool:
         """The pool of one call.
@@ -52,10 +52,7 @@ class PoolFactory:
         """
         from lp.draft.pool.ngram_pool import NGramPool
 
-        if not self._read_bigrams:
-            self._bigrams = read_bigrams(self.config.pool_bigrams, call.model_folder, call.vocabulary_size)
-            call.check_same({"model bigrams": 0 if self._bigrams is None else chain_digest(0, self._bigrams.ravel())})
-            self._read_bigrams = True
+        self._read(call.model_folder, call.vocabulary_size)
         of_model = (self._bigrams, call.temperature)
         if self.config.pool_scope is PoolScope.REQUEST:
             tables = fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
@@ -65,6 +62,21 @@ class PoolFactory:
             call.check_same({"pool": tables_digest(tables)})
             self.tables = tables
         return NGramPool(self.config, call.prompt, call.noise, self.tables, *of_model)
+
+    def digests(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
+        """Of what the pools of all ranks begin with alike.
+
+        Raises:
+            ValueError: no file of model bigrams where one is asked for.
+        """
+        return {"model bigrams": self._read(model_folder, vocabulary_size)}
+
+    def _read(self, model_folder: str, vocabulary_size: int) -> int:
+        """Read the model's bigrams, once; returns their digest, 0 for none."""
+        if self._bigrams_digest is None:
+            self._bigrams = read_bigrams(self.config.pool_bigrams, model_folder, vocabulary_size)
+            self._bigrams_digest = 0 if self._bigrams is None else chain_digest(0, self._bigrams.ravel())
+        return self._bigrams_digest
 
     def call_ended(self, is_main: bool) -> None:
         """Write the session's file."""
