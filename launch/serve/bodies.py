@@ -293,6 +293,7 @@ class ChatBody(OpenAI):
     prediction: Prediction | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -309,6 +310,11 @@ class ChatBody(OpenAI):
             raise UserError("top_logprobs is given, but logprobs is not true; set logprobs")
         if self.tool_choice and not self.tools:
             raise UserError("tool_choice is given without tools; give tools, or leave it out")
+        if self.response_format and self.grammar_given and self.tools and self.tool_choice != "none":
+            raise UserError(
+                f"response_format is {self.response_format.type!r} with tools, which it would keep the model from "
+                "calling; leave one of them out, or set tool_choice to 'none'"
+            )
         return self
 
 

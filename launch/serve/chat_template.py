@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .bodies import ChatBody, Message, Tool, plain_text
+from .bodies import ChatBody, Message, plain_text
 from .errors import ApiError
 
 
@@ -75,39 +75,50 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> d
 def answer(
     tokenizer: PreTrainedTokenizerBase,
     format: dict[str, Any],
+    text: str,
     tokens: Sequence[int],
     prompt: Sequence[int],
-    tools: Sequence[Tool],
+    body: ChatBody,
 ) -> dict[str, Any]:
     """A message of the assistant: its content, its reasoning and its calls.
+
+    Where the calls are cut off, or are not what the format says, the content is all of the text.
 
     Args:
         tokenizer: of the model.
         format: how it writes calls.
-        tokens: of the answer.
+        text: of the answer.
+        tokens: the same, as the model wrote it.
         prompt: the tokens before it.
-        tools: that there are.
+        body: has the tools that there are.
     """
-    told = [tool.model_dump(exclude_none=True) for tool in tools]
-    parsed = tokenizer.parse_response([*tokens], format, prefix=[*prompt], tools=told)
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or None}
-    if parsed.get("reasoning_content"):
-        message["reasoning_content"] = parsed["reasoning_content"]
-    calls = [call["function"] for call in parsed.get("tool_calls") or []]
+    told = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+    try:
+        parsed = tokenizer.parse_response([*tokens], format, prefix=[*prompt], tools=told)
+        calls = [_call(call["function"]) for call in parsed.get("tool_calls") or []]
+        content, reasoning = parsed.get("content") or None, parsed.get("reasoning_content")
+    except (ValueError, TypeError, KeyError, AttributeError):  # nobody has checked what a model writes
+        return {"role": "assistant", "content": text}
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call["name"], "arguments": _json_text(call.get("arguments", {}))},
-            }
-            for call in calls
-        ]
+        message["tool_calls"] = calls[:1] if body.parallel_tool_calls is False else calls
     return message
 
 
-def _json_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _call(function: Any) -> dict[str, Any]:
+    """A call in OpenAI's form."""
+    name = function["name"]
+    if not isinstance(name, str):
+        raise TypeError(f"a function's name is {name!r}")
+    arguments = function.get("arguments", {})
+    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def _for_template(message: Message) -> dict[str, Any]:

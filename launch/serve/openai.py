@@ -355,7 +355,7 @@ class Chat(_Answer):
                     logprobs[index] += event.logprobs
         choices = []
         for index, parts in enumerate(texts):
-            message = self._message("".join(parts), tokens[index])
+            message = self._message("".join(parts), tokens[index], endings[index])
             reason = "tool_calls" if message.get("tool_calls") else _reason(endings[index])
             content = self._logprobs(logprobs[index])
             choices.append({"index": index, "message": message, "logprobs": content, "finish_reason": reason})
@@ -363,8 +363,7 @@ class Chat(_Answer):
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Step by step; an answer that may call tools is parsed when it has ended."""
-        tokens = [list[int]() for _ in self.texts]
-        held = [list[str]() for _ in self.texts]
+        held = [list[Piece]() for _ in self.texts]
         endings: list[Ending] = []
 
         def chunk(index: int, delta: dict[str, Any], reason: str | None = None, piece: Piece | None = None) -> Any:
@@ -379,24 +378,25 @@ class Chat(_Answer):
                     begun.add(index)
                     yield chunk(index, {"role": "assistant", "content": ""})
                 if isinstance(event, Piece):
-                    tokens[index] += event.tokens
                     if self.tools is None:
                         yield chunk(index, {"content": event.text}, None, event)
                     else:
-                        held[index].append(event.text)
+                        held[index].append(event)
                     continue
                 endings.append(event)
                 reason = _reason(event)
                 delta: dict[str, Any] = {"content": event.text} if event.text else {}
+                piece = None
                 if self.tools is not None:
-                    message = self._message("".join([*held[index], event.text]), tokens[index])
+                    piece = _joined(held[index])
+                    message = self._message(piece.text + event.text, piece.tokens, event)
                     calls = message.pop("tool_calls", [])
                     delta = {name: value for name, value in message.items() if name != "role" and value}
                     if calls:
                         reason = "tool_calls"
                         delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
                 if delta:
-                    yield chunk(index, delta)
+                    yield chunk(index, delta, None, piece)
                 yield chunk(index, {}, reason)
         for last in self.last_chunk(endings):
             yield last
@@ -406,10 +406,13 @@ class Chat(_Answer):
             return []
         return self.served.encode(plain_text(self.body.prediction.content), special=False)
 
-    def _message(self, text: str, tokens: Sequence[int]) -> dict[str, Any]:
+    def _message(self, text: str, tokens: Sequence[int], ending: Ending) -> dict[str, Any]:
         if self.tools is None:
             return {"role": "assistant", "content": text}
-        return answer(self.served.tokenizer, self.tools, tokens, self.prompts[0], self.body.tools or [])
+        message = answer(self.served.tokenizer, self.tools, text, tokens, self.prompts[0], self.body)
+        if ending.found and message["content"]:  # the tokens have the stop string, too
+            message["content"] = message["content"].partition(ending.found)[0]
+        return message
 
     def _logprobs(self, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -422,6 +425,15 @@ class Chat(_Answer):
         tops = [[data(*top) for top in each.top] for each in logprobs]
         own = [data(each.token, each.logprob) for each in logprobs]
         return {"content": [{**one, "top_logprobs": top} for one, top in zip(own, tops, strict=True)], "refusal": None}
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """All of them as one."""
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.tokens],
+        [logprob for piece in pieces for logprob in piece.logprobs],
+    )
 
 
 def _reason(ending: Ending) -> str:

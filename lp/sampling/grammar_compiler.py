@@ -13,6 +13,8 @@ from lp.errors import UserError
 from lp.optional import is_installed
 from lp.sampling.grammar import Matcher
 
+CACHE_BYTES = 1 << 28  # of compiled grammars that are remembered
+MOST_SPELLED = 1024  # characters of a forced text: no step has room for the tokens of more
 MOST_SPELLINGS = 4096  # that are remembered: schemas force few, but a regular expression may force any number
 
 
@@ -33,7 +35,7 @@ class GrammarCompiler:
         import xgrammar
 
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary)
-        self._compiler = xgrammar.GrammarCompiler(info)
+        self._compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
         self._spelling = Spelling(tokenizer, info.decoded_vocab)
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> XGrammar:
@@ -90,7 +92,8 @@ class Spelling:
         self._tokens_of: dict[str, list[int]] = {}
 
     def tokens(self, text: str) -> list[int]:
-        """The tokens; none where the tokenizer takes the text apart differently."""
+        """The tokens of its beginning; none where the tokenizer takes the text apart differently."""
+        text = text[:MOST_SPELLED]
         if text not in self._tokens_of:
             if len(self._tokens_of) == MOST_SPELLINGS:
                 self._tokens_of.clear()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import SuppressTokensLogitsProcessor
 
 import lp
 from launch.bench.json_tasks import drawn_schema
+from launch.serve.grammars import Grammars
 from lp.draft.grammar_drafts import GrammarDrafts
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
@@ -22,7 +25,7 @@ from lp.models.loader import vocabulary_size
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.grammar import Cursor, Grammar
-from lp.sampling.grammar_compiler import Spelling
+from lp.sampling.grammar_compiler import MOST_SPELLED, Spelling
 from tests.serving import STEP_TIMES, Running
 
 pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
@@ -177,6 +180,71 @@ def test_spelling_without_a_space_that_is_put_before() -> None:
     assert Spelling(Spaced(), vocabulary).tokens("ab") == [*b"ab"]  # type: ignore[arg-type]
     vocabulary[ord("b")] = b"?"
     assert Spelling(Spaced(), vocabulary).tokens("ab") == []  # type: ignore[arg-type]
+
+
+def test_spelling_of_a_long_text(demo: Any) -> None:
+    """What no step has room for is not spelled: every step would spell and remember all of the rest again."""
+    _, tokenizer, _ = demo
+    vocabulary = [token.encode() for token in tokens_of(tokenizer)]
+    tokens = Spelling(tokenizer, vocabulary).tokens("x = 1; " * 1000)
+    assert 0 < len("".join(vocabulary[token].decode() for token in tokens)) <= MOST_SPELLED
+
+
+def test_compiled_grammars_are_forgotten(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that always sends another schema must not fill the memory."""
+    model, tokenizer, _ = demo
+    monkeypatch.setattr("lp.sampling.grammar_compiler.CACHE_BYTES", 100_000)
+    compiler = lp.GrammarCompiler(tokenizer, vocabulary_size(model))
+    for case in range(40):
+        compiler.json_schema({"type": "object", "properties": {f"p{case}": {"type": "string"}}})
+    assert 0 < compiler._compiler.get_cache_size_bytes() <= 100_000
+
+
+class SlowCompiler:
+    """Compiles schemas for ever, until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.let_go = threading.Event()
+
+    def json_schema(self, text: str) -> str:
+        self.begun.set()
+        assert self.let_go.wait(30)
+        return text
+
+    def regex(self, text: str) -> str:
+        return text
+
+
+def test_a_grammar_that_takes_long_keeps_nobody_waiting(demo: Any) -> None:
+    """The engine's thread looks up the grammars of texts that begin, and would stop all others."""
+    model, tokenizer, _ = demo
+    grammars = Grammars(tokenizer, vocabulary_size(model))
+    slow = SlowCompiler()
+    grammars._compiler = slow  # type: ignore[assignment]
+    with ThreadPoolExecutor() as pool:
+        try:
+            first = pool.submit(grammars.grammar, "json_schema", "{}")
+            assert slow.begun.wait(10)
+            assert pool.submit(grammars.grammar, "regex", "a").result(10) == "a"
+            assert not first.done()
+        finally:
+            slow.let_go.set()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"enum": ["' + "x" * 40_000 + '"]}', "json_schema has 40014 characters, of at most 32768"),
+        ('{"items": ' * 100 + "true" + "}" * 100, "json_schema is nested 100 levels deep, of at most 64"),
+    ],
+)
+def test_grammars_are_bounded(demo: Any, text: str, message: str) -> None:
+    """Ten times as much takes minutes to compile."""
+    model, tokenizer, _ = demo
+    grammars = Grammars(tokenizer, vocabulary_size(model))
+    with pytest.raises(UserError, match=message):
+        grammars.grammar("json_schema", text)
 
 
 def test_other_grammars(demo: Any) -> None:
