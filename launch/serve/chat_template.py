@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 from jinja2 import TemplateError
@@ -12,6 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .bodies import ChatBody, Message, plain_text
 from .errors import ApiError
+
+# How a template is applied, and which one: a client's own could run for ever.
+SET_HERE = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]:
@@ -21,8 +25,13 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
     each in a new line.
 
     Raises:
-        ApiError: 400: the template refuses them.
+        ApiError: 400: the template refuses them, or its own settings.
     """
+    given = body.chat_template_kwargs or {}
+    for name in SET_HERE.intersection(given):
+        raise ApiError(
+            400, f"chat_template_kwargs has {name!r}, which no template reads; leave it out", "chat_template_kwargs"
+        )
     if not tokenizer.chat_template:
         text = ""
         for message in body.messages:
@@ -36,7 +45,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
             tools=tools,
             add_generation_prompt=True,
             tokenize=False,
-            **(body.chat_template_kwargs or {}),
+            **given,
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -34,7 +35,7 @@ def openai_routes(served: Served) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         served.check_model(body.model)
         await served.check_grammar(body.grammar_given)
-        completion = Completion(served, body)
+        completion = await asyncio.to_thread(Completion, served, body)  # a long text takes seconds to encode
         if body.stream:
             return await streamed(request, completion.chunks(), timeout_s)
         return await whole(request, completion.whole(), timeout_s)
@@ -43,7 +44,7 @@ def openai_routes(served: Served) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         served.check_model(body.model)
         await served.check_grammar(body.grammar_given)
-        chat = Chat(served, body)
+        chat = await asyncio.to_thread(Chat, served, body)
         if body.stream:
             return await streamed(request, chat.chunks(), timeout_s)
         return await whole(request, chat.whole(), timeout_s)
@@ -222,18 +223,20 @@ class Completion(_Answer):
             choice = {"index": index, "text": text, "logprobs": taken, "finish_reason": reason}
             return self.chunk(choice, tokens)
 
-        if self.body.echo:
+        if not self.texts:
             for index, text in enumerate(self.echoes):
-                yield chunk(index, text, None if self.texts else "length")
-        if self.texts:
+                yield chunk(index, text, "length")
+        else:
+            heads = dict(enumerate(self.echoes))  # of texts that have not begun
             async with aclosing(TextGroup(self.served, self.head["id"], self.texts).events()) as events:
                 async for index, event in events:
+                    text = heads.pop(index, "") + event.text
                     if isinstance(event, Piece):
                         logprobs[index].add(event.logprobs)
-                        yield chunk(index, event.text, None, len(event.tokens))
+                        yield chunk(index, text, None, len(event.tokens))
                     else:
                         endings.append(event)
-                        yield chunk(index, event.text, _reason(event))
+                        yield chunk(index, text, _reason(event))
         for last in self.last_chunk(endings):
             yield last
 

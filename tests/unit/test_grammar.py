@@ -294,5 +294,9 @@ def test_response_format(demo: Any, demo_server: Running) -> None:
     assert answer["choices"][0]["text"] == demo_server.decode(expected.tokens)
     llama = http.post("/completion", json={"prompt": prompt, "n_predict": 80, "temperature": 0, "json_schema": schema})
     assert llama.json()["content"] == demo_server.decode(expected.tokens)
+    likewise = {"type": "json_object", "schema": schema}  # as llama.cpp's clients send it
+    assert (
+        http.post("/v1/completions", json=asked | {"response_format": likewise}).json()["choices"] == answer["choices"]
+    )
     bad = http.post("/v1/completions", json=asked | {"response_format": {"type": "regex", "regex": "("}})
     assert bad.status_code == 400 and "regex is not one that xgrammar takes" in bad.json()["error"]["message"]
