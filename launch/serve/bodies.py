@@ -136,11 +136,11 @@ class ResponseFormat(Fields):
     @property
     def grammar_given(self) -> tuple[str, str] | None:
         """As of `Grammars.grammar`; None for none."""
-        if self.type == "json_object" and self.form:
-            return "json_schema", json.dumps(self.form)
+        if self.type == "json_object":
+            return "json_schema", json.dumps(self.form or {"type": "object"})
         if self.type == "json_schema":
             return "json_schema", json.dumps((self.json_schema or {})["schema"])
-        kinds = {"json_object": "json", "grammar": "ebnf", "regex": "regex"}
+        kinds = {"grammar": "ebnf", "regex": "regex"}
         return (kinds[self.type], self.grammar or self.regex or "") if self.type in kinds else None
 
 

@@ -12,7 +12,7 @@ from lp.errors import UserError
 from lp.sampling.grammar import Grammar
 from lp.sampling.grammar_compiler import GrammarCompiler
 
-KINDS = ("json", "json_schema", "regex", "ebnf")
+KINDS = ("json_schema", "regex", "ebnf")
 # Compiling takes time that grows with the third power of both: seconds at these limits, minutes at ten times as much.
 MOST_CHARACTERS = 32768
 MOST_LEVELS = 64
@@ -37,7 +37,7 @@ class Grammars:
 
         Args:
             kind: one of KINDS.
-            text: the schema, the pattern or the rules; empty for any JSON.
+            text: the schema, the pattern or the rules.
 
         Raises:
             ValueError: it is too large, xgrammar does not take it, or is not installed.
@@ -46,8 +46,9 @@ class Grammars:
         with self._making:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(self._tokenizer, self._vocabulary)
-            compiler: Any = self._compiler
-        return compiler.json() if kind == "json" else getattr(compiler, kind)(text)
+            compiler = self._compiler
+        grammar: Grammar = getattr(compiler, kind)(text)
+        return grammar
 
 
 def check_size(kind: str, text: str) -> None:

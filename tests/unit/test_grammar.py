@@ -298,5 +298,7 @@ def test_response_format(demo: Any, demo_server: Running) -> None:
     assert (
         http.post("/v1/completions", json=asked | {"response_format": likewise}).json()["choices"] == answer["choices"]
     )
+    any_object = http.post("/v1/completions", json=asked | {"response_format": {"type": "json_object"}}).json()
+    assert any_object["choices"][0]["text"][:2] in ('{"', "{}")  # not white space for ever
     bad = http.post("/v1/completions", json=asked | {"response_format": {"type": "regex", "regex": "("}})
     assert bad.status_code == 400 and "regex is not one that xgrammar takes" in bad.json()["error"]["message"]
