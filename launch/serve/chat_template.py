@@ -47,10 +47,10 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
             tokenize=False,
             **given,
         )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        # The template has written BOS already. Half a character is found here, wherever it was.
+        return list(tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
+    except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from None
-    # The template has written BOS already.
-    return list(tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def uses_tools(body: ChatBody) -> bool:
@@ -149,5 +149,5 @@ def _for_template(message: Message) -> dict[str, Any]:
 def _parsed(call: Any) -> Any:
     try:
         return json.loads(call.function.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return call.function.arguments

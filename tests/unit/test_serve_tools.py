@@ -15,7 +15,8 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
 USER = [{"role": "user", "content": "def f(x):\n"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}<answer>"
+TURN = "{{ message['content'] }}{{ message['tool_calls'] | tojson if message['tool_calls'] }}"
+TEMPLATE = "{{ greeting }}{% for message in messages %}" + TURN + "{% endfor %}<answer>"
 # As transformers describes Qwen's.
 FORMAT: dict[str, Any] = {
     "defaults": {"role": "assistant"},
@@ -89,6 +90,27 @@ def test_a_broken_call_over_http(server: Running, stream: bool) -> None:
     assert "".join(chunk.delta.content or "" for chunk in chunks) == expected.message.content
     assert chunks[-1].finish_reason == "length"
     assert [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content] == expected.logprobs.content
+
+
+def called(arguments: str) -> dict[str, Any]:
+    """A body with a call of these arguments."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({"messages": USER, "chat_template_kwargs": {"greeting": "\ud83d"}}, "chat template refuses these messages"),
+        (called('"\\ud83d"'), "chat template refuses these messages"),
+        (called("[" * 30_000 + "]" * 30_000), "the model's context"),  # text, as other arguments that are no JSON
+    ],
+)
+def test_what_templates_cannot_write(server: Running, body: dict[str, Any], message: str) -> None:
+    """Half a character, and arguments nested without end, were errors of the server."""
+    content = json.dumps({**body, "max_tokens": 1}).encode()
+    response = server.http().post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
 def test_a_response_format_with_tools_is_refused(server: Running) -> None:
