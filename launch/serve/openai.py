@@ -423,7 +423,8 @@ class Chat(_Answer):
 
         def data(token: int, value: float) -> dict[str, Any]:
             text = self.served.piece(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            whole = "\ufffd" not in text  # else a part of a character, whose bytes the tokenizer does not tell
+            return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
 
         tops = [[data(*top) for top in each.top] for each in logprobs]
         own = [data(each.token, each.logprob) for each in logprobs]
