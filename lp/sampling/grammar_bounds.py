@@ -1,0 +1,108 @@
+"""Whether what a grammar forces is bounded: a text that must follow, without any choice, must not be without end.
+
+A rule that needs itself forces one, and so do counts within counts, of which a few characters are enough.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MOST_REPEATS = 1000  # of counts within counts, as 20 lists of 50 items
+COUNTS = ("minItems", "minLength", "minProperties")  # of JSON schemas
+# What has no rules, groups or counts: strings and classes of EBNF, escapes and classes of regular expressions.
+LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|\\.|#[^\n]*')
+CLASSES = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.")
+RULE = re.compile(r"([\w.-]+)\s*::=")
+COUNTED = re.compile(r"\((?:\?[:=!])?|\)|\{(\d+)(?:,(\d*))?\}")
+
+
+def schema_is_bounded(text: str) -> bool:
+    """Of a JSON schema, as JSON."""
+    try:
+        schema = json.loads(text)
+        return _schema_repeats(schema, schema, {}) <= MOST_REPEATS
+    except (ValueError, TypeError, KeyError, RecursionError):  # the compiler says what is wrong with it
+        return False
+
+
+def regex_is_bounded(pattern: str) -> bool:
+    """Of a regular expression."""
+    return _repeats(CLASSES.sub("a", pattern)) <= MOST_REPEATS
+
+
+def ebnf_is_bounded(rules: str) -> bool:
+    """Of rules in EBNF: none needs itself, however it goes on; those of most languages do."""
+    parts = RULE.split(LITERALS.sub(" ", rules))[1:]
+    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
+    used = {name: {each for each in re.findall(r"[\w.-]+", body) if each in bodies} for name, body in bodies.items()}
+    while leaves := [name for name, others in used.items() if not others]:
+        for name in leaves:
+            del used[name]
+        for others in used.values():
+            others.difference_update(leaves)
+    return not used and math.prod(_repeats(body) for body in bodies.values()) <= MOST_REPEATS
+
+
+def _repeats(expression: str) -> float:
+    """The largest product of counts that lie within each other, in an expression without literals."""
+    inner = [1.0]  # by open group, the largest product within it
+    closed = 1.0  # that of the group that has just ended
+    end = 0
+    for found in COUNTED.finditer(expression):
+        if found[0].startswith("("):
+            inner.append(1.0)
+        elif found[0] == ")":
+            closed = inner.pop() if len(inner) > 1 else 1.0
+            inner[-1] = max(inner[-1], closed)
+            end = found.end()
+        else:
+            of = closed if found.start() == end else 1.0
+            closed = of * max(int(found[1][:9]), int((found[2] or "1")[:9]), 1)
+            inner[-1] = max(inner[-1], closed)
+            end = found.end()
+    return max(inner)
+
+
+def _schema_repeats(part: Any, schema: Any, known: dict[str, float]) -> float:
+    """The same of a part of a schema; infinite where it needs itself.
+
+    Args:
+        part: of `schema`.
+        schema: where references lead.
+        known: by reference; infinite while it is looked at.
+    """
+    if isinstance(part, list):
+        return max((_schema_repeats(each, schema, known) for each in part), default=1.0)
+    if not isinstance(part, Mapping):
+        return 1.0
+    own = max([1.0, *(float(part[name]) for name in COUNTS if name in part)])
+    for pattern in (part.get("pattern", ""), *_names(part.get("patternProperties"))):
+        own = max(own, _repeats(CLASSES.sub("a", pattern)))
+    inner = max((_schema_repeats(each, schema, known) for each in part.values()), default=1.0)
+    reference = part.get("$ref")
+    if isinstance(reference, str):
+        if reference not in known:
+            known[reference] = math.inf
+            known[reference] = _schema_repeats(_target(schema, reference), schema, known)
+        inner = max(inner, known[reference])
+    return own * inner
+
+
+def _names(properties: Any) -> list[str]:
+    return [*properties] if isinstance(properties, Mapping) else []
+
+
+def _target(schema: Any, reference: str) -> Any:
+    """What a reference within a schema leads to.
+
+    Raises:
+        KeyError: nothing.
+    """
+    path = reference.removeprefix("#").strip("/")
+    for name in path.split("/") if path else []:
+        schema = schema[name.replace("~1", "/").replace("~0", "~")]
+    return schema

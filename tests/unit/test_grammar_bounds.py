@@ -1,0 +1,77 @@
+"""What a grammar forces: looked for only where it is bounded, or a step would never end."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import lp
+from lp.models.loader import vocabulary_size
+from lp.sampling.grammar_bounds import ebnf_is_bounded, regex_is_bounded, schema_is_bounded
+
+NEEDS_ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+ITEMS = {"type": "array", "minItems": 50, "items": {"const": 1}}
+
+
+@pytest.mark.parametrize(
+    "schema, bounded",
+    [
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"minItems": 9}}}, True),
+        (ITEMS, True),
+        ({"type": "array", "minItems": 20, "items": ITEMS}, True),
+        ({"type": "array", "minItems": 21, "items": ITEMS}, False),
+        ({"anyOf": [ITEMS, {"pattern": "((a{50}){50})"}]}, False),
+        ({"patternProperties": {"(a{50}){50}": True}}, False),
+        ({"type": "array", "minItems": 21, "items": {"$ref": "#/$defs/x~1y"}, "$defs": {"x/y": ITEMS}}, False),
+        (NEEDS_ITSELF, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"items": {"$ref": "#/$defs/a"}}}}, False),
+        ({"$ref": "#/nowhere"}, False),
+        ({"minItems": "many"}, False),
+        (True, True),
+    ],
+)
+def test_schemas(schema: Any, bounded: bool) -> None:
+    assert schema_is_bounded(json.dumps(schema)) is bounded
+
+
+@pytest.mark.parametrize(
+    "pattern, bounded",
+    [
+        (r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}", True),
+        (r"(a{20}b){50}", True),
+        (r"((a{20}b){50}){2,}", False),
+        (r"(?:(?:a{2,50})b){1,50}", False),
+        (r"(\(a{50}[)]b{2}){20}", True),
+        (r"a{1000000000000}", False),
+        (r"a{50}{50}", False),
+        (r"[{](a{50}){5}[}{]{50}", True),
+    ],
+)
+def test_regular_expressions(pattern: str, bounded: bool) -> None:
+    assert regex_is_bounded(pattern) is bounded
+
+
+@pytest.mark.parametrize(
+    "rules, bounded",
+    [
+        ('root ::= "root" a b\na ::= [a-z]{4}\nb ::= a? # root', True),
+        ('root ::= "x" root', False),
+        ('root ::= a\na ::= "(" b ")"\nb ::= a | "x"', False),
+        ("root ::= (a){100}\na ::= ([a-z]){100}", False),
+    ],
+)
+def test_rules(rules: str, bounded: bool) -> None:
+    assert ebnf_is_bounded(rules) is bounded
+
+
+@pytest.mark.parametrize("kind, text", [("ebnf", 'root ::= "x" root'), ("json_schema", json.dumps(NEEDS_ITSELF))])
+def test_a_text_without_end(kind: str, text: str) -> None:
+    """The first step looked for all that must follow, for ever."""
+    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    model, tokenizer = lp.load("demo")
+    grammar = getattr(lp.GrammarCompiler(tokenizer, vocabulary_size(model)), kind)(text)
+    output = lp.LookaheadDecoder(model).generate([1, 2], 12, grammar=grammar)
+    assert len(output.tokens) == 12
+    assert output.tokens == lp.PlainDecoder(model).generate([1, 2], 12, grammar=grammar).tokens
