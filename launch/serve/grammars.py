@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lp.errors import UserError
-from lp.sampling.grammar import Grammar
+from lp.sampling.grammar import Grammar, Matcher
 from lp.sampling.grammar_compiler import GrammarCompiler
 
 KINDS = ("json_schema", "regex", "ebnf")
 # Compiling takes time that grows with the third power of both: seconds at these limits, minutes at ten times as much.
 MOST_CHARACTERS = 32768
 MOST_LEVELS = 64
+# Of this thread's own time, so that a busy machine ends no text; hundreds of times what a usual schema takes.
+LONGEST_MASK_S = 0.25
 
 
 class Grammars:
@@ -24,9 +29,12 @@ class Grammars:
     Args:
         tokenizer: of the model.
         vocabulary: of the LM head.
+        ends_slow: a text fails whose grammar takes so long that all others wait for it. Not among ranks, each of which
+            would decide by its own clock.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends_slow: bool = True) -> None:
+        self._ends_slow = ends_slow
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._making = threading.Lock()
@@ -48,7 +56,49 @@ class Grammars:
                 self._compiler = GrammarCompiler(self._tokenizer, self._vocabulary)
             compiler = self._compiler
         grammar: Grammar = getattr(compiler, kind)(text)
-        return grammar
+        return Watched(grammar) if self._ends_slow else grammar
+
+
+class Watched:
+    """A grammar, and a matcher of it, that a text can follow in time.
+
+    Args:
+        grammar: that.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.text = grammar.text
+        self._grammar = grammar
+
+    def matcher(self, eos: Sequence[int]) -> Matcher:
+        """At the beginning of a text that one of these tokens ends."""
+        return _WatchedMatcher(self._grammar.matcher(eos))
+
+
+class _WatchedMatcher:
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        self.accept = matcher.accept
+        self.rollback = matcher.rollback
+        self.forced = matcher.forced
+
+    @property
+    def ended(self) -> bool:
+        return self._matcher.ended
+
+    def allowed(self, mask: torch.Tensor) -> None:
+        """As of the matcher.
+
+        Raises:
+            ValueError: it took too long.
+        """
+        began = time.thread_time()
+        self._matcher.allowed(mask)
+        if (taken := time.thread_time() - began) > LONGEST_MASK_S:
+            raise UserError(
+                f"the grammar took {taken:.2f} s to say which tokens may follow, of at most {LONGEST_MASK_S:g}; write "
+                "it with fewer repeats within repeats"
+            )
 
 
 def check_size(kind: str, text: str) -> None:

@@ -219,7 +219,7 @@ class SlowCompiler:
 def test_a_grammar_that_takes_long_keeps_nobody_waiting(demo: Any) -> None:
     """The engine's thread looks up the grammars of texts that begin, and would stop all others."""
     model, tokenizer, _ = demo
-    grammars = Grammars(tokenizer, vocabulary_size(model))
+    grammars = Grammars(tokenizer, vocabulary_size(model), ends_slow=False)
     slow = SlowCompiler()
     grammars._compiler = slow  # type: ignore[assignment]
     with ThreadPoolExecutor() as pool:
@@ -230,6 +230,21 @@ def test_a_grammar_that_takes_long_keeps_nobody_waiting(demo: Any) -> None:
             assert not first.done()
         finally:
             slow.let_go.set()
+
+
+def test_a_grammar_that_is_hard_to_follow_ends_its_text_alone(demo_server: Running) -> None:
+    """Every step of all texts would wait for it."""
+    http = demo_server.http()
+    asked = {"prompt": "x = ", "max_tokens": 40, "temperature": 0}
+    expected = http.post("/v1/completions", json=asked).json()["choices"]
+    slow = asked | {"response_format": {"type": "regex", "regex": "((([a-z])?){1000}){5,}"}}
+    with ThreadPoolExecutor() as pool:
+        refused = pool.submit(http.post, "/v1/completions", json=slow)
+        beside = pool.submit(http.post, "/v1/completions", json=asked)
+        assert beside.result().json()["choices"] == expected
+    assert refused.result().status_code == 400
+    assert "the grammar took" in refused.result().json()["error"]["message"]
+    assert http.post("/v1/completions", json=asked).json()["choices"] == expected
 
 
 @pytest.mark.parametrize(
