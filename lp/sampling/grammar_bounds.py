@@ -11,12 +11,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lp.errors import UserError
+
 MOST_REPEATS = 1000  # of counts within counts, as 20 lists of 50 items
 COUNTS = ("minItems", "minLength", "minProperties")  # of JSON schemas
 # What has no rules, groups or counts: strings and classes of EBNF, escapes and classes of regular expressions.
 LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|\\.|#[^\n]*')
 CLASSES = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.")
 RULE = re.compile(r"([\w.-]+)\s*::=")
+NAME = re.compile(r"[\w.-]+")
 COUNTED = re.compile(r"\((?:\?[:=!])?|\)|\{(\d+)(?:,(\d*))?\}")
 
 
@@ -36,15 +39,38 @@ def regex_is_bounded(pattern: str) -> bool:
 
 def ebnf_is_bounded(rules: str) -> bool:
     """Of rules in EBNF: none needs itself, however it goes on; those of most languages do."""
+    bodies = _bodies(rules)
+    if any(name in needed for name, needed in _needed(bodies).items()):
+        return False
+    return math.prod(_repeats(body) for body in bodies.values()) <= MOST_REPEATS
+
+
+def check_ebnf(rules: str) -> None:
+    """Refuse rules that end the process: xgrammar 0.2 does not return from a rule that is a count of itself.
+
+    Raises:
+        ValueError: the rule.
+    """
+    bodies = _bodies(rules)
+    for name, needed in _needed(bodies).items():
+        if name in needed and "{" in bodies[name]:
+            raise UserError(f"the rule {name!r} needs itself, and has a count ({{}}); write the count out")
+
+
+def _bodies(rules: str) -> dict[str, str]:
+    """Of every rule, what it says, without literals."""
     parts = RULE.split(LITERALS.sub(" ", rules))[1:]
-    bodies = dict(zip(parts[::2], parts[1::2], strict=True))
-    used = {name: {each for each in re.findall(r"[\w.-]+", body) if each in bodies} for name, body in bodies.items()}
-    while leaves := [name for name, others in used.items() if not others]:
-        for name in leaves:
-            del used[name]
-        for others in used.values():
-            others.difference_update(leaves)
-    return not used and math.prod(_repeats(body) for body in bodies.values()) <= MOST_REPEATS
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _needed(bodies: Mapping[str, str]) -> dict[str, set[str]]:
+    """Of every rule, those that it needs, directly or by others."""
+    needed = {name: {each for each in NAME.findall(body) if each in bodies} for name, body in bodies.items()}
+    for middle in bodies:  # Warshall's algorithm
+        for of in needed.values():
+            if middle in of:
+                of |= needed[middle]
+    return needed
 
 
 def _repeats(expression: str) -> float:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lp.errors import UserError
 from lp.optional import is_installed
 from lp.sampling.grammar import Matcher
-from lp.sampling.grammar_bounds import ebnf_is_bounded, regex_is_bounded, schema_is_bounded
+from lp.sampling.grammar_bounds import check_ebnf, ebnf_is_bounded, regex_is_bounded, schema_is_bounded
 
 CACHE_BYTES = 1 << 28  # of compiled grammars that are remembered
 MOST_SPELLED = 1024  # characters of a forced text: no step has room for the tokens of more
@@ -73,8 +73,9 @@ class GrammarCompiler:
         """What follows rules in EBNF (GBNF), from `root` on.
 
         Raises:
-            ValueError: they are none.
+            ValueError: they are none, or xgrammar would end the process.
         """
+        check_ebnf(rules)
         return self._compiled("ebnf", rules, lambda: self._compiler.compile_grammar(rules), ebnf_is_bounded(rules))
 
     def _compiled(self, kind: str, text: str, compile: Callable[[], Any], bounded: bool) -> XGrammar:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import lp
+from lp.errors import UserError
 from lp.models.loader import vocabulary_size
-from lp.sampling.grammar_bounds import ebnf_is_bounded, regex_is_bounded, schema_is_bounded
+from lp.sampling.grammar_bounds import check_ebnf, ebnf_is_bounded, regex_is_bounded, schema_is_bounded
 
 NEEDS_ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 ITEMS = {"type": "array", "minItems": 50, "items": {"const": 1}}
@@ -64,6 +65,20 @@ def test_regular_expressions(pattern: str, bounded: bool) -> None:
 )
 def test_rules(rules: str, bounded: bool) -> None:
     assert ebnf_is_bounded(rules) is bounded
+
+
+@pytest.mark.parametrize(
+    "rules", ["root ::= root{1}", 'root ::= "x"\na ::= (a){3,}', 'root ::= a\na ::= b{2}\nb ::= (a | "{"){0,3}']
+)
+def test_a_count_of_itself_is_refused(rules: str) -> None:
+    """The compiler ended the process, and with it the server and all its texts."""
+    with pytest.raises(UserError, match="needs itself, and has a count"):
+        check_ebnf(rules)
+
+
+def test_rules_that_need_themselves_are_taken() -> None:
+    """Those of JSON do; counts of other rules and braces in literals are no fault."""
+    check_ebnf('root ::= value{2}\nvalue ::= "{" value "}" | [{}] | hex # {3}\nhex ::= [0-9]{4}')
 
 
 @pytest.mark.parametrize("kind, text", [("ebnf", 'root ::= "x" root'), ("json_schema", json.dumps(NEEDS_ITSELF))])
