@@ -13,12 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lp.errors import UserError
 from lp.sampling.grammar import Grammar, Matcher
+from lp.sampling.grammar_bounds import is_followed_quickly
 from lp.sampling.grammar_compiler import GrammarCompiler
 
 KINDS = ("json_schema", "regex", "ebnf")
 # Compiling takes time that grows with the third power of both: seconds at these limits, minutes at ten times as much.
 MOST_CHARACTERS = 32768
 MOST_LEVELS = 64
+MOST_RULES = 400
 # Of this thread's own time, so that a busy machine ends no text; hundreds of times what a usual schema takes.
 LONGEST_MASK_S = 0.25
 
@@ -102,7 +104,7 @@ class _WatchedMatcher:
 
 
 def check_size(kind: str, text: str) -> None:
-    """Refuse what would take minutes to compile.
+    """Refuse what would take minutes to compile, or to follow.
 
     Raises:
         ValueError: the limit.
@@ -111,6 +113,10 @@ def check_size(kind: str, text: str) -> None:
         raise UserError(f"{kind} has {len(text)} characters, of at most {MOST_CHARACTERS}; ask for less of the form")
     if kind == "json_schema" and (levels := _levels(json.loads(text))) > MOST_LEVELS:
         raise UserError(f"{kind} is nested {levels} levels deep, of at most {MOST_LEVELS}; name parts in $defs")
+    if kind == "ebnf" and (rules := text.count("::=")) > MOST_RULES:
+        raise UserError(f"{kind} has {rules} rules, of at most {MOST_RULES}; write it with fewer")
+    if not is_followed_quickly(kind, text):
+        raise UserError(f"{kind} has counts and loops within counts, which take long to follow; write it with fewer")
 
 
 def _levels(value: Any) -> int:

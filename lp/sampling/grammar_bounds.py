@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lp.errors import UserError
@@ -20,7 +20,8 @@ LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|\\.|#[^\n]*')
 CLASSES = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.")
 RULE = re.compile(r"([\w.-]+)\s*::=")
 NAME = re.compile(r"[\w.-]+")
-COUNTED = re.compile(r"\((?:\?[:=!])?|\)|\{(\d+)(?:,(\d*))?\}")
+COUNTED = re.compile(r"\((?:\?[:=!])?|\)|\{(\d+)(?:,(\d*))?\}|[*+]")
+LOOP = 10  # a loop within counts is as hard to follow as so many more of them
 
 
 def schema_is_bounded(text: str) -> bool:
@@ -42,7 +43,10 @@ def ebnf_is_bounded(rules: str) -> bool:
     bodies = _bodies(rules)
     if any(name in needed for name, needed in _needed(bodies).items()):
         return False
-    return math.prod(_repeats(body) for body in bodies.values()) <= MOST_REPEATS
+    try:
+        return _chained_repeats(bodies) <= MOST_REPEATS
+    except RecursionError:  # of a thousand rules, each of which needs the next one
+        return False
 
 
 def check_ebnf(rules: str) -> None:
@@ -73,8 +77,52 @@ def _needed(bodies: Mapping[str, str]) -> dict[str, set[str]]:
     return needed
 
 
-def _repeats(expression: str) -> float:
-    """The largest product of counts that lie within each other, in an expression without literals."""
+def is_followed_quickly(kind: str, text: str) -> bool:
+    """Whether a regular expression, rules or a schema's patterns have few counts and loops within counts.
+
+    Args:
+        kind: "regex", "ebnf" or "json_schema".
+        text: of that; JSON of a schema.
+    """
+    if kind == "json_schema":
+        return all(_repeats(CLASSES.sub("a", pattern), LOOP) <= MOST_REPEATS for pattern in _patterns(json.loads(text)))
+    if kind == "regex":
+        return _repeats(CLASSES.sub("a", text), LOOP) <= MOST_REPEATS
+    bodies = _bodies(text)
+    return max([_chained_repeats(bodies), *(_repeats(body, LOOP) for body in bodies.values())]) <= MOST_REPEATS
+
+
+def _chained_repeats(bodies: Mapping[str, str]) -> float:
+    """The largest product of counts of rules that need each other, one after another, without those that come again."""
+    needed = {name: {each for each in NAME.findall(body) if each in bodies} for name, body in bodies.items()}
+    known: dict[str, float] = {}
+
+    def of(name: str) -> float:
+        if name not in known:
+            known[name] = 1.0  # while it is looked at
+            known[name] = _repeats(bodies[name]) * max(map(of, needed[name]), default=1.0)
+        return known[name]
+
+    return max(map(of, bodies), default=1.0)
+
+
+def _patterns(part: Any) -> Iterator[str]:
+    """The regular expressions of a schema."""
+    if isinstance(part, Mapping):
+        if isinstance(pattern := part.get("pattern"), str):
+            yield pattern
+        yield from _names(part.get("patternProperties"))
+    if isinstance(part, Mapping | list):
+        for inner in part.values() if isinstance(part, Mapping) else part:
+            yield from _patterns(inner)
+
+
+def _repeats(expression: str, loop: int = 1) -> float:
+    """The largest product of counts that lie within each other, in an expression without literals.
+
+    Args:
+        loop: what * and + count as.
+    """
     inner = [1.0]  # by open group, the largest product within it
     closed = 1.0  # that of the group that has just ended
     end = 0
@@ -87,7 +135,7 @@ def _repeats(expression: str) -> float:
             end = found.end()
         else:
             of = closed if found.start() == end else 1.0
-            closed = of * max(int(found[1][:9]), int((found[2] or "1")[:9]), 1)
+            closed = of * (max(int(found[1][:9]), int((found[2] or "1")[:9]), 1) if found[1] else loop)
             inner[-1] = max(inner[-1], closed)
             end = found.end()
     return max(inner)

@@ -10,9 +10,24 @@ import pytest
 import lp
 from lp.errors import UserError
 from lp.models.loader import vocabulary_size
-from lp.sampling.grammar_bounds import check_ebnf, ebnf_is_bounded, regex_is_bounded, schema_is_bounded
+from lp.sampling.grammar_bounds import (
+    check_ebnf,
+    ebnf_is_bounded,
+    is_followed_quickly,
+    regex_is_bounded,
+    schema_is_bounded,
+)
 
 NEEDS_ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+# The rules of JSON that come with llama.cpp.
+LLAMA_JSON = r"""root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
 ITEMS = {"type": "array", "minItems": 50, "items": {"const": 1}}
 
 
@@ -65,6 +80,26 @@ def test_regular_expressions(pattern: str, bounded: bool) -> None:
 )
 def test_rules(rules: str, bounded: bool) -> None:
     assert ebnf_is_bounded(rules) is bounded
+
+
+@pytest.mark.parametrize(
+    "kind, text, quickly",
+    [
+        ("regex", r"([\w.-]+@[a-z]+, ){20}[^b]{1000}", True),
+        ("regex", r"((([^b])*){1000})+", False),
+        ("regex", r"((([^b]){0,3}){5,}){1000}", False),
+        ("json_schema", '{"items": [{"pattern": "((a{50}){50}"}]}', False),
+        ("json_schema", '{"patternProperties": {"((a{50}){50}": {}}, "minItems": 9000}', False),
+        ("json_schema", '{"pattern": "^[a-z]+$", "properties": {"pattern": {"type": "string"}}}', True),
+        ("ebnf", 'root ::= a* b*\na ::= "x"+ b+\nb ::= c+ d*\nc ::= [a-z]+\nd ::= a', True),
+        ("ebnf", "root ::= a{100}\na ::= [a-z]{100}", False),
+        ("ebnf", LLAMA_JSON, True),
+        ("ebnf", "root ::= (([a-z])*){200}", False),
+    ],
+)
+def test_what_is_hard_to_follow(kind: str, text: str, quickly: bool) -> None:
+    """One look at the tokens that may follow took a minute, in which no other text went on."""
+    assert is_followed_quickly(kind, text) is quickly
 
 
 @pytest.mark.parametrize(
