@@ -20,6 +20,7 @@ from lp.engine.interrupts import DeferredSignals
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
+from lp.sampling.grammar import Grammar
 
 from .app import explain
 from .builders import decoder_builders
@@ -28,7 +29,7 @@ from .cli import start
 from .history import History
 from .report import describe_sampling
 from .schema import ChatConfig
-from .session import check_common, open_model
+from .session import check_common, grammar_of, open_model, schema_text
 from .settings import Settings
 from .stream import Pen, on_rank_0, show, shows_colours
 
@@ -85,6 +86,7 @@ class Chat:
         settings: as they are now.
         keyboard: gives lines, on rank 0.
         pen: writes.
+        grammar: that every answer follows; None for none.
         totals: of all answers.
         ended: nothing more is read.
     """
@@ -97,6 +99,7 @@ class Chat:
     settings: Settings
     keyboard: Keyboard | None
     pen: Pen
+    grammar: Grammar | None = None
     totals: Totals = field(default_factory=Totals)
     ended: bool = False
 
@@ -166,6 +169,7 @@ class Chat:
             eos_token_id=self._ends(),
             stop_strings=self.config.stop_strings,
             tokenizer=tokenizer,
+            grammar=self.grammar,
         )
         try:
             text, output, interruption = show(lambda on_tokens: generate(on_tokens=on_tokens), tokenizer, ids, self.pen)
@@ -210,6 +214,7 @@ def chat(config: ChatConfig) -> None:
     """
     check_common(config)
     settings, builders = Settings.of(config), decoder_builders(config, [config.decoder.name])
+    schema = schema_text(config.json_schema)
     context, loaded = open_model(config)
     history = History(loaded.tokenizer, context_limit(loaded.model), config.system)
     decoder = builders[config.decoder.name](loaded.model, context)
@@ -228,6 +233,7 @@ def chat(config: ChatConfig) -> None:
                 settings=settings,
                 keyboard=keyboard,
                 pen=pen,
+                grammar=grammar_of(schema, loaded),
             ).run()
     finally:
         if keyboard:

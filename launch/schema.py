@@ -278,6 +278,7 @@ class ChatConfig(Common):
     """The keys of launch.chat. The comments are in conf/chat.yaml."""
 
     system: str | None = None
+    json_schema: str | None = None
     history_file: str | None = None
 
 

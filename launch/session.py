@@ -126,14 +126,11 @@ def open_session(config: Config) -> Session[Config]:
     others = METHODS[config.decoder.name == "lookahead" :]  # measuring its step times takes seconds
     others = tuple(name for name in others if config.compare and name != config.decoder.name)
     prompts, sampling, builders = checked(config, [config.decoder.name, *others])
-    schema = None if config.json_schema is None else _json_schema(config.json_schema)
+    schema = schema_text(config.json_schema)
     path, context = journal_path(config, sampling), open_context(config)
     journal = Journal(path, context) if path else None
     loaded = load_model(config, context)
     sampling = seeded(sampling, context, journal.seed if journal else None)
-    grammar = None
-    if schema is not None:
-        grammar = lp.GrammarCompiler(loaded.tokenizer, vocabulary_size(loaded.model)).json_schema(schema)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}
     return Session(
         config=config,
@@ -143,16 +140,18 @@ def open_session(config: Config) -> Session[Config]:
         sampling=sampling,
         prompts=prompts,
         journal=journal,
-        grammar=grammar,
+        grammar=grammar_of(schema, loaded),
     )
 
 
-def _json_schema(path: str) -> str:
-    """The text of a schema's file.
+def schema_text(path: str | None) -> str | None:
+    """The text of a schema's file; None for none.
 
     Raises:
-        ValueError: there is none, or it is no JSON.
+        ValueError: there is no such file, or it is no JSON.
     """
+    if path is None:
+        return None
     text = read_text(path, "json_schema")
     try:
         json.loads(text)
@@ -161,6 +160,17 @@ def _json_schema(path: str) -> str:
     if not is_installed("xgrammar"):
         raise UserError("json_schema needs xgrammar; install the extra: pip install '.[grammar]'")
     return text
+
+
+def grammar_of(schema: str | None, loaded: Loaded) -> Grammar | None:
+    """The grammar of a JSON schema; None for none.
+
+    Raises:
+        ValueError: xgrammar does not take it.
+    """
+    if schema is None:
+        return None
+    return lp.GrammarCompiler(loaded.tokenizer, vocabulary_size(loaded.model)).json_schema(schema)
 
 
 def checked(config: Tasked, names: Iterable[str]) -> tuple[list[Prompt], lp.SamplingParams | None, Builders]:

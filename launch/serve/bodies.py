@@ -25,6 +25,7 @@ from lp.errors import UserError
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LOGPROBS = 20
+MOST_DIGITS = 18  # of a token id
 
 
 def _whole(text: str) -> str:
@@ -56,7 +57,16 @@ def _listed(value: Any) -> Any:
 Stops = Annotated[list[StopString], BeforeValidator(_listed), Field(max_length=MOST_STOPS)]
 
 
-class Body(BaseModel):
+class Fields(BaseModel):
+    """Fields of a body, where null is the same as nothing, as clients send it for what they leave open."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class Body(Fields):
     """A request's body.
 
     Attributes:
@@ -93,18 +103,18 @@ class Sampled(Body):
     @classmethod
     def _ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for token in value or ():
-            if not token.isascii() or not token.isdecimal():
+            if not token.isascii() or not token.isdecimal() or len(token) > MOST_DIGITS:
                 raise UserError(f"the key {token!r} is no token id; give ids, as in {{'50256': -100}}")
         return value
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """What a stream has beside the text."""
 
     include_usage: Bool = False
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Fields):
     """The form that a text must have."""
 
     model_config = ConfigDict(extra="allow")
@@ -112,6 +122,7 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = None
     grammar: Text | None = None
     regex: Text | None = None
+    form: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's, of a json_object
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
@@ -125,15 +136,27 @@ class ResponseFormat(BaseModel):
     @property
     def grammar_given(self) -> tuple[str, str] | None:
         """As of `Grammars.grammar`; None for none."""
+        if self.type == "json_object":
+            return "json_schema", json.dumps(self.form or {"type": "object"})
         if self.type == "json_schema":
             return "json_schema", json.dumps((self.json_schema or {})["schema"])
-        kinds = {"json_object": "json", "grammar": "ebnf", "regex": "regex"}
+        kinds = {"grammar": "ebnf", "regex": "regex"}
         return (kinds[self.type], self.grammar or self.regex or "") if self.type in kinds else None
 
 
 class OpenAI(Sampled):
     """What both of OpenAI's endpoints take."""
 
+    REFUSED = {
+        **dict.fromkeys(
+            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+            "give response_format",
+        ),
+        **dict.fromkeys(("grammar", "json_schema"), "give response_format, or take /completion"),
+        **dict.fromkeys(("bad_words", "allowed_token_ids", "min_tokens"), "give logit_bias"),
+        "stop_token_ids": "give stop",
+        "use_beam_search": "there is no beam search",
+    }
     model: Text | None = None
     n: Annotated[Int, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: Stops = []
@@ -145,16 +168,6 @@ class OpenAI(Sampled):
     def grammar_given(self) -> tuple[str, str] | None:
         """As of `Grammars.grammar`; None for none."""
         return self.response_format.grammar_given if self.response_format else None
-
-    @field_validator("n", mode="before")
-    @classmethod
-    def _one(cls, value: Any) -> Any:
-        return 1 if value is None else value
-
-    @field_validator("stream", "ignore_eos", mode="before", check_fields=False)
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        return False if value is None else value
 
     @model_validator(mode="after")
     def _sound_options(self) -> OpenAI:
@@ -168,7 +181,7 @@ class OpenAI(Sampled):
 class CompletionBody(OpenAI):
     """/v1/completions."""
 
-    REFUSED = {"use_beam_search": "there is no beam search", "prompt_embeds": "give a text or token ids"}
+    REFUSED = {**OpenAI.REFUSED, "prompt_embeds": "give a text or token ids"}
     prompt: (
         Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     )
@@ -177,11 +190,6 @@ class CompletionBody(OpenAI):
     logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Bool = False
     best_of: Int | None = None
-
-    @field_validator("echo", mode="before")
-    @classmethod
-    def _no_echo(cls, value: Any) -> Any:
-        return False if value is None else value
 
     @model_validator(mode="after")
     def _sound(self) -> CompletionBody:
@@ -196,7 +204,7 @@ class CompletionBody(OpenAI):
         return self
 
 
-class ContentPart(BaseModel):
+class ContentPart(Fields):
     """A part of a message."""
 
     type: Text
@@ -219,14 +227,14 @@ def plain_text(content: Content | None) -> str:
     return "".join(part.text or "" for part in content)
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Fields):
     """A call in a message of the assistant."""
 
     name: Text
     arguments: Text = "{}"
 
 
-class ToolCall(BaseModel):
+class ToolCall(Fields):
     """The same, with its id."""
 
     id: Text | None = None
@@ -234,7 +242,7 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class Message(BaseModel):
+class Message(Fields):
     """A message of a chat."""
 
     model_config = ConfigDict(extra="ignore")
@@ -251,7 +259,7 @@ class Message(BaseModel):
         return self
 
 
-class Function(BaseModel):
+class Function(Fields):
     """A function that the model may call."""
 
     model_config = ConfigDict(extra="allow")
@@ -260,14 +268,14 @@ class Function(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class Tool(Fields):
     """A tool: a function."""
 
     type: Literal["function"]
     function: Function
 
 
-class Prediction(BaseModel):
+class Prediction(Fields):
     """The predicted output."""
 
     type: Literal["content"]
@@ -278,11 +286,11 @@ class ChatBody(OpenAI):
     """/v1/chat/completions."""
 
     REFUSED = {
+        **OpenAI.REFUSED,
         "functions": "give tools",
         "function_call": "give tool_choice",
         "audio": "this model writes text",
         "web_search_options": "this server has no search",
-        "use_beam_search": "there is no beam search",
     }
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
@@ -293,6 +301,7 @@ class ChatBody(OpenAI):
     prediction: Prediction | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -309,6 +318,11 @@ class ChatBody(OpenAI):
             raise UserError("top_logprobs is given, but logprobs is not true; set logprobs")
         if self.tool_choice and not self.tools:
             raise UserError("tool_choice is given without tools; give tools, or leave it out")
+        if self.response_format and self.grammar_given and self.tools and self.tool_choice != "none":
+            raise UserError(
+                f"response_format is {self.response_format.type!r} with tools, which it would keep the model from "
+                "calling; leave one of them out, or set tool_choice to 'none'"
+            )
         return self
 
 
@@ -320,6 +334,8 @@ class LlamaCpp(Body):
         "lora": "load the model with its adapter",
         "image_data": "this model takes text alone",
         "n_probs": "/v1/completions has logprobs",
+        "logit_bias": "/v1/completions has it",
+        **dict.fromkeys(("dry_multiplier", "xtc_probability", "dynatemp_range"), "take temperature, top_k and top_p"),
     }
     prompt: Text | TokenIds = ""
     n_predict: Annotated[Int, Field(ge=-1)] = -1
@@ -365,7 +381,7 @@ class LlamaCpp(Body):
         }
 
 
-class ExtraBody(BaseModel):
+class ExtraBody(Fields):
     """A piece of another file."""
 
     model_config = ConfigDict(extra="ignore")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .bodies import ChatBody, Message, Tool, plain_text
+from .bodies import ChatBody, Message, plain_text
 from .errors import ApiError
+
+# How a template is applied, and which one: a client's own could run for ever.
+SET_HERE = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]:
@@ -21,8 +25,13 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
     each in a new line.
 
     Raises:
-        ApiError: 400: the template refuses them.
+        ApiError: 400: the template refuses them, or its own settings.
     """
+    given = body.chat_template_kwargs or {}
+    for name in SET_HERE.intersection(given):
+        raise ApiError(
+            400, f"chat_template_kwargs has {name!r}, which no template reads; leave it out", "chat_template_kwargs"
+        )
     if not tokenizer.chat_template:
         text = ""
         for message in body.messages:
@@ -36,12 +45,12 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
             tools=tools,
             add_generation_prompt=True,
             tokenize=False,
-            **(body.chat_template_kwargs or {}),
+            **given,
         )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        # The template has written BOS already. Half a character is found here, wherever it was.
+        return list(tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
+    except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from None
-    # The template has written BOS already.
-    return list(tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def uses_tools(body: ChatBody) -> bool:
@@ -75,39 +84,50 @@ def tool_format(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> d
 def answer(
     tokenizer: PreTrainedTokenizerBase,
     format: dict[str, Any],
+    text: str,
     tokens: Sequence[int],
     prompt: Sequence[int],
-    tools: Sequence[Tool],
+    body: ChatBody,
 ) -> dict[str, Any]:
     """A message of the assistant: its content, its reasoning and its calls.
+
+    Where the calls are cut off, or are not what the format says, the content is all of the text.
 
     Args:
         tokenizer: of the model.
         format: how it writes calls.
-        tokens: of the answer.
+        text: of the answer.
+        tokens: the same, as the model wrote it.
         prompt: the tokens before it.
-        tools: that there are.
+        body: has the tools that there are.
     """
-    told = [tool.model_dump(exclude_none=True) for tool in tools]
-    parsed = tokenizer.parse_response([*tokens], format, prefix=[*prompt], tools=told)
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.get("content") or None}
-    if parsed.get("reasoning_content"):
-        message["reasoning_content"] = parsed["reasoning_content"]
-    calls = [call["function"] for call in parsed.get("tool_calls") or []]
+    told = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+    try:
+        parsed = tokenizer.parse_response([*tokens], format, prefix=[*prompt], tools=told)
+        calls = [_call(call["function"]) for call in parsed.get("tool_calls") or []]
+        content, reasoning = parsed.get("content") or None, parsed.get("reasoning_content")
+    except (ValueError, TypeError, KeyError, AttributeError):  # nobody has checked what a model writes
+        return {"role": "assistant", "content": text}
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call["name"], "arguments": _json_text(call.get("arguments", {}))},
-            }
-            for call in calls
-        ]
+        message["tool_calls"] = calls[:1] if body.parallel_tool_calls is False else calls
     return message
 
 
-def _json_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _call(function: Any) -> dict[str, Any]:
+    """A call in OpenAI's form."""
+    name = function["name"]
+    if not isinstance(name, str):
+        raise TypeError(f"a function's name is {name!r}")
+    arguments = function.get("arguments", {})
+    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def _for_template(message: Message) -> dict[str, Any]:
@@ -129,5 +149,5 @@ def _for_template(message: Message) -> dict[str, Any]:
 def _parsed(call: Any) -> Any:
     try:
         return json.loads(call.function.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return call.function.arguments

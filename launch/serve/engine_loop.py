@@ -113,11 +113,13 @@ class Scoring:
         prompt: token ids.
         num_top: likeliest tokens beside each.
         on_done: is given them, or what failed.
+        wanted: somebody still waits for them.
     """
 
     prompt: list[int]
     num_top: int
     on_done: Callable[[list[Logprob] | BaseException], None]
+    wanted: bool = True
 
 
 class EngineLoop:
@@ -216,13 +218,16 @@ class EngineLoop:
                 self._changed.notify()
 
     def score(self, scoring: Scoring) -> None:
-        """Compute the log probabilities of a prompt before the next step. From any thread.
+        """Compute the log probabilities of a prompt, between two steps. From any thread.
 
         Raises:
+            Busy: so many wait that this one is not taken.
             Closing: the server ends.
         """
         with self._changed:
             self._check_open()
+            if len(self._scorings) >= self.max_texts:
+                raise Busy
             self._scorings.append(scoring)
             self._changed.notify()
 
@@ -233,7 +238,7 @@ class EngineLoop:
             while not self._ended:
                 for command in self._next_commands(busy):
                     self._apply(command)
-                self._score_prompts()
+                self._score_prompt()
                 busy = self.engine.step()
                 self._report_ended()
         except BaseException as error:
@@ -253,7 +258,7 @@ class EngineLoop:
                         break
                 commands = [*self._commands]
                 self._commands.clear()
-                if self._closing and not self._texts and not commands:
+                if self._closing and not (self._texts or self._scorings or commands):
                     commands.append({"end": True})
         if self.context.alone:
             return commands
@@ -275,6 +280,7 @@ class EngineLoop:
                 if text.handle:
                     self.engine.cancel(text.handle)
                 self._end(number, text, Ending(error=Abandoned()))
+            self._end_scorings(Abandoned())
         else:
             self._ended = True
 
@@ -337,24 +343,33 @@ class EngineLoop:
         if text.on_event:
             text.on_event(ending)
 
-    def _score_prompts(self) -> None:
-        while self._scorings:
-            scoring = self._scorings.popleft()
-            result: list[Logprob] | BaseException
-            try:
-                result = prompt_logprobs(self.decoder, scoring.prompt, scoring.num_top)
-            except Exception as error:
-                result = error
-            scoring.on_done(result)
+    def _score_prompt(self) -> None:
+        """One, as the texts that take steps wait for it."""
+        if not self._scorings:
+            return
+        scoring = self._scorings.popleft()
+        if not scoring.wanted:
+            return
+        result: list[Logprob] | BaseException
+        try:
+            result = prompt_logprobs(self.decoder, scoring.prompt, scoring.num_top)
+        except Exception as error:
+            result = error
+        scoring.on_done(result)
+
+    def _end_scorings(self, error: BaseException) -> None:
+        """Those that wait are not computed."""
+        with self._changed:
+            scorings = [*self._scorings]
+            self._scorings.clear()
+        for scoring in scorings:
+            scoring.on_done(error)
 
     def _fail(self, error: BaseException) -> None:
         """The engine can't go on: tell all who wait."""
         with self._changed:
             self.failure = error
-            scorings = [*self._scorings]
-            self._scorings.clear()
         for number, text in [*self._texts.items()]:
             self._end(number, text, Ending(error=error))
-        for scoring in scorings:
-            scoring.on_done(error)
+        self._end_scorings(error)
         self.on_failure()

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from lp.sampling.grammar import Grammar
+from lp.errors import UserError
+from lp.sampling.grammar import Grammar, Matcher
+from lp.sampling.grammar_bounds import is_followed_quickly
 from lp.sampling.grammar_compiler import GrammarCompiler
 
-KINDS = ("json", "json_schema", "regex", "ebnf")
+KINDS = ("json_schema", "regex", "ebnf")
+# Compiling takes time that grows with the third power of both: seconds at these limits, minutes at ten times as much.
+MOST_CHARACTERS = 32768
+MOST_LEVELS = 64
+MOST_RULES = 400
+# Of this thread's own time, so that a busy machine ends no text; hundreds of times what a usual schema takes.
+LONGEST_MASK_S = 0.25
 
 
 class Grammars:
@@ -19,26 +31,99 @@ class Grammars:
     Args:
         tokenizer: of the model.
         vocabulary: of the LM head.
+        ends_slow: a text fails whose grammar takes so long that all others wait for it. Not among ranks, each of which
+            would decide by its own clock.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends_slow: bool = True) -> None:
+        self._ends_slow = ends_slow
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
-        self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._compiler: GrammarCompiler | None = None  # making one reads the whole vocabulary
 
     def grammar(self, kind: str, text: str) -> Grammar:
-        """The grammar; compiled once, as the compiler remembers them.
+        """The grammar; compiled once, as the compiler remembers them. One that takes long keeps no other waiting.
 
         Args:
             kind: one of KINDS.
-            text: the schema, the pattern or the rules; empty for any JSON.
+            text: the schema, the pattern or the rules.
 
         Raises:
-            ValueError: xgrammar does not take it, or is not installed.
+            ValueError: it is too large, xgrammar does not take it, or is not installed.
         """
-        with self._lock:
+        check_size(kind, text)
+        with self._making:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(self._tokenizer, self._vocabulary)
-            compiler: Any = self._compiler
-            return compiler.json() if kind == "json" else getattr(compiler, kind)(text)
+            compiler = self._compiler
+        grammar: Grammar = getattr(compiler, kind)(text)
+        return Watched(grammar) if self._ends_slow else grammar
+
+
+class Watched:
+    """A grammar, and a matcher of it, that a text can follow in time.
+
+    Args:
+        grammar: that.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.text = grammar.text
+        self._grammar = grammar
+
+    def matcher(self, eos: Sequence[int]) -> Matcher:
+        """At the beginning of a text that one of these tokens ends."""
+        return _WatchedMatcher(self._grammar.matcher(eos))
+
+
+class _WatchedMatcher:
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        self.accept = matcher.accept
+        self.rollback = matcher.rollback
+        self.forced = matcher.forced
+
+    @property
+    def ended(self) -> bool:
+        return self._matcher.ended
+
+    def allowed(self, mask: torch.Tensor) -> None:
+        """As of the matcher.
+
+        Raises:
+            ValueError: it took too long.
+        """
+        began = time.thread_time()
+        self._matcher.allowed(mask)
+        if (taken := time.thread_time() - began) > LONGEST_MASK_S:
+            raise UserError(
+                f"the grammar took {taken:.2f} s to say which tokens may follow, of at most {LONGEST_MASK_S:g}; write "
+                "it with fewer repeats within repeats"
+            )
+
+
+def check_size(kind: str, text: str) -> None:
+    """Refuse what would take minutes to compile, or to follow.
+
+    Raises:
+        ValueError: the limit.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(f"{kind} has {len(text)} characters, of at most {MOST_CHARACTERS}; ask for less of the form")
+    if kind == "json_schema" and (levels := _levels(json.loads(text))) > MOST_LEVELS:
+        raise UserError(f"{kind} is nested {levels} levels deep, of at most {MOST_LEVELS}; name parts in $defs")
+    if kind == "ebnf" and (rules := text.count("::=")) > MOST_RULES:
+        raise UserError(f"{kind} has {rules} rules, of at most {MOST_RULES}; write it with fewer")
+    if not is_followed_quickly(kind, text):
+        raise UserError(f"{kind} has counts and loops within counts, which take long to follow; write it with fewer")
+
+
+def _levels(value: Any) -> int:
+    """How deep objects and lists are nested."""
+    levels = 0
+    inner = [value]
+    while inner := [each for each in inner if isinstance(each, dict | list)]:
+        levels += 1
+        inner = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
+    return levels

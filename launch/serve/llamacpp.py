@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -32,7 +33,8 @@ def llamacpp_routes(served: Served) -> APIRouter:
     @router.post("/completions")
     async def completion(body: LlamaCpp, request: Request) -> Response:
         await served.check_grammar(body.grammar_given)
-        given = served.encode(body.prompt) if isinstance(body.prompt, str) else list(body.prompt)
+        text = body.prompt
+        given = await asyncio.to_thread(served.encode, text) if isinstance(text, str) else list(text)
         return await respond(request, LlamaCompletion(served, body, served.checked(given, "prompt")))
 
     @router.post("/infill")
@@ -49,7 +51,9 @@ def llamacpp_routes(served: Served) -> APIRouter:
         if served.context is not None:
             wanted = served.limits.max_new_tokens if body.n_predict < 0 else max(body.n_predict, 1)
             room = served.context - min(wanted, served.context // 2)
-        prompt, truncated = served.fim.prompt(body.input_prefix + body.prompt, body.input_suffix, room, extras)
+        prompt, truncated = await asyncio.to_thread(
+            served.fim.prompt, body.input_prefix + body.prompt, body.input_suffix, room, extras
+        )
         return await respond(request, LlamaCompletion(served, body, prompt, served.fim.ends, truncated))
 
     return router

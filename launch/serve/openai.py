@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -34,7 +35,7 @@ def openai_routes(served: Served) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         served.check_model(body.model)
         await served.check_grammar(body.grammar_given)
-        completion = Completion(served, body)
+        completion = await asyncio.to_thread(Completion, served, body)  # a long text takes seconds to encode
         if body.stream:
             return await streamed(request, completion.chunks(), timeout_s)
         return await whole(request, completion.whole(), timeout_s)
@@ -43,7 +44,7 @@ def openai_routes(served: Served) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         served.check_model(body.model)
         await served.check_grammar(body.grammar_given)
-        chat = Chat(served, body)
+        chat = await asyncio.to_thread(Chat, served, body)
         if body.stream:
             return await streamed(request, chat.chunks(), timeout_s)
         return await whole(request, chat.whole(), timeout_s)
@@ -222,18 +223,20 @@ class Completion(_Answer):
             choice = {"index": index, "text": text, "logprobs": taken, "finish_reason": reason}
             return self.chunk(choice, tokens)
 
-        if self.body.echo:
+        if not self.texts:
             for index, text in enumerate(self.echoes):
-                yield chunk(index, text, None if self.texts else "length")
-        if self.texts:
+                yield chunk(index, text, "length")
+        else:
+            heads = dict(enumerate(self.echoes))  # of texts that have not begun
             async with aclosing(TextGroup(self.served, self.head["id"], self.texts).events()) as events:
                 async for index, event in events:
+                    text = heads.pop(index, "") + event.text
                     if isinstance(event, Piece):
                         logprobs[index].add(event.logprobs)
-                        yield chunk(index, event.text, None, len(event.tokens))
+                        yield chunk(index, text, None, len(event.tokens))
                     else:
                         endings.append(event)
-                        yield chunk(index, event.text, _reason(event))
+                        yield chunk(index, text, _reason(event))
         for last in self.last_chunk(endings):
             yield last
 
@@ -355,7 +358,7 @@ class Chat(_Answer):
                     logprobs[index] += event.logprobs
         choices = []
         for index, parts in enumerate(texts):
-            message = self._message("".join(parts), tokens[index])
+            message = self._message("".join(parts), tokens[index], endings[index])
             reason = "tool_calls" if message.get("tool_calls") else _reason(endings[index])
             content = self._logprobs(logprobs[index])
             choices.append({"index": index, "message": message, "logprobs": content, "finish_reason": reason})
@@ -363,8 +366,7 @@ class Chat(_Answer):
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Step by step; an answer that may call tools is parsed when it has ended."""
-        tokens = [list[int]() for _ in self.texts]
-        held = [list[str]() for _ in self.texts]
+        held = [list[Piece]() for _ in self.texts]
         endings: list[Ending] = []
 
         def chunk(index: int, delta: dict[str, Any], reason: str | None = None, piece: Piece | None = None) -> Any:
@@ -379,24 +381,25 @@ class Chat(_Answer):
                     begun.add(index)
                     yield chunk(index, {"role": "assistant", "content": ""})
                 if isinstance(event, Piece):
-                    tokens[index] += event.tokens
                     if self.tools is None:
                         yield chunk(index, {"content": event.text}, None, event)
                     else:
-                        held[index].append(event.text)
+                        held[index].append(event)
                     continue
                 endings.append(event)
                 reason = _reason(event)
                 delta: dict[str, Any] = {"content": event.text} if event.text else {}
+                piece = None
                 if self.tools is not None:
-                    message = self._message("".join([*held[index], event.text]), tokens[index])
+                    piece = _joined(held[index])
+                    message = self._message(piece.text + event.text, piece.tokens, event)
                     calls = message.pop("tool_calls", [])
                     delta = {name: value for name, value in message.items() if name != "role" and value}
                     if calls:
                         reason = "tool_calls"
                         delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
                 if delta:
-                    yield chunk(index, delta)
+                    yield chunk(index, delta, None, piece)
                 yield chunk(index, {}, reason)
         for last in self.last_chunk(endings):
             yield last
@@ -406,10 +409,13 @@ class Chat(_Answer):
             return []
         return self.served.encode(plain_text(self.body.prediction.content), special=False)
 
-    def _message(self, text: str, tokens: Sequence[int]) -> dict[str, Any]:
+    def _message(self, text: str, tokens: Sequence[int], ending: Ending) -> dict[str, Any]:
         if self.tools is None:
             return {"role": "assistant", "content": text}
-        return answer(self.served.tokenizer, self.tools, tokens, self.prompts[0], self.body.tools or [])
+        message = answer(self.served.tokenizer, self.tools, text, tokens, self.prompts[0], self.body)
+        if ending.found and message["content"]:  # the tokens have the stop string, too
+            message["content"] = message["content"].partition(ending.found)[0]
+        return message
 
     def _logprobs(self, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
         if not self.body.logprobs:
@@ -417,11 +423,21 @@ class Chat(_Answer):
 
         def data(token: int, value: float) -> dict[str, Any]:
             text = self.served.piece(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            whole = "\ufffd" not in text  # else a part of a character, whose bytes the tokenizer does not tell
+            return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
 
         tops = [[data(*top) for top in each.top] for each in logprobs]
         own = [data(each.token, each.logprob) for each in logprobs]
         return {"content": [{**one, "top_logprobs": top} for one, top in zip(own, tops, strict=True)], "refusal": None}
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """All of them as one."""
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.tokens],
+        [logprob for piece in pieces for logprob in piece.logprobs],
+    )
 
 
 def _reason(ending: Ending) -> str:

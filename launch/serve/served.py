@@ -195,7 +195,7 @@ class Served:
         """Of every token but the first.
 
         Raises:
-            ApiError: 503.
+            ApiError: 429, 503.
         """
         event_loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Logprob] | BaseException] = event_loop.create_future()
@@ -208,11 +208,17 @@ class Served:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 event_loop.call_soon_threadsafe(settle)
 
+        scoring = Scoring(prompt, num_top, done)
         try:
-            self.loop.score(Scoring(prompt, num_top, done))
+            self.loop.score(scoring)
+        except Busy:
+            raise busy(f"{self.loop.max_texts} prompts are waiting to be scored, of {self.loop.max_texts}") from None
         except Closing:
             raise closing(self.loop) from None
-        result = await future
+        try:
+            result = await future
+        finally:
+            scoring.wanted = False
         if isinstance(result, BaseException):
             raise failed(result)
         return result
@@ -259,8 +265,7 @@ class TextGroup:
         try:
             self._ids = loop.submit([self._live(index, text) for index, text in enumerate(wanted)])
         except Busy:
-            message = f"{loop.texts} texts are waiting, of {loop.max_texts} that may; try again later"
-            raise ApiError(429, message, headers={"Retry-After": str(RETRY_AFTER_S)}) from None
+            raise busy(f"{loop.texts} texts are waiting, of {loop.max_texts}") from None
         except Closing:
             raise closing(loop) from None
         seed = (wanted[0].spec.sampling or {}).get("seed")
@@ -304,6 +309,11 @@ class TextGroup:
         elif index in self._waits_for_first:
             self._waits_for_first.remove(index)
             self._served.metrics.first_token(time.perf_counter() - self._began)
+
+
+def busy(waiting: str) -> ApiError:
+    """There is too much to do."""
+    return ApiError(429, f"{waiting} that may; try again later", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def closing(loop: EngineLoop) -> ApiError:

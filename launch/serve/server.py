@@ -65,7 +65,7 @@ def _serve(config: ServeConfig) -> None:
     assert isinstance(decoder, StepDecoder)
     engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
     warm_up(engine)
-    grammars = Grammars(loaded.tokenizer, vocabulary_size(loaded.model))
+    grammars = Grammars(loaded.tokenizer, vocabulary_size(loaded.model), ends_slow=context.alone)
     if bound:
         with bound:
             listen(config, bound, loaded, engine, grammars, sampling, fim)

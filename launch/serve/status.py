@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def status_routes(served: Served) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        ids = served.encode(body.content, body.add_special)
+        ids = await asyncio.to_thread(served.encode, body.content, body.add_special)
         if body.with_pieces:
             return {"tokens": [{"id": token, "piece": served.piece(token)} for token in ids]}
         return {"tokens": ids}

@@ -12,7 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from lp.errors import UserError
 from lp.optional import is_installed
 from lp.sampling.grammar import Matcher
+from lp.sampling.grammar_bounds import check_ebnf, ebnf_is_bounded, regex_is_bounded, schema_is_bounded
 
+CACHE_BYTES = 1 << 28  # of compiled grammars that are remembered
+MOST_SPELLED = 1024  # characters of a forced text: no step has room for the tokens of more
 MOST_SPELLINGS = 4096  # that are remembered: schemas force few, but a regular expression may force any number
 
 
@@ -33,7 +36,7 @@ class GrammarCompiler:
         import xgrammar
 
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary)
-        self._compiler = xgrammar.GrammarCompiler(info)
+        self._compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
         self._spelling = Spelling(tokenizer, info.decoded_vocab)
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> XGrammar:
@@ -46,12 +49,15 @@ class GrammarCompiler:
         """
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return self._compiled(
-            "json_schema", text, lambda: self._compiler.compile_json_schema(text, any_whitespace=False)
+            "json_schema",
+            text,
+            lambda: self._compiler.compile_json_schema(text, any_whitespace=False),
+            schema_is_bounded(text),
         )
 
     def json(self) -> XGrammar:
         """Any JSON."""
-        return self._compiled("json", "", self._compiler.compile_builtin_json_grammar)
+        return self._compiled("json", "", self._compiler.compile_builtin_json_grammar, True)
 
     def regex(self, pattern: str) -> XGrammar:
         """What a regular expression matches.
@@ -59,19 +65,22 @@ class GrammarCompiler:
         Raises:
             ValueError: it is none.
         """
-        return self._compiled("regex", pattern, lambda: self._compiler.compile_regex(pattern))
+        return self._compiled(
+            "regex", pattern, lambda: self._compiler.compile_regex(pattern), regex_is_bounded(pattern)
+        )
 
     def ebnf(self, rules: str) -> XGrammar:
         """What follows rules in EBNF (GBNF), from `root` on.
 
         Raises:
-            ValueError: they are none.
+            ValueError: they are none, or xgrammar would end the process.
         """
-        return self._compiled("ebnf", rules, lambda: self._compiler.compile_grammar(rules))
+        check_ebnf(rules)
+        return self._compiled("ebnf", rules, lambda: self._compiler.compile_grammar(rules), ebnf_is_bounded(rules))
 
-    def _compiled(self, kind: str, text: str, compile: Callable[[], Any]) -> XGrammar:
+    def _compiled(self, kind: str, text: str, compile: Callable[[], Any], bounded: bool) -> XGrammar:
         try:
-            return XGrammar(compile(), f"{kind} {text}", self._spelling)
+            return XGrammar(compile(), f"{kind} {text}", self._spelling if bounded else None)
         except Exception as error:  # xgrammar raises several types of its own
             raise UserError(f"{kind} is not one that xgrammar takes ({error}); mend it") from error
 
@@ -90,7 +99,8 @@ class Spelling:
         self._tokens_of: dict[str, list[int]] = {}
 
     def tokens(self, text: str) -> list[int]:
-        """The tokens; none where the tokenizer takes the text apart differently."""
+        """The tokens of its beginning; none where the tokenizer takes the text apart differently."""
+        text = text[:MOST_SPELLED]
         if text not in self._tokens_of:
             if len(self._tokens_of) == MOST_SPELLINGS:
                 self._tokens_of.clear()
@@ -111,10 +121,10 @@ class XGrammar:
     Args:
         compiled: by xgrammar.
         text: what it was made from.
-        spelling: of forced characters.
+        spelling: of forced characters; None where none are looked for, since they may be without end.
     """
 
-    def __init__(self, compiled: Any, text: str, spelling: Spelling) -> None:
+    def __init__(self, compiled: Any, text: str, spelling: Spelling | None) -> None:
         self.text = text
         self._compiled = compiled
         self._spelling = spelling
@@ -127,7 +137,7 @@ class XGrammar:
 
 
 class _Matcher:
-    def __init__(self, matcher: Any, spelling: Spelling) -> None:
+    def __init__(self, matcher: Any, spelling: Spelling | None) -> None:
         self._matcher = matcher
         self._spelling = spelling
 
@@ -145,7 +155,7 @@ class _Matcher:
         self._matcher.fill_next_token_bitmask(mask[None], 0)
 
     def forced(self) -> list[int]:
-        if self.ended:
+        if self._spelling is None or self.ended:
             return []
         try:
             text = self._matcher.find_jump_forward_string()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import SuppressTokensLogitsProcessor
 
 import lp
 from launch.bench.json_tasks import drawn_schema
+from launch.serve.grammars import Grammars
 from lp.draft.grammar_drafts import GrammarDrafts
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
@@ -22,7 +25,7 @@ from lp.models.loader import vocabulary_size
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.grammar import Cursor, Grammar
-from lp.sampling.grammar_compiler import Spelling
+from lp.sampling.grammar_compiler import MOST_SPELLED, Spelling
 from tests.serving import STEP_TIMES, Running
 
 pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
@@ -179,6 +182,95 @@ def test_spelling_without_a_space_that_is_put_before() -> None:
     assert Spelling(Spaced(), vocabulary).tokens("ab") == []  # type: ignore[arg-type]
 
 
+def test_spelling_of_a_long_text(demo: Any) -> None:
+    """What no step has room for is not spelled: every step would spell and remember all of the rest again."""
+    _, tokenizer, _ = demo
+    vocabulary = [token.encode() for token in tokens_of(tokenizer)]
+    tokens = Spelling(tokenizer, vocabulary).tokens("x = 1; " * 1000)
+    assert 0 < len("".join(vocabulary[token].decode() for token in tokens)) <= MOST_SPELLED
+
+
+def test_compiled_grammars_are_forgotten(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that always sends another schema must not fill the memory."""
+    model, tokenizer, _ = demo
+    monkeypatch.setattr("lp.sampling.grammar_compiler.CACHE_BYTES", 100_000)
+    compiler = lp.GrammarCompiler(tokenizer, vocabulary_size(model))
+    for case in range(40):
+        compiler.json_schema({"type": "object", "properties": {f"p{case}": {"type": "string"}}})
+    assert 0 < compiler._compiler.get_cache_size_bytes() <= 100_000
+
+
+class SlowCompiler:
+    """Compiles schemas for ever, until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.let_go = threading.Event()
+
+    def json_schema(self, text: str) -> str:
+        self.begun.set()
+        assert self.let_go.wait(30)
+        return text
+
+    def regex(self, text: str) -> str:
+        return text
+
+
+def test_a_grammar_that_takes_long_keeps_nobody_waiting(demo: Any) -> None:
+    """The engine's thread looks up the grammars of texts that begin, and would stop all others."""
+    model, tokenizer, _ = demo
+    grammars = Grammars(tokenizer, vocabulary_size(model), ends_slow=False)
+    slow = SlowCompiler()
+    grammars._compiler = slow  # type: ignore[assignment]
+    with ThreadPoolExecutor() as pool:
+        try:
+            first = pool.submit(grammars.grammar, "json_schema", "{}")
+            assert slow.begun.wait(10)
+            assert pool.submit(grammars.grammar, "regex", "a").result(10) == "a"
+            assert not first.done()
+        finally:
+            slow.let_go.set()
+
+
+def test_a_grammar_that_is_hard_to_follow_ends_its_text_alone(
+    demo_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step of all texts would wait for it."""
+    monkeypatch.setattr("launch.serve.grammars.LONGEST_MASK_S", -1.0)
+    http = demo_server.http()
+    asked = {"prompt": "x = ", "max_tokens": 40, "temperature": 0}
+    expected = http.post("/v1/completions", json=asked).json()["choices"]
+    slow = asked | {"response_format": {"type": "regex", "regex": "[a-z]+"}}
+    with ThreadPoolExecutor() as pool:
+        refused = pool.submit(http.post, "/v1/completions", json=slow)
+        beside = pool.submit(http.post, "/v1/completions", json=asked)
+        assert beside.result().json()["choices"] == expected
+    assert refused.result().status_code == 400
+    assert "the grammar took" in refused.result().json()["error"]["message"]
+    assert http.post("/v1/completions", json=asked).json()["choices"] == expected
+
+
+@pytest.mark.parametrize(
+    "text, message, kind",
+    [
+        ("\n".join(f"r{n} ::= r{n + 1}" for n in range(1000)), "ebnf has 1000 rules, of at most 400", "ebnf"),
+        ("(a{50}){50}", "regex has counts and loops within counts", "regex"),
+        ('{"enum": ["' + "x" * 40_000 + '"]}', "json_schema has 40014 characters, of at most 32768", "json_schema"),
+        (
+            '{"items": ' * 100 + "true" + "}" * 100,
+            "json_schema is nested 100 levels deep",
+            "json_schema",
+        ),
+    ],
+)
+def test_grammars_are_bounded(demo: Any, text: str, message: str, kind: str) -> None:
+    """Ten times as much takes minutes to compile."""
+    model, tokenizer, _ = demo
+    grammars = Grammars(tokenizer, vocabulary_size(model))
+    with pytest.raises(UserError, match=message):
+        grammars.grammar(kind, text)
+
+
 def test_other_grammars(demo: Any) -> None:
     model, tokenizer, compiler = demo
     decoder = lp.LookaheadDecoder(model, step_times=STEP_TIMES)
@@ -226,5 +318,11 @@ def test_response_format(demo: Any, demo_server: Running) -> None:
     assert answer["choices"][0]["text"] == demo_server.decode(expected.tokens)
     llama = http.post("/completion", json={"prompt": prompt, "n_predict": 80, "temperature": 0, "json_schema": schema})
     assert llama.json()["content"] == demo_server.decode(expected.tokens)
+    likewise = {"type": "json_object", "schema": schema}  # as llama.cpp's clients send it
+    assert (
+        http.post("/v1/completions", json=asked | {"response_format": likewise}).json()["choices"] == answer["choices"]
+    )
+    any_object = http.post("/v1/completions", json=asked | {"response_format": {"type": "json_object"}}).json()
+    assert any_object["choices"][0]["text"][:2] in ('{"', "{}")  # not white space for ever
     bad = http.post("/v1/completions", json=asked | {"response_format": {"type": "regex", "regex": "("}})
     assert bad.status_code == 400 and "regex is not one that xgrammar takes" in bad.json()["error"]["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import signal
 from collections.abc import Callable
@@ -277,3 +278,16 @@ def test_a_rank_that_fails_alone_stays_in_step(
     assert len(chats[0].history.turns) == (1 if 0 in bad else 2)
     message = "error: bytes is 9; it must be an integer in [0, 8]; use a device with more memory\n"
     assert capfd.readouterr().err == ("[rank 1] " if 0 not in bad else "") + message
+
+
+def test_a_json_schema(launch_chat: Callable[..., Ran], prompts: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Every answer follows it; one that is none is refused before the model is loaded, as by launch.generate."""
+    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}')
+    ran = launch_chat("# as JSON\nonce more\n", f"json_schema={schema}", "max_new_tokens=48")  # the demo model
+    assert ran.code == 0 and ran.err == ""
+    assert [list(json.loads(prompt["answer"].removesuffix("<|endoftext|>"))) for prompt in prompts] == [["ok"]] * 2
+    schema.write_text("{")
+    ran = launch_chat("a\n", f"json_schema={schema}", "model.name=./none")
+    assert ran.code == 2 and f"json_schema {schema} is no JSON" in ran.err

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LogitsProcessor
 
 import lp
 from lp.budget.measure import Measurement
@@ -13,7 +16,7 @@ from lp.budget.observed_times import corrected
 from lp.budget.step_times import StepTimes
 from lp.budget.step_times_cache import read_step_times
 from lp.engine.output import StepStats
-from lp.engine.step_timing import StepTimingDecoder
+from lp.engine.step_timing import KnownStepTimes, StepTimingDecoder
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import tiny_model
@@ -99,6 +102,29 @@ def test_ranks_take_what_rank_0_learned(tmp_path: Path, monkeypatch: pytest.Monk
     assert after and after.plain_s > TIMES.plain_s and after.seconds == TIMES.seconds
     (file,) = tmp_path.rglob("*.json")
     assert read_step_times(file.read_text()) == after
+
+
+class SlowProcessor(LogitsProcessor):
+    """Takes a millisecond for every node."""
+
+    per_branch = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.001 * len(scores))
+        return scores
+
+
+def test_processors_of_a_text_leave_the_step_times_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a grammar takes for its nodes is not what steps of other texts take."""
+    times = StepTimes((1, 4, 64, 128), (1e-3,) * 4, 1e-3)
+    monkeypatch.setattr(StepTimingDecoder, "measure", lambda decoder: Measurement(times, ()))
+    observed: list[int] = []
+    monkeypatch.setattr(KnownStepTimes, "observe", lambda self, steps: observed.append(len(steps)))
+    decoder = lp.LookaheadDecoder(tiny_model())
+    decoder.generate([1, 2, 3], 8, logits_processor=[SlowProcessor()])
+    assert not observed
+    decoder.generate([1, 2, 3], 8, lp.SamplingParams(temperature=0.8, top_p=0.9, seed=0))
+    assert len(observed) == 1
 
 
 def test_a_decoder_says_where_its_step_times_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

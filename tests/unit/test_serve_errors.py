@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETE, {}, 400, "prompt", "prompt is missing"),
     (COMPLETE, [], 400, None, "the body is no JSON object"),
     (COMPLETE, '"text"', 400, None, "the body is no JSON object"),
-    (COMPLETE, {"prompt": None}, 400, "prompt", "prompt has a wrong type"),
+    (COMPLETE, {"prompt": None}, 400, "prompt", "prompt is missing"),
     (COMPLETE, {"prompt": 3}, 400, "prompt", "prompt has a wrong type"),
     (COMPLETE, {"prompt": []}, 400, "prompt", "prompt has a wrong type"),
     (COMPLETE, {"prompt": [[]]}, 400, "prompt", "prompt has a wrong type"),
@@ -55,6 +56,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETE, {"prompt": "a", "stream_options": {}}, 400, None, "stream_options is given, but stream is not true"),
     (COMPLETE, {"prompt": "a", "logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "the key 'x' is no token id"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "is no token id"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"4096": 1}}, 400, "logit_bias", "vocabulary is 0..4095"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"1": 101}}, 400, "logit_bias", "less than or equal to 100"),
     (COMPLETE, {"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", "less than or equal to 2"),
@@ -63,6 +65,8 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETE, {"prompt": "a", "suffix": "b", "echo": True}, 400, None, "echo is true with a suffix"),
     (COMPLETE, {"prompt": ["a"], "suffix": "b"}, 400, None, "prompt is no single text"),
     (COMPLETE, {"prompt": "a", "use_beam_search": True}, 400, None, "use_beam_search is not supported"),
+    (COMPLETE, {"prompt": "a", "guided_regex": "[0-9]"}, 400, None, "guided_regex is not supported; give response_"),
+    (CHAT, {"messages": USER, "grammar": 'root ::= "a"'}, 400, None, "grammar is not supported; give response_format"),
     (COMPLETE, {"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format", "is 'xml'; "),
     (
         COMPLETE,
@@ -92,6 +96,14 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice", "'required'; "),
     (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, 400, None, "functions is not supported; give tools"),
     (CHAT, {"messages": USER, "prediction": {"type": "x"}}, 400, "prediction", "prediction.type is 'x'; "),
+    (
+        CHAT,
+        {"messages": USER, "chat_template_kwargs": {"chat_template": "{{ 'mine' }}"}},
+        400,
+        "chat_template_kwargs",
+        "chat_template_kwargs has 'chat_template', which",
+    ),
+    (LLAMA, {"prompt": "a", "logit_bias": [[5, False]]}, 400, None, "logit_bias is not supported; /v1/completions"),
     (LLAMA, {"prompt": "a", "n_predict": -2}, 400, "n_predict", "greater than or equal to -1"),
     (LLAMA, {"prompt": "a", "min_p": 1}, 400, "min_p", "less than 1"),
     (LLAMA, {"prompt": "a", "mirostat": 2}, 400, None, "mirostat is not supported; take temperature"),
@@ -210,6 +222,105 @@ def test_a_full_queue_answers_429(small_server: Running) -> None:
         assert "2 texts are waiting, of 2 that may" in refused.json()["error"]["message"]
     waiting.join()
     assert eventually(lambda: loop.texts == 0)
+
+
+def test_a_full_queue_has_a_status_with_echo(small_server: Running) -> None:
+    """The echo came before the place in the queue, behind which the client saw 200 and then an error."""
+    loop = small_server.served.loop
+    key = {"Authorization": "Bearer s3cret"}
+    http = small_server.http()
+    with http.stream("POST", COMPLETE, json=LONG, headers=key) as one:
+        lines = one.iter_lines()
+        next(lines)
+        refused = http.post(COMPLETE, json=LONG | {"echo": True, "n": 2}, headers=key)
+    assert refused.status_code == 429
+    assert eventually(lambda: loop.texts == 0)
+
+
+class SlowScores:
+    """Takes the place of `prompt_logprobs`: waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> list[Any]:
+        self.calls += 1
+        assert self.let_go.wait(20)
+        return []
+
+
+def test_prompts_to_score_are_bounded(small_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as texts; the next gets 429, and one whose client has left is not computed."""
+    slow = SlowScores()
+    monkeypatch.setattr("launch.serve.engine_loop.prompt_logprobs", slow)
+    loop = small_server.served.loop
+    headers = {"Authorization": "Bearer s3cret"}
+    body = {"prompt": [5], "echo": True, "logprobs": 0, "max_tokens": 0}
+    http = small_server.http()
+    with ThreadPoolExecutor() as pool:
+        try:
+            first = pool.submit(http.post, COMPLETE, json=body, headers=headers)
+            assert eventually(lambda: slow.calls == 1)
+            second = pool.submit(http.post, COMPLETE, json=body, headers=headers)
+            assert eventually(lambda: len(loop._scorings) == 1)
+            with pytest.raises(httpx.ReadTimeout):
+                http.post(COMPLETE, json=body, headers=headers, timeout=0.3)
+            assert len(loop._scorings) == 2
+            refused = http.post(COMPLETE, json=body, headers=headers, timeout=1.0)
+            assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
+            assert eventually(lambda: not loop._scorings[1].wanted)
+        finally:
+            slow.let_go.set()
+        assert first.result().status_code == second.result().status_code == 200
+    assert eventually(lambda: not loop._scorings) and slow.calls == 2
+
+
+def test_texts_go_on_between_prompts_to_score(demo_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a step: clients that score prompts all the time would stop all texts."""
+    from launch.serve.engine_loop import Scoring
+
+    loop = demo_server.served.loop
+    events: list[str] = []
+    step = loop.engine.step
+
+    def stepped() -> bool:
+        events.append("step")
+        return step()
+
+    def scored(*_: Any) -> list[Any]:
+        events.append("score")
+        return []
+
+    monkeypatch.setattr(loop.engine, "step", stepped)
+    monkeypatch.setattr("launch.serve.engine_loop.prompt_logprobs", scored)
+    with loop._changed:  # the engine's thread sees them all at once
+        for _ in range(4):
+            loop.score(Scoring([5], 0, lambda _: None))
+    assert eventually(lambda: events.count("score") == 4)
+    assert "score score" not in " ".join(events)
+
+
+def test_a_long_prompt_is_encoded_beside_others(demo_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds, in which streams got nothing and /health did not answer."""
+    from launch.serve.served import Served
+
+    http = demo_server.http()
+    encode = Served.encode
+    answered: list[int] = []
+
+    def slow(self: Any, *arguments: Any) -> list[int]:
+        answered.append(httpx.get(f"{demo_server.url}/health", timeout=5.0).status_code)
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(Served, "encode", slow)
+    for path, body in [
+        (COMPLETE, {"prompt": "a", "max_tokens": 1}),
+        (LLAMA, {"prompt": "a", "n_predict": 1}),
+        ("/tokenize", {"content": "a"}),
+    ]:
+        assert http.post(path, json=body).status_code == 200, path
+    assert answered == [200] * 3
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -248,6 +248,15 @@ def test_tabbys_requests(demo_server: Running) -> None:
     assert whole["content"] == expected and whole["stop"] is True
 
 
+def test_null_is_nothing(demo_server: Running) -> None:
+    """llama.cpp takes null for its default, and so do clients that send every field."""
+    http = demo_server.http()
+    body = {"prompt": "import os\n", "n_predict": 6, "seed": 3}
+    nulls = dict.fromkeys(("temperature", "top_k", "stop", "grammar", "json_schema", "n_indent", "stream"))
+    contents = [http.post("/completion", json=each).json()["content"] for each in (body, body | nulls)]
+    assert contents[0] == contents[1] and contents[0]
+
+
 def test_tokens_and_back(demo_server: Running) -> None:
     http = demo_server.http()
     text = "def größe(x):\n    return x  # 漢字"

@@ -188,6 +188,20 @@ def test_tokens_that_look_alike_do_not_hide_the_likeliest() -> None:
     assert data["token_logprobs"] == [-3.0, -0.1] and data["top_logprobs"] == [{"\ufffd": -0.1}] * 2
 
 
+def test_a_part_of_a_character_has_no_bytes(client: Any) -> None:
+    """Clients put texts together from the bytes; those of the sign that stands for a part are wrong ones."""
+    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "x"}],
+        logprobs=True,
+        extra_body={"response_format": {"type": "regex", "regex": "a\u00ed"}},
+    )
+    assert answer.choices[0].message.content == "a\u00ed"
+    first, *parts = answer.choices[0].logprobs.content[:3]
+    assert (first.token, first.bytes) == ("a", [ord("a")]) and [part.bytes for part in parts] == [None, None]
+
+
 def test_penalties_and_biases_change_the_text(demo_server: Running, client: Any) -> None:
     """They are transformers' own scores less what OpenAI's formula says, in the decoder as by hand."""
     import torch

@@ -11,13 +11,16 @@ import sys
 from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import lp
 from launch.bench import tables
 from launch.bench.replay import load_texts
-from launch.bench.tables import docstring, main, prediction, shares, shares_compression, table_names
+from launch.bench.tables import docstring, grammar, main, prediction, shares, shares_compression, table_names
 from lp.draft.share import step_tokens
+from lp.engine.output import StepStats
 from tests.conftest import ROOT
 
 
@@ -189,3 +192,34 @@ def test_tables_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         main([*args, "--ngrams", "3", "--widths", "1", "2", "--guesses", "4", "--max-new-tokens", "4"])
     assert len((tmp_path / "law.jsonl").read_text().splitlines()) == 3 and (tmp_path / "law.png").exists()
     assert "ours G=4" in capsys.readouterr().out
+
+
+def test_a_table_of_grammars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of tokens that are not those of plain decoding under the grammar are refused."""
+    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    args = ["grammar", "--tasks", "2", "--max-new-tokens", "24", "--budget", "16", "--temperatures", "0,0.8"]
+    main(args)
+    out = capsys.readouterr().out
+    figures = json.loads(out.splitlines()[-1])["figures"]
+    assert [figure["temperature"] for figure in figures] == [0.0, 0.8]
+    for figure in figures:
+        tokens, steps = figure["counts"]["with"]
+        assert figure["counts"]["masks alone"][0] == tokens > steps > 0
+        assert figure["counts"]["JSON, with"][0] == figure["counts"]["JSON, without"][0] <= tokens
+    honest = lp.LookaheadDecoder.generate
+
+    def wrong(self: lp.LookaheadDecoder, *args: Any, **options: Any) -> lp.GenerationOutput:
+        output = honest(self, *args, **options)
+        output.tokens[5] += 1
+        return output
+
+    monkeypatch.setattr(lp.LookaheadDecoder, "generate", wrong)
+    with pytest.raises(RuntimeError, match="'with' differs from plain decoding at new token 5"):
+        main(args)
+
+
+def test_the_steps_to_a_token_within_a_step() -> None:
+    """A step of four tokens, of which two are counted, is half a step."""
+    stats = [StepStats(9, 8, accepted, 0.0, 0.0, 0.0) for accepted in (0, 3, 1)]
+    output = lp.GenerationOutput([0] * 7, "length", stats)
+    assert [grammar.steps_to(output, tokens) for tokens in (0, 1, 3, 5, 6, 7)] == [0, 1, 1.5, 2, 2.5, 3]
