@@ -14,7 +14,7 @@ from .plots import dataset_plot, heat_map, scaling_plots, tokens_plot
 from .records import load_records
 from .scaling import HEADS as SCALING_HEADS
 from .scaling import Line
-from .summary import HEADS, Total, caption, cells, common, ordered, shown, totals, varying
+from .summary import Total, caption, common, ordered, table_of, totals, varying
 
 STYLE = """body { font: 15px/1.4 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .7em; border-bottom: 1px solid #ddd }
@@ -43,7 +43,7 @@ def write_report(folder: Path) -> list[Path]:
     parts = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(setting)}</p>"]
     pictures: list[Path] = []
     if found:
-        parts.append(_table([*shown(found), *HEADS], [cells(total, shown(found)) for total in found]))
+        parts.append(_table(*table_of(found)))
         pictures += _plots(found, setting, folder)
     if lines:
         parts.append(_table(SCALING_HEADS, [line.cells() for line in lines]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences
+from .pass_at_1 import check_limits, check_prompts, judge
 from .prompts import Prompt
 from .quality import assess
 from .records import Record, digest, slug
@@ -93,6 +95,9 @@ class Bench(Session[BenchmarkConfig]):
                 record["quality"] = assess(
                     self.loaded.model, ids, tokens, record["text"], prompt.reference, by_method.get(name)
                 )
+            if self.config.pass_at_1:
+                assert self.config.task.check
+                record["check"] = asdict(judge(self.config.task.check, prompt, record["text"]))
             records.append(record | {"settings": self.settings, "hardware": hardware(self), "versions": versions()})
         return records
 
@@ -153,6 +158,8 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     methods = methods_of(config)
     check_divisible(config, methods)
     prompts, sampling, builders = checked(config, [_bare(name) for name in methods if _bare(name) in decoder_names()])
+    if config.pass_at_1:
+        check_pass_at_1(config, prompts)
     if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
         raise UserError(
             f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
@@ -222,6 +229,20 @@ def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
         )
 
 
+def check_pass_at_1(config: BenchmarkConfig, prompts: list[Prompt]) -> None:
+    """Refuse prompts whose texts cannot be judged, and machines that cannot run a program within limits.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    task = config.task
+    given = config.prompt is not None or config.prompt_file is not None
+    where = "the prompt that was given" if given else str(task.path or task.hub)
+    check_prompts(task.check, task.name, where, prompts)
+    if task.check != "number" and not check_limits():
+        print("no Landlock here: programs that the model writes may write where you may", file=sys.stderr)
+
+
 def methods_of(config: BenchmarkConfig) -> list[str]:
     """The methods of the config, or the decoder with plain decoding and prompt lookup beside it.
 
@@ -265,6 +286,7 @@ def settings_of(
     settings |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
     settings |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
     settings |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
+    settings |= {"pass_at_1": True} if config.pass_at_1 else {}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
     return settings | {"threads": torch.get_num_threads()}
 

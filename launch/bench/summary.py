@@ -19,12 +19,14 @@ class Total:
 
     Args:
         records: of the file, one a prompt.
+        plain_passed: prompts that plain decoding solved in the same run; None where it did not run, or none was judged.
         plain_tokens_per_s: of plain decoding in the same run: of `plain`, or where that did not run of the oracle, as
             in records from before there was `plain`; None if neither did.
     """
 
     records: list[Record]
     plain_tokens_per_s: float | None
+    plain_passed: int | None = None
 
     @property
     def method(self) -> str:
@@ -94,8 +96,20 @@ class Total:
         values = [value for value in values if value is not None]
         return fmean(values) if values else None
 
+    @property
+    def passed(self) -> int | None:
+        """Prompts whose text solves its task; None where nothing was judged."""
+        checks = [record.get("check") for record in self.records]
+        return None if None in checks else sum(check["passed"] for check in checks if check)
+
+    @property
+    def pass_at_1(self) -> float | None:
+        """Share of the prompts whose text solves its task."""
+        return None if self.passed is None else self.passed / self.prompts
+
     def figures(self) -> dict[str, Any]:
         """For a line of JSON or CSV."""
+        judged = {} if self.passed is None else {"passed": self.passed, "pass_at_1": self.pass_at_1}
         return {
             "method": self.method,
             "prompts": self.prompts,
@@ -106,6 +120,7 @@ class Total:
             "speedup": self.speedup,
             "tokens_a_step": self.tokens_a_step,
             "differing": self.differing,
+            **judged,
         }
 
 
@@ -117,8 +132,11 @@ def totals(records: Iterable[Record]) -> list[Total]:
     found = []
     for methods in grouped.values():
         plain = methods.get(PLAIN) or methods.get(ORACLE)
-        speed = Total(records=plain, plain_tokens_per_s=None).tokens_per_s if plain else None
-        found += [Total(records=of_method, plain_tokens_per_s=speed) for of_method in methods.values()]
+        alone = Total(records=plain, plain_tokens_per_s=None) if plain else None
+        speed, passed = (alone.tokens_per_s, alone.passed) if alone else (None, None)
+        found += [
+            Total(records=of_method, plain_tokens_per_s=speed, plain_passed=passed) for of_method in methods.values()
+        ]
     return found
 
 
@@ -148,6 +166,24 @@ def common(found: Sequence[Total]) -> dict[str, Any]:
     """The settings that all of them share."""
     differ = varying(found)
     return {name: value for name, value in found[0].setting.items() if name not in differ}
+
+
+def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
+    """Heads and lines of a table: the settings in which they differ, the figures of HEADS, pass@1 if it was judged."""
+    names = shown(found)
+    heads, lines = [*names, *HEADS], [cells(total, names) for total in found]
+    if any(total.passed is not None for total in found):
+        heads.append("pass@1")
+        lines = [[*line, solved(total)] for line, total in zip(lines, found, strict=True)]
+    return heads, lines
+
+
+def solved(total: Total) -> str:
+    """pass@1 in a cell, with how many prompts more or less than plain decoding solves."""
+    if total.passed is None:
+        return "-"
+    of_all = f"{total.pass_at_1:.1%} ({total.passed}"
+    return of_all + (")" if total.plain_passed is None else f", {total.passed - total.plain_passed:+d})")
 
 
 def cells(total: Total, names: Sequence[str]) -> list[str]:

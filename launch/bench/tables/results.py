@@ -20,7 +20,7 @@ from ..records import load_records
 from ..report import read_lines
 from ..scaling import HEADS as SCALING_HEADS
 from ..scaling import errors
-from ..summary import HEADS, Total, caption, cells, markdown, ordered, short, shown, totals
+from ..summary import Total, caption, markdown, ordered, short, table_of, totals
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "results.md"
@@ -56,8 +56,7 @@ def page() -> str:
 
 
 def _methods(found: list[Total]) -> str:
-    names = shown(found)
-    return markdown((*names, *HEADS), [cells(total, names) for total in found])
+    return markdown(*table_of(found))
 
 
 def _quality(total: Total) -> list[str]:
