@@ -14,7 +14,7 @@ from .plots import dataset_plot, heat_map, scaling_plots, tokens_plot
 from .records import load_records
 from .scaling import HEADS as SCALING_HEADS
 from .scaling import Line
-from .summary import Total, caption, common, ordered, table_of, totals, varying
+from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
 
 STYLE = """body { font: 15px/1.4 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .7em; border-bottom: 1px solid #ddd }
@@ -37,7 +37,7 @@ def write_report(folder: Path) -> list[Path]:
     lines = read_lines(folder / "scaling.csv")
     found = ordered(totals(load_records(folder))) if any(folder.rglob("*.jsonl")) or not lines else []
     if found:
-        setting = caption(found)
+        setting = "; ".join([caption(found), *notes(found)])
     else:
         setting = (folder / "scaling.md").read_text(encoding="utf-8").split("\n\n")[1].strip()
     parts = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(setting)}</p>"]

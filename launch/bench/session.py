@@ -31,6 +31,7 @@ from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences
+from .machine import load_average, local_ranks
 from .pass_at_1 import check_limits, check_prompts, judge
 from .prompts import Prompt
 from .quality import assess
@@ -56,18 +57,30 @@ class Bench(Session[BenchmarkConfig]):
     path: Path
     settings: dict[str, Any]
 
-    def shares(self, method: str, output: GenerationOutput) -> list[dict[str, float]]:
-        """Mean tokens and milliseconds of a step on every rank that ran the method."""
-        steps = output.step_stats
+    def shares(self, method: str, result: Measured) -> list[dict[str, float]]:
+        """Mean tokens and milliseconds of a step on every rank that ran the method, and its most memory in bytes."""
+        steps = result.output.step_stats
         names = ("num_tokens", "forward_s", "exchange_s", "host_s")
         # Nanoseconds and billionths of a token, as the collective carries integers.
         means = [round(1e9 * fmean(getattr(step, name) for step in steps)) if steps else 0 for name in names]
+        means.append(result.peak_bytes)
         by_rank = exchange(self.context, "comparing the step times of ranks", means).tolist()
-        units = {"num_tokens": 1e9, "forward_ms": 1e6, "exchange_ms": 1e6, "host_ms": 1e6}
+        units = {"num_tokens": 1e9, "forward_ms": 1e6, "exchange_ms": 1e6, "host_ms": 1e6, "peak_bytes": 1}
         return [
             {name: mean / unit for mean, (name, unit) in zip(of_rank, units.items(), strict=True)}
             for of_rank in (by_rank if _together(method) else by_rank[: self.context.replica.size])
         ]
+
+    def machine(self) -> dict[str, Any]:
+        """What tells whether times can be trusted: cores, load average, ranks on this machine and their threads."""
+        device = self.context.device
+        return {
+            "cores": os.cpu_count() or 1,
+            "load": load_average(),
+            "ranks": local_ranks(self.context.world_size),
+            "threads": torch.get_num_threads(),
+            "on_cpu": device.type == "cpu",
+        }
 
     def records(
         self, index: int, prompt: Prompt, measured: Mapping[str, Measured], shares: Mapping[str, list[dict[str, float]]]
@@ -87,6 +100,9 @@ class Bench(Session[BenchmarkConfig]):
         records = []
         for name, result in measured.items():
             record = {**head, "method": name, **_figures(result), "split": shares[name]}
+            record["peak_bytes"] = max(int(share["peak_bytes"]) for share in shares[name])
+            record["captured"] = captured(self.decoders.get(name))
+            record["machine"] = self.machine()
             record["text"] = self.loaded.tokenizer.decode(result.output.tokens, skip_special_tokens=True)
             record["equal"] = name not in by_method if compared else None
             record["difference"] = asdict(by_method[name]) if name in by_method else None
@@ -100,6 +116,12 @@ class Bench(Session[BenchmarkConfig]):
                 record["check"] = asdict(judge(self.config.task.check, prompt, record["text"]))
             records.append(record | {"settings": self.settings, "hardware": hardware(self), "versions": versions()})
         return records
+
+
+def captured(decoder: Decoder | None) -> str | None:
+    """How a decoder of ours captures its steps; None for one that does not."""
+    runner = getattr(decoder, "runner", None)
+    return str(runner.captured.mode) if runner is not None and runner.captured else None
 
 
 def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
@@ -317,6 +339,6 @@ def _figures(result: Measured) -> dict[str, Any]:
     figures |= {"accepted": {str(length): accepted[length] for length in sorted(accepted)}}
     figures |= {"tokens_a_step": output.mean_tokens, "finish_reason": output.finish_reason}
     figures |= {"attention": output.attention}
-    figures |= {"prefill_s": output.prefill_s, "decode_s": result.decode_s}
+    figures |= {"prefill_s": output.prefill_s, "decode_s": result.decode_s, "rounds_s": [*result.rounds_s]}
     figures["tokens_per_s"] = len(output.tokens) / result.decode_s
     return figures | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

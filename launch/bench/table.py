@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .records import Record, load_records
-from .summary import Total, caption, common, ordered, table_of, totals, varying
+from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
 
 
 class ProgressBar:
@@ -79,7 +79,8 @@ def print_totals(found: Sequence[Total], console: Console) -> None:
     for line in lines:
         table.add_row(*line)
     console.print(table)
-    console.print(caption(found), markup=False, highlight=False, soft_wrap=True)
+    for text in (caption(found), *notes(found)):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary(found: Sequence[Total]) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def summary(found: Sequence[Total]) -> dict[str, Any]:
     machines = {"hardware": found[0].hardware, "versions": found[0].records[0]["versions"]}
     names = varying(found)
     lines = [{**{name: total.setting.get(name) for name in names}, **total.figures()} for total in found]
-    return {"settings": common(found), **machines, "methods": lines}
+    return {"settings": common(found), **machines, "methods": lines, "notes": notes(found)}
 
 
 def show_sweep(folder: Path) -> None:

@@ -60,7 +60,7 @@ def class_program(prompt: Prompt, text: str) -> str:
     if not re.search(r"^class ", code, re.MULTILINE):
         code = prompt.text + text
     imports = "\n".join(prompt.fields.get("import_statement") or [])
-    names = list(prompt.fields["test_classes"])
+    names = [name.strip() for name in prompt.fields["test_classes"]]  # ClassEval_97 has one with a space
     run = f"""
 import unittest as _unittest
 _load = _unittest.defaultTestLoader.loadTestsFromTestCase

@@ -120,6 +120,7 @@ def limit_resources(memory_bytes: int, file_bytes: int, cpu_s: int) -> None:
 def outcome_of(program: str, passed: str) -> str:
     """`passed`, or the name of the exception that ended it."""
     module = types.ModuleType("program")  # dataclasses and pickle look a class's module up
+    module.__file__ = os.path.abspath("program.py")  # in whose folder tests put their files
     sys.modules[module.__name__] = module
     try:
         exec(compile(program, "program", "exec"), vars(module))

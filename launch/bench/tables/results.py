@@ -20,7 +20,7 @@ from ..records import load_records
 from ..report import read_lines
 from ..scaling import HEADS as SCALING_HEADS
 from ..scaling import errors
-from ..summary import Total, caption, markdown, ordered, short, table_of, totals
+from ..summary import Total, caption, markdown, notes, ordered, short, table_of, totals
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "results.md"
@@ -49,7 +49,7 @@ def page() -> str:
         ("sweep", "A sweep on two ranks", f"`{SWEEP}`"),
     ):
         found = ordered(totals(load_records(DATA / folder)))
-        parts += [f"## {title}\n", f"{text}\n", _methods(found), f"{caption(found)}\n"]
+        parts += [f"## {title}\n", f"{text}\n", _methods(found), "\n".join([caption(found), *notes(found)]) + "\n"]
         if folder == "greedy":
             parts.append(markdown(QUALITY, map(_quality, found)))
     return "\n".join([*parts, _scaling()])
