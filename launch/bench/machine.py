@@ -57,17 +57,28 @@ def load_average() -> float | None:
         return None
 
 
-def local_ranks(world_size: int) -> int:
-    """Ranks of this launch on this machine."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() else world_size
+def machine_now(device: torch.device, world_size: int) -> dict[str, Any]:
+    """What tells whether times can be trusted: cores, load average, ranks on this machine and their threads.
+
+    Args:
+        device: the model's.
+        world_size: ranks of all machines.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return {
+        "cores": os.cpu_count() or 1,
+        "load": load_average(),
+        "ranks": int(local) if local.isdecimal() else world_size,
+        "threads": torch.get_num_threads(),
+        "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+    }
 
 
 def remarks(records: Sequence[dict[str, Any]]) -> list[str]:
     """Lines about a machine that looked busy, and ranks that shared cores; none in records that do not say.
 
     Args:
-        records: of a benchmark, whose `machine` has cores, load, ranks and threads.
+        records: of a benchmark, whose `machine` is one of machine_now.
     """
     machines = [record["machine"] for record in records if record.get("machine")]
     lines = []
@@ -78,8 +89,9 @@ def remarks(records: Sequence[dict[str, Any]]) -> list[str]:
             f"the machine looked busy: a load average of {median(others):.1f} on {cores} cores beside this run; "
             "do not trust its times"
         )
-    beyond = sorted({each["ranks"] for each in machines if each["on_cpu"] and each["ranks"] > each["cores"]})
-    if beyond:
-        ranks = " and ".join(map(str, beyond))
-        lines.append(f"{ranks} ranks shared {cores} cores, so they waited for each other; S holds, times do not")
+    shared = sorted({(each["ranks"], each["gpus"], each["cores"]) for each in machines})
+    for ranks, gpus, cores in shared:
+        if ranks > (gpus or cores):
+            what = f"{gpus} GPUs" if gpus else f"{cores} cores"
+            lines.append(f"{ranks} ranks shared {what}, so they waited for each other; S holds, times do not")
     return lines

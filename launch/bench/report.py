@@ -12,8 +12,7 @@ from pathlib import Path
 from ..builders import ORACLE, PLAIN
 from .plots import dataset_plot, heat_map, scaling_plots, tokens_plot
 from .records import load_records
-from .scaling import HEADS as SCALING_HEADS
-from .scaling import Line
+from .scaling import Line, scaling_table
 from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
 
 STYLE = """body { font: 15px/1.4 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -46,7 +45,7 @@ def write_report(folder: Path) -> list[Path]:
         parts.append(_table(*table_of(found)))
         pictures += _plots(found, setting, folder)
     if lines:
-        parts.append(_table(SCALING_HEADS, [line.cells() for line in lines]))
+        parts.append(_table(*scaling_table(lines)))
         pictures += scaling_plots(lines, setting, folder)
     parts += [_picture(path) for path in pictures]
     if found:
@@ -66,7 +65,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def _line(record: dict[str, str]) -> Line:
-    types = dict.fromkeys(("method", "kind", "link"), str) | dict.fromkeys(("ranks", "W", "G"), int)
+    types = dict.fromkeys(("method", "kind", "link"), str) | dict.fromkeys(("ranks", "tp", "W", "G"), int)
     values = {name: types.get(name, float)(text) if text else None for name, text in record.items()}
     return Line(**values)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -31,7 +31,7 @@ from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences
-from .machine import load_average, local_ranks
+from .machine import machine_now
 from .pass_at_1 import check_limits, check_prompts, judge
 from .prompts import Prompt
 from .quality import assess
@@ -71,17 +71,6 @@ class Bench(Session[BenchmarkConfig]):
             for of_rank in (by_rank if _together(method) else by_rank[: self.context.replica.size])
         ]
 
-    def machine(self) -> dict[str, Any]:
-        """What tells whether times can be trusted: cores, load average, ranks on this machine and their threads."""
-        device = self.context.device
-        return {
-            "cores": os.cpu_count() or 1,
-            "load": load_average(),
-            "ranks": local_ranks(self.context.world_size),
-            "threads": torch.get_num_threads(),
-            "on_cpu": device.type == "cpu",
-        }
-
     def records(
         self, index: int, prompt: Prompt, measured: Mapping[str, Measured], shares: Mapping[str, list[dict[str, float]]]
     ) -> list[Record]:
@@ -102,7 +91,7 @@ class Bench(Session[BenchmarkConfig]):
             record = {**head, "method": name, **_figures(result), "split": shares[name]}
             record["peak_bytes"] = max(int(share["peak_bytes"]) for share in shares[name])
             record["captured"] = captured(self.decoders.get(name))
-            record["machine"] = self.machine()
+            record["machine"] = machine_now(self.context.device, self.context.world_size)
             record["text"] = self.loaded.tokenizer.decode(result.output.tokens, skip_special_tokens=True)
             record["equal"] = name not in by_method if compared else None
             record["difference"] = asdict(by_method[name]) if name in by_method else None
@@ -179,7 +168,9 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     """
     methods = methods_of(config)
     check_divisible(config, methods)
-    prompts, sampling, builders = checked(config, [_bare(name) for name in methods if _bare(name) in decoder_names()])
+    for name, lacking in missing_methods(config, methods).items():
+        raise UserError(f"method {name} {lacking}")
+    prompts, sampling, builders = checked(config, own_names(methods))
     if config.pass_at_1:
         check_pass_at_1(config, prompts)
     if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
@@ -193,7 +184,7 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     decoders: dict[str, Decoder] = {}
     for name in methods:
         own_context = context if _together(name) else context.tp
-        options = BaselineOptions(draft=config.draft)
+        options = baseline_options(config)
         builder = builders.get(_bare(name)) or partial(BASELINES[name].build, options=options)
         build = partial(builder, loaded.model, own_context)
         if decoder := build() if _together(name) or context.replica.size > 1 else on_main(context, build):
@@ -228,11 +219,28 @@ def _bare(name: str) -> str:
     return name.removesuffix(ALONE)
 
 
+def own_names(methods: Iterable[str]) -> list[str]:
+    """The decoders of ours among the methods."""
+    return [_bare(name) for name in methods if _bare(name) in decoder_names()]
+
+
 def _together(name: str) -> bool:
     """Whether all ranks share its steps."""
     if name.endswith(ALONE) or name in (PLAIN, ORACLE):
         return False
     return BASELINES[name].all_ranks if name in BASELINES else True
+
+
+def baseline_options(config: BenchmarkConfig) -> BaselineOptions:
+    """What the config has of them."""
+    return BaselineOptions(draft=config.draft)
+
+
+def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str, str]:
+    """What baselines among the methods lack here: a package, GPUs, an option; each with its remedy."""
+    options = baseline_options(config)
+    found = {name: BASELINES[name].missing(options) for name in methods if name in BASELINES}
+    return {name: lacking for name, lacking in found.items() if lacking}
 
 
 def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:

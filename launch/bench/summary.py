@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from ..builders import ORACLE, PLAIN
@@ -86,7 +86,9 @@ class Total:
 
     @property
     def speedup(self) -> float | None:
-        """Against plain decoding of the same run."""
+        """Against plain decoding of the same run: the median round's, which lies between their least and most."""
+        if self.speedups:
+            return median(self.speedups)
         return self.tokens_per_s / self.plain_tokens_per_s if self.plain_tokens_per_s else None
 
     @property
@@ -97,8 +99,10 @@ class Total:
 
     @property
     def speedups(self) -> list[float]:
-        """Against plain decoding, round by round."""
-        return [rate / plain for rate, plain in zip(self.rates, self.plain.rates, strict=False)] if self.plain else []
+        """Against plain decoding, round by round; empty for plain decoding itself."""
+        if self.plain is None or self.plain.method == self.method:
+            return []
+        return [rate / plain for rate, plain in zip(self.rates, self.plain.rates, strict=False)]
 
     @property
     def peak_bytes(self) -> int | None:

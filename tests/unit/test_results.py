@@ -78,8 +78,9 @@ def test_a_table_has_the_spread_of_its_rounds() -> None:
     setting = {"task": "a", "W": 2, "N": 2, "G": 4}
     ours = [_record(index, "lookahead", setting, 50, 1.0) | {"rounds_s": [1.0, 2.0, 4.0]} for index in range(2)]
     plain = [_record(index, "plain", setting, 100, 4.0) | {"rounds_s": [4.0, 4.0, 6.0]} for index in range(2)]
-    heads, (line, _) = table_of(totals([*ours, *plain]))
-    assert heads[-1] == "of rounds" and line[-1] == "1.50-4.00x"
+    heads, (line, other) = table_of(totals([*ours, *plain]))
+    assert heads[-1] == "of rounds" and line[-1] == "1.50-4.00x" and line[heads.index("vs plain")] == "2.00x"
+    assert other[-1] == "-", "plain decoding against itself"
     assert notes(totals([*ours, *plain])) == ["medians of 3 rounds, with least and most"]
     once = [record | {"rounds_s": [1.0]} for record in [*ours, *plain]]
     assert table_of(totals(once))[0][-1] == "output" and "one round" in notes(totals(once))[0]
@@ -92,13 +93,13 @@ def test_a_busy_machine_is_named() -> None:
 
     def said(**machine: Any) -> list[str]:
         record = _record(0, "plain", {"task": "a", "W": 2, "N": 2, "G": 4}, 100, 1.0)
-        quiet = {"cores": 8, "load": 1.1, "ranks": 1, "threads": 1, "on_cpu": True}
+        quiet = {"cores": 8, "load": 1.1, "ranks": 1, "threads": 1, "gpus": 0}
         return notes(totals([record | {"machine": quiet | machine}]))
 
     assert said() == [] and said(load=4.2, threads=4) == [] and said(load=None) == []
     assert "load average of 3.2 on 8 cores" in said(load=4.2)[0]
     assert "16 ranks shared 8 cores" in said(ranks=16, load=15.0)[0]
-    assert said(ranks=16, load=15.0, on_cpu=False) == []
+    assert said(ranks=8, load=8.0, gpus=8) == [] and "8 ranks shared 4 GPUs" in said(ranks=8, load=8.0, gpus=4)[0]
 
 
 def test_two_settings_never_look_alike() -> None:
