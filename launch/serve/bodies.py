@@ -168,7 +168,10 @@ class OpenAI(Sampled):
 class CompletionBody(OpenAI):
     """/v1/completions."""
 
-    REFUSED = {"use_beam_search": "there is no beam search", "prompt_embeds": "give a text or token ids"}
+    REFUSED = {
+        "use_beam_search": "a step verifies one path, and beams depend on each other: leave it out",
+        "prompt_embeds": "give a text or token ids",
+    }
     prompt: (
         Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
     )
@@ -282,7 +285,7 @@ class ChatBody(OpenAI):
         "function_call": "give tool_choice",
         "audio": "this model writes text",
         "web_search_options": "this server has no search",
-        "use_beam_search": "there is no beam search",
+        "use_beam_search": "a step verifies one path, and beams depend on each other: leave it out",
     }
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
