@@ -18,6 +18,7 @@ from lp.errors import UserError
 
 from .app import INTERRUPTED
 from .bench.compare import Measured, alternate
+from .bench.machine import PeakMemory
 from .bench.prompts import Prompt
 from .bench.records import Record, RecordFile, digest
 from .bench.session import Bench, ModelCache, on_main, open_bench
@@ -109,8 +110,9 @@ def _runs(bench: Bench, prompt: Prompt, tokens: int) -> dict[str, Callable[[], G
 
 def _measure(bench: Bench, prompt: Prompt) -> tuple[dict[str, Measured], dict[str, list[dict[str, float]]]]:
     """What every method did, and how its steps' time was split on each rank."""
-    measured = alternate(_runs(bench, prompt, bench.config.max_new_tokens), bench.config.repeats)
-    return measured, {name: bench.shares(name, result.output) for name, result in measured.items()}
+    peak = PeakMemory(bench.context.device)
+    measured = alternate(_runs(bench, prompt, bench.config.max_new_tokens), bench.config.repeats, peak)
+    return measured, {name: bench.shares(name, result) for name, result in measured.items()}
 
 
 def _show(bench: Bench, file: RecordFile) -> float:
@@ -120,7 +122,7 @@ def _show(bench: Bench, file: RecordFile) -> float:
         if bench.config.output is Output.json:
             print(json.dumps({**summary(found), "records": str(file.path)}, ensure_ascii=False), file=out, flush=True)
         else:
-            print_totals(found, console_on(out, 120))
+            print_totals(found, console_on(out, 160))
             print(f"records: {file.path}", file=out, flush=True)
     return found[0].tokens_per_s
 

@@ -16,7 +16,9 @@ from lp.engine.output import GenerationOutput
 
 from .bench.ceilings import device_name
 from .bench.compare import Difference, Measured
+from .bench.machine import machine_now, remarks
 from .bench.prompts import Prompt
+from .bench.summary import spread
 from .bench.table import empty_table
 from .builders import ORACLE, PLAIN
 from .session import Session
@@ -91,7 +93,8 @@ class Report:
     def _totals_of(self, name: str) -> MethodTotals:
         runs = [result.measured[name] for result in self.finished]
         differing = sum(difference.method == name for _, difference in self.differences)
-        return _total(name, [(run.output, run.decode_s) for run in runs], differing=differing)
+        rounds_s = [sum(times) for times in zip(*(run.rounds_s for run in runs), strict=False)]
+        return _total(name, [(run.output, run.decode_s) for run in runs], differing=differing, rounds_s=rounds_s)
 
 
 @dataclass
@@ -105,6 +108,11 @@ class MethodTotals:
     decode_s: float
     differing: int = 0
     interrupted: bool = False
+    rounds_s: list[float] = field(default_factory=list)  # of all prompts, by round
+
+    def speedups(self, plain: MethodTotals) -> list[float]:
+        """Against plain decoding, round by round."""
+        return [other / own for own, other in zip(self.rounds_s, plain.rounds_s, strict=False)]
 
     @property
     def compression(self) -> float:
@@ -152,6 +160,7 @@ def describe(session: Session[Any]) -> dict[str, Any]:
         "json_schema": config.json_schema,
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
+        "machine": machine_now(session.context.device, session.context.world_size),
     }
 
 
@@ -173,9 +182,9 @@ def as_table(report: Report) -> Table:
     heads = ("method", "tokens", "steps", "S", "tokens/s", "vs plain", "output")
     table = empty_table(heads, ("method", "output"), title=title, title_style="bold")
     found = report.totals()
-    plain = next((totals.tokens_per_s for totals in found if totals.method == PLAIN), 0.0)
+    plain = next((totals for totals in found if totals.method == PLAIN), None)
     for totals in found:
-        speed = f"{totals.tokens_per_s / plain:.2f}x" if plain else "-"
+        speed = f"{totals.tokens_per_s / plain.tokens_per_s:.2f}x" if plain and plain.decode_s else "-"
         counts = (str(totals.tokens), str(totals.steps))
         rates = (f"{totals.compression:.2f}", f"{totals.tokens_per_s:.1f}", speed)
         table.add_row(totals.method, *counts, *rates, _verdict(report, totals))
@@ -213,7 +222,17 @@ def caption(report: Report) -> str:
         parts.append(f"JSON schema: {s['json_schema']}")
     if not s["exact"]:
         parts.append("activations are quantised, so tokens may differ")
-    return ", ".join([*parts, f"median of {s['repeats']}"])
+    rounds = "one round, whose times have no known spread" if s["repeats"] == 1 else f"median of {s['repeats']} rounds"
+    return ", ".join([*parts, rounds])
+
+
+def spreads(report: Report) -> list[str]:
+    """A line with least and most of every method's speed-up over the rounds; none for one round."""
+    found = {totals.method: totals for totals in report.totals() if not totals.interrupted}
+    if PLAIN not in found or len(found[PLAIN].rounds_s) < 2:
+        return []
+    each = (f"{name} {spread(totals.speedups(found[PLAIN]))}" for name, totals in found.items() if name != PLAIN)
+    return [f"vs plain, least to most of {len(found[PLAIN].rounds_s)} rounds: {', '.join(each)}"]
 
 
 def print_table(report: Report, console: Console) -> None:
@@ -222,7 +241,8 @@ def print_table(report: Report, console: Console) -> None:
         _print_line(f"{result.prompt.task_id}: {_sentence(at, report)}", console)
     console.print()
     console.print(as_table(report))
-    _print_line(caption(report), console)
+    for line in (*spreads(report), caption(report), *remarks([{"machine": report.setting["machine"]}])):
+        _print_line(line, console)
 
 
 def _sentence(at: Difference, report: Report) -> str:
@@ -260,6 +280,7 @@ def _method(totals: MethodTotals, report: Report) -> dict[str, Any]:
         "S": totals.compression,
         "decode_s": totals.decode_s,
         "tokens_per_s": totals.tokens_per_s,
+        "rounds_s": totals.rounds_s,
         "equal": None if report.equal is None else not totals.differing,
     }
 

@@ -8,6 +8,7 @@ device, marked as such in every table and plot. `--cfg job` shows the keys.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import os
@@ -27,15 +28,14 @@ from rich.console import Console
 import lp
 from lp.checks import check_int
 from lp.errors import UserError
-from lp.optional import is_installed
 from lp.parallel.context import check_timeouts
 
 from .bench.baselines import BASELINES
+from .bench.machine import remarks
 from .bench.plots import scaling_plots
 from .bench.projection import Link, Projection, Run, check_projectable
 from .bench.records import Record, digest, load_records
 from .bench.scaling import (
-    HEADS,
     MEASURED,
     PROJECTED,
     ErrorsOfRuns,
@@ -44,16 +44,30 @@ from .bench.scaling import (
     measured_lines,
     medians,
     projected_lines,
+    scaling_table,
     with_efficiency,
 )
-from .bench.session import ALONE, Bench, ModelCache, methods_of, open_bench
+from .bench.session import (
+    ALONE,
+    Bench,
+    ModelCache,
+    check_divisible,
+    check_pass_at_1,
+    methods_of,
+    missing_methods,
+    open_bench,
+    own_names,
+    settings_of,
+)
 from .bench.summary import markdown, short
 from .builders import PLAIN
 from .cli import start
 from .nodes import Leader, Nodes, follow, leading
 from .schema import Output, ScalingConfig, frozen
+from .session import checked, sampling_of
 from .sweep import folder_of_run, relaunch
 
+LATE = ("parameters", "threads", "sampling")  # of a record's settings: the launch itself finds them
 ROUNDS = 3  # of projections
 LOOKAHEAD = "lookahead"  # with W, N and G as they are, the decoder that is projected
 OWN_KEYS = (
@@ -68,6 +82,7 @@ OWN_KEYS = (
     "methods",
     "out",
     "limit",
+    "repeats",
     "output",
 )
 
@@ -86,13 +101,15 @@ def scaling(config: ScalingConfig) -> None:
         follow(nodes, arguments, config.parallel.timeout_s, partial(launch_benchmark, config, folder_of_run()))
         return
     folder = Path(config.out).absolute() if config.out else folder_of_run()
+    check_folder(config, folder)
     models = ModelCache()
     with leading(nodes, arguments, config.parallel.timeout_s) as leader:
         folders = [folder / f"run-{number}" for number in range(1, config.runs + 1)] if config.runs > 1 else [folder]
         runs, captions = zip(*(run(config, leader, each, models) for each in folders), strict=True)
         lines = with_efficiency(medians(runs))
-        missing = "".join(f"\n{name}: its package is not installed.\n" for name in missing_methods(config))
-        caption = f"{captions[0]}\n{fastest(lines)}{missing}".rstrip("\n")
+        missing = missing_methods(config, methods_of(config))
+        left_out = "".join(f"\n{name} was left out: it {lacking}.\n" for name, lacking in missing.items())
+        caption = f"{captions[0]}\n{fastest(lines)}{left_out}".rstrip("\n")
         report(lines, errors_of_runs(runs), caption, folder, config.output is Output.table)
 
 
@@ -106,7 +123,7 @@ def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache)
             leader.launch(ranks, partial(launch_benchmark, config, _folder_of(folder, ranks, tp)), tp=tp)
         found = [_records_of_one_setting(_folder_of(folder, *split)) for split in splits]
         lines += [line for records in found for line in measured_lines(records)]
-        caption = _caption(found[0][0])
+        caption = "; ".join([_caption(found[0][0]), *remarks([record for records in found for record in records])])
     if config.project:
         bench = open_bench(replace(config, methods=[LOOKAHEAD, PLAIN]), models)
         with _threads_of_a_rank(config):
@@ -149,12 +166,42 @@ def check(config: ScalingConfig) -> Nodes:
             raise UserError(f"ranks has {ranks}, on which none of methods={methods} runs; give one more")
     if config.project and decoder == LOOKAHEAD:  # now, not when everything else has been measured
         check_projectable(frozen(lp.LookaheadConfig, config.decoder))
+    prompts, _, _ = checked(config, own_names(methods))
+    if config.pass_at_1:
+        check_pass_at_1(config, prompts)
+    for ranks, tp in splits_of(config):
+        check_divisible(replace(config, parallel=replace(config.parallel, tp=tp)), _methods(config, ranks, tp))
     check_int("runs", config.runs, 1, 100, "give how often to measure and project")
     check_timeouts(config.parallel.timeout_s, config.parallel.setup_timeout_s)
     nodes = Nodes.of(config.nodes)
     for ranks in config.ranks:
         nodes.check(ranks)
     return nodes
+
+
+def check_folder(config: ScalingConfig, folder: Path) -> None:
+    """Refuse records of other settings now, not when new ones have been measured beside them.
+
+    Raises:
+        ValueError: names the setting that differs, and the folder.
+    """
+    folders = [folder / f"run-{number}" for number in range(1, config.runs + 1)] if config.runs > 1 else [folder]
+    for each, (ranks, tp) in itertools.product(folders, splits_of(config)):
+        place = _folder_of(each, ranks, tp)
+        if not any(place.glob("*.jsonl")):
+            continue
+        found = _records_of_one_setting(place)[0]["settings"]
+        of_launch = replace(config, parallel=replace(config.parallel, tp=tp))
+        wanted = settings_of(of_launch, _methods(config, ranks, tp), sampling_of(config), ranks, 0)
+        wanted = json.loads(json.dumps(wanted))
+        known = {name for name in wanted if name not in LATE}  # the others are known when a launch runs
+        differ = sorted(name for name in known if wanted[name] != found.get(name))
+        if differ:
+            name = differ[0]
+            raise UserError(
+                f"{place} has records with {name}={short(found.get(name))}, and this run has {short(wanted[name])}; "
+                "give another out=, or move them away"
+            )
 
 
 def splits_of(config: ScalingConfig) -> list[tuple[int, int]]:
@@ -184,21 +231,18 @@ def launch_benchmark(
     shared = [override for override in task if re.split("[.=]", override.lstrip("+~"))[0] not in OWN_KEYS]
     limit = "null" if config.limit is None else config.limit
     own = [f"methods=[{','.join(_methods(config, ranks, tp))}]", f"out={folder}", f"limit={limit}"]
-    own.append(f"parallel.tp={tp}")
+    own += [f"parallel.tp={tp}", f"repeats={config.repeats}"]  # the benchmark's own default is another
     relaunch(nproc, "benchmark", [*shared, *own, f"output={config.output}"], place)
 
 
 def _methods(config: ScalingConfig, ranks: int, tp: int = 1) -> list[str]:
     """Those that this many ranks can run, with packages that are there."""
-    methods = [name for name in methods_of(config) if name not in missing_methods(config)]
+    methods = methods_of(config)
+    missing = missing_methods(config, methods)
+    methods = [name for name in methods if name not in missing]
     if tp > 1:
         return [name for name in methods if name not in BASELINES]
     return [name for name in methods if ranks > 1 or not (name in BASELINES and BASELINES[name].all_ranks)]
-
-
-def missing_methods(config: ScalingConfig) -> list[str]:
-    """Methods whose package is not installed, which the report names."""
-    return [name for name in methods_of(config) if name == "deepspeed_tp" and not is_installed("deepspeed")]
 
 
 def fastest(lines: Sequence[Line]) -> str:
@@ -282,7 +326,7 @@ def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, tab
         writer = csv.DictWriter(file, [*lines[0].figures()])
         writer.writeheader()
         writer.writerows(line.figures() for line in lines)
-    text = markdown(HEADS, [line.cells() for line in lines]) + f"\n{caption}\n"
+    text = markdown(*scaling_table(lines)) + f"\n{caption}\n"
     for (method, ranks), each in off.items():
         text += f"\n{method} on {ranks} ranks: projected {', '.join(f'{error:+.1%}' for error in each)} off the "
         text += "measured speed-up"

@@ -120,6 +120,7 @@ class TaskSchema:
         id: the same, of the prompt's name.
         ids: names of the prompts to take, in their order; null takes all.
         chat: put the prompt into the model's chat template, if it has one.
+        check: how pass_at_1 judges a text: function, asserts, class or number; null for texts that nothing judges.
     """
 
     name: str = MISSING
@@ -132,6 +133,7 @@ class TaskSchema:
     id: str | None = None
     ids: list[str] | None = None
     chat: bool = False
+    check: str | None = None
 
 
 @dataclass
@@ -217,6 +219,7 @@ class BenchmarkConfig(Tasked):
     methods: list[str] | None = None
     draft: str | None = None
     quality: bool = False
+    pass_at_1: bool = False
     out: str | None = None
 
 

@@ -27,7 +27,7 @@ from lp.sampling.grammar import Grammar
 
 from .arguments import closest
 from .bench.hub import load_hub
-from .bench.prompts import Prompt, check_whole, load_builtin, load_jsonl, read_text
+from .bench.prompts import Fields, Prompt, check_whole, load_builtin, load_jsonl, read_text
 from .bench.shapes import SHAPES
 from .builders import METHODS, ORACLE, Builders, decoder_builders
 from .schema import Common, Config, Tasked, frozen
@@ -321,7 +321,8 @@ def read_prompts(config: Tasked) -> list[Prompt]:
         raise UserError(f"task {task.name} has no file {task.path}; {remedy}{hub}")
     limit = config.limit if task.ids is None else None
     if task.path is not None:
-        prompts = load_jsonl(task.path, limit)
+        fields = Fields(prompt=task.prompt, reference=task.reference, task_id=task.id)
+        prompts = load_jsonl(task.path, limit, fields)
     elif task.hub is not None:
         prompts = load_hub(task.hub, task.subset, task.split, task.prompt, task.reference, task.id, limit)
     else:

@@ -18,6 +18,8 @@ from lp.engine.output import GenerationOutput
 from lp.sampling.noise import gumbel
 from lp.sampling.params import SamplingParams, Verifier
 
+from .machine import PeakMemory
+
 # Two logits this close may swap ranks when a kernel adds in another order: measured in units in the last place at the
 # size logits have (about 20), four in 16 bits, where the last rounding dominates, fifty in float32, where the sums do.
 NEAR_TIE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.06}
@@ -30,10 +32,14 @@ class Measured:
     Args:
         output: of its first round.
         decode_s: median of the rounds, in seconds.
+        rounds_s: seconds of every round.
+        peak_bytes: most memory of any round on this rank; 0 where nobody asked.
     """
 
     output: GenerationOutput
     decode_s: float
+    rounds_s: tuple[float, ...] = ()
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +66,31 @@ class Difference:
     plain_logit: float | None = None
 
 
-def alternate(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -> dict[str, Measured]:
-    """Run every method once a round, each round beginning with another one, so that drift of the machine hits all."""
+def alternate(
+    methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int, peak: PeakMemory | None = None
+) -> dict[str, Measured]:
+    """Run every method once a round, each round beginning with another one, so that drift of the machine hits all.
+
+    Args:
+        methods: by name.
+        rounds: of all of them.
+        peak: asked for the memory of every run.
+    """
     names = list(methods)
     outputs: dict[str, list[GenerationOutput]] = {name: [] for name in names}
+    peaks = dict.fromkeys(names, 0)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if peak:
+                peak.restart()
             outputs[name].append(methods[name]())
-    return {name: Measured(output=runs[0], decode_s=median(r.decode_s for r in runs)) for name, runs in outputs.items()}
+            peaks[name] = max(peaks[name], peak.bytes() if peak else 0)
+    return {name: _measured(runs, peaks[name]) for name, runs in outputs.items()}
+
+
+def _measured(runs: Sequence[GenerationOutput], peak_bytes: int) -> Measured:
+    times_s = tuple(run.decode_s for run in runs)
+    return Measured(output=runs[0], decode_s=median(times_s), rounds_s=times_s, peak_bytes=peak_bytes)
 
 
 def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> int | None:

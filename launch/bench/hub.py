@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import islice
-from typing import Any
 
 from lp.errors import UserError
 
-from .prompts import Prompt
+from .prompts import Fields, Prompt
 
 
 def load_hub(
@@ -42,20 +40,5 @@ def load_hub(
         reason = str(error).strip().split("\n")[0]
         remedy = "or give task.path=<JSONL file>"
         raise UserError(f"cannot load the data set {name!r}: {reason}; {remedy}") from error
-    return [
-        Prompt(
-            reference=_filled(reference, record) if reference else None,
-            task_id=_filled(task_id, record) if task_id else str(number),
-            text=_filled(prompt, record),
-            source=name,
-        )
-        for number, record in enumerate(islice(records, limit))
-    ]
-
-
-def _filled(template: str, record: Mapping[str, Any]) -> str:
-    """A field by its name, or a template with the fields it names."""
-    try:
-        return template.format_map(record) if "{" in template else str(record[template])
-    except (KeyError, IndexError) as error:
-        raise UserError(f"the data set has no {error} that {template!r} asks for; its fields are {[*record]}") from None
+    fields = Fields(prompt=prompt, reference=reference, task_id=task_id)
+    return [fields.read(record, str(number), name) for number, record in enumerate(islice(records, limit))]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from lp.errors import UserError
 
@@ -21,12 +23,14 @@ class Prompt:
         text: the prompt itself.
         reference: a known continuation, where the task has one.
         source: where it comes from.
+        fields: all that its record of a data set has, its tests among them.
     """
 
     task_id: str
     text: str
     reference: str | None = None
     source: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def load_builtin(limit: int | None = None) -> list[Prompt]:
@@ -42,19 +46,60 @@ def load_builtin(limit: int | None = None) -> list[Prompt]:
     ]
 
 
-def load_jsonl(path: str | Path, limit: int | None = None) -> list[Prompt]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fields:
+    """What the records of a data set call the parts of a prompt.
+
+    Args:
+        prompt, reference, task_id: a field, or a template of fields, as in "Sum up: {article}"; without a task_id, the
+            record's number.
+    """
+
+    prompt: str
+    reference: str | None = None
+    task_id: str | None = None
+
+    def read(self, record: Mapping[str, Any], number: str, source: str | None) -> Prompt:
+        """The prompt of a record.
+
+        Raises:
+            ValueError: it lacks a field.
+        """
+        return Prompt(
+            task_id=filled(self.task_id, record) if self.task_id else number,
+            text=filled(self.prompt, record),
+            reference=filled(self.reference, record) if self.reference else None,
+            source=source,
+            fields=record,
+        )
+
+
+def filled(template: str, record: Mapping[str, Any]) -> str:
+    """A field by its name, or a template with the fields it names.
+
+    Raises:
+        ValueError: the record does not have one of them.
+    """
+    try:
+        return template.format_map(record) if "{" in template else str(record[template])
+    except (KeyError, IndexError) as error:
+        raise UserError(f"the data set has no {error} that {template!r} asks for; its fields are {[*record]}") from None
+
+
+def load_jsonl(path: str | Path, limit: int | None = None, fields: Fields | None = None) -> list[Prompt]:
     """Read one prompt a line: {"task_id": ..., "prompt": ..., "reference": ..., "source": ...}, the last two optional.
 
     Args:
         path: the file; blank lines are skipped.
         limit: of prompts, the first ones; None is all.
+        fields: of the data set, whose records may stand there as they were published.
 
     Raises:
         ValueError: no such file, no prompt in it, or a bad line, named by its number.
     """
     lines = enumerate(read_text(path).split("\n"), 1)
     records = ((number, line) for number, line in lines if line.strip())
-    prompts = [_parse(line, f"{path}, line {number}") for number, line in islice(records, limit)]
+    prompts = [_parse(line, f"{path}, line {number}", fields) for number, line in islice(records, limit)]
     if not prompts:
         raise UserError(f"{path} holds no prompt; it needs at least one line with the key 'prompt'")
     return prompts
@@ -86,7 +131,7 @@ def check_whole(text: str, what: str) -> None:
         raise UserError(f"{what}; write it as UTF-8")
 
 
-def _parse(line: str, where: str) -> Prompt:
+def _parse(line: str, where: str, fields: Fields | None) -> Prompt:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:  # a number may be too long, brackets too deep
@@ -94,9 +139,12 @@ def _parse(line: str, where: str) -> Prompt:
         raise UserError(f"{where} is not JSON ({reason}); write one object a line") from None
     if not isinstance(record, dict):
         raise UserError(f"{where} is not a JSON object but {type(record).__name__}; write one object a line")
+    if fields and "prompt" not in record and fields.prompt != "prompt":
+        return fields.read(record, where, None)
     text = record.get("prompt")
     if not isinstance(text, str) or not text:
         raise UserError(f"{where} has no text under 'prompt'; give it a string that is not empty")
     check_whole(text, f"{where} has half a character under 'prompt'")
     task_id = str(record.get("task_id", where))
-    return Prompt(task_id=task_id, text=text, reference=record.get("reference"), source=record.get("source"))
+    reference, source = record.get("reference"), record.get("source")
+    return Prompt(task_id=task_id, text=text, reference=reference, source=source, fields=record)

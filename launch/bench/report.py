@@ -12,9 +12,8 @@ from pathlib import Path
 from ..builders import ORACLE, PLAIN
 from .plots import dataset_plot, heat_map, scaling_plots, tokens_plot
 from .records import load_records
-from .scaling import HEADS as SCALING_HEADS
-from .scaling import Line
-from .summary import HEADS, Total, caption, cells, common, ordered, shown, totals, varying
+from .scaling import Line, scaling_table
+from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
 
 STYLE = """body { font: 15px/1.4 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .7em; border-bottom: 1px solid #ddd }
@@ -37,16 +36,16 @@ def write_report(folder: Path) -> list[Path]:
     lines = read_lines(folder / "scaling.csv")
     found = ordered(totals(load_records(folder))) if any(folder.rglob("*.jsonl")) or not lines else []
     if found:
-        setting = caption(found)
+        setting = "; ".join([caption(found), *notes(found)])
     else:
         setting = (folder / "scaling.md").read_text(encoding="utf-8").split("\n\n")[1].strip()
     parts = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(setting)}</p>"]
     pictures: list[Path] = []
     if found:
-        parts.append(_table([*shown(found), *HEADS], [cells(total, shown(found)) for total in found]))
+        parts.append(_table(*table_of(found)))
         pictures += _plots(found, setting, folder)
     if lines:
-        parts.append(_table(SCALING_HEADS, [line.cells() for line in lines]))
+        parts.append(_table(*scaling_table(lines)))
         pictures += scaling_plots(lines, setting, folder)
     parts += [_picture(path) for path in pictures]
     if found:
@@ -66,7 +65,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def _line(record: dict[str, str]) -> Line:
-    types = dict.fromkeys(("method", "kind", "link"), str) | dict.fromkeys(("ranks", "W", "G"), int)
+    types = dict.fromkeys(("method", "kind", "link"), str) | dict.fromkeys(("ranks", "tp", "W", "G"), int)
     values = {name: types.get(name, float)(text) if text else None for name, text in record.items()}
     return Line(**values)  # type: ignore[arg-type]
 

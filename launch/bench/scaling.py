@@ -10,12 +10,13 @@ from typing import Any
 from ..builders import ORACLE, PLAIN
 from .projection import Link, Projected
 from .records import Record
-from .summary import Total, totals
+from .summary import Total, spread, totals
 
 MEASURED, PROJECTED = "measured", "projected"
 ErrorsOfRuns = dict[tuple[str, int], list[float]]  # by method and ranks
+SPREAD = "of rounds"
 HEADS = (
-    *("method", "ranks", "tp", "kind", "W", "G", "tokens/s", "vs plain", "efficiency", "S", "step tokens"),
+    *("method", "ranks", "tp", "kind", "W", "G", "tokens/s", "vs plain", SPREAD, "efficiency", "S", "step tokens"),
     *("forward ms", "exchange ms", "host ms"),
 )
 
@@ -26,6 +27,7 @@ class Line:
 
     Args:
         method, ranks: its name, and R.
+        least, most: of the speed-ups of several rounds, or of several runs; None for one.
         tp: of these, ranks that hold a model between them.
         kind: MEASURED or PROJECTED.
         link: of a projection, with "weak" behind it where every rank has the same shape; None where it was measured.
@@ -54,6 +56,8 @@ class Line:
     host_ms: float
     efficiency: float | None = None
     tp: int = 1
+    least: float | None = None
+    most: float | None = None
 
     @property
     def series(self) -> str:
@@ -71,10 +75,21 @@ class Line:
         kind = self.kind if self.link is None else f"**{self.kind}**, {self.link}"
         shape = ["-" if value is None else str(value) for value in (self.W, self.G)]
         speeds = ["-" if self.speedup is None else f"{self.speedup:.2f}x"]
+        speeds += ["-" if self.least is None or self.most is None else spread([self.least, self.most])]
         speeds += ["-" if self.efficiency is None else f"{self.efficiency:.0%}", f"{self.compression:.2f}"]
         times = [f"{value:.2f}" for value in (self.forward_ms, self.exchange_ms, self.host_ms)]
         head = [self.method, str(self.ranks), str(self.tp), kind, *shape, f"{self.tokens_per_s:.1f}"]
         return [*head, *speeds, f"{self.num_tokens:.1f}", *times]
+
+
+def scaling_table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells; the spread has a column where several rounds were measured."""
+    heads, cells = [*HEADS], [line.cells() for line in lines]
+    if all(line.least is None for line in lines):
+        column = heads.index(SPREAD)
+        for each in (heads, *cells):
+            del each[column]
+    return heads, cells
 
 
 def measured_lines(records: Sequence[Record]) -> list[Line]:
@@ -98,9 +113,15 @@ def measured_lines(records: Sequence[Record]) -> list[Line]:
             compression=total.compression,
             num_tokens=_a_step(total, "num_tokens", max),
             **means,
+            **_range(total.speedups),
         )
         lines.append(line)
     return lines
+
+
+def _range(speedups: Sequence[float]) -> dict[str, float]:
+    """Least and most of several."""
+    return {"least": min(speedups), "most": max(speedups)} if len(speedups) > 1 else {}
 
 
 def _a_step(total: Total, name: str, of_ranks: Callable[[list[float]], float]) -> float:
@@ -158,7 +179,9 @@ def medians(runs: Sequence[Sequence[Line]]) -> list[Line]:
 def _median(lines: Sequence[Line]) -> Line:
     names = ("tokens_per_s", "speedup", "compression", "num_tokens", "forward_ms", "exchange_ms", "host_ms")
     found = {name: [getattr(line, name) for line in lines] for name in names}
-    return replace(lines[0], **{name: median(each) for name, each in found.items() if None not in each})
+    middle: dict[str, Any] = {name: median(each) for name, each in found.items() if None not in each}
+    speedups = [line.speedup for line in lines if line.speedup]
+    return replace(lines[0], **(middle | _range(speedups)))
 
 
 def errors_of_runs(runs: Sequence[Sequence[Line]]) -> ErrorsOfRuns:

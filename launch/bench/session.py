@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -30,6 +31,8 @@ from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences
+from .machine import machine_now
+from .pass_at_1 import check_limits, check_prompts, judge
 from .prompts import Prompt
 from .quality import assess
 from .records import Record, digest, slug
@@ -54,14 +57,15 @@ class Bench(Session[BenchmarkConfig]):
     path: Path
     settings: dict[str, Any]
 
-    def shares(self, method: str, output: GenerationOutput) -> list[dict[str, float]]:
-        """Mean tokens and milliseconds of a step on every rank that ran the method."""
-        steps = output.step_stats
+    def shares(self, method: str, result: Measured) -> list[dict[str, float]]:
+        """Mean tokens and milliseconds of a step on every rank that ran the method, and its most memory in bytes."""
+        steps = result.output.step_stats
         names = ("num_tokens", "forward_s", "exchange_s", "host_s")
         # Nanoseconds and billionths of a token, as the collective carries integers.
         means = [round(1e9 * fmean(getattr(step, name) for step in steps)) if steps else 0 for name in names]
+        means.append(result.peak_bytes)
         by_rank = exchange(self.context, "comparing the step times of ranks", means).tolist()
-        units = {"num_tokens": 1e9, "forward_ms": 1e6, "exchange_ms": 1e6, "host_ms": 1e6}
+        units = {"num_tokens": 1e9, "forward_ms": 1e6, "exchange_ms": 1e6, "host_ms": 1e6, "peak_bytes": 1}
         return [
             {name: mean / unit for mean, (name, unit) in zip(of_rank, units.items(), strict=True)}
             for of_rank in (by_rank if _together(method) else by_rank[: self.context.replica.size])
@@ -85,6 +89,9 @@ class Bench(Session[BenchmarkConfig]):
         records = []
         for name, result in measured.items():
             record = {**head, "method": name, **_figures(result), "split": shares[name]}
+            record["peak_bytes"] = max(int(share["peak_bytes"]) for share in shares[name])
+            record["captured"] = captured(self.decoders.get(name))
+            record["machine"] = machine_now(self.context.device, self.context.world_size)
             record["text"] = self.loaded.tokenizer.decode(result.output.tokens, skip_special_tokens=True)
             record["equal"] = name not in by_method if compared else None
             record["difference"] = asdict(by_method[name]) if name in by_method else None
@@ -93,8 +100,17 @@ class Bench(Session[BenchmarkConfig]):
                 record["quality"] = assess(
                     self.loaded.model, ids, tokens, record["text"], prompt.reference, by_method.get(name)
                 )
+            if self.config.pass_at_1:
+                assert self.config.task.check
+                record["check"] = asdict(judge(self.config.task.check, prompt, record["text"]))
             records.append(record | {"settings": self.settings, "hardware": hardware(self), "versions": versions()})
         return records
+
+
+def captured(decoder: Decoder | None) -> str | None:
+    """How a decoder of ours captures its steps; None for one that does not."""
+    runner = getattr(decoder, "runner", None)
+    return str(runner.captured.mode) if runner is not None and runner.captured else None
 
 
 def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
@@ -152,7 +168,11 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     """
     methods = methods_of(config)
     check_divisible(config, methods)
-    prompts, sampling, builders = checked(config, [_bare(name) for name in methods if _bare(name) in decoder_names()])
+    for name, lacking in missing_methods(config, methods).items():
+        raise UserError(f"method {name} {lacking}")
+    prompts, sampling, builders = checked(config, own_names(methods))
+    if config.pass_at_1:
+        check_pass_at_1(config, prompts)
     if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
         raise UserError(
             f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
@@ -164,7 +184,7 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     decoders: dict[str, Decoder] = {}
     for name in methods:
         own_context = context if _together(name) else context.tp
-        options = BaselineOptions(draft=config.draft)
+        options = baseline_options(config)
         builder = builders.get(_bare(name)) or partial(BASELINES[name].build, options=options)
         build = partial(builder, loaded.model, own_context)
         if decoder := build() if _together(name) or context.replica.size > 1 else on_main(context, build):
@@ -199,11 +219,28 @@ def _bare(name: str) -> str:
     return name.removesuffix(ALONE)
 
 
+def own_names(methods: Iterable[str]) -> list[str]:
+    """The decoders of ours among the methods."""
+    return [_bare(name) for name in methods if _bare(name) in decoder_names()]
+
+
 def _together(name: str) -> bool:
     """Whether all ranks share its steps."""
     if name.endswith(ALONE) or name in (PLAIN, ORACLE):
         return False
     return BASELINES[name].all_ranks if name in BASELINES else True
+
+
+def baseline_options(config: BenchmarkConfig) -> BaselineOptions:
+    """What the config has of them."""
+    return BaselineOptions(draft=config.draft)
+
+
+def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str, str]:
+    """What baselines among the methods lack here: a package, GPUs, an option; each with its remedy."""
+    options = baseline_options(config)
+    found = {name: BASELINES[name].missing(options) for name in methods if name in BASELINES}
+    return {name: lacking for name, lacking in found.items() if lacking}
 
 
 def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
@@ -220,6 +257,20 @@ def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
         raise UserError(
             f"{what} needs the whole model on a rank, and parallel.tp is {config.parallel.tp}; leave it out"
         )
+
+
+def check_pass_at_1(config: BenchmarkConfig, prompts: list[Prompt]) -> None:
+    """Refuse prompts whose texts cannot be judged, and machines that cannot run a program within limits.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    task = config.task
+    given = config.prompt is not None or config.prompt_file is not None
+    where = "the prompt that was given" if given else str(task.path or task.hub)
+    check_prompts(task.check, task.name, where, prompts)
+    if task.check != "number" and not check_limits():
+        print("no Landlock here: programs that the model writes may write where you may", file=sys.stderr)
 
 
 def methods_of(config: BenchmarkConfig) -> list[str]:
@@ -265,6 +316,7 @@ def settings_of(
     settings |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
     settings |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
     settings |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
+    settings |= {"pass_at_1": True} if config.pass_at_1 else {}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
     return settings | {"threads": torch.get_num_threads()}
 
@@ -295,6 +347,6 @@ def _figures(result: Measured) -> dict[str, Any]:
     figures |= {"accepted": {str(length): accepted[length] for length in sorted(accepted)}}
     figures |= {"tokens_a_step": output.mean_tokens, "finish_reason": output.finish_reason}
     figures |= {"attention": output.attention}
-    figures |= {"prefill_s": output.prefill_s, "decode_s": result.decode_s}
+    figures |= {"prefill_s": output.prefill_s, "decode_s": result.decode_s, "rounds_s": [*result.rounds_s]}
     figures["tokens_per_s"] = len(output.tokens) / result.decode_s
     return figures | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

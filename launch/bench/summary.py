@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from ..builders import ORACLE, PLAIN
+from ..schema import SHAPE_KEYS
+from .machine import remarks
 from .records import Record, digest
 
-HIDDEN = ("decoder", "methods", "chat", "parameters")  # settings that tables leave out: long, or implied by others
+HIDDEN = ("methods", "chat", "parameters")  # settings that tables leave out: long, or implied by others
+DECODER = "decoder."  # begins the names of the decoder's own settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +22,14 @@ class Total:
 
     Args:
         records: of the file, one a prompt.
+        plain: the same prompts by plain decoding; None where it did not run.
         plain_tokens_per_s: of plain decoding in the same run: of `plain`, or where that did not run of the oracle, as
             in records from before there was `plain`; None if neither did.
     """
 
     records: list[Record]
     plain_tokens_per_s: float | None
+    plain: Total | None = None
 
     @property
     def method(self) -> str:
@@ -36,7 +41,10 @@ class Total:
 
     @property
     def setting(self) -> dict[str, Any]:
-        return dict(self.records[0]["settings"])
+        """As in the records, the decoder's own as decoder.KEY; its W, N and G are the run's."""
+        setting = dict(self.records[0]["settings"])
+        decoder = setting.pop("decoder", None) or {}
+        return setting | {f"{DECODER}{key}": value for key, value in decoder.items() if key not in SHAPE_KEYS}
 
     @property
     def guess_set_size(self) -> int | None:
@@ -78,8 +86,28 @@ class Total:
 
     @property
     def speedup(self) -> float | None:
-        """Against plain decoding of the same run."""
+        """Against plain decoding of the same run: the median round's, which lies between their least and most."""
+        if self.speedups:
+            return median(self.speedups)
         return self.tokens_per_s / self.plain_tokens_per_s if self.plain_tokens_per_s else None
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens/s of every round; empty where records do not say."""
+        rounds = [record.get("rounds_s") or [] for record in self.records]
+        return [self.tokens / sum(times) for times in zip(*rounds, strict=False)]
+
+    @property
+    def speedups(self) -> list[float]:
+        """Against plain decoding, round by round; empty for plain decoding itself."""
+        if self.plain is None or self.plain.method == self.method:
+            return []
+        return [rate / plain for rate, plain in zip(self.rates, self.plain.rates, strict=False)]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most memory of a rank; None where records do not say."""
+        return max((record.get("peak_bytes") or 0 for record in self.records), default=0) or None
 
     @property
     def differing(self) -> int | None:
@@ -94,8 +122,20 @@ class Total:
         values = [value for value in values if value is not None]
         return fmean(values) if values else None
 
+    @property
+    def passed(self) -> int | None:
+        """Prompts whose text solves its task; None where nothing was judged."""
+        checks = [record.get("check") for record in self.records]
+        return None if None in checks else sum(check["passed"] for check in checks if check)
+
+    @property
+    def pass_at_1(self) -> float | None:
+        """Share of the prompts whose text solves its task."""
+        return None if self.passed is None else self.passed / self.prompts
+
     def figures(self) -> dict[str, Any]:
         """For a line of JSON or CSV."""
+        judged = {} if self.passed is None else {"passed": self.passed, "pass_at_1": self.pass_at_1}
         return {
             "method": self.method,
             "prompts": self.prompts,
@@ -104,8 +144,12 @@ class Total:
             "S": self.compression,
             "tokens_per_s": self.tokens_per_s,
             "speedup": self.speedup,
+            "tokens_per_s_of_rounds": self.rates,
+            "speedup_of_rounds": self.speedups,
             "tokens_a_step": self.tokens_a_step,
+            "peak_bytes": self.peak_bytes,
             "differing": self.differing,
+            **judged,
         }
 
 
@@ -117,20 +161,27 @@ def totals(records: Iterable[Record]) -> list[Total]:
     found = []
     for methods in grouped.values():
         plain = methods.get(PLAIN) or methods.get(ORACLE)
-        speed = Total(records=plain, plain_tokens_per_s=None).tokens_per_s if plain else None
-        found += [Total(records=of_method, plain_tokens_per_s=speed) for of_method in methods.values()]
+        alone = Total(records=plain, plain_tokens_per_s=None) if plain else None
+        speed = alone.tokens_per_s if alone else None
+        found += [Total(records=of_method, plain_tokens_per_s=speed, plain=alone) for of_method in methods.values()]
     return found
 
 
 def varying(found: Sequence[Total]) -> list[str]:
     """The settings in which they differ, which a table has to show."""
-    names = dict.fromkeys(name for total in found for name in total.setting)
-    return [name for name in names if len({digest(total.setting.get(name)) for total in found}) > 1]
+    settings = [total.setting for total in found]
+    names = dict.fromkeys(name for setting in settings for name in setting)
+    # What one decoder has and another has not is said by their names.
+    having = {name: [each for each in settings if name in each or not name.startswith(DECODER)] for name in names}
+    return [name for name in names if len({digest(each.get(name)) for each in having[name]}) > 1]
 
 
 def shown(found: Sequence[Total]) -> list[str]:
-    """The settings that a table has a column for."""
-    return [name for name in varying(found) if name not in HIDDEN]
+    """The settings that a table has a column for: those of HIDDEN too if lines of two settings look alike without."""
+    names = varying(found)
+    brief = [name for name in names if name not in HIDDEN]
+    lines = {(*(short(total.setting.get(name)) for name in brief), total.method) for total in found}
+    return brief if len(lines) == len(found) else names
 
 
 def ordered(found: Sequence[Total]) -> list[Total]:
@@ -150,6 +201,34 @@ def common(found: Sequence[Total]) -> dict[str, Any]:
     return {name: value for name, value in found[0].setting.items() if name not in differ}
 
 
+def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
+    """Heads and lines of a table: the settings in which they differ, the figures of HEADS, of MORE what there is."""
+    names = shown(found)
+    more = {head: [cell(total) for total in found] for head, cell in MORE.items()}
+    more = {head: column for head, column in more.items() if {*column} != {"-"}}
+    lines = [[*cells(total, names), *of_line] for total, *of_line in zip(found, *more.values(), strict=True)]
+    return [*names, *HEADS, *more], lines
+
+
+def spread(values: Sequence[float]) -> str:
+    """Least and most of several rounds in a cell; one round has none."""
+    return f"{min(values):.2f}-{max(values):.2f}x" if len(values) > 1 else "-"
+
+
+def peak(total: Total) -> str:
+    """Most memory in a cell."""
+    return "-" if total.peak_bytes is None else f"{total.peak_bytes / (1 << 20):,.0f}"
+
+
+def solved(total: Total) -> str:
+    """pass@1 in a cell, with how many prompts more or less than plain decoding solves."""
+    if total.passed is None:
+        return "-"
+    of_all = f"{total.pass_at_1:.1%} ({total.passed}"
+    plain = total.plain.passed if total.plain else None
+    return of_all + (")" if plain is None else f", {total.passed - plain:+d})")
+
+
 def cells(total: Total, names: Sequence[str]) -> list[str]:
     """A line of a table: the settings named, then the figures of HEADS."""
     speed = f"{total.speedup:.2f}x" if total.speedup else "-"
@@ -167,6 +246,12 @@ def cells(total: Total, names: Sequence[str]) -> list[str]:
     ]
 
 
+# By head, what a table has where its records say it.
+MORE: dict[str, Callable[[Total], str]] = {
+    "of rounds": lambda total: spread(total.speedups),
+    "peak MiB": peak,
+    "pass@1": solved,
+}
 HEADS = ("method", "prompts", "tokens", "S", "tokens a step", "tokens/s", "vs plain", "output")
 
 
@@ -187,8 +272,8 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def caption(found: Sequence[Total]) -> str:
     """The machine and what all lines share, in one line."""
-    hidden = ("decoder", "methods", "quality", "attention", "capture", "repeats", "chat", "parameters")
-    shared = {key: value for key, value in common(found).items() if key not in hidden}
+    hidden = ("methods", "quality", "attention", "capture", "repeats", "chat", "parameters")
+    shared = {key: value for key, value in common(found).items() if key not in hidden and not key.startswith(DECODER)}
     if isinstance(size := common(found).get("parameters"), int):
         shared["model"] = f"{shared['model']} ({size / 1e6:.1f} M parameters)"
     machines = "; ".join(dict.fromkeys(total.hardware for total in found))
@@ -198,12 +283,22 @@ def caption(found: Sequence[Total]) -> str:
     return ", ".join(parts)
 
 
+def notes(found: Sequence[Total]) -> list[str]:
+    """Lines under a table: how often was measured, and what speaks against its times."""
+    rounds = {len(record.get("rounds_s") or []) for total in found for record in total.records} - {0}
+    counts = " or ".join(map(str, sorted(rounds)))
+    said = "one round, so its times have no known spread; repeats=3 gives one"
+    lines = [said if rounds == {1} else f"medians of {counts} rounds, with least and most"] if rounds else []
+    return lines + remarks([record for total in found for record in total.records])
+
+
 def _attention(found: Sequence[Total]) -> list[str]:
     """What computed attention, in words, with the methods where they differ; records of old say nothing of it."""
     methods: dict[str, list[str]] = {}
     for total in found:
         for record in total.records:
             if name := record.get("attention"):
+                name += f", captured by {record['captured']}" if record.get("captured") else ""
                 methods.setdefault(name, []).append(total.method)
     if len(methods) == 1:
         return [f"attention {name}" for name in methods]

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .records import Record, load_records
-from .summary import HEADS, Total, caption, cells, common, ordered, shown, totals, varying
+from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
 
 
 class ProgressBar:
@@ -74,12 +74,13 @@ def empty_table(heads: Sequence[str], left: Sequence[str], **look: Any) -> Table
 
 def print_totals(found: Sequence[Total], console: Console) -> None:
     """A line for each setting and method, and the settings that they share."""
-    names = shown(found)
-    table = empty_table((*names, *HEADS), ("method", "output"))
-    for total in found:
-        table.add_row(*cells(total, names))
+    heads, lines = table_of(found)
+    table = empty_table(heads, ("method", "output"))
+    for line in lines:
+        table.add_row(*line)
     console.print(table)
-    console.print(caption(found), markup=False, highlight=False, soft_wrap=True)
+    for text in (caption(found), *notes(found)):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def summary(found: Sequence[Total]) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def summary(found: Sequence[Total]) -> dict[str, Any]:
     machines = {"hardware": found[0].hardware, "versions": found[0].records[0]["versions"]}
     names = varying(found)
     lines = [{**{name: total.setting.get(name) for name in names}, **total.figures()} for total in found]
-    return {"settings": common(found), **machines, "methods": lines}
+    return {"settings": common(found), **machines, "methods": lines, "notes": notes(found)}
 
 
 def show_sweep(folder: Path) -> None:

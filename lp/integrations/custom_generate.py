@@ -164,8 +164,13 @@ def _replaced(
 
 
 def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | None) -> None:
+    if (config.num_beams or 1) > 1:
+        raise UserError(
+            f"num_beams is {config.num_beams}; lookahead decoding verifies one path, whose tokens are known from its "
+            "prefix alone, and a beam is kept or dropped by the scores of all others: take num_beams=1, or use "
+            "generate as it is"
+        )
     asked = {
-        f"num_beams={config.num_beams}": (config.num_beams or 1) > 1,
         "use_cache=False": config.use_cache is False,
         "output_attentions": bool(config.output_attentions),
         "output_hidden_states": bool(config.output_hidden_states),

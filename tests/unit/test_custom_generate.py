@@ -149,7 +149,7 @@ def test_streamer_bound_in_the_callable(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
-        ({"num_beams": 2}, "num_beams=2"),
+        ({"num_beams": 2}, "num_beams is 2; lookahead decoding verifies one path"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"use_cache": False}, "use_cache=False"),

@@ -34,7 +34,7 @@ from tests.unit.conftest import Ran, with_template
 
 SMALL = ["model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "limit=3"]
 METHODS = ["lookahead", "plain", "prompt_lookup"]
-TIMED = ("prefill_s", "decode_s", "tokens_per_s", "time", "split")
+TIMED = ("prefill_s", "decode_s", "rounds_s", "tokens_per_s", "time", "split", "peak_bytes", "machine")
 
 
 @pytest.fixture
@@ -60,6 +60,9 @@ def test_records_and_the_table_say_what_computed_attention(bench: Callable[..., 
     records = load_records(tmp_path / "out")
     assert [record["attention"] for record in records] == ["flash", "transformers' sdpa"]
     assert "attention of lookahead: flash, attention of autoregressive: transformers' sdpa" in ran.out
+    assert [record["captured"] for record in records] == [None, None]
+    records[0]["captured"] = "graph"
+    assert "attention of lookahead: flash, captured by graph" in caption(totals(records))
     old = [{key: value for key, value in record.items() if key != "attention"} for record in records]
     assert "attention" not in caption(totals(old))
 

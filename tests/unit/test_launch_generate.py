@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -52,7 +53,8 @@ def test_the_default_shows_text_and_a_table_that_says_equal(generate: Callable[.
     rows = _rows(ran.out[ran.out.index("2 prompts, greedy") :])
     assert [rows[method][0] for method in METHODS] == ["80"] * 3
     assert [rows[method][-1] for method in METHODS] == ["equal", "equal", "equal"]
-    assert "float64, cpu, threads: 1, ranks: 1, attention: flash, W=4 N=3 G=4, median of 1" in ran.out
+    assert "float64, cpu, threads: 1, ranks: 1, attention: flash, W=4 N=3 G=4, median of 3 rounds" in ran.out
+    assert re.search(r"least to most of 3 rounds: lookahead_auto [\d.]+-[\d.]+x, prompt_lookup ", ran.out)
     assert ran.err == ""
     assert "\x1b" not in ran.out and "\r" not in ran.out, "escape codes in a file or another program"
 

@@ -288,6 +288,33 @@ def test_records_of_an_earlier_setting_are_not_mixed_in(
     assert ran.code == 2 and "has records of other settings too" in ran.err and "give another out=" in ran.err
 
 
+def test_what_a_launch_would_refuse_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
+) -> None:
+    """Hours of measurements, and then an error that was to be seen at the start."""
+    monkeypatch.setattr(launch.scaling, "relaunch", lambda *_: pytest.fail("launched"))
+    for overrides, said in (
+        (["ranks=[1]", "task=humaneval", f"task.path={tmp_path}/none"], "has no file"),
+        (["ranks=[1]", "sampling=sample", "sampling.temperature=-1"], "temperature"),
+        (["ranks=[1,2]", "tp=[1,2]", "quality=true"], "quality=true needs the whole model"),
+        (["ranks=[1]", "pass_at_1=true"], "needs a task with a check"),
+    ):
+        ran = scale(*overrides)
+        assert ran.code == 2 and said in ran.err, overrides
+
+
+def test_a_folder_of_another_setting_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
+) -> None:
+    """The run measured all world sizes, then found that its records lie beside others. The same setting goes on."""
+    launched: list[int] = []
+    assert scale("ranks=[1]", "methods=[lookahead,plain]", f"out={tmp_path}").code == 0
+    monkeypatch.setattr(launch.scaling, "relaunch", lambda ranks, *_: launched.append(ranks))
+    ran = scale("ranks=[1]", "methods=[lookahead,plain]", f"out={tmp_path}", "max_new_tokens=9")
+    assert ran.code == 2 and "has records with max_new_tokens=8, and this run has 9" in ran.err and not launched
+    assert scale("ranks=[1]", "methods=[lookahead,plain]", f"out={tmp_path}").code == 0 and launched == [1]
+
+
 def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun every rank would launch ranks."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -309,8 +336,8 @@ def test_one_rank_runs_what_one_rank_can(
 
     monkeypatch.setattr(launch.scaling, "relaunch", relaunch)
     assert scale("ranks=[1,2]", "weak=false", "links.gloo.hop_us=9", "nodes.nproc=2", f"out={tmp_path}").code == 3
-    assert "methods=[lookahead,plain]" in asked[0][1]
-    assert "methods=[lookahead,plain,transformers_tp]" in asked[1][1]
+    assert "methods=[lookahead,lookahead_auto,plain]" in asked[0][1]
+    assert "methods=[lookahead,lookahead_auto,plain,transformers_tp]" in asked[1][1]
     assert all(
         "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks", "links", "nodes"))]
         for _, overrides in asked

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from launch.bench.machine import PeakMemory
 from launch.bench.plots import heat_map
 from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import read_lines, write_report
 from launch.bench.scaling import errors, measured_lines
-from launch.bench.summary import HEADS, Total, caption, cells, ordered, totals, varying
+from launch.bench.summary import HEADS, Total, caption, cells, notes, ordered, table_of, totals, varying
 from launch.bench.tables import results
 from tests.conftest import ROOT
 
@@ -69,6 +71,63 @@ def test_totals_of_a_sweep(tmp_path: Path) -> None:
     assert (ours.prompts, ours.tokens, ours.steps, ours.compression, ours.speedup) == (2, 200, 12, 200 / 12, 16.0)
     assert ours.differing == 0 and found[5].speedup == 1.0
     assert dict(zip(("W", *HEADS), cells(ours, ["W"]), strict=True))["vs plain"] == "16.00x"
+
+
+def test_a_table_has_the_spread_of_its_rounds() -> None:
+    """A ratio of one round each was 11.4x in one run and 3.4x in the next, with nothing to say so."""
+    setting = {"task": "a", "W": 2, "N": 2, "G": 4}
+    ours = [_record(index, "lookahead", setting, 50, 1.0) | {"rounds_s": [1.0, 2.0, 4.0]} for index in range(2)]
+    plain = [_record(index, "plain", setting, 100, 4.0) | {"rounds_s": [4.0, 4.0, 6.0]} for index in range(2)]
+    heads, (line, other) = table_of(totals([*ours, *plain]))
+    assert heads[-1] == "of rounds" and line[-1] == "1.50-4.00x" and line[heads.index("vs plain")] == "2.00x"
+    assert other[-1] == "-", "plain decoding against itself"
+    assert notes(totals([*ours, *plain])) == ["medians of 3 rounds, with least and most"]
+    once = [record | {"rounds_s": [1.0]} for record in [*ours, *plain]]
+    assert table_of(totals(once))[0][-1] == "output" and "one round" in notes(totals(once))[0]
+    old = [{key: value for key, value in record.items() if key != "rounds_s"} for record in ours]
+    assert notes(totals(old)) == [], "records that do not say"
+
+
+def test_a_busy_machine_is_named() -> None:
+    """Times of a machine that others keep busy pass for its own."""
+
+    def said(**machine: Any) -> list[str]:
+        record = _record(0, "plain", {"task": "a", "W": 2, "N": 2, "G": 4}, 100, 1.0)
+        quiet = {"cores": 8, "load": 1.1, "ranks": 1, "threads": 1, "gpus": 0}
+        return notes(totals([record | {"machine": quiet | machine}]))
+
+    assert said() == [] and said(load=4.2, threads=4) == [] and said(load=None) == []
+    assert "load average of 3.2 on 8 cores" in said(load=4.2)[0]
+    assert "16 ranks shared 8 cores" in said(ranks=16, load=15.0)[0]
+    assert said(ranks=8, load=8.0, gpus=8) == [] and "8 ranks shared 4 GPUs" in said(ranks=8, load=8.0, gpus=4)[0]
+
+
+def test_two_settings_never_look_alike() -> None:
+    """A sweep over a key of the decoder, or of methods, gave lines that nobody could tell apart."""
+    base = {"task": "a", "W": 2, "N": 2, "G": 4}
+
+    def table(*settings: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+        return table_of(totals([_record(0, "lookahead", base | setting, 50, 1.0) for setting in settings]))
+
+    names = {"name": "lookahead", "window_size": 2}
+    heads, lines = table({"decoder": names | {"draft_depth": 4}}, {"decoder": names | {"draft_depth": 8}})
+    assert heads[0] == "decoder.draft_depth" and [line[0] for line in lines] == ["4", "8"]
+    heads, lines = table({"decoder": names | {"draft_depth": 4}}, {"decoder": {"name": "suffix", "order": 3}})
+    assert heads[:2] == ["decoder.name", "method"], "keys of one decoder alone say nothing"
+    heads, lines = table({"methods": ["lookahead"]}, {"methods": ["lookahead", "plain"]})
+    assert heads[0] == "methods" and lines[0] != lines[1]
+
+
+def test_peak_memory_is_that_of_a_run() -> None:
+    """The peak of the process's life instead would give every method that of the largest before it."""
+    peak = PeakMemory(torch.device("cpu"))
+    large = torch.ones(64 << 20, dtype=torch.uint8)
+    with_large = peak.bytes()
+    del large
+    peak.restart()
+    assert 0 < peak.bytes() <= with_large - (60 << 20)
+    again = torch.ones(64 << 20, dtype=torch.uint8)
+    assert peak.bytes() >= with_large - (8 << 20) and len(again)
 
 
 @pytest.mark.parametrize(

@@ -10,25 +10,30 @@ from lp.engine.decoder import Decoder
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
-from .registry import BaselineOptions, register_baseline
+from .registry import BaselineOptions, needs_package, register_baseline
 from .weights import with_shared_weights
 
 
-@register_baseline("accelerate_pp")
+def missing(options: BaselineOptions) -> str | None:
+    """Two GPUs, or the package."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        return f"spreads layers over GPUs and needs two; torch sees {gpus}: leave it out here"
+    return needs_package("accelerate", "accelerate")(options)
+
+
+@register_baseline("accelerate_pp", missing=missing)
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
     """Plain decoding by a copy of the model with its layers balanced over every GPU that this process sees.
 
     Raises:
         ValueError: fewer than two GPUs, or no accelerate.
     """
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        raise UserError(f"accelerate_pp spreads layers over GPUs and needs two; torch sees {gpus}: leave it out here")
-    try:
-        from accelerate import dispatch_model, infer_auto_device_map
-        from accelerate.utils import get_balanced_memory
-    except ImportError:
-        raise UserError("accelerate_pp needs the package accelerate; pip install accelerate") from None
+    if lacking := missing(options):
+        raise UserError(f"accelerate_pp {lacking}")
+    from accelerate import dispatch_model, infer_auto_device_map
+    from accelerate.utils import get_balanced_memory
+
     layers = list(getattr(model, "_no_split_modules", None) or [])
     memory = get_balanced_memory(model, no_split_module_classes=layers, dtype=model.dtype)
     device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=layers, dtype=model.dtype)

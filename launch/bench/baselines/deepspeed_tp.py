@@ -13,11 +13,11 @@ from lp.engine.decoder import Decoder
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 
-from .registry import BaselineOptions, register_baseline
+from .registry import BaselineOptions, needs_package, register_baseline
 from .weights import with_shared_weights
 
 
-@register_baseline("deepspeed_tp", all_ranks=True)
+@register_baseline("deepspeed_tp", all_ranks=True, missing=needs_package("deepspeed", "deepspeed"))
 def build(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
     """Plain decoding by a copy of the model whose matrices are split over all ranks; each rank calls this.
 

@@ -50,7 +50,12 @@ def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, option
     return HFGenerateDecoder(model, prompt_lookup=options.num_tokens)
 
 
-@register_baseline("hf_assisted")
+def missing_draft(options: BaselineOptions) -> str | None:
+    """Nothing says which model drafts."""
+    return None if options.draft else "needs a draft model; give draft=<folder or hub name>"
+
+
+@register_baseline("hf_assisted", missing=missing_draft)
 def build_assisted(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
     """With a model that drafts."""
     return HFGenerateDecoder(model, draft=load_draft(options.draft, model))

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lp.engine.decoder import Decoder
 from lp.errors import UserError
+from lp.optional import is_installed
 from lp.parallel.context import ParallelContext
 
 
@@ -26,6 +27,9 @@ class BaselineOptions:
     num_tokens: int = 10
 
 
+Missing = Callable[[BaselineOptions], str | None]
+
+
 class Build(Protocol):
     """Builds a baseline's decoder."""
 
@@ -40,22 +44,32 @@ class Baseline:
     Args:
         build: from the model, the ranks and the options.
         all_ranks: whether all ranks build and run it together; without, rank 0 alone.
+        missing: says before anything is loaded what it lacks, with the remedy; None if it lacks nothing.
     """
 
     build: Build
     all_ranks: bool = False
+    missing: Missing = lambda options: None
 
 
 BASELINES: dict[str, Baseline] = {}
 BuildT = TypeVar("BuildT", bound=Build)
 
 
-def register_baseline(name: str, *, all_ranks: bool = False) -> Callable[[BuildT], BuildT]:
+def needs_package(name: str, extra: str) -> Missing:
+    """A baseline's `missing` that looks for a package, which an extra of ours installs."""
+    hint = f"needs the package {name}; pip install '.[{extra}]', or pip install {name}"
+    return lambda options: None if is_installed(name) else hint
+
+
+def register_baseline(
+    name: str, *, all_ranks: bool = False, missing: Missing = lambda options: None
+) -> Callable[[BuildT], BuildT]:
     """Decorate the function that builds a baseline's decoder: from then on `methods=[NAME]` runs it.
 
     Args:
         name: in `methods` and in every table.
-        all_ranks: as in Baseline.
+        all_ranks, missing: as in Baseline.
 
     Raises:
         UserError: the name is taken.
@@ -64,7 +78,7 @@ def register_baseline(name: str, *, all_ranks: bool = False) -> Callable[[BuildT
     def register(build: BuildT) -> BuildT:
         if name in BASELINES:
             raise UserError(f"a baseline called {name!r} is registered already; choose another name")
-        BASELINES[name] = Baseline(build=build, all_ranks=all_ranks)
+        BASELINES[name] = Baseline(build=build, all_ranks=all_ranks, missing=missing)
         return build
 
     return register

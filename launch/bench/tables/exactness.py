@@ -23,7 +23,7 @@ from ..prompts import Prompt, load_builtin, load_jsonl
 from ..summary import markdown
 from ._common import PAPER, add_prompt_arguments
 
-DTYPES = ("float64", "float32", "bfloat16")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def compare(name: str, dtype: str, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:

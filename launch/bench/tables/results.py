@@ -18,9 +18,8 @@ from pathlib import Path
 
 from ..records import load_records
 from ..report import read_lines
-from ..scaling import HEADS as SCALING_HEADS
-from ..scaling import errors
-from ..summary import HEADS, Total, caption, cells, markdown, ordered, short, shown, totals
+from ..scaling import errors, scaling_table
+from ..summary import Total, caption, markdown, notes, ordered, short, table_of, totals
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "results.md"
@@ -49,15 +48,14 @@ def page() -> str:
         ("sweep", "A sweep on two ranks", f"`{SWEEP}`"),
     ):
         found = ordered(totals(load_records(DATA / folder)))
-        parts += [f"## {title}\n", f"{text}\n", _methods(found), f"{caption(found)}\n"]
+        parts += [f"## {title}\n", f"{text}\n", _methods(found), "\n".join([caption(found), *notes(found)]) + "\n"]
         if folder == "greedy":
             parts.append(markdown(QUALITY, map(_quality, found)))
     return "\n".join([*parts, _scaling()])
 
 
 def _methods(found: list[Total]) -> str:
-    names = shown(found)
-    return markdown((*names, *HEADS), [cells(total, names) for total in found])
+    return markdown(*table_of(found))
 
 
 def _quality(total: Total) -> list[str]:
@@ -71,7 +69,7 @@ def _scaling() -> str:
     for folder in sorted(path.parent for path in DATA.glob("*/scaling.csv")):
         lines = read_lines(folder / "scaling.csv")
         setting = (folder / "scaling.md").read_text(encoding="utf-8").split("\n\n")[1].strip()
-        parts += [markdown(SCALING_HEADS, [line.cells() for line in lines]), f"{setting}\n"]
+        parts += [markdown(*scaling_table(lines)), f"{setting}\n"]
         for (method, ranks), error in errors(lines).items():
             parts.append(f"{method} on {ranks} ranks, gloo: projected speed-up {error:+.1%} off the measured one.\n")
     return "\n".join(parts)

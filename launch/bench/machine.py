@@ -1,0 +1,97 @@
+"""What a run took of its machine, and what others took meanwhile: peak memory, load average."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # what Linux takes as: forget the peak of the resident memory
+# Cores that others may keep busy before times are doubted: as many as on a machine at rest, and a share of all.
+OTHERS, OTHERS_OF_CORES = 0.5, 0.02
+
+
+class PeakMemory:
+    """The most memory since the last restart: of a GPU's tensors, elsewhere what is resident of this process.
+
+    Resident memory counts the model and everything that Python loaded; a GPU's count is torch's, without its context.
+
+    Args:
+        device: the model's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def restart(self) -> None:
+        """Forget what was; where the system cannot, the peak is that of the process's life."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            CLEAR.write_text(RESET_PEAK)
+        except OSError:
+            return
+
+    def bytes(self) -> int:
+        """Bytes; 0 where the system does not say."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        try:
+            (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        except (OSError, ValueError):
+            return 0
+        return int(line.split()[1]) << 10
+
+
+def load_average() -> float | None:
+    """Processes that ran or waited for a core, mean of the last minute; None where the system does not say."""
+    try:
+        return os.getloadavg()[0]
+    except (OSError, AttributeError):
+        return None
+
+
+def machine_now(device: torch.device, world_size: int) -> dict[str, Any]:
+    """What tells whether times can be trusted: cores, load average, ranks on this machine and their threads.
+
+    Args:
+        device: the model's.
+        world_size: ranks of all machines.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return {
+        "cores": os.cpu_count() or 1,
+        "load": load_average(),
+        "ranks": int(local) if local.isdecimal() else world_size,
+        "threads": torch.get_num_threads(),
+        "gpus": torch.cuda.device_count() if device.type == "cuda" else 0,
+    }
+
+
+def remarks(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines about a machine that looked busy, and ranks that shared cores; none in records that do not say.
+
+    Args:
+        records: of a benchmark, whose `machine` is one of machine_now.
+    """
+    machines = [record["machine"] for record in records if record.get("machine")]
+    lines = []
+    others = [each["load"] - each["ranks"] * each["threads"] for each in machines if each["load"] is not None]
+    cores = max((each["cores"] for each in machines), default=0)
+    if others and median(others) > OTHERS + OTHERS_OF_CORES * cores:
+        lines.append(
+            f"the machine looked busy: a load average of {median(others):.1f} on {cores} cores beside this run; "
+            "do not trust its times"
+        )
+    shared = sorted({(each["ranks"], each["gpus"], each["cores"]) for each in machines})
+    for ranks, gpus, cores in shared:
+        if ranks > (gpus or cores):
+            what = f"{gpus} GPUs" if gpus else f"{cores} cores"
+            lines.append(f"{ranks} ranks shared {what}, so they waited for each other; S holds, times do not")
+    return lines

@@ -1,0 +1,6 @@
+"""pass@1: programs that a model wrote, run against the tests of their task in a child process with limits."""
+
+from .checks import CHECKS, Verdict, check_prompts, judge
+from .execution import check_limits
+
+__all__ = ["CHECKS", "Verdict", "check_limits", "check_prompts", "judge"]
