@@ -155,7 +155,7 @@ class OpenAI(Sampled):
         **dict.fromkeys(("grammar", "json_schema"), "give response_format, or take /completion"),
         **dict.fromkeys(("bad_words", "allowed_token_ids", "min_tokens"), "give logit_bias"),
         "stop_token_ids": "give stop",
-        "use_beam_search": "there is no beam search",
+        "use_beam_search": "a step verifies one path, and beams depend on each other: leave it out",
     }
     model: Text | None = None
     n: Annotated[Int, Field(ge=1, le=MOST_CHOICES)] = 1
