@@ -20,7 +20,7 @@ LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|\\.|#[^\n]*')
 CLASSES = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.")
 RULE = re.compile(r"([\w.-]+)\s*::=")
 NAME = re.compile(r"[\w.-]+")
-COUNTED = re.compile(r"\((?:\?[:=!])?|\)|\{(\d+)(?:,(\d*))?\}|[*+]")
+COUNTED = re.compile(r"\((?:\?[:=!])?|\)|\{(\d+)(?:,(\d*))?\}|[*+?]")
 LOOP = 10  # a loop within counts is as hard to follow as so many more of them
 
 
@@ -121,7 +121,7 @@ def _repeats(expression: str, loop: int = 1) -> float:
     """The largest product of counts that lie within each other, in an expression without literals.
 
     Args:
-        loop: what * and + count as.
+        loop: what *, + and ? count as.
     """
     inner = [1.0]  # by open group, the largest product within it
     closed = 1.0  # that of the group that has just ended

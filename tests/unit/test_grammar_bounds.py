@@ -88,6 +88,8 @@ def test_rules(rules: str, bounded: bool) -> None:
         ("regex", r"([\w.-]+@[a-z]+, ){20}[^b]{1000}", True),
         ("regex", r"((([^b])*){1000})+", False),
         ("regex", r"((([^b]){0,3}){5,}){1000}", False),
+        ("regex", r"((((([^b]|^))?)*){5,}){0,3}", False),
+        ("regex", r"(?:\d{1,3},? ?){20}(-?\d+(\.\d+)?([eE][-+]?\d+)?)?", True),
         ("json_schema", '{"items": [{"pattern": "((a{50}){50}"}]}', False),
         ("json_schema", '{"patternProperties": {"((a{50}){50}": {}}, "minItems": 9000}', False),
         ("json_schema", '{"pattern": "^[a-z]+$", "properties": {"pattern": {"type": "string"}}}', True),
