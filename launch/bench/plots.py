@@ -1,6 +1,7 @@
 """Plots of a benchmark's totals and of scaling lines, at the width of a paper's column.
 
-Each carries model and hardware under it; projections are dashed, hollow or hatched, and labelled.
+Each carries model and hardware, and is saved as PNG and SVG; projections are dashed, hollow or hatched, and labelled.
+The colours are Paul Tol's bright scheme, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import FuncNorm
 from matplotlib.figure import Figure
 
 from ..builders import ORACLE, PLAIN
@@ -21,6 +24,7 @@ from .scaling import PROJECTED, Line
 from .summary import Total
 
 WIDTH_IN, DPI = 3.3, 300  # a column of a two-column paper
+LINE_IN = 0.085  # of the caption
 STYLE: Any = {
     "font.size": 7,
     "axes.labelsize": 7,
@@ -34,20 +38,25 @@ STYLE: Any = {
     "hatch.linewidth": 0.5,
     "lines.linewidth": 1.1,
     "lines.markersize": 3.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "lp",
 }
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "ncols": 2}
+PARTS = ("forward_ms", "exchange_ms", "host_ms")  # of a step
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
 
 
 @contextlib.contextmanager
 def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Iterator[tuple[Figure, list[Any]]]:
-    """A figure of `panels` panels, one below the other, saved as PNG with the caption under it."""
+    """A figure of `panels` panels, one below the other, saved as PNG and SVG with the caption above it."""
+    above = textwrap.wrap(caption, 76)
     with rc_context(STYLE):
-        drawn = Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+        drawn = Figure(figsize=(WIDTH_IN, height_in + LINE_IN * len(above)), dpi=DPI, layout="constrained")
         FigureCanvasAgg(drawn)
         yield drawn, list(drawn.subplots(panels, 1, squeeze=False)[:, 0])
-        drawn.suptitle("\n".join(textwrap.wrap(caption, 76)), fontsize=5.5, color="0.35", x=0.01, ha="left")
+        drawn.suptitle("\n".join(above), fontsize=5.5, color="0.35", x=0.01, ha="left")
         drawn.savefig(path)
+        drawn.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
 def _look(number: int, label: str) -> dict[str, Any]:
@@ -69,13 +78,25 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
             projected = bool(series) and series[0].kind == PROJECTED
             look: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "none"} if projected else {}
             axes.plot([line.ranks for line in series], [line.speedup for line in series], **look, **_look(number, name))
+            ranged = [line for line in series if line.least is not None and line.most is not None]
+            bars = [(line.speedup, line.least, line.most) for line in ranged]
+            _error_bars(axes, [line.ranks for line in ranged], bars, COLOURS[number % len(COLOURS)])
         ranks = sorted({line.ranks for line in lines})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(number) for number in ranks])
-        axes.set(xlabel="ranks", ylabel="speed-up over plain\ndecoding on one device (x)", ylim=(0, None))
+        axes.set(xlabel="ranks", ylabel="speed-up over plain\non one device (x)", ylim=(0, None))
         axes.axhline(1, color="0.7", linewidth=0.6, zorder=0)
         drawn.legend(**LEGEND | {"ncols": 1})
     return path
+
+
+def _error_bars(axes: Any, places: Sequence[float], values: Sequence[tuple[Any, Any, Any]], colour: str) -> None:
+    """From the least to the most of several rounds; `values` has (middle, least, most)."""
+    if values:
+        middles = [middle for middle, _, _ in values]
+        below = [max(0.0, middle - least) for middle, least, _ in values]
+        above = [max(0.0, most - middle) for middle, _, most in values]
+        axes.errorbar(places, middles, (below, above), fmt="none", ecolor=colour, elinewidth=0.7, capsize=1.5)
 
 
 def _step_times(lines: Sequence[Line], caption: str, path: Path) -> Path:
@@ -86,7 +107,7 @@ def _step_times(lines: Sequence[Line], caption: str, path: Path) -> Path:
     with figure(path, caption, 0.95 + 0.17 * len(shown)) as (drawn, (axes,)):
         left = [0.0] * len(shown)
         heights = range(len(shown))
-        for part, colour in zip(("forward_ms", "exchange_ms", "host_ms"), COLOURS, strict=False):
+        for part, colour in zip(PARTS, COLOURS, strict=False):
             widths = [getattr(line, part) for line in shown]
             bars = axes.barh(heights, widths, left=left, color=colour, label=part.removesuffix("_ms"))
             for bar, line in zip(bars, shown, strict=True):
@@ -145,8 +166,11 @@ def dataset_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
             colour = COLOURS[number % len(COLOURS)]
             upper.bar(centres, [total.compression for total in by_task.values()], width, color=colour, label=method)
             lower.bar(centres, [total.speedup or 0 for total in by_task.values()], width, color=colour)
-        upper.set_ylabel("S (generated tokens a step)")
-        lower.set_ylabel("speed-up over\nplain decoding (x)")
+            several = [(at, t) for at, t in zip(centres, by_task.values(), strict=True) if len(t.speedups) > 1]
+            bars = [(total.speedup, min(total.speedups), max(total.speedups)) for _, total in several]
+            _error_bars(lower, [at for at, _ in several], bars, "black")
+        upper.set_ylabel("S (tokens a step)")
+        lower.set_ylabel("speed-up over\nplain (x)")
         for axes in (upper, lower):
             axes.set_xticks(range(len(tasks)), tasks)
             axes.axhline(1, color="0.7", linewidth=0.6, zorder=0)
@@ -168,10 +192,10 @@ def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
     widths, sizes = (sorted({at[axis] for at in best}) for axis in (0, 1))
     grid = [[value(best[w, n]) if (w, n) in best else float("nan") for w in widths] for n in sizes]
     with figure(path, caption, 1.4 + 0.4 * len(sizes)) as (drawn, (axes,)):
-        image = axes.imshow(grid, cmap="viridis", aspect="auto", origin="lower")
-        low, high = image.get_clim()
+        image = axes.imshow(grid, aspect="auto", origin="lower", **_colours([value(total) for total in best.values()]))
         for (w, n), total in best.items():
-            colour = "white" if value(total) < (low + high) / 2 else "black"
+            red, green, blue, _ = image.cmap(image.norm(value(total)))
+            colour = "white" if 0.3 * red + 0.6 * green + 0.1 * blue < 0.5 else "black"
             text = f"{value(total):.2f}\nG={total.guess_set_size}"
             axes.text(widths.index(w), sizes.index(n), text, ha="center", va="center", fontsize=5.5, color=colour)
         axes.set_xticks(range(len(widths)), map(str, widths))
@@ -179,6 +203,50 @@ def heat_map(found: Sequence[Total], caption: str, path: Path) -> Path:
         axes.set(xlabel="W, columns of the window", ylabel="N, tokens of an n-gram")
         quantity = "speed-up over plain decoding (x)" if timed else "S (generated tokens a step)"
         drawn.colorbar(image, ax=axes).set_label(f"{found[0].method}:\n{quantity}", fontsize=6)
+    return path
+
+
+def _colours(values: Sequence[float]) -> dict[str, Any]:
+    """White at 1, where nothing is gained or lost, and as far to both sides: 0.5 and 2 are as dark."""
+    far = max(1.1, *(max(value, 1 / value) if value > 0 else 1.1 for value in values))
+    norm = FuncNorm((lambda x: np.log(np.maximum(x, 1e-9)), np.exp), vmin=1 / far, vmax=far)
+    return {"cmap": "PuOr", "norm": norm}
+
+
+LENGTHS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 7), (8, 15), (16, 31), (32, 10**6))  # of accepted drafts, in one bar
+
+
+def accepted_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
+    """How many draft tokens steps accept: the share of the steps of each method by length."""
+    names = [str(low) if low == high else f"{low}-{high}" for low, high in LENGTHS[:-1]] + [f"{LENGTHS[-1][0]}+"]
+    width = 0.84 / len(found)
+    with figure(path, caption, 2.5) as (drawn, (axes,)):
+        for number, total in enumerate(found):
+            counts = total.accepted
+            shares = [sum(counts[n] for n in counts if low <= n <= high) / total.steps for low, high in LENGTHS]
+            centres = [at + (number - (len(found) - 1) / 2) * width for at in range(len(LENGTHS))]
+            axes.bar(centres, shares, width, color=COLOURS[number % len(COLOURS)], label=total.method)
+        axes.set_xticks(range(len(names)), names)
+        axes.set(xlabel="draft tokens that a step accepts", ylabel="share of the steps")
+        drawn.legend(**LEGEND)
+    return path
+
+
+def time_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
+    """Where a step's time goes, a bar a method: mean of all steps and ranks."""
+    with figure(path, caption, 1.0 + 0.2 * len(found)) as (drawn, (axes,)):
+        left = [0.0] * len(found)
+        for part, colour in zip(PARTS, COLOURS, strict=False):
+            widths = [total.a_step(part) for total in found]
+            axes.barh(range(len(found)), widths, left=left, color=colour, label=part.removesuffix("_ms"))
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.set_yticks(range(len(found)), [total.method for total in found])
+        axes.invert_yaxis()
+        axes.set_xlabel("ms a step (S: generated tokens a step)")
+        for at, (total, end) in enumerate(zip(found, left, strict=True)):
+            axes.text(end, at, f" S = {total.compression:.2f}", va="center", fontsize=5.5)
+        axes.set_xlim(0, 1.18 * max(left))
+        drawn.legend(**LEGEND | {"ncols": 3})
     return path
 
 

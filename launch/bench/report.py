@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..builders import ORACLE, PLAIN
-from .plots import dataset_plot, heat_map, scaling_plots, tokens_plot
+from .plots import accepted_plot, dataset_plot, heat_map, scaling_plots, time_plot, tokens_plot
 from .records import load_records
 from .scaling import Line, scaling_table
 from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
@@ -78,6 +78,11 @@ def _plots(found: Sequence[Total], setting: str, folder: Path) -> list[Path]:
     if not {"W", "N", "G", "ranks"} & differ:
         others = [total for total in found if total.method not in (PLAIN, ORACLE)]
         pictures.append(dataset_plot(others or found, setting, folder / "by_task.png"))
+        first = [total for total in found if total.task == found[0].task]
+        if drafting := [total for total in first if max(total.accepted, default=0) > 0]:
+            pictures.append(accepted_plot(drafting, setting, folder / "accepted.png"))
+        if any(record.get("split") for total in first for record in total.records):
+            pictures.append(time_plot(first, setting, folder / "time.png"))
     if {"W", "N"} & differ and ours:
         first = [total for total in ours if total.method == ours[0].method]
         pictures.append(heat_map(first, setting, folder / "heat_map.png"))

@@ -92,6 +92,21 @@ class Total:
         return self.tokens_per_s / self.plain_tokens_per_s if self.plain_tokens_per_s else None
 
     @property
+    def accepted(self) -> dict[int, int]:
+        """Steps by the number of draft tokens that they accepted."""
+        found: dict[int, int] = {}
+        for record in self.records:
+            for length, count in (record.get("accepted") or {}).items():
+                found[int(length)] = found.get(int(length), 0) + count
+        return found
+
+    def a_step(self, name: str) -> float:
+        """Mean of a figure of `split` over all steps and ranks; 0 where records do not say."""
+        splits = [(record["steps"], record["split"]) for record in self.records if record.get("split")]
+        sums = sum(steps * fmean(each[name] for each in split) for steps, split in splits)
+        return sums / max(self.steps, 1)
+
+    @property
     def rates(self) -> list[float]:
         """Tokens/s of every round; empty where records do not say."""
         rounds = [record.get("rounds_s") or [] for record in self.records]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from launch.bench.machine import PeakMemory
-from launch.bench.plots import heat_map
+from launch.bench.plots import _colours, heat_map
 from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import read_lines, write_report
 from launch.bench.scaling import errors, measured_lines
@@ -153,6 +153,28 @@ def test_a_report_is_one_file_with_everything(tmp_path: Path, settings: list[dic
         write_report(tmp_path / "nowhere")
 
 
+def test_a_report_shows_accepted_lengths_and_where_time_goes(tmp_path: Path) -> None:
+    """Records have both, which nobody reads out of JSON; every figure lies there as PNG and SVG."""
+    setting = {"task": "a", "W": 2, "N": 2, "G": 4}
+    file = RecordFile(tmp_path / "0.jsonl", ["lookahead", "plain"])
+    ours = _record(0, "lookahead", setting, 50, 1.0) | {"accepted": {"0": 20, "1": 25, "40": 5}, "split": [_split(4)]}
+    ours["rounds_s"] = [1.0, 2.0]
+    file.append([ours, _record(0, "plain", setting, 100, 4.0) | {"split": [_split(1)], "rounds_s": [4.0, 4.0]}])
+    file.close()
+    assert [path.name for path in write_report(tmp_path)] == ["by_task.png", "accepted.png", "time.png", "report.html"]
+    assert {path.stem for path in tmp_path.glob("*.svg")} == {path.stem for path in tmp_path.glob("*.png")}
+    total = totals(load_records(tmp_path))[0]
+    assert total.accepted == {0: 20, 1: 25, 40: 5} and total.a_step("forward_ms") == 8
+
+
+@pytest.mark.parametrize("values", [[0.25, 2.0], [0.5, 0.8], [3.0, 1.5]])
+def test_a_heat_map_is_white_where_nothing_is_gained(values: list[float]) -> None:
+    """Its darkest colour said 0.9x on one map and 3x on the next."""
+    look = _colours(values)
+    assert look["norm"](1.0) == pytest.approx(0.5) and look["norm"](min(values)) >= 0 and look["norm"](max(values)) <= 1
+    assert look["norm"](2.0) - 0.5 == pytest.approx(0.5 - look["norm"](0.5))
+
+
 def test_a_report_of_projections_alone(tmp_path: Path) -> None:
     """launch.scaling ranks=[] project=true has no records."""
     source = ROOT / "docs" / "results" / "scaling-demo"
@@ -205,12 +227,12 @@ def test_a_heat_map_shows_the_best_of_several_sizes(monkeypatch: pytest.MonkeyPa
     """The last one instead would be read as all that W and N can do."""
     texts: list[str] = []
     save = "matplotlib.figure.Figure.savefig"
-    monkeypatch.setattr(save, lambda self, path: texts.extend(text.get_text() for text in self.axes[0].texts))
+    monkeypatch.setattr(save, lambda self, path, **_: texts.extend(text.get_text() for text in self.axes[0].texts))
     records = [
         _record(0, "lookahead", {"task": "a", "W": 2, "N": 2, "G": g}, 50, s) for g, s in ((2, 2.0), (4, 1.0), (8, 4.0))
     ]
     heat_map([Total(records=[record], plain_tokens_per_s=25.0) for record in records], "", tmp_path / "map.png")
-    assert texts == ["4.00\nG=4"]
+    assert texts == ["4.00\nG=4"] * 2, "in the PNG and the SVG"
 
 
 def test_scaling_lines_survive_their_csv() -> None:

@@ -100,7 +100,7 @@ def measure() -> None:
         call(*scaling, *options, folder=Path(folder))
     options = ["limit=2", "max_new_tokens=48", "W=8", "G=40", "repeats=5", "projected_ranks=[1,2,4,8,16]"]
     call(*scaling, *options, f"methods=[{scaled},transformers_tp]", f"out={DATA}/scaling-demo")
-    for path in [*DATA.rglob("*.png"), *DATA.rglob("report.html")]:
+    for path in [*DATA.rglob("*.png"), *DATA.rglob("*.svg"), *DATA.rglob("report.html")]:
         path.unlink()
 
 
