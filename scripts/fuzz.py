@@ -8,7 +8,7 @@
 Draws: architecture, sizes, weights in float64, attention backend, prompt, W, N, G, depth, the pool's switches, the
 method, 2 to 8 ranks, how many of them hold a model between them, kv_sync, coupled sampling, logits processors, stops,
 other texts that share steps.
-Ends with one JSON line; exit code 1 where a case failed.
+Cases that failed once (tests/fuzz_corpus.jsonl) run first. Ends with one JSON line; exit code 1 where a case failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.fuzzing import Case, drawn, run
+from tests.fuzzing import Case, drawn, past_failures, run
 from tests.shrinking import shrink
 from tests.tiny_models import MATRIX
 
@@ -60,6 +60,12 @@ def main() -> int:
     started = time.monotonic()
     kinds = Counter[str]()
     failures = 0
+    for case in past_failures():
+        kinds["past failures"] += 1
+        failure = run(case)
+        if failure:
+            failures += 1
+            report(case, failure)
     last = args.first + (args.cases or (100 if args.seconds is None else 1 << 60))
     for number in range(args.first, last):
         if args.seconds is not None and time.monotonic() - started >= args.seconds:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import transformers as tf
@@ -238,6 +239,12 @@ def drawn(seed: int, number: int, share: float, archs: Sequence[str] | None = No
     several = int((number + 1) * share) > before
     long = not archs and (before if several else number - before) % LONG_EVERY == 1
     return Case.drawn(f"{seed}-{number}", 2 + number % 7 if several else 1, long, archs)
+
+
+def past_failures() -> list[Case]:
+    """Cases that failed once, shrunk; one line of JSON each in fuzz_corpus.jsonl."""
+    lines = Path(__file__).with_name("fuzz_corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    return [Case(**json.loads(line)) for line in lines]
 
 
 def run(case: Case) -> str | None:

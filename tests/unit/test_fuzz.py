@@ -16,7 +16,7 @@ from lp.attention.flash import SHORT
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from tests.conftest import LONG
-from tests.fuzzing import Case, drawn, run
+from tests.fuzzing import Case, drawn, past_failures, run
 from tests.shrinking import shrink
 
 CASES, SHARE = 3000 if LONG else 60, 0.1
@@ -31,6 +31,12 @@ def test_drawn_cases_equal_generate() -> None:
         if failure:
             case, failure = shrink(case, failure)
             pytest.fail(f"{failure}\npython scripts/fuzz.py --case '{case.json()}'")
+
+
+@pytest.mark.parametrize("case", past_failures(), ids=Case.json)
+def test_a_past_failure_stays_mended(case: Case) -> None:
+    """A fault that the fuzzer found once must not come back until it is drawn again."""
+    assert run(case) is None
 
 
 def _position(patch: pytest.MonkeyPatch) -> None:
