@@ -8,6 +8,7 @@ the pool.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from lp.models.runner import ModelRunner, TreePass, logger
 
 SPARE_SLOTS = LARGEST_PADDING + 1  # behind the pool: padding is written there, and the last one is moved to itself
 MOVES = 128  # M; what commits move beyond it is moved before the step
+UNCAPTURED = 8  # passes of a size before it is captured, which takes about as long as a few of them
 MASKED_SLOTS = 16384  # of a pool, up to which attention reads all of them where it can't read each sequence's alone
 
 
@@ -97,6 +99,7 @@ class CapturedForests:
         self._captured: CapturedSteps | None = None  # whose steps these stand beside: of the model as it was
         self._whole: StaticKVCache | None = None  # all slots of the pool
         self._steps: dict[int, _Step] = {}
+        self._seen: Counter[int] = Counter()  # passes by bucket
         self._given_up = False
         self._copied: torch.cuda.Event | None = None  # behind the last step's copy of its block
 
@@ -116,10 +119,12 @@ class CapturedForests:
                 logger.warning("steps of several texts are not captured: %s", error)
                 self._given_up = True
             else:
-                return self._run(step, trees)
+                if step is not None:
+                    return self._run(step, trees)
         return self.runner.forward_forest(trees)
 
-    def _step_of(self, num_tokens: int) -> _Step:
+    def _step_of(self, num_tokens: int) -> _Step | None:
+        """The step of the bucket of so many tokens; None as long as it has not come often enough."""
         captured = self.runner.captured
         assert captured is not None
         if captured is not self._captured:  # other weights, or another adapter
@@ -127,7 +132,10 @@ class CapturedForests:
             self._steps.clear()
             self._whole = self.pool.whole()
         bucket = next(size for size in BUCKETS if size >= num_tokens)
+        self._seen[bucket] += 1
         if bucket not in self._steps:
+            if self._seen[bucket] <= UNCAPTURED:
+                return None
             self._steps[bucket] = self._capture(captured, bucket)
         return self._steps[bucket]
 

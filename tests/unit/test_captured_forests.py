@@ -27,6 +27,13 @@ SAMPLED = lp.SamplingParams(temperature=0.8, seed=3)
 NEW = 16
 
 
+@pytest.fixture(autouse=True)
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are captured when they first come, but for the test of that."""
+    if "seldom" not in request.node.name:
+        monkeypatch.setattr(captured_forests, "UNCAPTURED", 0)
+
+
 def engine_of(model: Any, config: lp.LookaheadConfig = CONFIG, **options: Any) -> lp.Engine:
     times = lp.StepTimes.constant(0.01, 64) if config.adaptive else None
     decoder = lp.LookaheadDecoder(copy.deepcopy(model).to("cuda"), config, capture="graph", step_times=times)
@@ -127,6 +134,20 @@ def test_where_a_step_cannot_be_captured(
     assert caplog.text.count("steps of several texts are not captured: no room") == 1
     for handle, ids in zip(handles, texts, strict=True):
         assert handle.result().tokens == plain(model, ids)
+
+
+def test_a_size_that_comes_seldom_is_not_captured(gpu: SimulatedCuda) -> None:
+    """A short batch would spend more time on captures than on its steps."""
+    model = tiny_model()
+    engine = engine_of(model, lp.LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0))
+    rng = random.Random(7)
+    steps = captured_forests.UNCAPTURED + 4
+    handles = [engine.submit(drawn_text(rng, 20), steps, eos_token_id=()) for _ in range(3)]
+    captured_at = []
+    while engine.step():
+        captured_at.append(len(engine._passes._steps))
+    assert all(handle.done for handle in handles)
+    assert captured_at[captured_forests.UNCAPTURED] == 0 and captured_at[-1] == 1
 
 
 def test_what_a_failed_text_leaves_behind(gpu: SimulatedCuda) -> None:

@@ -30,7 +30,7 @@ def test_coupled_sampling_is_equal_and_said(generate: Callable[..., Ran]) -> Non
     """A table that does not name temperature and seed can be repeated by nobody."""
     ran = generate(*SAMPLE, "seed=7")
     assert ran.code == 0 and "1 prompt, sampled, decoding only" in ran.out
-    assert "sampled with temperature=0.8 top_p=0.95 seed=7 verifier=coupled, median of 1" in ran.out
+    assert "sampled with temperature=0.8 top_p=0.95 seed=7 verifier=coupled, median of 3 rounds" in ran.out
     verdicts = [line.split()[-1] for line in ran.out.splitlines() if line.startswith(("  lookahead", "  prompt_look"))]
     assert verdicts == ["equal", "equal"]
 

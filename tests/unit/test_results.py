@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ def test_two_settings_never_look_alike() -> None:
 def test_peak_memory_is_that_of_a_run() -> None:
     """The peak of the process's life instead would give every method that of the largest before it."""
     peak = PeakMemory(torch.device("cpu"))
+    gc.collect()
+    peak.restart()
     large = torch.ones(64 << 20, dtype=torch.uint8)
     with_large = peak.bytes()
     del large

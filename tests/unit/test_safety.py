@@ -21,6 +21,7 @@ from tests.unit.conftest import Ran
 
 # They pickle; that no other call of that kind is made, tests/distributed/launches.py counts.
 OBJECT_COLLECTIVES = {name for name in dir(dist) if "_object" in name}
+RUNS_TEXT = {"launch/bench/pass_at_1/limited.py": ["exec"]}  # programs that models write, in a process with limits
 CARRIERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}  # whose data may hold code
 
 
@@ -43,7 +44,7 @@ def test_no_pickle_in_the_code() -> None:
     """One object collective or torch.load is enough to run what another machine sent."""
     files = [path for folder in ("lp", "launch") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)): [*unsafe(path.read_text())] for path in files}
-    assert not {path: names for path, names in found.items() if names}
+    assert {path: names for path, names in found.items() if names} == RUNS_TEXT
 
 
 @pytest.mark.parametrize(
