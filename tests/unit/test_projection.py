@@ -303,6 +303,7 @@ def test_what_a_launch_would_refuse_is_refused_at_once(
         assert ran.code == 2 and said in ran.err, overrides
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_setting_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
 ) -> None:
