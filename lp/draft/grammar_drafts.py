@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from lp.draft.path_first import paying_length, share_with_path
 from lp.draft.share import Share
-from lp.draft.source import DraftSource, ObservePart, ShareInput, StepSamples, TokenPrice, share_proposer
+from lp.draft.source import DraftSource, ShareInput
 from lp.draft.tree import DraftTree
-from lp.draft.window import WindowDrafts
+from lp.draft.wrapping import WrappingSource
 from lp.sampling.grammar import Cursor, common_length
-from lp.sampling.top_logits import TopLogits
-
-# What is known before a text begins of forced tokens: their characters must follow, but other tokens may spell them.
-PRIOR_ACCEPTED, PRIOR_TRIED = 9.0, 10.0
-MEMORY_TOKENS = 64.0  # tried tokens that count
 
 
-class GrammarDrafts:
+class GrammarDrafts(WrappingSource):
     """Another source's draft tree, as far as a grammar allows it, with what must follow its nodes.
+
+    The characters of forced tokens must follow, but other tokens may spell them.
 
     Args:
         inner: the other source.
@@ -30,64 +27,35 @@ class GrammarDrafts:
     """
 
     def __init__(self, inner: DraftSource, cursor: Cursor, prompt_tokens: int) -> None:
-        self.num_logits = inner.num_logits
-        self._inner = inner
-        self._propose_inner = share_proposer(inner)
+        super().__init__(inner)
         self._cursor = cursor
         self._prompt_tokens = prompt_tokens
         self._seen = prompt_tokens
-        self._accepted_tried = (PRIOR_ACCEPTED, PRIOR_TRIED)  # of forced tokens
 
     @property
     def accepted_prediction(self) -> int:
         """Of the other source, if it has a prediction."""
         return getattr(self._inner, "accepted_prediction", 0)
 
-    @property
-    def forced_prob(self) -> float:
-        """That a forced token is accepted, if those before it are."""
-        accepted, tried = self._accepted_tried
-        return accepted / tried
-
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
         """The rank's share."""
-        self._follow(text)
+        self.follow(text)
         if not self._cursor.go_to(text[self._prompt_tokens :]) or self._cursor.matcher.ended:
             return self._propose_inner(text, step)
-        prob = self.forced_prob
+        prob = self.added_prob
         forced = self._forced()
         probs = [prob**depth for depth in range(1, len(forced) + 1)]
         forced = forced[: paying_length(step, probs)]
         share = share_with_path(self._propose_inner, text, step, forced, probs[: len(forced)])
         return replace(share, draft=self._grown(share.draft, step, prob))
 
-    def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """The whole tree, of one rank."""
-        return self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
-
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """What the other source learns of it."""
-        self._inner.begin(prompt, top_logits)
-
-    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Learn how likely forced tokens are."""
-        self._follow(text)
-        self._inner.observe(text, num_new, samples)
-
-    def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
-        """The same, where the other source learns in parts."""
-        self._follow(text)
-        observe: ObservePart = getattr(self._inner, "observe_part", None) or self._inner.observe
-        return observe(text, num_new, samples)
-
-    def _follow(self, text: Sequence[int]) -> None:
+    def follow(self, text: Sequence[int]) -> None:
         """Count how many of the text's new tokens are those that had to follow, as they were tokenized."""
         new = text[self._seen :]
         if not new or not self._cursor.go_to(text[self._prompt_tokens : self._seen]):
             return
         self._seen = len(text)
-        accepted, tried = self._accepted_tried
-        at = 0
+        accepted = tried = at = 0
         while at < len(new) and not self._cursor.matcher.ended:
             forced = self._cursor.matcher.forced()
             same = common_length(forced, new[at:])
@@ -96,8 +64,7 @@ class GrammarDrafts:
             for token in new[at : at + max(same, 1)]:
                 self._cursor.go_on(token)
             at += max(same, 1)
-        share = min(1.0, MEMORY_TOKENS / tried)
-        self._accepted_tried = (accepted * share, tried * share)
+        self.count(accepted, tried)
 
     def _forced(self) -> list[int]:
         """The forced tokens that the grammar takes."""

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lp.draft.path_first import paying_length, share_with_path
 from lp.draft.share import Share
-from lp.draft.source import DraftSource, ObservePart, ShareInput, StepSamples, TokenPrice, share_proposer
-from lp.draft.tree import DraftTree
-from lp.draft.window import WindowDrafts
+from lp.draft.source import DraftSource, ShareInput
+from lp.draft.wrapping import WrappingSource
 from lp.sampling.grammar import common_length
-from lp.sampling.top_logits import TopLogits
 
 MATCHED_TOKENS = 3  # a run of so many finds the place in the prediction again, once the text has left it
-# What is known before a text begins, as accepted and tried tokens.
-PRIOR_ACCEPTED, PRIOR_TRIED = 9.0, 10.0
-MEMORY_TOKENS = 64.0  # tried tokens that count
 
 
-class Prediction:
+class Prediction(WrappingSource):
     """Drafts what follows in a predicted text, before what another source drafts.
 
     Where the text differs, drafting goes on behind the place at which the text's last tokens come in the prediction.
@@ -33,52 +28,29 @@ class Prediction:
     """
 
     def __init__(self, inner: DraftSource, tokens: Sequence[int], prompt_tokens: int) -> None:
-        self.num_logits = inner.num_logits
+        super().__init__(inner)
         self.accepted_prediction = 0
-        self._inner = inner
-        self._propose_inner = share_proposer(inner)
         self._tokens = list(tokens)
         self._next: int | None = 0  # index of the token that should come; None where the text has left the prediction
         self._left_at = 0  # where it did
         self._seen = prompt_tokens
         self._path: list[int] = []  # drafted in the last step
-        self._accepted_tried = (PRIOR_ACCEPTED, PRIOR_TRIED)
         self._places: dict[tuple[int, ...], list[int]] = {}  # of a run, the indices behind it
         for end in range(MATCHED_TOKENS, len(self._tokens) + 1):
             self._places.setdefault(tuple(self._tokens[end - MATCHED_TOKENS : end]), []).append(end)
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
         """The prediction's next tokens on the first rank, and the other source's share."""
-        self._follow(text)
+        self.follow(text)
         self._path = []
         if self._next is not None:
-            accepted, tried = self._accepted_tried
             ahead = self._tokens[self._next : self._next + max(int(step.rooms[0]), 0)]
-            probs = [(accepted / tried) ** depth for depth in range(1, len(ahead) + 1)]
+            probs = [self.added_prob**depth for depth in range(1, len(ahead) + 1)]
             self._path = ahead[: paying_length(step, probs)]
             return share_with_path(self._propose_inner, text, step, self._path, probs[: len(self._path)])
         return self._propose_inner(text, step)
 
-    def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
-        """The whole tree, of one rank."""
-        return self.propose_share(text, ShareInput(0, budget, [0], window, price)).draft
-
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """What the other source learns of it."""
-        self._inner.begin(prompt, top_logits)
-
-    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Follow the text in the prediction."""
-        self._follow(text)
-        self._inner.observe(text, num_new, samples)
-
-    def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
-        """The same, where the other source learns in parts."""
-        self._follow(text)
-        observe: ObservePart = getattr(self._inner, "observe_part", None) or self._inner.observe
-        return observe(text, num_new, samples)
-
-    def _follow(self, text: Sequence[int]) -> None:
+    def follow(self, text: Sequence[int]) -> None:
         """Take in the text's new tokens."""
         new = text[self._seen :]
         if not new:
@@ -87,10 +59,7 @@ class Prediction:
         if self._path:
             same = common_length(self._path, new)
             self.accepted_prediction += same
-            accepted, tried = self._accepted_tried
-            tried += min(same + 1, len(self._path))
-            share = min(1.0, MEMORY_TOKENS / tried)
-            self._accepted_tried = ((accepted + same) * share, tried * share)
+            self.count(same, min(same + 1, len(self._path)))
             self._path = []
         if self._next is not None:
             same = common_length(self._tokens[self._next : self._next + len(new)], new)

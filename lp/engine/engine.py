@@ -110,12 +110,12 @@ class _Borrowed:
 
     Attributes:
         cache: that.
-        home: the text's own slots in the pool.
+        in_pool: the text's own slots in the pool.
         until: is closed when the text has ended.
     """
 
     cache: StaticKVCache
-    home: StaticKVCache
+    in_pool: StaticKVCache
     until: ExitStack
 
 
@@ -381,25 +381,25 @@ class Engine:
             num_tokens: to copy from there.
             error: that the text ended with.
         """
-        if self._borrowed is None or cache not in (self._borrowed.cache, self._borrowed.home):
+        if self._borrowed is None or cache not in (self._borrowed.cache, self._borrowed.in_pool):
             return cache
         borrowed, self._borrowed = self._borrowed, None
         if cache is borrowed.cache:
-            self._move_home(borrowed, num_tokens)
+            self._copy_to_pool(borrowed, num_tokens)
         if error is None:
             borrowed.until.close()
         else:
             borrowed.until.__exit__(type(error), error, error.__traceback__)
-        return borrowed.home
+        return borrowed.in_pool
 
-    def _move_home(self, borrowed: _Borrowed, num_tokens: int) -> None:
+    def _copy_to_pool(self, borrowed: _Borrowed, num_tokens: int) -> None:
         """Copy so many tokens from the cache of captured steps into the text's own slots."""
-        borrowed.home.length = 0
+        borrowed.in_pool.length = 0
         if num_tokens:
             with self.decoder.computing():
-                borrowed.home.begin_with(borrowed.cache.first(num_tokens), num_tokens)
+                borrowed.in_pool.begin_with(borrowed.cache.first(num_tokens), num_tokens)
 
-    def _go_home(self) -> None:
+    def _go_on_in_pool(self) -> None:
         """The text that began by itself goes on in the pool: captured steps of several texts read no other cache.
 
         The cache that it had stays reserved for it, with the memory that its sampler draws noise into.
@@ -407,8 +407,8 @@ class Engine:
         borrowed = self._borrowed
         for text in self._running:
             if borrowed and text.cache is borrowed.cache:
-                self._move_home(borrowed, text.cache.length)
-                text.go_on_in(borrowed.home)
+                self._copy_to_pool(borrowed, text.cache.length)
+                text.go_on_in(borrowed.in_pool)
 
     def _longest_prefix(self, prompt: Sequence[int]) -> tuple[CachedText | None, int]:
         """The text whose cache begins with most of a prompt, and how much of it; None and 0 where none does."""
@@ -432,7 +432,7 @@ class Engine:
         self._tell_company(texts, sum(count for _, count in chunks))
         captures = self._passes.captures
         if captures and len(self._running) > 1:
-            self._go_home()
+            self._go_on_in_pool()
         if len(texts) == 1 and not chunks and not (captures and texts[0].cache in self.pool):
             return self._one_after_another(texts, [])
         with self.decoder.context.stepping(sum(text.message_shape.size for text in texts)):

@@ -87,7 +87,7 @@ class CapturedForests:
 
     Args:
         runner: of the model.
-        pool: with `spare_slots`.
+        pool: as `pool_for` makes it.
         most_sequences: of a pass.
     """
 
@@ -169,17 +169,8 @@ class CapturedForests:
                 visible_BB, inputs.positions_B, inputs.slots_B, places_B4[:, 2], places_B4[:, 3], whole.capacity
             )
             with whole.writing_to(inputs.slots_B):
-                output = captured.model(
-                    input_ids=inputs.tokens_B[None],
-                    position_ids=inputs.positions_B[None],
-                    attention_mask=mask,
-                    use_cache=True,
-                    logits_to_keep=inputs.logits_indices_B,
-                    past_key_values=whole,
-                    **masks.backend.forward_arguments(inputs.slots_B, inputs.sequences_Q4),
-                )
-            logits: torch.Tensor = output.logits[0]
-            return logits
+                arguments = masks.backend.forward_arguments(inputs.slots_B, inputs.sequences_Q4)
+                return captured.logits(inputs, mask, whole, arguments)
 
         return _Step(staged, captured.recorder.record(step))
 

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lp.attention.base import AttentionBackend
-from lp.attention.masks import StepMasks
+from lp.attention.masks import Masks, StepMasks
 from lp.compiled import ONE, U64, compiled_array, compiled_ints, jit
 from lp.config import Capture
 from lp.errors import UserError
@@ -241,6 +241,27 @@ class CapturedSteps:
             _stage_nothing(step.inputs, self.cache)
         return steps
 
+    def logits(self, inputs: Any, mask: Masks, cache: StaticKVCache, arguments: dict[str, Any]) -> torch.Tensor:
+        """The logits (B, V) of a step's tokens.
+
+        Args:
+            inputs: has `tokens_B`, `positions_B` and `logits_indices_B`.
+            mask: of the step.
+            cache: that it writes to.
+            arguments: for the attention function.
+        """
+        output = self.model(
+            input_ids=inputs.tokens_B[None],
+            position_ids=inputs.positions_B[None],
+            attention_mask=mask,
+            use_cache=True,
+            logits_to_keep=inputs.logits_indices_B,
+            **{cache_keyword(self.masks.config): cache},
+            **arguments,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
     def settle(self) -> None:
         """Wait for a step that was cut: the device may still read its block."""
         if self.device.type == "cuda":
@@ -279,16 +300,7 @@ class CapturedSteps:
 
         def forward() -> torch.Tensor:
             mask = self.masks.build(visible_BB, inputs.positions_B, cache.capacity, slot_mapping_B)
-            output = self.model(
-                input_ids=inputs.tokens_B[None],
-                position_ids=inputs.positions_B[None],
-                attention_mask=mask,
-                use_cache=True,
-                logits_to_keep=inputs.logits_indices_B,
-                **{cache_keyword(self.masks.config): cache},
-                **self.masks.backend.forward_arguments(slot_mapping_B),
-            )
-            return output.logits[0]
+            return self.logits(inputs, mask, cache, self.masks.backend.forward_arguments(slot_mapping_B))
 
         cache.begin(visible_BB)
         if not cache.claimed:  # layers take their buffers in the first pass, which no compiled one can do

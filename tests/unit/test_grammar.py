@@ -164,7 +164,7 @@ def test_forced_tokens_are_as_likely_as_they_were(demo: Any) -> None:
         text = [5, *(token for part in spelt for token in tokenizer(part)["input_ids"])]
         drafts.propose([5], 9, WindowDrafts(), None)
         drafts.propose(text, 9, WindowDrafts(), None)
-        probs.append(drafts.forced_prob)
+        probs.append(drafts.added_prob)
     assert probs[0] < 0.9 < probs[1]
 
 
