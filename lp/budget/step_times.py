@@ -91,7 +91,7 @@ class StepTimes:
     def seconds_by_tokens(self) -> np.ndarray:
         """Seconds by tokens, 0 to `max_tokens`, padding used; never falling. (max_tokens + 1,)"""
         padded = self._unpadded_seconds[self._padded_sizes]
-        return np.minimum.accumulate(padded[::-1])[::-1]
+        return np.minimum.accumulate(padded[::-1])[::-1].copy()  # contiguous: else compiled code is compiled twice
 
     def step_s(self, num_tokens: int) -> float:
         """Seconds of a step; past the largest size measured, in proportion to its tokens."""

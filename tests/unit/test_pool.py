@@ -6,6 +6,7 @@ import importlib.util
 import random
 import shutil
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 
 import lp
 from lp.compiled import COMPILED, U64
+from lp.draft.pool import growth, ngram_pool
+from lp.draft.pool.bigrams import FILE_NAME, write_bigrams
 from lp.draft.pool.factory import fresh_tables, tables_digest
 from lp.draft.pool.mixture import FEATURES
 from lp.draft.pool.tables import (
@@ -28,6 +31,7 @@ from lp.draft.pool.tables import (
     hash_context,
     new_tables,
 )
+from tests.architectures import tiny_model
 from tests.conftest import ROOT, Processes
 from tests.pools import (
     TEXT_ONLY,
@@ -135,6 +139,21 @@ def test_compiled_code_is_of_these_sources(processes: Processes, package: Path) 
     compiled = package / "compiled.py"
     compiled.write_text(compiled.read_text().replace("U64(30)", "U64(29)"))
     assert printed(package, processes, NOISE) == printed(package, processes, NOISE, NUMBA_DISABLE_JIT="1") != first
+
+
+@pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
+def test_growth_is_compiled_once(tmp_path: Path) -> None:
+    """A whole number as temperature, or arrays of another layout, would each compile all of it again."""
+    model = tiny_model("llama", vocab_size=64)
+    write_bigrams(np.zeros((64, 16), np.int64), tmp_path / FILE_NAME)
+    step_times = lp.StepTimes((1, 64), (1.0, 1.1), plain_s=0.9)
+    for bigrams in ("off", str(tmp_path / FILE_NAME)):
+        config = lp.LookaheadConfig(window_size=2, ngram_size=2, guess_set_size=4, pool_bigrams=bigrams)
+        for budget, temperature in product((None, step_times), (1, 0.5)):
+            decoder = lp.LookaheadDecoder(model, config, step_times=budget)
+            sampling = lp.SamplingParams(temperature=temperature)
+            assert len(decoder.generate([1, 2, 3, 1, 2], 8, sampling).tokens) == 8
+    assert len(growth.propose.signatures) == 1 and len(ngram_pool._learn.signatures) == 1
 
 
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled")

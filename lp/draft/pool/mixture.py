@@ -111,7 +111,7 @@ def new_predictor(
         entries=compiled_zeros(NUM_CONTEXTS + 1, "i8"),
         last_step=new_last_step(0),
         bigrams=of_model,
-        temperature=temperature,
+        temperature=float(temperature),
         votes=compiled_zeros(votes, "i8"),
         tokens=compiled_zeros(MAX_CHOICES, "i8"),
         scores=compiled_zeros(MAX_CHOICES + 1, "f8"),
