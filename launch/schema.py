@@ -30,7 +30,7 @@ T = TypeVar("T")
 # Fields that a draft source's config takes from top-level keys, where it has them. One that is null is the config's own
 # default.
 SHAPE_KEYS = {"window_size": "W", "ngram_size": "N", "guess_set_size": "G"}
-POOL_KEYS = {f"pool_{name}": f"pool.{name}" for name in ("scope", "mib", "file", "bigrams")}
+POOL_KEYS = {f"pool_{name}": f"pool.{name}" for name in ("scope", "mib", "file", "model_ngrams")}
 LOOKAHEAD_PRESETS = {"lookahead_auto": {"adaptive": True}, "lookahead": {"adaptive": False}}  # of one config
 
 
@@ -158,13 +158,13 @@ class PoolSchema:
         scope: request, or session, with which it lasts from prompt to prompt.
         mib: most memory, MiB.
         file: with scope=session, a safetensors file that saves it from run to run.
-        bigrams: a file of the model's bigrams, auto for the one beside the model, or off.
+        model_ngrams: a file of the model's n-grams, auto for the one beside the model, or off.
     """
 
     scope: str = "request"
     mib: int = 16
     file: str | None = None
-    bigrams: str = "auto"
+    model_ngrams: str = "auto"
 
 
 @dataclass

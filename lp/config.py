@@ -76,8 +76,8 @@ class LookaheadConfig:
             not change, which draft tokens they get does.
         pool_mib: most memory of the pool, MiB; the oldest entries make room.
         pool_file: with "session", a safetensors file to begin with, if it exists, and to write after every call.
-        pool_bigrams: the model's own bigrams, which vote where the pool has not seen a token: a file that
-            scripts/build_bigrams.py wrote, "auto" for the one beside the model, if it is there, or "off".
+        pool_model_ngrams: what the model writes behind 1 to 3 tokens, which votes where the pool has not seen them:
+            a file of scripts/build_model_ngrams.py, "auto" for the one beside the model, if it is there, or "off".
         window_noise: under sampling, the window iterates under the sampler's own noise; False guesses greedily.
         warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1; for ablations.
         kv_sync: how ranks get each other's accepted KV.
@@ -103,7 +103,7 @@ class LookaheadConfig:
     pool_scope: PoolScope = PoolScope.REQUEST
     pool_mib: int = 16
     pool_file: str | None = None
-    pool_bigrams: str = "auto"
+    pool_model_ngrams: str = "auto"
     window_noise: bool = True
     warmup_steps: int = 0
     kv_sync: KVSync = KVSync.RECOMPUTE

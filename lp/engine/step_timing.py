@@ -98,7 +98,7 @@ class KnownStepTimes(GivenStepTimes):
 def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> StepTimesFile:
     """Where the step times of a decoder with these parts are stored."""
     model = runner.model
-    config_without_pool = replace(config, pool_scope=PoolScope.REQUEST, pool_file=None, pool_bigrams="off")
+    config_without_pool = replace(config, pool_scope=PoolScope.REQUEST, pool_file=None, pool_model_ngrams="off")
     key_parts = (
         model.config.to_json_string(),
         str(model.dtype),

@@ -16,9 +16,9 @@ import pytest
 import lp
 from lp.compiled import COMPILED, U64
 from lp.draft.pool import growth, ngram_pool
-from lp.draft.pool.bigrams import FILE_NAME, write_bigrams
 from lp.draft.pool.factory import fresh_tables, tables_digest
 from lp.draft.pool.mixture import FEATURES
+from lp.draft.pool.model_ngrams import FILE_NAME, Contexts, new_file, write_file
 from lp.draft.pool.tables import (
     ORDERS,
     TEXT,
@@ -145,10 +145,11 @@ def test_compiled_code_is_of_these_sources(processes: Processes, package: Path) 
 def test_growth_is_compiled_once(tmp_path: Path) -> None:
     """A whole number as temperature, or arrays of another layout, would each compile all of it again."""
     model = tiny_model("llama", vocab_size=64)
-    write_bigrams(np.zeros((64, 16), np.int64), tmp_path / FILE_NAME)
+    file, _ = new_file(64, 256, [Contexts(np.arange(64)[:, None], np.zeros((64, 16), np.int64))])
+    write_file(file, tmp_path / FILE_NAME)
     step_times = lp.StepTimes((1, 64), (1.0, 1.1), plain_s=0.9)
-    for bigrams in ("off", str(tmp_path / FILE_NAME)):
-        config = lp.LookaheadConfig(window_size=2, ngram_size=2, guess_set_size=4, pool_bigrams=bigrams)
+    for model_ngrams in ("off", str(tmp_path / FILE_NAME)):
+        config = lp.LookaheadConfig(window_size=2, ngram_size=2, guess_set_size=4, pool_model_ngrams=model_ngrams)
         for budget, temperature in product((None, step_times), (1, 0.5)):
             decoder = lp.LookaheadDecoder(model, config, step_times=budget)
             sampling = lp.SamplingParams(temperature=temperature)

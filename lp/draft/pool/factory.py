@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from lp.config import LookaheadConfig, PoolScope
 from lp.digest import chain_digest
-from lp.draft.pool.bigrams import read_bigrams
+from lp.draft.pool.model_ngrams import read_file
 from lp.draft.registry import Call, register_factory
 from lp.errors import UserError
 
@@ -40,20 +40,20 @@ class PoolFactory:
     def __init__(self, config: LookaheadConfig) -> None:
         self.config = config
         self.tables: Tables | None = None  # of a session
-        self._bigrams: np.ndarray | None = None  # of the model
-        self._bigrams_digest: int | None = None  # once they are read
+        self._model_ngrams: np.ndarray | None = None
+        self._ngrams_digest: int | None = None  # once they are read
 
     def new_source(self, call: Call) -> NGramPool:
         """The pool of one call.
 
         Raises:
-            ValueError: the session's file is no such pool, or its folder is missing; no file of model bigrams where
+            ValueError: the session's file is no such pool, or its folder is missing; no file of model n-grams where
                 one is asked for.
         """
         from lp.draft.pool.ngram_pool import NGramPool
 
         self._read(call.model_folder, call.vocabulary_size)
-        of_model = (self._bigrams, call.temperature)
+        of_model = (self._model_ngrams, call.temperature)
         if self.config.pool_scope is PoolScope.REQUEST:
             tables = fresh_tables(self.config, call.vocabulary_size, self._needed_mib(call))
             return NGramPool(self.config, call.prompt, call.noise, tables, *of_model)
@@ -67,16 +67,16 @@ class PoolFactory:
         """Of what the pools of all ranks begin with alike.
 
         Raises:
-            ValueError: no file of model bigrams where one is asked for.
+            ValueError: no file of model n-grams where one is asked for.
         """
-        return {"model bigrams": self._read(model_folder, vocabulary_size)}
+        return {"model n-grams": self._read(model_folder, vocabulary_size)}
 
     def _read(self, model_folder: str, vocabulary_size: int) -> int:
-        """Read the model's bigrams, once; returns their digest, 0 for none."""
-        if self._bigrams_digest is None:
-            self._bigrams = read_bigrams(self.config.pool_bigrams, model_folder, vocabulary_size)
-            self._bigrams_digest = 0 if self._bigrams is None else chain_digest(0, self._bigrams.ravel())
-        return self._bigrams_digest
+        """Read the model's n-grams, once; returns their digest, 0 for none."""
+        if self._ngrams_digest is None:
+            self._model_ngrams = read_file(self.config.pool_model_ngrams, model_folder, vocabulary_size)
+            self._ngrams_digest = 0 if self._model_ngrams is None else chain_digest(0, self._model_ngrams.ravel())
+        return self._ngrams_digest
 
     def call_ended(self, is_main: bool) -> None:
         """Write the session's file."""

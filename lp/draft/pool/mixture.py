@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lp.compiled import GOLDEN, I64, MASK, ONE, U64, compiled_zeros, exp, jit, log, mix
-from lp.draft.pool.bigrams import Bigrams
 from lp.draft.pool.last_step import LastStep, add_older_guess, logits_of_node, new_last_step, search_step
+from lp.draft.pool.model_ngrams import ModelNgrams
 from lp.draft.pool.tables import (
     GUESS,
     LOGITS,
     MAX_GUESS_ORDER,
     MAX_LOGITS_ORDER,
+    MODEL,
     ORDERS,
     S11,
     TEXT,
@@ -60,9 +61,9 @@ WINDOW_0 = TEXT_0 + len(ORDERS) * M * 6
 GUESS_0 = WINDOW_0 + 2 * M
 LOGITS_0 = GUESS_0 + 3 * M
 NONE_0 = LOGITS_0 + 4 * 2 * 4 * GAPS
-BIGRAM_0 = NONE_0 + (len(ORDERS) + 1) * 5
-BIGRAM_NONE_0 = BIGRAM_0 + 4 * GAPS  # of "none of them", where model bigrams vote
-FEATURES = BIGRAM_NONE_0 + (len(ORDERS) + 1) * 2
+MODEL_0 = NONE_0 + (len(ORDERS) + 1) * 5
+MODEL_NONE_0 = MODEL_0 + MAX_LOGITS_ORDER * 2 * 4 * GAPS  # of "none of them", where model n-grams vote
+FEATURES = MODEL_NONE_0 + MAX_LOGITS_ORDER * (MAX_LOGITS_ORDER + 1) * (len(ORDERS) + 1)
 LEARNING_RATE = 0.3  # of Adagrad
 FAR = 10.0  # logits this far behind the best get no vote
 
@@ -77,7 +78,7 @@ class Predictor(NamedTuple):
     keys: Any  # uint64 (NUM_CONTEXTS,): of the contexts that may vote, 0 for one that may not
     entries: Any  # int64 (NUM_CONTEXTS + 1,): where they are, -1 for nowhere
     last_step: LastStep  # what is not in the tables yet
-    bigrams: Bigrams  # of the model, which vote where no logits are known behind the newest token
+    model_ngrams: ModelNgrams  # which vote where they know a longer context than the logits
     temperature: float  # of the sampler, by which their logits are divided
     votes: Any  # int64 (2 * most votes,): (token's index, feature)
     tokens: Any  # int64 (MAX_CHOICES,): voted for
@@ -90,16 +91,16 @@ def new_predictor(
     num_logits: int,
     sources: int,
     noise: tuple[int, int] | None,
-    bigrams: np.ndarray | None = None,
+    model_ngrams: np.ndarray | None = None,
     temperature: float = 1.0,
 ) -> Predictor:
     """Predictions from K logits, from these kinds of memory, under the noise of a (seed, sequence) or none.
 
     Args:
-        bigrams: of the model, packed, (V, their K).
+        model_ngrams: a file's array; None: none.
         temperature: of the sampler.
     """
-    of_model = Bigrams.of(bigrams)
+    of_model = ModelNgrams.of(model_ngrams)
     votes = 2 * (len(ORDERS) * M + 5 * M + num_logits + of_model.num_logits + 1)
     most_logits = max(num_logits, of_model.num_logits)
     return Predictor(
@@ -110,7 +111,7 @@ def new_predictor(
         keys=compiled_zeros(NUM_CONTEXTS, "u8"),
         entries=compiled_zeros(NUM_CONTEXTS + 1, "i8"),
         last_step=new_last_step(0),
-        bigrams=of_model,
+        model_ngrams=of_model,
         temperature=float(temperature),
         votes=compiled_zeros(votes, "i8"),
         tokens=compiled_zeros(MAX_CHOICES, "i8"),
@@ -280,14 +281,30 @@ def vote_logits(tables, predictor, position, key, choices, votes):
 
 
 @jit
-def vote_bigrams(tables, predictor, key, choices, votes):
-    """Votes of the model's bigrams behind the newest token, under the noise of this position."""
-    bigrams = predictor.bigrams
-    start = predictor.context.tokens[0] * bigrams.num_logits
-    for k in range(bigrams.num_logits):
-        predictor.logits_tokens[k] = bigrams.tokens[2 * (start + k) + TOKEN]
-        predictor.noisy_logits[k] = bigrams.logits[2 * (start + k) + LOGIT] / predictor.temperature
-    return vote_by_rank(tables, predictor, bigrams.num_logits, key, BIGRAM_0, choices, votes)
+def vote_model(tables, predictor, known, logits_order, key, choices, votes):
+    """Votes of the model's n-grams behind the longest context that they know, under the noise of this position.
+
+    Args:
+        logits_order: of the context whose logits voted; a context that is no longer has no say.
+
+    Returns:
+        The order of that context, 0 if there is none, and how many tokens and votes there are.
+    """
+    model, context = predictor.model_ngrams, predictor.context
+    if model.num_logits == 0:
+        return 0, choices, votes
+    for order in range(min(known, MAX_LOGITS_ORDER), max(logits_order, 0), -1):
+        row = find(model.keys, context_key(context.hashes[order], MODEL, 0))
+        if row < 0:
+            continue
+        start = row * model.num_logits
+        for k in range(model.num_logits):
+            predictor.logits_tokens[k] = model.tokens[2 * (start + k) + TOKEN]
+            predictor.noisy_logits[k] = model.logits[2 * (start + k) + LOGIT] / predictor.temperature
+        group = MODEL_0 + ((order - 1) * 2 + (1 if logits_order > 0 else 0)) * 4 * GAPS
+        choices, votes = vote_by_rank(tables, predictor, model.num_logits, key, group, choices, votes)
+        return order, choices, votes
+    return 0, choices, votes
 
 
 @jit
@@ -329,12 +346,7 @@ def predict(tables, predictor, known, position):
     look_up(tables, predictor, known, in_text)
     search_step(predictor.last_step, predictor.context, known, position)
     logits_order, choices, votes = vote_logits(tables, predictor, in_text, key, 0, 0)
-    none = NONE_0 + logits_order + 1
-    none_of_order = 5
-    if logits_order < 1 and known > 0 and predictor.bigrams.num_logits > 0:
-        choices, votes = vote_bigrams(tables, predictor, key, choices, votes)
-        none = BIGRAM_NONE_0 + logits_order + 1
-        none_of_order = 2
+    model_order, choices, votes = vote_model(tables, predictor, known, logits_order, key, choices, votes)
     matched, choices, votes = vote_text(tables, predictor, choices, votes)
     for order in range(MAX_GUESS_ORDER + 1):
         if order:
@@ -342,7 +354,10 @@ def predict(tables, predictor, known, position):
             choices, votes = vote_followers(tables, predictor, choices, votes, entry, feature)
         if predictor.sources >> GUESS & 1:
             choices, votes = vote_guesses(tables, predictor, choices, votes, order, GUESS_0 + order * M)
-    none += matched * none_of_order
+    none = NONE_0 + matched * 5 + logits_order + 1
+    if model_order > 0:
+        order = (model_order - 1) * (MAX_LOGITS_ORDER + 1) + logits_order + 1
+        none = MODEL_NONE_0 + order * (len(ORDERS) + 1) + matched
     predictor.votes[2 * votes] = choices
     predictor.votes[2 * votes + 1] = none
     predictor.scores[choices] = tables.weights[none]

@@ -38,7 +38,7 @@ class NGramPool:
         prompt: the text so far.
         noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
         tables: what it remembers, new or of an earlier text.
-        bigrams: of the model, int64 (V, K) as `lp.draft.pool.bigrams` has them; None: unknown.
+        model_ngrams: the array of a file of `lp.draft.pool.model_ngrams`; None: none.
         temperature: of the sampler.
     """
 
@@ -48,7 +48,7 @@ class NGramPool:
         prompt: Sequence[int],
         noise: tuple[int, int] | None,
         tables: Tables,
-        bigrams: np.ndarray | None = None,
+        model_ngrams: np.ndarray | None = None,
         temperature: float = 1.0,
     ) -> None:
         self.config = config
@@ -56,8 +56,8 @@ class NGramPool:
         kinds = {TEXT: True, WINDOW: config.window_ngrams, GUESS: config.position_guesses, LOGITS: self.num_logits > 0}
         sources = sum(1 << kind for kind, is_on in kinds.items() if is_on)
         noise = noise if config.renoise else None
-        bigrams = bigrams if self.num_logits else None
-        self._predictor = new_predictor(self.num_logits, sources, noise, bigrams, temperature)
+        model_ngrams = model_ngrams if self.num_logits else None
+        self._predictor = new_predictor(self.num_logits, sources, noise, model_ngrams, temperature)
         self._last_step = self._predictor.last_step
         self._tables = tables
         tables.clock[0] += 1  # so that what the prompt leaves is newer than an empty entry

@@ -29,6 +29,7 @@ ORDERS = (1, 2, 3, 4, 6, 8)  # tokens of the text's contexts
 MAX_GUESS_ORDER = 2  # tokens of the longest context of a guess, and of a window n-gram
 MAX_LOGITS_ORDER = 3  # tokens of the longest context of logits
 TEXT, WINDOW, GUESS, LOGITS = 1, 2, 3, 4  # kinds of memory; bit 1 << kind of `sources` switches one on
+MODEL = 5  # the kind of the model's n-grams, whose keys are of a table of their own
 
 
 class Tables(NamedTuple):

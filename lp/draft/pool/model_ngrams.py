@@ -1,0 +1,166 @@
+"""Model n-grams: the best logits behind contexts of 1 to 3 tokens, averaged over texts that the model itself wrote.
+
+A pool votes with them where they know a longer context than it has seen logits behind. They depend on the model alone:
+`scripts/build_model_ngrams.py` measures them once, and every process maps the file that it writes into memory.
+
+The file is one int64 array: HEADER numbers, the keys of R rows, and the packed logits of each row. A context's row
+lies in a bucket of WAYS, as in `lp.draft.pool.tables`.
+
+V: vocabulary; K: logits of a context; R: rows, a power of two.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.format import open_memmap
+
+from lp.compiled import compiled_array, compiled_ints, jit
+from lp.draft.pool.tables import (
+    MODEL,
+    WAYS,
+    bucket,
+    context_key,
+    fill_context,
+    hash_context,
+    new_context,
+)
+from lp.errors import UserError
+from lp.sampling.top_logits import TOKEN
+
+FILE_NAME = "lp_model_ngrams.npy"  # in the folder of a model
+AUTO = "auto"  # that file, where it is
+OFF = "off"
+MARK = 0x6E6772616D31  # of such a file, and of how its contexts are hashed
+HEADER = 4  # numbers: MARK, V, R, K
+FULL = 0.6  # the share of rows that a new file fills at most: where a bucket is full, a context is left out
+
+
+class ModelNgrams(NamedTuple):
+    """Model n-grams as compiled functions take them; K = 0: none."""
+
+    num_logits: int  # K
+    keys: Any  # uint64 (R,): contexts' hashes; 0 is empty
+    tokens: Any  # int32: of the packed logits, of which 2 * (a row * K + k) + TOKEN is a token
+    logits: Any  # float32: the same, of which 2 * (a row * K + k) + LOGIT is its logit
+
+    @classmethod
+    def of(cls, file: np.ndarray | None) -> ModelNgrams:
+        """Those of a file, or none."""
+        if file is None:
+            file = np.array([MARK, 0, WAYS, 0] + [0] * WAYS, np.int64)
+        _, _, rows, num_logits = file[:HEADER].tolist()
+        keys, packed = file[HEADER : HEADER + rows], file[HEADER + rows :]
+        tokens, logits = (compiled_array(packed.view(dtype)) for dtype in (np.int32, np.float32))
+        return cls(num_logits, compiled_array(keys.view(np.uint64)), tokens, logits)
+
+
+class Contexts(NamedTuple):
+    """Contexts of one length with the logits behind each, the most important first."""
+
+    tokens: np.ndarray  # int64 (n, length), the newest last
+    packed: np.ndarray  # int64 (n, K), as `pack_top_logits` packs them
+
+
+def rows_of(mebibytes: float, num_logits: int) -> int:
+    """R of the largest file of at most so many MiB."""
+    rows = int(mebibytes * 2**20) // (8 * (1 + num_logits))
+    return 1 << max(rows.bit_length() - 1, 2)
+
+
+def new_file(vocabulary_size: int, rows: int, contexts: Sequence[Contexts]) -> tuple[np.ndarray, int]:
+    """A file's array, with as many of these contexts as its rows hold.
+
+    Args:
+        vocabulary_size: V.
+        rows: R.
+        contexts: the first lengths first; of each the first contexts first.
+
+    Returns:
+        The array, int64 (4 + R + R K,), and how many contexts it has.
+    """
+    num_logits = contexts[0].packed.shape[1]
+    keys = np.zeros(rows, np.int64)
+    packed = np.zeros((rows, num_logits), np.int64)
+    placed, room = 0, int(rows * FULL)
+    for each in contexts:
+        tokens = np.ascontiguousarray(each.tokens[: room - placed])
+        found = np.zeros(len(tokens), np.int64)
+        compiled_keys = compiled_array(keys.view(np.uint64))
+        _place(compiled_keys, new_context(), compiled_ints(tokens.reshape(-1)), compiled_array(found))
+        has_row = found >= 0
+        packed[found[has_row]] = each.packed[: len(tokens)][has_row]
+        placed += int(has_row.sum())
+    return np.concatenate([np.array([MARK, vocabulary_size, rows, num_logits]), keys, packed.reshape(-1)]), placed
+
+
+@jit
+def _place(keys, context, tokens, found):
+    """Give every context a row of its bucket; `found` gets the rows, -1 where the bucket is full."""
+    length = len(tokens) // max(len(found), 1)
+    for index in range(len(found)):
+        known = fill_context(context, tokens, index * length, (index + 1) * length)
+        hash_context(context, known)
+        key = context_key(context.hashes[known], MODEL, 0)
+        first = bucket(keys, key)
+        row = -1
+        for way in range(WAYS):
+            if row < 0 and (keys[first + way] == 0 or keys[first + way] == key):
+                row = first + way
+        if row >= 0:
+            keys[row] = key
+        found[index] = row
+
+
+def write_file(array: np.ndarray, path: Path) -> None:
+    """Write the whole file or nothing."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            np.save(file, array.astype("<i8"), allow_pickle=False)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_file(choice: str, folder: str, vocabulary_size: int) -> np.ndarray | None:
+    """The model n-grams that a config asks for, memory-mapped; None for none.
+
+    Args:
+        choice: AUTO, OFF, or a path.
+        folder: of the model; not of this machine where it was loaded by its name.
+        vocabulary_size: V.
+
+    Raises:
+        ValueError: a path where no such file is, or a file of another model.
+    """
+    path = Path(folder, FILE_NAME) if choice == AUTO else Path(choice)
+    if choice == OFF or (choice == AUTO and not (folder and path.is_file())):
+        return None
+    remedy = f"write it with scripts/build_model_ngrams.py, or choose pool_model_ngrams={OFF}"
+    try:
+        file = open_memmap(path, mode="c")  # c: of a type that compiled functions take
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"pool_model_ngrams {str(path)!r} can't be read ({error}); {remedy}") from None
+    if not _is_whole(file):
+        raise UserError(f"pool_model_ngrams {str(path)!r} holds no model n-grams; {remedy}")
+    _, vocabulary, rows, _ = file[:HEADER].tolist()
+    tokens = file[HEADER + rows :].view(np.int32)[TOKEN::2]
+    if vocabulary != vocabulary_size or tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocabulary_size:
+        raise UserError(
+            f"pool_model_ngrams {str(path)!r} are of {vocabulary} tokens, and the model has {vocabulary_size}; {remedy}"
+        )
+    return file
+
+
+def _is_whole(file: np.ndarray) -> bool:
+    """Whether the array has as many rows as it says."""
+    if file.ndim != 1 or file.dtype != np.int64 or len(file) < HEADER:
+        return False
+    mark, _, rows, num_logits = file[:HEADER].tolist()
+    whole = rows >= WAYS and rows & (rows - 1) == 0 and num_logits > 0 and len(file) == HEADER + rows * (1 + num_logits)
+    return mark == MARK and whole
