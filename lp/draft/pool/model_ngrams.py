@@ -23,6 +23,7 @@ from lp.compiled import compiled_array, compiled_ints, jit
 from lp.draft.pool.tables import (
     MODEL,
     WAYS,
+    Context,
     bucket,
     context_key,
     fill_context,
@@ -99,7 +100,7 @@ def new_file(vocabulary_size: int, rows: int, contexts: Sequence[Contexts]) -> t
 
 
 @jit
-def _place(keys, context, tokens, found):
+def _place(keys: Any, context: Context, tokens: Any, found: Any) -> None:
     """Give every context a row of its bucket; `found` gets the rows, -1 where the bucket is full."""
     length = len(tokens) // max(len(found), 1)
     for index in range(len(found)):
