@@ -209,6 +209,7 @@ def _fitting(case: Case, rng: random.Random) -> Case:
 KINDS = ("hybrid", "sliding", "shifting", "experts", "other architecture")  # of architectures
 
 
+@cache
 def kind(arch: str) -> str | None:
     """Which of KINDS an architecture is; None for a plain one."""
     config = tiny_config(arch)
