@@ -5,11 +5,14 @@ The records of a benchmark are in `test_records.py`.
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import lp
 from launch.serve.unfinished import UnfinishedRequests
@@ -22,7 +25,7 @@ from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 from tests.conftest import LONG
 from tests.pools import empty_tables
-from tests.tiny_models import plain_greedy, tiny_model
+from tests.tiny_models import drawn_text, plain_greedy, tiny_model
 
 ALONE = ParallelContext()
 CONFIG = lp.LookaheadConfig(window_size=2, ngram_size=2, guess_set_size=2, pool_mib=1)
@@ -99,6 +102,42 @@ def test_a_pool_whose_header_is_changed(tmp_path: Path) -> None:
         except UserError:
             refused += 1
     assert refused > header // 2
+
+
+CHANGES: dict[str, list[float]] = {
+    "followers": [-1, -5 << 32, 100 << 32],
+    "logits_tokens": [-1, -1 << 31, 61],
+    "logits_values": [math.nan, math.inf, -math.inf],
+    "weights": [math.nan, math.inf, 1e300],
+    "squares": [0, -1, math.nan],
+    "clock": [-1, 1 << 62],
+    "stamps": [-1, 1 << 62],
+    "logits_stamps": [-1 << 62, 1 << 62],
+    "logits_positions": [-1 << 62, 1 << 62],
+}
+
+
+def test_a_pool_that_remembers_what_no_text_said(tmp_path: Path) -> None:
+    """Broken on a disk, or made by hand: values become draft tokens, which index the model's embeddings."""
+    path = tmp_path / "pool.safetensors"
+    model = tiny_model()
+    config = replace(CONFIG, pool_scope=lp.PoolScope.SESSION, pool_file=str(path))
+    ids = drawn_text(random.Random(2), 30)
+    expected = plain_greedy(model, ids, 20)
+    lp.LookaheadDecoder(model, config).generate(ids, 20)
+    written = load_file(path)
+    refused = 0
+    for name, values in CHANGES.items():
+        for value in values:
+            changed = {key: array.copy() for key, array in written.items()}
+            changed[name][changed[name] != 0] = value
+            save_file(changed, path)
+            try:
+                assert lp.LookaheadDecoder(model, config).generate(ids, 20).tokens == expected, (name, value)
+            except UserError as error:
+                assert name in ("followers", "logits_tokens") and "pool_file" in str(error)
+                refused += 1
+    assert refused == len(CHANGES["followers"]) + len(CHANGES["logits_tokens"])
 
 
 def test_model_bigrams_cut_after_any_byte(tmp_path: Path) -> None:
