@@ -8,6 +8,7 @@ V: vocabulary, K: logits of a token.
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,9 +46,10 @@ class Bigrams(NamedTuple):
 def write_bigrams(packed_VK: np.ndarray, path: Path) -> None:
     """Write the whole file or nothing."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    data = io.BytesIO()  # numpy does not notice that a file was cut off by a disk that is full
+    np.save(data, packed_VK.astype("<i8"), allow_pickle=False)
     try:
-        with part.open("wb") as file:
-            np.save(file, packed_VK.astype("<i8"), allow_pickle=False)
+        part.write_bytes(data.getbuffer())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
