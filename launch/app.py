@@ -144,7 +144,8 @@ def reported() -> Iterator[None]:
     """Turn a user error into one line and an exit code.
 
     Raises:
-        SystemExit: 2 after a user error, or where a device is full, 1 after the loss of a rank, 130 after Ctrl-C, 0 after SIGTERM.
+        SystemExit: 2 after a user error, or where a device is full, 1 after the loss of a rank, 130 after Ctrl-C, 0
+            after SIGTERM.
     """
     try:
         yield
