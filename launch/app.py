@@ -49,7 +49,7 @@ def run(task: Callable[[Any], float | None], config_name: str = "generate") -> N
         config_name: of the YAML file in conf/ that has the app's keys.
 
     Raises:
-        SystemExit: 2 after a user error, 130 after Ctrl-C.
+        SystemExit: 2 after a user error, or where a device is full, 130 after Ctrl-C.
     """
     with reported():
         import_plugins()
@@ -144,7 +144,8 @@ def reported() -> Iterator[None]:
     """Turn a user error into one line and an exit code.
 
     Raises:
-        SystemExit: 2 after a user error, 1 after the loss of a rank, 130 after Ctrl-C, 0 after SIGTERM.
+        SystemExit: 2 after a user error, or where a device is full, 1 after the loss of a rank, 130 after Ctrl-C, 0
+            after SIGTERM.
     """
     try:
         yield
@@ -158,6 +159,11 @@ def reported() -> Iterator[None]:
         raise SystemExit(LOST) from None
     except (HydraException, OmegaConfBaseException, UserError) as error:
         print_once(f"error: {explain(error)}")
+        raise SystemExit(USER_ERROR) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not have been imported
+            raise
+        print(f"error: {error}", file=sys.stderr)  # whichever rank has no room
         raise SystemExit(USER_ERROR) from None
     except OSError as error:
         if error.errno in DISK_FULL:

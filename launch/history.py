@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lp.errors import UserError
 
+from .chat_tokens import chat_tokens
+
 
 @dataclass
 class History:
@@ -54,14 +56,10 @@ class History:
         if not self.chats:
             return list(self.tokenizer(self._text(line, skip), verbose=False)["input_ids"])
         try:
-            text = self.tokenizer.apply_chat_template(
-                self._messages(line, skip), add_generation_prompt=True, tokenize=False
-            )
+            return chat_tokens(self.tokenizer, self._messages(line, skip))
         except TemplateError as error:
             remedy = "; leave system out" if self.system is not None else ""
             raise UserError(f"the model's chat template refuses this conversation: {error}{remedy}") from error
-        # The template has written BOS already.
-        return list(self.tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
 
     def fit(self, line: str, room: int) -> tuple[list[int], int]:
         """The same, without the oldest turns if they leave no room for an answer.

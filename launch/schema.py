@@ -312,7 +312,7 @@ class ServeConfig(Common):
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)  # not in a traceback or a log
     served_name: str | None = None
     chat_template: str | None = None
     max_sequences: int = 8

@@ -30,6 +30,7 @@ from .bench.hub import load_hub
 from .bench.prompts import Fields, Prompt, check_whole, load_builtin, load_jsonl, read_text
 from .bench.shapes import SHAPES
 from .builders import METHODS, ORACLE, Builders, decoder_builders
+from .chat_tokens import chat_tokens
 from .schema import Common, Config, Tasked, frozen
 
 WARM_UP_TOKENS = 8  # enough to touch every code path once
@@ -79,13 +80,9 @@ class Session(Generic[C]):
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's tokens, in the model's chat template where the task asks a question and the model has one."""
         tokenizer = self.loaded.tokenizer
-        chats = self.config.task.chat and bool(tokenizer.chat_template)
-        text = prompt.text
-        if chats:
-            messages = [{"role": "user", "content": text}]
-            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        # A prompt too long has our error, not a warning; a template has written BOS already.
-        return list(tokenizer(text, add_special_tokens=not chats, verbose=False)["input_ids"])
+        if self.config.task.chat and tokenizer.chat_template:
+            return chat_tokens(tokenizer, [{"role": "user", "content": prompt.text}])
+        return list(tokenizer(prompt.text, verbose=False)["input_ids"])  # too long a prompt has our error, no warning
 
     def run(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens | None = None) -> GenerationOutput:
         """Continue a prompt by at most so many tokens, as the config says."""

@@ -4,37 +4,116 @@
     python scripts/fuzz.py --cases 3000 --share 0.1     # a tenth of them with several ranks, which are threads
     python scripts/fuzz.py --archs qwen3_next lfm2      # of these architectures alone
     python scripts/fuzz.py --case '{"ids": [3, 1]}'     # one case again
+    python scripts/fuzz.py --cases 100000 --processes 2 --ledger fuzz.jsonl     # goes on where it was stopped
+    python scripts/fuzz.py --report fuzz.jsonl          # cases by commit and seed, pairs of features not met yet
 
-Draws: architecture, sizes, weights in float64, attention backend, prompt, W, N, G, depth, the pool's switches, the
-method, 2 to 8 ranks, how many of them hold a model between them, kv_sync, coupled sampling, logits processors, stops,
-other texts that share steps.
-Cases that failed once (tests/fuzz_corpus.jsonl) run first. Ends with one JSON line; exit code 1 where a case failed.
+Draws what tests/drawn_cases.py lists, its pairs of features in turn. Cases that failed once (tests/fuzz_corpus.jsonl)
+run first. Ends with one JSON line; exit code 1 where a case failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shlex
+import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.fuzzing import Case, drawn, past_failures, run
+from tests.drawn_cases import Case, drawn, features
+from tests.fuzz_ledger import Ledger, report
+from tests.fuzzing import past_failures, run
 from tests.shrinking import shrink
 from tests.tiny_models import MATRIX
 
+CHUNK = 10  # cases of a line of the ledger
 
-def report(case: Case, failure: str) -> None:
+
+@dataclass(frozen=True)
+class Draws:
+    """Which cases.
+
+    Attributes:
+        seed: of all.
+        share: of cases with several ranks.
+        archs: to draw from; None: all.
+        until: when no further case begins, in seconds of time.time(); None: never.
+    """
+
+    seed: int
+    share: float
+    archs: tuple[str, ...] | None
+    until: float | None
+
+    def run(self, first: int, count: int) -> dict[str, Any]:
+        """Run `count` cases from number `first` on; the line of the ledger, of those that there was time for."""
+        started = time.monotonic()
+        kinds = Counter[str]()
+        met: dict[str, int] = {}  # by feature, a bit for each case that has it
+        for index in range(count):
+            if self.until is not None and time.time() >= self.until:
+                break
+            case = drawn(self.seed, first + index, self.share, self.archs)
+            kinds.update({"cases": 1, "several ranks": int(case.ranks > 1), "sampled": int(case.sampling is not None)})
+            for name in features(case):
+                met[name] = met.get(name, 0) | 1 << index
+            if failure := run(case):
+                kinds["failures"] += 1
+                print(f"case {first + index} of seed {self.seed}, as drawn: {case.json()}")
+                show(*shrink(case, failure))
+        return {"first": first, **kinds, "seconds": round(time.monotonic() - started, 1), "features": met}
+
+
+def show(case: Case, failure: str) -> None:
     """The failure, and the command that shows it again."""
     print(f"FAILED: {failure}\n  python scripts/fuzz.py --case {shlex.quote(case.json())}", flush=True)
+
+
+def quiet() -> None:
+    """As every process of a run begins."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+
+
+def run_all(draws: Draws, chunks: Iterator[tuple[int, int]], processes: int) -> Iterator[dict[str, Any]]:
+    """The lines of all chunks, as they come."""
+    if processes == 1:
+        for chunk in chunks:
+            if draws.until is not None and time.time() >= draws.until:
+                return
+            yield draws.run(*chunk)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=quiet) as pool:
+        running = {pool.submit(draws.run, *chunk) for chunk, _ in zip(chunks, range(2 * processes), strict=False)}
+        while running:
+            done = next(as_completed(running))
+            running.remove(done)
+            ended = draws.until is not None and time.time() >= draws.until
+            if not ended and (following := next(chunks, None)):
+                running.add(pool.submit(draws.run, *following))
+            yield done.result()
+
+
+def commit() -> str:
+    """Of this tree, with a plus behind it where files have changed since."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+    return (found.stdout.strip() or "unknown") + ("+" if changed.stdout else "")
 
 
 def main() -> int:
@@ -45,42 +124,40 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--share", type=float, default=0.1, help="of cases with several ranks")
     parser.add_argument("--archs", nargs="+", choices=MATRIX, help="names of tests/tiny_models.py to draw from")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--ledger", type=Path, help="file of the cases that have run, which are not run again")
     parser.add_argument("--case", help="run this one, as JSON")
+    parser.add_argument("--report", type=Path, help="show what this ledger has")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+    if args.report:
+        print(report(Ledger(args.report).lines))
+        return 0
+    quiet()
     if args.case:
         case = Case(**json.loads(args.case))
         failure = run(case)
         if failure:
-            report(case, failure)
+            show(case, failure)
         print(json.dumps({"cases": 1, "failures": int(bool(failure))}))
         return int(bool(failure))
     started = time.monotonic()
-    kinds = Counter[str]()
-    failures = 0
+    total = Counter[str](failures=0)
     for case in past_failures():
-        kinds["past failures"] += 1
-        failure = run(case)
-        if failure:
-            failures += 1
-            report(case, failure)
+        total["past failures"] += 1
+        if failure := run(case):
+            total["failures"] += 1
+            show(case, failure)
+    until = None if args.seconds is None else time.time() + args.seconds
+    draws = Draws(args.seed, args.share, tuple(args.archs) if args.archs else None, until)
+    settings = {"commit": commit(), "seed": args.seed, "share": args.share}
+    settings |= {"archs": args.archs} if args.archs else {}
     last = args.first + (args.cases or (100 if args.seconds is None else 1 << 60))
-    for number in range(args.first, last):
-        if args.seconds is not None and time.monotonic() - started >= args.seconds:
-            break
-        case = drawn(args.seed, number, args.share, args.archs)
-        kinds["cases"] += 1
-        kinds["several ranks"] += case.ranks > 1
-        kinds["sampled"] += case.sampling is not None
-        failure = run(case)
-        if failure:
-            failures += 1
-            print(f"case {number} of seed {args.seed}, as drawn: {case.json()}")
-            report(*shrink(case, failure))
-    print(json.dumps({"seed": args.seed, **kinds, "failures": failures, "seconds": round(time.monotonic() - started)}))
-    return int(failures > 0)
+    ledger = Ledger(args.ledger)
+    for line in run_all(draws, ledger.missing(settings, args.first, last, CHUNK), args.processes):
+        total.update({name: line[name] for name in ("cases", "several ranks", "sampled", "failures") if name in line})
+        ledger.add(settings | line)
+    print(json.dumps({"seed": args.seed, **total, "seconds": round(time.monotonic() - started)}))
+    return int(total["failures"] > 0)
 
 
 if __name__ == "__main__":

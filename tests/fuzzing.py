@@ -1,7 +1,4 @@
-"""Drawn cases of decoding, held against transformers' own `generate`.
-
-A case is data: JSON of it is all that is needed to run it again.
-"""
+"""Drawn cases of decoding, held against transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -9,236 +6,43 @@ import copy
 import itertools
 import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import transformers as tf
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 import lp
-from lp.attention.flash import SHORT
 from lp.models.loader import context_limit
-from lp.models.support import check_supported
-from lp.models.tensor_parallel import STYLES, divide
+from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.captured import captured_runner
-from tests.pools import drawn_step_times, drawn_switches
-from tests.processors import Alternating, Noise, SumCriterion
-from tests.tiny_models import (
-    MATRIX,
-    VOCABULARY,
-    drawn_text,
-    letters,
-    logits_differ,
-    plain_greedy,
-    tiny_config,
-    tiny_model,
-)
+from tests.drawn_cases import PEERS, PROCESSORS, Case
+from tests.pools import drawn_step_times
+from tests.processors import Noise, SumCriterion
+from tests.simulated_cuda import run_on_gpus, simulated_cuda, why_not
+from tests.tiny_models import VOCABULARY, drawn_text, letters, logits_differ, plain_greedy, tiny_model
+from tests.toy_grammar import ToyGrammar, ToyMask
 
-# Whose sizes may be drawn: nothing in their configs goes layer by layer.
-RESIZED = [
-    "llama", "mistral", "mistral_sliding", "qwen2", "qwen2_sliding", "qwen3", "phi3", "gemma", "granite", "gpt_neox",
-    "stablelm", "olmo2", "starcoder2", "phi3_sliding",
-]  # fmt: skip
-STOPPABLE = 8  # fewest tokens of a vocabulary that has strings to stop at
-FAR = [*RESIZED, *["llama", "qwen2"] * 6]  # of long cases: more of those whose biases make rows look near
-LONG, LONG_EVERY = 2 * SHORT, 4  # tokens of the longest prompts; cases for a long one, on one rank and on several
-PEERS: dict[str, Any] = {
-    "prompt_lookup": lp.PromptLookupConfig,
-    "paper": lp.PaperConfig,
-    "recycling": lp.RecyclingConfig,
-}
+Outputs = list[tuple[lp.GenerationOutput, list[int]]]  # of every call, and what it streamed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model, a prompt and what is asked for; the defaults are the simplest there is.
+@dataclass
+class Turn:
+    """A call of a case, and what it is to give.
 
     Attributes:
-        arch, model_seed, sharpness, recency, overrides: of `tiny_model`.
-        backend: the attention.
-        method: "lookahead" or one of PEERS, with their default settings.
-        config: fields of LookaheadConfig.
-        ids, new: the prompt, and the most tokens to add.
-        ranks: threads in lockstep.
-        tp: of these, ranks that hold a model between them.
-        sampling: fields of SamplingParams.
-        processors: names of PROCESSORS.
-        eos, stop_strings: as `generate` takes them.
-        criterion: end where the sum of all ids is a multiple of it; 0 for never.
-        prefill_chunk: rows.
-        calls: of the same decoder, one after the other.
-        step_times: seed of the step times of an adaptive budget.
-        captured: steps have a few fixed shapes.
-        logits: those of every token are compared too, which shows what changes no token; on one rank.
-        company: other texts, drawn, that share steps with this one; then steps are not captured.
+        case: with the prompt of this turn.
+        plain: tokens of transformers' own `generate`.
+        oracle: of plain decoding.
     """
 
-    arch: str = "llama"
-    model_seed: int = 0
-    sharpness: float = 3.0
-    recency: float = 0.0
-    overrides: dict[str, Any] = field(default_factory=dict)
-    backend: str = "auto"
-    method: str = "lookahead"
-    config: dict[str, Any] = field(default_factory=dict)
-    ids: list[int] = field(default_factory=lambda: [1])
-    new: int = 1
-    ranks: int = 1
-    tp: int = 1
-    sampling: dict[str, Any] | None = None
-    processors: list[str] = field(default_factory=list)
-    eos: list[int] = field(default_factory=list)
-    stop_strings: list[str] = field(default_factory=list)
-    criterion: int = 0
-    prefill_chunk: int = 512
-    calls: int = 1
-    step_times: int = 0
-    captured: bool = False
-    logits: bool = False
-    company: int = 0
-
-    @classmethod
-    def drawn(cls, seed: str, ranks: int, long: bool = False, archs: Sequence[str] | None = None) -> Case:
-        """What a seed stands for; a long case has few new tokens behind about as many or twice as many as SHORT.
-
-        Args:
-            archs: to draw from; None: any that is supported.
-        """
-        rng = random.Random(seed)
-        arch = rng.choice(archs or (FAR if long else RESIZED if rng.random() < 0.6 else _supported()))
-        overrides = _drawn_sizes(rng, arch)
-        vocabulary = overrides["vocab_size"]
-        fewest = rng.choice([1, 1, 1, 40])
-        eos = [rng.randrange(vocabulary) for _ in range(rng.choice([0, 1, 3]))] if vocabulary > 2 else []
-        strings = ["".join(rng.choices("abc", k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2))]
-        sampled = rng.random() < (0.8 if long else 0.4)
-        method = rng.choice(["lookahead"] * 9 + [*PEERS])
-        length, new, chunks = rng.randint(fewest, max(fewest, 60)), rng.randint(1, 60), [1, 7, 64, 512]
-        if long:  # or the text grows past SHORT while it is generated
-            overrides |= {"max_position_embeddings": 2 * LONG} | ({"attention_bias": True} if arch == "llama" else {})
-            eos, length = [], rng.choice([rng.randint(SHORT - 20, SHORT), rng.randint(SHORT, LONG)])
-            new, chunks = rng.randint(8, 24), [64, 512]
-        return cls(
-            arch=arch,
-            model_seed=rng.randrange(1000),
-            sharpness=rng.choice([3.0, 6.0, 6.0] if long else [0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 6.0]),
-            recency=rng.choice([0.0, 2.0, 2.0]) if long else 0.0,
-            overrides=overrides,
-            backend=rng.choice(["auto"] * (8 if long else 1) + ["sdpa", "eager"]) if arch in RESIZED else "auto",
-            method=method,
-            config=_drawn_config(rng, method),
-            ids=drawn_text(rng, length, vocabulary),
-            new=new,
-            ranks=ranks,
-            sampling=_drawn_sampling(rng) if sampled else None,
-            processors=rng.sample([*PROCESSORS], rng.choice([0, 0, 0, 1, 2])),
-            eos=eos,
-            stop_strings=strings if vocabulary >= STOPPABLE and rng.random() < 0.2 else [],
-            criterion=rng.choice([0, 0, 0, 0, 0, 0, 37]),
-            prefill_chunk=rng.choice(chunks),
-            calls=rng.choice([1, 1, 1, 2]),
-            step_times=rng.randrange(1000),
-            captured=rng.random() < (0.1 if long else 0.3),
-            logits=ranks == 1 and rng.random() < (0.8 if long else 0.5),
-            tp=_drawn_tp(rng, arch, ranks, overrides),
-            company=rng.choice([0, 0, 0, 1, 2, 5]),
-        )
-
-    def json(self) -> str:
-        """What differs from the defaults."""
-        return json.dumps({key: value for key, value in asdict(self).items() if value != asdict(Case())[key]})
-
-
-@cache
-def _supported() -> list[str]:
-    names = []
-    for arch in MATRIX:
-        try:
-            check_supported(tiny_config(arch))
-        except ValueError:
-            continue
-        names.append(arch)
-    return names
-
-
-def _drawn_sizes(rng: random.Random, arch: str) -> dict[str, Any]:
-    sizes: dict[str, Any] = {"vocab_size": rng.choice([2, 5, 17, 61, 61, 61, 300])}
-    if hasattr(tiny_config(arch), "vocab_size_per_layer_input"):
-        sizes["vocab_size_per_layer_input"] = sizes["vocab_size"]
-    if arch not in RESIZED:
-        return sizes
-    sizes |= {"num_hidden_layers": rng.randint(1, 3), "num_key_value_heads": rng.choice([1, 2, 4])}
-    if "sliding" in arch or arch == "starcoder2":
-        sizes |= {"sliding_window": rng.randint(4, 40)}
-    return sizes | ({"max_position_embeddings": 64} if rng.random() < 0.2 else {})
-
-
-def _drawn_tp(rng: random.Random, arch: str, ranks: int, overrides: dict[str, Any]) -> int:
-    """Ranks that hold a model between them: 1 where there is no plan of how."""
-    config = tiny_config(arch, **overrides)
-    plan = getattr(config, "base_model_tp_plan", None)
-    if not plan or not {*plan.values()} <= STYLES.keys() or not getattr(config, "num_attention_heads", 0):
-        return 1
-    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", 4), config.vocab_size
-    fitting = [size for size in (2, 4) if ranks % size == 0 and heads[0] % size == 0 and heads[2] >= size]
-    fitting = [size for size in fitting if heads[1] % size == 0 or size % heads[1] == 0]
-    return rng.choice([1, *fitting])
-
-
-def _drawn_config(rng: random.Random, method: str) -> dict[str, Any]:
-    sync = {"kv_sync": rng.choice(["recompute", "broadcast"])}
-    if method != "lookahead":
-        return sync
-    shape = {"window_size": rng.randint(0, 12), "ngram_size": rng.randint(2, 6), "guess_set_size": rng.randint(0, 12)}
-    policy = {
-        "draft_depth": rng.choice([None, 1, 9, 48]),
-        "warmup_steps": rng.choice([0, 0, 0, 3]),
-        "pool_scope": rng.choice(["request", "session"]),
-        "window_noise": rng.random() < 0.8,
-    }
-    return shape | policy | drawn_switches(rng) | sync
-
-
-def _drawn_sampling(rng: random.Random) -> dict[str, Any]:
-    drawn: dict[str, Any] = {"seed": rng.randrange(1 << 40), "temperature": rng.choice([0.3, 0.8, 1.0, 2.0])}
-    warpers = {"top_k": 5, "top_p": 0.8, "min_p": 0.1, "typical_p": 0.9, "repetition_penalty": 1.2}
-    return drawn | {name: value for name, value in warpers.items() if rng.random() < 0.25}
-
-
-def _some_eos(case: Case) -> list[int]:
-    return case.eos or [0]
-
-
-PROCESSORS: dict[str, Callable[[Case], LogitsProcessor]] = {
-    "repetition": lambda case: tf.RepetitionPenaltyLogitsProcessor(1.3),
-    "no_repeat": lambda case: tf.NoRepeatNGramLogitsProcessor(3),
-    "bad_words": lambda case: tf.NoBadWordsLogitsProcessor([[1], [0, 0]]),
-    "bias": lambda case: tf.SequenceBiasLogitsProcessor([[[1], -2.0], [[0, 1], 4.0]]),
-    "min_length": lambda case: tf.MinLengthLogitsProcessor(30, _some_eos(case)),
-    "min_new": lambda case: tf.MinNewTokensLengthLogitsProcessor(len(case.ids), 8, _some_eos(case)),
-    "forced_eos": lambda case: tf.ForcedEOSTokenLogitsProcessor(len(case.ids) + case.new, _some_eos(case)),
-    "at_begin": lambda case: tf.SuppressTokensAtBeginLogitsProcessor([0, 1], len(case.ids) + 2),
-    "suppress": lambda case: tf.SuppressTokensLogitsProcessor([0]),
-    "decay": lambda case: tf.ExponentialDecayLengthPenalty((4, 1.1), _some_eos(case), len(case.ids)),
-    "own": lambda case: Alternating(),
-}
-
-
-def drawn(seed: int, number: int, share: float, archs: Sequence[str] | None = None) -> Case:
-    """Case `number` of a seed; this share of the numbers, evenly spread, has several ranks, and some are long.
-
-    Args:
-        archs: to draw from, in cases that are not long; None: any that is supported.
-    """
-    before = int(number * share)
-    several = int((number + 1) * share) > before
-    long = not archs and (before if several else number - before) % LONG_EVERY == 1
-    return Case.drawn(f"{seed}-{number}", 2 + number % 7 if several else 1, long, archs)
+    case: Case
+    plain: list[int]
+    oracle: lp.GenerationOutput
 
 
 def past_failures() -> list[Case]:
@@ -271,105 +75,235 @@ def _model(case: Case) -> PreTrainedModel:
     return model
 
 
+def _vocabulary(case: Case) -> int:
+    return int(case.overrides.get("vocab_size", VOCABULARY))
+
+
+def _sampling(case: Case) -> lp.SamplingParams | None:
+    return lp.SamplingParams(**case.sampling) if case.sampling else None
+
+
 def _asked(case: Case) -> dict[str, Any]:
     """Arguments that `generate` and the decoders have in common."""
     asked: dict[str, Any] = {"eos_token_id": case.eos or None}
     if case.stop_strings:
-        asked |= {"stop_strings": case.stop_strings, "tokenizer": letters(case.overrides.get("vocab_size", VOCABULARY))}
+        asked |= {"stop_strings": case.stop_strings, "tokenizer": letters(_vocabulary(case))}
     if case.criterion:
         asked["stopping_criteria"] = tf.StoppingCriteriaList([SumCriterion(case.criterion)])
     return asked
 
 
-def _plain(case: Case, sampling: lp.SamplingParams | None) -> list[int]:
+def _plain(model: PreTrainedModel, case: Case) -> list[int]:
     """transformers' own tokens, of a model that has seen no other text."""
-    model = _model(case)
-    processors = [PROCESSORS[name](case) for name in case.processors]
-    if sampling is not None:
+    model = copy.deepcopy(model)
+    processors = [PROCESSORS[name](case, "cpu") for name in case.processors]
+    if case.grammar:
+        processors.append(ToyMask(ToyGrammar(case.grammar, _vocabulary(case)), len(case.ids)))
+    if sampling := _sampling(case):
         assert sampling.seed is not None
-        processors += [*sampling.processors(), Noise(sampling.seed)]
+        processors += [*sampling.processors(), Noise(sampling.seed, case.sequence)]
     room = min(case.new, (context_limit(model) or 1 << 30) - len(case.ids))
     return plain_greedy(model, case.ids, room, logits_processor=tf.LogitsProcessorList(processors), **_asked(case))
 
 
-def _compare(case: Case) -> str | None:
-    sampling = lp.SamplingParams(**case.sampling) if case.sampling else None
-    models = [_model(case) for _ in range(case.ranks)]
-    asked = _asked(case) | {"prefill_chunk": case.prefill_chunk, "output_logits": case.logits}
+def _call(case: Case, device: str, prediction: Sequence[int] = ()) -> dict[str, Any]:
+    """Arguments of a decoder's `generate` besides prompt, length and sampling."""
+    call = _asked(case) | {
+        "logits_processor": [PROCESSORS[name](case, device) for name in case.processors],
+        "prefill_chunk": case.prefill_chunk,
+        "output_logits": case.logits,
+        "sequence": case.sequence,
+        "prediction": prediction,
+    }
+    return call | ({"grammar": ToyGrammar(case.grammar, _vocabulary(case))} if case.grammar else {})
 
-    def generate(decoder: lp.LookaheadDecoder | lp.AutoregressiveDecoder) -> tuple[lp.GenerationOutput, list[int]]:
-        streamed: list[int] = []
-        processors = [PROCESSORS[name](case) for name in case.processors]
-        told = (lambda tokens, step: streamed.extend(tokens)) if decoder.context.is_main else None
-        call = asked | {"logits_processor": processors, "on_tokens": told}
-        if case.company and isinstance(decoder, lp.LookaheadDecoder):
-            return _in_company(case, decoder, sampling, call), streamed
-        return decoder.generate(case.ids, case.new, sampling, **call), streamed
 
-    def body(context: ParallelContext) -> list[tuple[lp.GenerationOutput, list[int]]]:
-        model = models[context.rank]
+def _predicted(case: Case, plain: Sequence[int]) -> list[int]:
+    """The text with some of its tokens changed."""
+    if case.prediction < 0:
+        return []
+    rng = random.Random(f"prediction-{case.step_times}")
+    return [rng.randrange(_vocabulary(case)) if rng.random() * 100 < case.prediction else token for token in plain]
+
+
+def _turns(case: Case, model: PreTrainedModel) -> list[Turn]:
+    """The calls of a chat, each behind what there is to be before it."""
+    turns: list[Turn] = []
+    rng = random.Random(f"turns-{case.step_times}")
+    plain_decoder = lp.AutoregressiveDecoder(copy.deepcopy(model))
+    while len(turns) < case.turns:
+        plain = _plain(model, case)
+        oracle = plain_decoder.generate(case.ids, case.new, _sampling(case), **_call(case, "cpu"))
+        turns.append(Turn(case, plain, oracle))
+        ids = [*case.ids, *plain, *drawn_text(rng, rng.randint(1, 9), _vocabulary(case))]
+        if len(ids) >= (context_limit(model) or 1 << 30):
+            break
+        case = replace(case, ids=ids)
+    return turns
+
+
+@dataclass
+class Rank:
+    """What a rank of a case does.
+
+    Attributes:
+        case: that.
+        model: the rank's own, on its device.
+        turns: the calls.
+        gpus: devices are simulated ones.
+    """
+
+    case: Case
+    model: PreTrainedModel
+    turns: list[Turn]
+    gpus: bool = False
+    engine: lp.Engine | None = field(default=None, init=False)
+
+    def run(self, context: ParallelContext) -> Outputs:
+        """Every call."""
+        decoder = self.decoder(context)
+        return [self._generate(decoder, turn) for turn in self.turns for _ in range(self.case.calls)]
+
+    def decoder(self, context: ParallelContext) -> lp.LookaheadDecoder:
+        """As the case wants it."""
+        case, model = self.case, self.model
         if case.tp > 1:
-            model = divide(copy.deepcopy(model), context.replica)
+            model = divide(model, context.replica)
+        settings: dict[str, Any] = {"capture": case.gpu} if self.gpus else {}
         if case.method == "lookahead":
-            config, step_times = lp.LookaheadConfig(**case.config), drawn_step_times(random.Random(case.step_times))
-            decoder = lp.LookaheadDecoder(model, config, context, case.backend, step_times=step_times)
+            config = lp.LookaheadConfig(**case.config)
+            settings["step_times"] = drawn_step_times(random.Random(case.step_times))
         else:
-            kind = PEERS[case.method]
-            decoder = lp.LookaheadDecoder(model, kind(**case.config), context, case.backend)
+            config = PEERS[case.method](**case.config)
+        decoder = lp.LookaheadDecoder(model, config, context, case.backend, **settings)
         if case.captured and not case.company and decoder.runner.boundary is None:
             captured_runner(decoder, probe=True)
-        return [generate(decoder) for _ in range(case.calls)]
+        return decoder
 
-    plain = _plain(case, sampling)
-    oracle, _ = generate(lp.AutoregressiveDecoder(models[0]))
-    if oracle.tokens != plain:
-        return _differ("plain decoding", oracle.tokens, "generate", plain)
-    by_rank = run_lockstep(case.ranks, body, case.tp)
-    for rank, outputs in enumerate(by_rank):
-        for call, (output, streamed) in enumerate(outputs):
-            who = f"rank {rank} of {case.ranks}, tp {case.tp}, call {call}"
-            if output.tokens != plain:
-                return _differ(who, output.tokens, "generate", plain)
-            if output.finish_reason != oracle.finish_reason:
-                return f"{who} ended by {output.finish_reason}, plain decoding by {oracle.finish_reason}"
-            if rank == 0 and streamed != plain:
-                return _differ(who, streamed, "streamed", plain)
-            if logits_differ(output, oracle):
-                return f"{who} has other logits than plain decoding"
-            if [s.accepted for s in output.step_stats] != [s.accepted for s in by_rank[0][call][0].step_stats]:
-                return f"{who} accepted other tokens than rank 0 in some step"
+    def _generate(self, decoder: lp.LookaheadDecoder, turn: Turn) -> tuple[lp.GenerationOutput, list[int]]:
+        case = turn.case
+        streamed: list[int] = []
+        call = _call(case, "cuda" if self.gpus else "cpu", _predicted(case, turn.plain))
+        if decoder.context.is_main:
+            call["on_tokens"] = lambda tokens, step: streamed.extend(tokens)
+        if case.company:
+            self.engine = self.engine or self._made(decoder)
+            output = _in_company(turn, self.engine, call)
+        else:
+            output = decoder.generate(case.ids, case.new, _sampling(case), **call)
+        if output.logits is not None:
+            output.logits = output.logits.cpu()  # here, within the simulation
+        return output, streamed
+
+    def _made(self, decoder: lp.LookaheadDecoder) -> lp.Engine:
+        rng = random.Random(f"engine-{self.case.step_times}")
+        longest = max(len(turn.case.ids) for turn in self.turns)
+        slots = (self.case.company + 1) * (2 * longest + 200 + decoder.most_step_tokens)
+        return lp.Engine(decoder, rng.randint(1, 6), slots, rng.choice([1, 16, 128]))
+
+
+def _compare(case: Case) -> str | None:
+    model = _model(case)
+    turns = _turns(case, model)
+    for turn in turns:
+        if turn.oracle.tokens != turn.plain:
+            return _differ("plain decoding", turn.oracle.tokens, "generate", turn.plain)
+    if case.server >= 0:
+        from tests.fuzzed_server import served_tokens  # here: its packages are of an extra
+
+        asked = served_tokens([(turn.case, turn.plain) for turn in turns], model, Rank(case, model, turns).decoder)
+        return _first(
+            _differ(f"request {number}", tokens, "generate", expected)
+            for number, (tokens, expected) in enumerate(asked)
+            if tokens != expected
+        )
+    by_rank = _by_rank(case, model, turns)
+    calls = [turn for turn in turns for _ in range(case.calls)]
+    return _first(
+        _fault(f"rank {rank} of {case.ranks}, tp {case.tp}, call {call}", rank, turn, by_rank[rank][call], accepted)
+        for rank in range(case.ranks)
+        for call, turn in enumerate(calls)
+        for accepted in [[step.accepted for step in by_rank[0][call][0].step_stats]]
+    )
+
+
+def _by_rank(case: Case, model: PreTrainedModel, turns: list[Turn]) -> list[Outputs]:
+    if not case.gpu or why_not():
+        ranks = [Rank(case, copy.deepcopy(model), turns) for _ in range(case.ranks)]
+        return run_lockstep(case.ranks, lambda context: ranks[context.rank].run(context), case.tp)
+    with simulated_cuda():
+        ranks = [Rank(case, copy.deepcopy(model).to(f"cuda:{rank}"), turns, gpus=True) for rank in range(case.ranks)]
+        if case.ranks == 1:
+            return [ranks[0].run(ParallelContext())]
+        return run_on_gpus(case.ranks, lambda context, own: ranks[context.rank].run(context))
+
+
+def _fault(
+    who: str, rank: int, turn: Turn, result: tuple[lp.GenerationOutput, list[int]], accepted: list[int]
+) -> str | None:
+    """What is wrong with a call.
+
+    Args:
+        who: of which rank, and which call.
+        accepted: tokens of every step of rank 0.
+    """
+    output, streamed = result
+    if output.tokens != turn.plain:
+        return _differ(who, output.tokens, "generate", turn.plain)
+    if output.finish_reason != turn.oracle.finish_reason:
+        return f"{who} ended by {output.finish_reason}, plain decoding by {turn.oracle.finish_reason}"
+    if rank == 0 and streamed != turn.plain:
+        return _differ(who, streamed, "streamed", turn.plain)
+    if logits_differ(output, turn.oracle):
+        return f"{who} has other logits than plain decoding"
+    if [step.accepted for step in output.step_stats] != accepted:
+        return f"{who} accepted other tokens than rank 0 in some step"
     return None
 
 
-def _in_company(
-    case: Case, decoder: lp.LookaheadDecoder, sampling: lp.SamplingParams | None, call: dict[str, Any]
-) -> lp.GenerationOutput:
-    """The text among others, which come and go at drawn steps; the same on every rank."""
+def _first(faults: Any) -> str | None:
+    return next((fault for fault in faults if fault), None)
+
+
+def _in_company(turn: Turn, engine: lp.Engine, call: dict[str, Any]) -> lp.GenerationOutput:
+    """The text among others, which come and go at drawn steps; the same on every rank.
+
+    Some of the others are a shorter form of the same text, and must have its tokens.
+    """
+    case, decoder = turn.case, engine.decoder
     rng = random.Random(f"company-{case.step_times}")
-    slots = (case.company + 1) * (2 * len(case.ids) + 200 + decoder.most_step_tokens)
-    engine = lp.Engine(decoder, rng.randint(1, 6), slots, rng.choice([1, 16, 128]))
     arrivals = sorted((rng.choice([0, 0, rng.randint(1, 20)]), index) for index in range(case.company))
     own = rng.randint(0, 10)
-    handle, others = None, list[lp.Handle]()
+    handle, others, shorter = None, list[lp.Handle](), list[lp.Handle]()
     for step in itertools.count():
         while arrivals and arrivals[0][0] <= step:
             arrivals.pop(0)
+            if rng.random() < 0.3 and "forced_eos" not in case.processors:
+                less = {name: value for name, value in call.items() if name not in ("on_tokens", "output_logits")}
+                less["logits_processor"] = _call(case, str(decoder.model.device.type))["logits_processor"]
+                shorter.append(engine.submit(case.ids, rng.randint(1, case.new), _sampling(case), **less))
+                continue
             begin = case.ids[: rng.choice([0, len(case.ids)])]
-            ids = [*begin, *drawn_text(rng, rng.randint(1, 30), case.overrides["vocab_size"])]
+            ids = [*begin, *drawn_text(rng, rng.randint(1, 30), _vocabulary(case))]
             ids = ids[: (context_limit(decoder.model) or len(ids) + 1) - 1]
             seeded = lp.SamplingParams(temperature=0.7, seed=rng.randrange(9)) if rng.random() < 0.4 else None
             others.append(engine.submit(ids, rng.randint(1, 30), seeded, eos_token_id=()))
         if step == own:
-            handle = engine.submit(case.ids, case.new, sampling, **call)
+            handle = engine.submit(case.ids, case.new, _sampling(case), **call)
         if others and rng.random() < 0.05:
             engine.cancel(rng.choice(others))
         left = engine.step()
         engine.pool.check()
         if handle and handle.done and not left:
-            for other in others:
-                other.result()
-            return handle.result()
-    raise AssertionError
+            break
+    for other in others:
+        other.result()
+    for other in shorter:
+        tokens = other.result().tokens
+        if tokens != turn.plain[: len(tokens)] or not tokens:
+            raise AssertionError(_differ("a shorter form of the text beside it", tokens, "generate", turn.plain))
+    assert handle is not None
+    return handle.result()
 
 
 def _differ(name: str, tokens: list[int], other: str, expected: list[int]) -> str:

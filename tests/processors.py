@@ -16,18 +16,19 @@ class Alternating(LogitsProcessor):
     per_branch = True
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        odd = (input_ids.sum(-1, keepdim=True) + torch.arange(scores.shape[-1])) % 2
+        odd = (input_ids.sum(-1, keepdim=True) + torch.arange(scores.shape[-1], device=scores.device)) % 2
         return scores - 1.5 * odd
 
 
 class Noise(LogitsProcessor):
     """The Gumbel noise of the position to come: with it, the argmax of `generate` is coupled sampling."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, sequence: int = 0) -> None:
         self.seed = seed
+        self.sequence = sequence
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + gumbel(self.seed, 0, input_ids.shape[1], scores.shape[-1], scores.device)
+        return scores + gumbel(self.seed, self.sequence, input_ids.shape[1], scores.shape[-1], scores.device)
 
 
 class SumCriterion(StoppingCriteria):

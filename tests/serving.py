@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,9 +68,10 @@ def serving(
     api_key: str | None = None,
     max_body_bytes: int = 1 << 20,
     sampling: lp.SamplingParams | None = None,
+    decoder: Callable[[], lp.LookaheadDecoder] | None = None,
     **limits: Any,
 ) -> Iterator[Running]:
-    """A server of this model, with fixed step times; it ends with the block."""
+    """A server of this model, with fixed step times unless `decoder` makes another; it ends with the block."""
     import uvicorn
 
     from launch.serve.api import build_app
@@ -80,8 +82,7 @@ def serving(
     from launch.serve.served import Limits, Served
     from launch.serve.server import bind
 
-    def decoder() -> lp.LookaheadDecoder:
-        return lp.LookaheadDecoder(model, step_times=STEP_TIMES)
+    decoder = decoder or partial(lp.LookaheadDecoder, model, step_times=STEP_TIMES)
 
     grammars = Grammars(tokenizer, vocabulary_size(model))
     loop = EngineLoop(lp.Engine(decoder(), max_sequences, cache_tokens=1 << 13), grammars, max_waiting)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from tests.fuzzing import Case, run
+from tests.drawn_cases import Case
+from tests.fuzzing import run
 
 LEAST = {"window_size": 0, "ngram_size": 2, "guess_set_size": 0, "num_hidden_layers": 1, "num_key_value_heads": 1}
 

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..chat_tokens import chat_tokens, text_tokens
 from .bodies import ChatBody, Message, plain_text
 from .errors import ApiError
 
@@ -22,7 +23,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
     """Token ids of the messages, up to the answer.
 
     A tokenizer without a chat template belongs to a model that only continues text: there the messages are the text,
-    each in a new line.
+    each in a new line. Special tokens in what clients sent are text.
 
     Raises:
         ApiError: 400: the template refuses them, or its own settings.
@@ -37,18 +38,10 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
         for message in body.messages:
             text += "\n" if text and not text.endswith("\n") else ""
             text += plain_text(message.content)
-        return list(tokenizer(text, verbose=False)["input_ids"])
+        return text_tokens(tokenizer, text)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if uses_tools(body) and body.tools else None
     try:
-        text = tokenizer.apply_chat_template(
-            [_for_template(message) for message in body.messages],
-            tools=tools,
-            add_generation_prompt=True,
-            tokenize=False,
-            **given,
-        )
-        # The template has written BOS already. Half a character is found here, wherever it was.
-        return list(tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])
+        return chat_tokens(tokenizer, [_for_template(message) for message in body.messages], tools=tools, **given)
     except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from None
 

@@ -11,6 +11,7 @@ from lp.checks import check_int
 from lp.engine.engine import MAX_SEQUENCES, Engine, slots_within_memory
 from lp.engine.inputs import Prompt, prompt_ids
 from lp.engine.interrupts import Interrupted
+from lp.engine.memory import remedy_named
 from lp.engine.output import GenerationOutput
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
@@ -60,6 +61,7 @@ class BatchDecoder(StepDecoder):
         return generate_together(self, calls, max_sequences)
 
 
+@remedy_named()
 def generate_together(
     decoder: StepDecoder, calls: Sequence[Mapping[str, Any]], max_sequences: int = MAX_SEQUENCES
 ) -> list[GenerationOutput]:

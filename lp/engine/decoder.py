@@ -15,6 +15,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from lp.checks import check_int, flat_list
 from lp.engine.inputs import Eos, Prompt, check_model, eos_ids, prompt_ids
 from lp.engine.interrupts import DeferredSignals, Interrupted
+from lp.engine.memory import remedy_named
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens, Request
 from lp.engine.stopping import Stopping
@@ -95,6 +96,7 @@ class Decoder(ABC):
             Interrupted: a KeyboardInterrupt with what was generated; SIGINT or SIGTERM came to some rank, and the step
                 is finished. A second one acts at once, as it would without this call.
             ValueError: a prompt that is empty, too long or not of this vocabulary, or a value out of range.
+            torch.OutOfMemoryError: the device is full; says what to lower. The decoder can be used again.
         """
         options: dict[str, Any] = {
             "logits_processor": logits_processor,
@@ -112,10 +114,11 @@ class Decoder(ABC):
             "grammar": grammar,
         }
         signals = DeferredSignals()
-        request = self.request(signals, input_ids, max_new_tokens, sampling, **options)
-        with signals, self.computing():
-            output = self._decode(request)
-        self.complete(output, request)
+        with remedy_named():
+            request = self.request(signals, input_ids, max_new_tokens, sampling, **options)
+            with signals, self.computing():
+                output = self._decode(request)
+            self.complete(output, request)
         if output.finish_reason == "interrupted" or signals.received:  # which may come in the step that ends the text
             raise Interrupted(output, signals.received)
         return output

@@ -29,6 +29,7 @@ from lp.engine.decode_loop import Generation
 from lp.engine.forest_step import ForestStep
 from lp.engine.inputs import Prompt
 from lp.engine.interrupts import DeferredSignals, interruption
+from lp.engine.memory import remedy_named, with_remedy
 from lp.engine.output import GenerationOutput
 from lp.engine.prefixes import CachedText, Prefixes
 from lp.engine.request import Request
@@ -86,7 +87,7 @@ class Handle:
     def end(self, output: GenerationOutput | None, error: BaseException | None = None) -> None:
         """Note what it came to, and let go of the rest: its noise and draft source are large."""
         self._tokens = output.tokens if output else self.tokens
-        self.output, self.error = output, error
+        self.output, self.error = output, error and with_remedy(error)
         self.generation = None
         del self.request
 
@@ -157,7 +158,7 @@ class Engine:
         if cache_tokens is not None:
             check_int("cache_tokens", cache_tokens, 1, math.inf, "leave it out to take what the memory allows")
         runner = decoder.runner
-        with decoder.computing():
+        with remedy_named(), decoder.computing():
             runner.follow()
             capacity = cache_tokens or slots_within_memory(decoder, (self.max_sequences + 1) * longest_text(decoder))
             settings = {
@@ -200,7 +201,8 @@ class Engine:
         Raises:
             ValueError: as `generate`; a text that needs more cache slots than there are.
         """
-        request = self.decoder.request(self._signals, input_ids, max_new_tokens, sampling, **options)
+        with remedy_named():
+            request = self.decoder.request(self._signals, input_ids, max_new_tokens, sampling, **options)
         if (slots := self._slots(request)) > self.pool.capacity:
             raise UserError(
                 f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} need {slots} "

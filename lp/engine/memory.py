@@ -1,7 +1,9 @@
-"""The error for a KV cache that does not fit its device: what it needs, what is free, and settings that fit."""
+"""Errors of memory that name a remedy: a KV cache that does not fit its device, and a device that is full in a step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -15,6 +17,30 @@ from lp.models.memory import format_bytes, free_bytes
 
 # The share of the free bytes that a proposed cache may take; a step's own tensors need the rest. Set by hand.
 USABLE = 0.9
+REMEDY = (
+    "lower max_new_tokens, prefill_chunk, or the tokens of a step (window_size, guess_set_size; max_sequences of an "
+    "engine), or take a device with more memory"
+)
+
+
+def with_remedy(error: BaseException) -> BaseException:
+    """A device's out-of-memory error with what to lower; any other error as it is."""
+    if not isinstance(error, torch.OutOfMemoryError) or REMEDY in str(error):
+        return error
+    explained = torch.OutOfMemoryError(f"{error}; {REMEDY}")
+    explained.__cause__ = error
+    return explained
+
+
+@contextmanager
+def remedy_named() -> Iterator[None]:
+    """An out-of-memory error that leaves the block has the remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if (explained := with_remedy(error)) is error:
+            raise
+        raise explained from error
 
 
 def too_large(

@@ -16,7 +16,8 @@ from lp.attention.flash import SHORT
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from tests.conftest import LONG
-from tests.fuzzing import Case, drawn, past_failures, run
+from tests.drawn_cases import Case, drawn
+from tests.fuzzing import past_failures, run
 from tests.shrinking import shrink
 
 CASES, SHARE = 3000 if LONG else 60, 0.1

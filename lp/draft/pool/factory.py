@@ -150,9 +150,12 @@ def load_tables(tables: Tables, path: str, vocabulary_size: int) -> None:
         if loaded is None or loaded.shape != array.shape or loaded.dtype != array.dtype:
             raise UserError(f"pool_file {path} is of another pool_mib, num_logits or version; delete it to begin anew")
         array[:] = loaded
-    followers = np.asarray(tables.followers) >> 32
+    followers = (np.asarray(tables.followers) >> 32) - 1  # -1 is empty
     logits_tokens = np.asarray(tables.logits_tokens)
-    largest = max(int(followers.max()) - 1, int(logits_tokens.max(initial=0)))
+    least = min(int(followers.min()) + 1, int(logits_tokens.min(initial=0)))
+    largest = max(int(followers.max()), int(logits_tokens.max(initial=0)))
+    if least < 0:
+        raise UserError(f"pool_file {path} has tokens below 0, which no pool has; delete it to begin anew")
     if largest >= vocabulary_size:
         raise UserError(f"pool_file {path} has token {largest}, the model {vocabulary_size}; it is another model's")
 

@@ -11,6 +11,7 @@ V: vocabulary; K: logits of a context; R: rows, a power of two.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,9 +121,10 @@ def _place(keys: Any, context: Context, tokens: Any, found: Any) -> None:
 def write_file(array: np.ndarray, path: Path) -> None:
     """Write the whole file or nothing."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    data = io.BytesIO()  # numpy does not notice that a file was cut off by a disk that is full
+    np.save(data, array.astype("<i8"), allow_pickle=False)
     try:
-        with part.open("wb") as file:
-            np.save(file, array.astype("<i8"), allow_pickle=False)
+        part.write_bytes(data.getbuffer())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -1,0 +1,108 @@
+"""Messages of a chat as token ids, in which only the chat template writes special tokens.
+
+A message that says `<|im_end|>` would otherwise end its turn, and could begin one of the system's.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lp.errors import UserError
+
+
+def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], **given: Any) -> list[int]:
+    """Token ids of messages in the tokenizer's chat template, up to the answer.
+
+    Args:
+        messages: as `apply_chat_template` takes them.
+        given: more of its arguments.
+
+    Raises:
+        ValueError: a special token in a text that the tokenizer can't take as text.
+        Exception: what the template has against them.
+    """
+    hidden = HiddenTokens(tokenizer)
+    text = tokenizer.apply_chat_template(
+        hidden.hide([*messages]), add_generation_prompt=True, tokenize=False, **hidden.hide(given)
+    )
+    return hidden.encode(str(text))
+
+
+def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that may have no special tokens but those that the tokenizer puts around it.
+
+    Raises:
+        ValueError: as of `chat_tokens`.
+    """
+    if not HiddenTokens(tokenizer).found(text):
+        return list(tokenizer(text, verbose=False)["input_ids"])
+    return list(tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"])
+
+
+class HiddenTokens:
+    """Stands-in for special tokens in what users wrote, while a template is applied.
+
+    Args:
+        tokenizer: of the model.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._ids = {str(token): index for index, token in added.items() if token.special}
+        longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._mark = f"x{secrets.token_hex(16)}x"  # letters and digits: templates may quote or strip what is around it
+        self._hidden: list[str] = []
+
+    def found(self, text: str) -> bool:
+        """Whether there is a special token in it."""
+        return bool(self._special.search(text))
+
+    def hide(self, value: Any) -> Any:
+        """The same with a mark for every special token, in all strings of lists and dicts."""
+        match value:
+            case str():
+                return self._special.sub(self._marked, value)
+            case dict():
+                return {self.hide(key): self.hide(each) for key, each in value.items()}
+            case list():
+                return [self.hide(each) for each in value]
+        return value
+
+    def _marked(self, match: re.Match[str]) -> str:
+        self._hidden.append(match[0])
+        return f"{self._mark}{len(self._hidden) - 1}x"
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of what a template made; what a mark stands for is text."""
+        if not self._hidden:
+            return self._encoded(text)
+        mark = re.compile(f"{self._mark}([0-9]+)x")
+        ids: list[int] = []
+        as_it_is = ""
+        for part in re.split(f"({self._special.pattern})", text):
+            if mark.search(part):
+                ids += self._encoded(as_it_is)
+                as_it_is = ""
+                ids += self._as_text(mark.sub(lambda found: self._hidden[int(found[1])], part))
+            else:
+                as_it_is += part
+        return ids + self._encoded(as_it_is)
+
+    def _encoded(self, text: str) -> list[int]:
+        # The template has written BOS already. Half a character is found here, wherever it was.
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
+
+    def _as_text(self, text: str) -> list[int]:
+        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        ids = list(encoded["input_ids"])
+        for token in self._special.findall(text):
+            if self._ids[token] in ids:
+                raise UserError(f"a text has {token!r}, which this tokenizer can't take as text; leave it out")
+        return ids

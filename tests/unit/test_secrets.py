@@ -1,0 +1,70 @@
+"""The server's API key and the hub's token: in no answer, no log line, no record and no file of a run."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import lp
+from launch.bench.session import ModelCache
+from launch.benchmark import benchmark
+from launch.schema import ServeConfig
+from launch.serve import serve
+from tests.serving import serving
+from tests.unit.conftest import Ran
+
+SECRET = "sk-do-not-tell-4711"
+
+
+@pytest.mark.parametrize("wrong", ["port=70000", "hostt=x", "max_waiting=x", "decoder=autoregressive"])
+def test_an_error_of_another_setting(
+    wrong: str, start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config that is printed whole, or its command line, ends up in the logs of whatever started the server."""
+    monkeypatch.setattr("launch.serve.server.is_installed", lambda package: True)
+    ran = start_app(serve, "serve", "port=0", f"api_key={SECRET}", wrong)
+    assert ran.code == 2 and ran.err and SECRET not in ran.out + ran.err
+    assert SECRET not in repr(ServeConfig(api_key=SECRET))
+
+
+def test_what_a_server_answers_and_logs(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    """With the key and without it, taken and refused."""
+    right = {"Authorization": f"Bearer {SECRET}"}
+    almost = {"Authorization": f"Bearer {SECRET[:-1]}"}
+    said = ""
+    with caplog.at_level(logging.DEBUG), serving(*lp.load("demo"), api_key=SECRET) as running:
+        http = running.http()
+        for header in ({}, almost, right):
+            for path in ("/", "/health", "/metrics", "/props", "/v1/models", "/nowhere"):
+                answer = http.get(path, headers=header)
+                said += f"{answer.headers}{answer.text}"
+            for body in ({"prompt": "x = ", "max_tokens": 2}, {"prompt": 1}, {"prompt": "x", "stream": True}):
+                answer = http.post("/v1/completions", json=body, headers=header)
+                said += f"{answer.headers}{answer.text}"
+    server_logs = [record.getMessage() for record in caplog.records if not re.match("httpx|httpcore", record.name)]
+    assert "invalid_api_key" in said
+    for text in (said, *capfd.readouterr(), *server_logs):
+        assert SECRET not in text and SECRET[:-1] not in text
+
+
+def test_a_run_and_its_files(
+    start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records are published, with the environment that they were taken in."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "LP_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, SECRET)
+    out = tmp_path / "out"
+    ran = start_app(
+        partial(benchmark, models=ModelCache()), "benchmark", "model=hf", f"model.name={tiny_folder}", f"out={out}",
+        "task=builtin", "limit=1", "max_new_tokens=4", "methods=[lookahead]",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".jsonl" for path in files)
+    for text in (ran.out, ran.err, *(path.read_text(errors="replace") for path in files)):
+        assert SECRET not in text

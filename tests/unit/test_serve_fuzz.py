@@ -1,0 +1,151 @@
+"""Drawn requests, by the server's own description of what it takes: each gets an answer that is never a 500."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytest.importorskip("hypothesis", reason="the extra `dev` is not installed")
+pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+
+import httpx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launch.serve.api import build_app
+from tests.conftest import LONG
+from tests.requests_of import bodies
+from tests.serving import Running, serving
+from tests.tiny_models import letters, tiny_model
+
+EXAMPLES = 3000 if LONG else 40  # of each endpoint
+WAIT_S = 30.0
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+POSTS = [
+    "/v1/completions", "/v1/chat/completions", "/completion", "/completions", "/infill", "/tokenize", "/detokenize",
+]  # fmt: skip
+SOUND: dict[str, dict[str, Any]] = {  # what half of the bodies have, so that they come further
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "abc"}]},
+    "/tokenize": {"content": "abc"},
+    "/detokenize": {"tokens": [1, 2]},
+}
+GETS = ["/", "/health", "/v1/health", "/metrics", "/models", "/v1/models", "/props"]
+TAKEN = {200, 400, 404, 405, 408, 413, 422, 429, 501}
+drawn = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize=not LONG,
+    suppress_health_check=[*HealthCheck],
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """Of a context that every text soon fills."""
+    tokenizer = letters(61)
+    tokenizer.chat_template = TEMPLATE
+    with serving(tiny_model(max_position_embeddings=64), tokenizer, max_body_bytes=1 << 16) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def described(server: Running) -> dict[str, Any]:
+    """The server's OpenAPI description, which it does not serve."""
+    found: dict[str, Any] = build_app(server.served).app.openapi()
+    return found
+
+
+@contextmanager
+def answer(server: Running, method: str, path: str, **sent: Any) -> Iterator[httpx.Response]:
+    headers = {"content-type": "application/json"}
+    with (
+        httpx.Client(base_url=server.url, timeout=WAIT_S, headers=headers) as client,
+        client.stream(method, path, **sent) as response,
+    ):
+        yield response
+
+
+def check(server: Running, method: str, path: str, **sent: Any) -> int:
+    """The status of an answer that is whole, and in its form."""
+    with answer(server, method, path, **sent) as response:
+        text = response.read().decode()
+        assert response.status_code in TAKEN, (response.status_code, text)
+        if response.status_code != 200 and method != "HEAD":
+            assert json.loads(text)["error"]["message"], text
+        elif response.headers["content-type"].startswith("text/event-stream"):
+            events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+            assert events and all(event == "[DONE]" or json.loads(event) for event in events)
+            assert '"code":500' not in text.replace(" ", "")
+        return response.status_code
+
+
+def test_the_description_has_every_path(described: dict[str, Any]) -> None:
+    """A new endpoint must be drawn, too."""
+    paths = {path for path in described["paths"] if "{" not in path}
+    assert paths == {*POSTS, *GETS}
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_drawn_bodies(path: str, server: Running, described: dict[str, Any]) -> None:
+    """A field that nobody thought of, or two of them together, must not end a request with a traceback, or never."""
+    schemas = described["components"]["schemas"]
+    content = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    statuses: list[int] = []
+
+    @drawn
+    @given(bodies(content["schema"], schemas), st.booleans())
+    def each(body: dict[str, Any], sound: bool) -> None:
+        body |= SOUND.get(path, {"prompt": "abc"}) if sound else {}
+        statuses.append(check(server, "POST", path, content=json.dumps(body)))
+
+    each()
+    assert 400 in statuses or 422 in statuses
+    assert path == "/infill" or 200 in statuses, "nothing was ever taken"
+    assert check(server, "GET", "/health") == 200
+
+
+NO_BODIES = [
+    b"", b"null", b"[]", b"{", b"\xff\xfe{}", b"[" * 5000, b'{"a":' * 5000, b'{"prompt": NaN}',
+    b'{"prompt": "\\ud800"}', b'{"max_tokens": 1e999, "prompt": "a"}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+]  # fmt: skip
+PATHS = [*GETS, *POSTS, "/v1/models/..%2f..%2fetc%2fpasswd", "/..%2f..%2fetc/passwd", "/%00", "/v1/models/%ff"]
+METHODS = ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "POST"]
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_bodies_that_are_no_json(path: str, server: Running) -> None:
+    """What parses is not the only thing that comes."""
+
+    @drawn
+    @given(st.binary(max_size=64) | st.sampled_from(NO_BODIES))
+    def each(content: bytes) -> None:
+        assert check(server, "POST", path, content=content) in {200, 400, 422}
+
+    each()
+
+
+def test_paths_and_methods(server: Running) -> None:
+    """Neither may lead to a file, or to a traceback."""
+
+    @drawn
+    @given(
+        st.sampled_from(METHODS),
+        st.sampled_from(PATHS) | st.text("ab/.%25é", max_size=12).map(lambda text: "/" + text),
+    )
+    def each(method: str, path: str) -> None:
+        try:
+            url = httpx.URL(server.url + path)
+        except httpx.InvalidURL:
+            return
+        with answer(server, method, str(url)) as response:
+            text = response.read()
+            assert response.status_code < 500, text
+            assert b"root:" not in text
+
+    each()
+    assert check(server, "GET", "/health") == 200
