@@ -13,15 +13,17 @@ import pytest
 import lp
 from lp.attention import flash
 from lp.attention.flash import SHORT
+from lp.engine import decoder, prefixes
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
+from lp.sampling.grammar import GrammarProcessor
 from tests.conftest import LONG
-from tests.drawn_cases import Case, drawn
+from tests.drawn_cases import FEATURES, Case, drawn
 from tests.fuzzing import past_failures, run
 from tests.shrinking import shrink
 
 CASES, SHARE = 3000 if LONG else 60, 0.1
-FAULT_CASES, FAULT_SEED = 200, 5  # a seed whose first cases find them
+FAULT_CASES, FAULT_SEED = 200, 6  # a seed whose first cases find them
 
 
 def test_drawn_cases_equal_generate() -> None:
@@ -121,6 +123,43 @@ def test_a_fault_behind_a_long_prefix_is_found(fault: Callable[[pytest.MonkeyPat
     assert found is not None
     print(f"{fault.__name__}: found by long case {long.index(found) + 1}")
     assert run(drawn(1, found, share)) is None, "the case fails without the fault too"
+
+
+def _grammar(patch: pytest.MonkeyPatch) -> None:
+    """What may follow a node is what may follow the text, whatever branch it is on."""
+    of_branches = GrammarProcessor.of_branches
+
+    def shallow(self: Any, text: Any, branches: Any, scores: Any) -> Any:
+        return of_branches(self, text, [branch[:-1] for branch in branches], scores)
+
+    patch.setattr(GrammarProcessor, "of_branches", shallow)
+
+
+def _prefix(patch: pytest.MonkeyPatch) -> None:
+    """A kept cache is taken for one token more than it has in common with the prompt."""
+    common = prefixes.common
+    patch.setattr(prefixes, "common", lambda one, other: min(common(one, other) + 1, len(one), len(other)))
+
+
+def _sequence(patch: pytest.MonkeyPatch) -> None:
+    """The noise of every sequence is that of the first."""
+    build = decoder.build_sampler
+    patch.setattr(decoder, "build_sampler", lambda *args, **fields: build(*args, **fields | {"sequence": 0}))
+
+
+FEATURE_FAULTS = {_grammar: "grammar", _prefix: "turns", _sequence: "sequence"}
+
+
+@pytest.mark.parametrize("fault", FEATURE_FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_a_fault_of_a_feature_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    """A feature that cases have and nothing compares is drawn for nothing."""
+    having = [number for number in range(400) if FEATURES[FEATURE_FAULTS[fault]](drawn(1, number, SHARE))]
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        found = next((number for number in having if run(drawn(1, number, SHARE))), None)
+    assert found is not None
+    print(f"{fault.__name__}: found by case {having.index(found) + 1} of those with it, {found + 1} of all")
+    assert run(drawn(1, found, SHARE)) is None, "the case fails without the fault too"
 
 
 def test_long_cases_lie_on_both_sides_of_the_threshold() -> None:
