@@ -233,7 +233,7 @@ def _together(name: str) -> bool:
 
 def baseline_options(config: BenchmarkConfig) -> BaselineOptions:
     """What the config has of them."""
-    return BaselineOptions(draft=config.draft)
+    return BaselineOptions(draft=config.draft, gguf=config.gguf, greedy=config.sampling.name == "greedy")
 
 
 def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str, str]:
@@ -316,6 +316,7 @@ def settings_of(
     settings |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
     settings |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
     settings |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
+    settings |= {"gguf": config.gguf} if config.gguf else {}
     settings |= {"pass_at_1": True} if config.pass_at_1 else {}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
     return settings | {"threads": torch.get_num_threads()}
