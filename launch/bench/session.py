@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,7 @@ from ..sweep import folder_of_run
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences
 from .machine import machine_now
+from .origin import origin
 from .pass_at_1 import check_limits, check_prompts, judge
 from .prompts import Prompt
 from .quality import assess
@@ -51,11 +52,13 @@ class Bench(Session[BenchmarkConfig]):
         runs: by method, continues a prompt by this many tokens; every rank calls it.
         path: of the records.
         settings: tells these records from those of other settings.
+        origin: of the records: command and commit.
     """
 
     runs: Mapping[str, Once]
     path: Path
     settings: dict[str, Any]
+    origin: dict[str, str | None] = field(default_factory=dict)
 
     def shares(self, method: str, result: Measured) -> list[dict[str, float]]:
         """Mean tokens and milliseconds of a step on every rank that ran the method, and its most memory in bytes."""
@@ -104,6 +107,7 @@ class Bench(Session[BenchmarkConfig]):
                 assert self.config.task.check
                 record["check"] = asdict(judge(self.config.task.check, prompt, record["text"]))
             records.append(record | {"settings": self.settings, "hardware": hardware(self), "versions": versions()})
+            records[-1]["origin"] = self.origin
         return records
 
 
@@ -199,6 +203,7 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
         runs={},
         path=folder_of(config) / f"{slug(config.task.name)}-{digest(settings)}.jsonl",
         settings=settings,
+        origin=origin(),
     )
     return replace(bench, runs={name: _once(bench, name) for name in methods})
 
