@@ -78,6 +78,11 @@ class LlamaCppDecoder(Decoder):
         self.num_threads = torch.get_num_threads()
         self._llama: Any = None  # llama_cpp.Llama, with a context as long as was needed so far
 
+    @property
+    def attention(self) -> str:
+        """llama.cpp's own."""
+        return "llama.cpp's"
+
     def _decode(self, request: Request) -> GenerationOutput:
         if not request.sampler.is_argmax:
             raise UserError("llama.cpp samples with noise of its own; take greedy decoding")
