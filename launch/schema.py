@@ -218,6 +218,8 @@ class BenchmarkConfig(Tasked):
 
     methods: list[str] | None = None
     draft: str | None = None
+    gguf: str | None = None
+    prompt_tokens: int | None = None
     quality: bool = False
     pass_at_1: bool = False
     out: str | None = None

@@ -6,6 +6,7 @@ import base64
 import csv
 import html
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +14,17 @@ from ..builders import ORACLE, PLAIN
 from .plots import accepted_plot, dataset_plot, heat_map, scaling_plots, time_plot, tokens_plot
 from .records import load_records
 from .scaling import Line, scaling_table
-from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
+from .summary import Total, caption, common, notes, ordered, spread, table_of, totals, varying
 
-STYLE = """body { font: 15px/1.4 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } td, th { padding: .2em .7em; border-bottom: 1px solid #ddd }
-td { font-variant-numeric: tabular-nums } th { text-align: left } img { width: 26em; max-width: 100% }
-figure { display: inline-block; margin: 1em 1em 1em 0 } pre { white-space: pre-wrap; font-size: 12px }"""
+STYLE = """:root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --best: #e8f1fb }
+@media (prefers-color-scheme: dark) { :root { --text: #ddd; --page: #181818; --line: #444; --best: #1d3550 } }
+body { font: 15px/1.4 sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }
+body { color: var(--text); background: var(--page) }
+table { border-collapse: collapse; margin: 1em 0; display: block; overflow-x: auto }
+td, th { padding: .2em .7em; border-bottom: 1px solid var(--line); text-align: left }
+td { font-variant-numeric: tabular-nums } tr.best { background: var(--best) }
+figure { display: inline-block; margin: 1em 1em 1em 0; width: 26em; max-width: 100% } figcaption { font-size: 12px }
+img { width: 100%; background: #fff } pre { white-space: pre-wrap; font-size: 12px } code { font-size: 12px }"""
 
 
 def write_report(folder: Path) -> list[Path]:
@@ -39,16 +45,20 @@ def write_report(folder: Path) -> list[Path]:
         setting = "; ".join([caption(found), *notes(found)])
     else:
         setting = (folder / "scaling.md").read_text(encoding="utf-8").split("\n\n")[1].strip()
+    drawn_by = shlex.join(["python", "scripts/tables.py", "report", str(folder)])
     parts = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(setting)}</p>"]
     pictures: list[Path] = []
     if found:
-        parts.append(_table(*table_of(found)))
+        best = _best(found)
+        parts += [_best_line(best)] if best else []
+        parts.append(_table(*table_of(found), best=found.index(best) if best else None))
         pictures += _plots(found, setting, folder)
     if lines:
         parts.append(_table(*scaling_table(lines)))
         pictures += scaling_plots(lines, setting, folder)
-    parts += [_picture(path) for path in pictures]
+    parts += [_picture(path, drawn_by) for path in pictures]
     if found:
+        parts.append(_origins(found))
         parts.append(f"<h2>Settings</h2><pre>{html.escape(_settings(found))}</pre>")
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>lp</title><style>{STYLE}</style>'
     report = folder / "report.html"
@@ -91,16 +101,48 @@ def _plots(found: Sequence[Total], setting: str, folder: Path) -> list[Path]:
     return pictures
 
 
-def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def _best(found: Sequence[Total]) -> Total | None:
+    """The fastest against plain decoding of its run; None where plain decoding did not run."""
+    compared = [total for total in found if total.speedup is not None and total.method not in (PLAIN, ORACLE)]
+    return max(compared, key=lambda total: total.speedup or 0.0, default=None)
+
+
+def _best_line(best: Total) -> str:
+    """The best of the table, with the spread of its rounds."""
+    rounds = spread(best.speedups)
+    said = "one round, no known spread" if rounds == "-" else f"{rounds} in its rounds"
+    text = f"{best.method}, {best.speedup:.2f}x plain decoding ({said}), S = {best.compression:.2f}"
+    return f"<p>Best: <b>{html.escape(text)}</b>; its line is marked.</p>"
+
+
+def _table(heads: Sequence[str], body: Sequence[Sequence[str]], best: int | None = None) -> str:
+    """Cells as they are; the line of index `best` is marked."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    lines = ("".join(f"<td>{html.escape(cell.replace('**', ''))}</td>" for cell in line) for line in body)
-    return f"<table><tr>{head}</tr>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+    parts = [f"<tr>{head}</tr>"]
+    for number, line in enumerate(body):
+        cells = "".join(f"<td>{html.escape(cell.replace('**', ''))}</td>" for cell in line)
+        parts.append(f'<tr class="best">{cells}</tr>' if number == best else f"<tr>{cells}</tr>")
+    return "<table>" + "".join(parts) + "</table>"
 
 
-def _picture(path: Path) -> str:
+def _picture(path: Path, command: str) -> str:
+    """The figure itself, under it its name and the command that draws it."""
     data = base64.b64encode(path.read_bytes()).decode()
     name = html.escape(path.stem.replace("_", " "))
-    return f'<figure><img alt="{name}" src="data:image/png;base64,{data}"></figure>'
+    caption = f"<figcaption>{name}: <code>{html.escape(command)}</code></figcaption>"
+    return f'<figure><img alt="{name}" src="data:image/png;base64,{data}">{caption}</figure>'
+
+
+def _origins(found: Sequence[Total]) -> str:
+    """Each command that measured, its commit, and the first and the last day of its records."""
+    days: dict[tuple[str, str], list[str]] = {}
+    for total in found:
+        for record in total.records:
+            origin = record.get("origin") or {}
+            key = (origin.get("command") or "not recorded", origin.get("commit") or "not recorded")
+            days.setdefault(key, []).append((record.get("time") or "not recorded").partition("T")[0])
+    body = [[*key, " to ".join(dict.fromkeys([min(dates), max(dates)]))] for key, dates in days.items()]
+    return "<h2>Measured by</h2>" + _table(("command", "commit", "date"), body)
 
 
 def _settings(found: Sequence[Total]) -> str:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 import lp
+from lp.checks import check_int
 from lp.engine.decoder import Decoder
 from lp.engine.interrupts import Terminated
 from lp.engine.output import GenerationOutput
@@ -31,7 +32,9 @@ from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences
+from .long_prompts import lengthened
 from .machine import machine_now
+from .origin import origin
 from .pass_at_1 import check_limits, check_prompts, judge
 from .prompts import Prompt
 from .quality import assess
@@ -51,11 +54,25 @@ class Bench(Session[BenchmarkConfig]):
         runs: by method, continues a prompt by this many tokens; every rank calls it.
         path: of the records.
         settings: tells these records from those of other settings.
+        origin: of the records: command and commit.
     """
 
     runs: Mapping[str, Once]
     path: Path
     settings: dict[str, Any]
+    origin: dict[str, str | None] = field(default_factory=dict)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's tokens; with `prompt_tokens`, behind those of the prompts before it up to that length."""
+        ids = super().encode(prompt)
+        if self.config.prompt_tokens is None:
+            return ids
+        tokenizer = self.loaded.tokenizer
+        here = self.prompts.index(prompt)
+        before = [*self.prompts[:here][::-1], *self.prompts[here:][::-1]]
+        texts = [f"{each.text}\n\n" for each in before]
+        others = [list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
+        return lengthened(ids, others, self.config.prompt_tokens, tokenizer.bos_token_id)
 
     def shares(self, method: str, result: Measured) -> list[dict[str, float]]:
         """Mean tokens and milliseconds of a step on every rank that ran the method, and its most memory in bytes."""
@@ -104,6 +121,7 @@ class Bench(Session[BenchmarkConfig]):
                 assert self.config.task.check
                 record["check"] = asdict(judge(self.config.task.check, prompt, record["text"]))
             records.append(record | {"settings": self.settings, "hardware": hardware(self), "versions": versions()})
+            records[-1]["origin"] = self.origin
         return records
 
 
@@ -173,6 +191,13 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     prompts, sampling, builders = checked(config, own_names(methods))
     if config.pass_at_1:
         check_pass_at_1(config, prompts)
+    if config.prompt_tokens is not None:
+        check_int("prompt_tokens", config.prompt_tokens, 1, float("inf"), "try 2048, or null for prompts as they are")
+        if config.task.chat:
+            raise UserError(
+                f"prompt_tokens is {config.prompt_tokens} with task {config.task.name}, whose questions are put into a "
+                "chat template; take a task of texts to continue, such as humaneval, or task.chat=false"
+            )
     if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
         raise UserError(
             f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
@@ -199,6 +224,7 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
         runs={},
         path=folder_of(config) / f"{slug(config.task.name)}-{digest(settings)}.jsonl",
         settings=settings,
+        origin=origin(),
     )
     return replace(bench, runs={name: _once(bench, name) for name in methods})
 
@@ -233,7 +259,7 @@ def _together(name: str) -> bool:
 
 def baseline_options(config: BenchmarkConfig) -> BaselineOptions:
     """What the config has of them."""
-    return BaselineOptions(draft=config.draft)
+    return BaselineOptions(draft=config.draft, gguf=config.gguf, greedy=config.sampling.name == "greedy")
 
 
 def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str, str]:
@@ -316,6 +342,8 @@ def settings_of(
     settings |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
     settings |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
     settings |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
+    settings |= {"prompt_tokens": config.prompt_tokens} if config.prompt_tokens else {}
+    settings |= {"gguf": config.gguf} if config.gguf else {}
     settings |= {"pass_at_1": True} if config.pass_at_1 else {}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
     return settings | {"threads": torch.get_num_threads()}

@@ -162,6 +162,27 @@ def test_a_report_is_one_file_with_everything(tmp_path: Path, settings: list[dic
         write_report(tmp_path / "nowhere")
 
 
+def test_a_report_says_what_is_best_and_how_to_get_it_again(tmp_path: Path) -> None:
+    """A figure without its command, commit and date is not one that a paper can cite."""
+    file = RecordFile(tmp_path / "0.jsonl", ["lookahead", "jacobi", "plain"])
+    for index in range(2):
+        came = {
+            "origin": {"command": f"lp benchmark W={index}", "commit": "abc1234"},
+            "time": f"2026-01-0{index + 1}T10",
+        }
+        speeds = {"lookahead": 1.0, "jacobi": 2.0, "plain": 4.0}
+        setting = {"task": "a", "W": 2, "N": 2, "G": 2}
+        file.append([_record(index, name, setting, 10, speed) | came for name, speed in speeds.items()])
+    file.close()
+    write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "lookahead, 4.00x plain decoding (one round, no known spread)" in page
+    (line,) = re.findall(r'<tr class="best">(.*?)</tr>', page)
+    assert "<td>lookahead</td>" in line
+    assert "<td>lp benchmark W=1</td><td>abc1234</td><td>2026-01-02</td>" in page
+    assert page.count("<figcaption>") == page.count("<img ") and "prefers-color-scheme: dark" in page
+
+
 def test_a_report_shows_accepted_lengths_and_where_time_goes(tmp_path: Path) -> None:
     """Records have both, which nobody reads out of JSON; every figure lies there as PNG and SVG."""
     setting = {"task": "a", "W": 2, "N": 2, "G": 4}

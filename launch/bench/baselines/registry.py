@@ -20,11 +20,15 @@ class BaselineOptions:
 
     Args:
         draft: model that drafts for `hf_assisted`: a folder, a hub name, or "demo".
-        num_tokens: tokens that `hf_prompt_lookup` copies a step.
+        gguf: path of the model as llama.cpp reads it.
+        num_tokens: tokens that `hf_prompt_lookup` and `llama_cpp_prompt_lookup` copy a step.
+        greedy: whether texts are decoded greedily.
     """
 
     draft: str | None = None
+    gguf: str | None = None
     num_tokens: int = 10
+    greedy: bool = True
 
 
 Missing = Callable[[BaselineOptions], str | None]

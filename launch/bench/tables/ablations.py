@@ -1,6 +1,7 @@
 """S and step tokens of variants of the decoder on the same prompts: docs/ablations.md.
 
     python scripts/tables.py ablations warmup --task data/humaneval.jsonl --limit 40
+    python scripts/tables.py ablations branches --task data/humaneval.jsonl --limit 20
     python scripts/tables.py ablations sampling --task data/humaneval.jsonl --limit 20 --max-new-tokens 128
 
 All variants give the same greedy text, and the same sampled text for one seed (coupled): only the steps differ. Prints
@@ -71,8 +72,36 @@ def warmup() -> list[Variant]:
         Variant("no warm-up, no text n-grams at all", _lookahead(**no_text)),
         Variant("lookahead (prompt and output n-grams)", _lookahead()),
         Variant("lookahead, drafts N-1 deep as in the paper", _lookahead(draft_depth=None)),
-        Variant("prompt lookup, 10 tokens", lambda loaded: lp.LookaheadDecoder(loaded.model, lp.PromptLookupConfig())),
+        Variant("prompt lookup, 10 tokens", _prompt_lookup),
     ]
+
+
+def _paper(**policy: object) -> Callable[[Loaded], lp.Decoder]:
+    return lambda loaded: lp.LookaheadDecoder(loaded.model, lp.PaperConfig(**PAPER | policy))
+
+
+def branches() -> list[Variant]:
+    """The paper's decoder without each of its branches, and with the switches of the reference code."""
+    no_text: dict[str, object] = {"prompt_ngrams": False}
+    late: dict[str, object] = {"warmup_steps": PAPER["ngram_size"] - 1}
+    policies: dict[str, dict[str, object]] = {
+        "both branches, text n-grams": {},
+        "both branches, no text n-grams": no_text,
+        "both branches, text n-grams, N-1 warm-up steps": late,
+        "both branches, no text n-grams, N-1 warm-up steps": no_text | late,
+        "W=1, text n-grams": {"window_size": 1},
+        "W=1, no text n-grams": {"window_size": 1} | no_text,
+        "G=1, text n-grams": {"guess_set_size": 1},
+        "G=1, no text n-grams": {"guess_set_size": 1} | no_text,
+        "verification alone (W=0), text n-grams": {"window_size": 0},
+        "window alone (G=0): nothing is verified": {"guess_set_size": 0},
+    }
+    variants = [Variant(name, _paper(**policy)) for name, policy in policies.items()]
+    return [*variants, Variant("prompt lookup, 10 tokens", _prompt_lookup)]
+
+
+def _prompt_lookup(loaded: Loaded) -> lp.Decoder:
+    return lp.LookaheadDecoder(loaded.model, lp.PromptLookupConfig())
 
 
 def sampling() -> list[Variant]:
@@ -95,7 +124,7 @@ def sampling() -> list[Variant]:
     return variants
 
 
-STUDIES = {"warmup": warmup, "sampling": sampling}
+STUDIES = {"warmup": warmup, "branches": branches, "sampling": sampling}
 
 
 def measure(loaded: Loaded, variants: list[Variant], prompts: list[str], max_new_tokens: int) -> list[Total]:
