@@ -22,7 +22,7 @@ from tests.serving import Running, serving
 from tests.tiny_models import letters, tiny_model
 
 EXAMPLES = 1000 if LONG else 80  # of each endpoint
-WAIT_S = 30.0
+WAIT_S = 120.0  # 40 texts of one request on a busy machine take half a minute
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 POSTS = [
     "/v1/completions", "/v1/chat/completions", "/completion", "/completions", "/infill", "/tokenize", "/detokenize",
