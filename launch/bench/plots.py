@@ -245,7 +245,7 @@ def time_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
         axes.set_xlabel("ms a step (S: generated tokens a step)")
         for at, (total, end) in enumerate(zip(found, left, strict=True)):
             axes.text(end, at, f" S = {total.compression:.2f}", va="center", fontsize=5.5)
-        axes.set_xlim(0, 1.18 * max(left))
+        axes.set_xlim(0, 1.25 * max(left))
         drawn.legend(**LEGEND | {"ncols": 3})
     return path
 
