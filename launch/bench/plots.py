@@ -146,7 +146,7 @@ def projection_plot(series: Mapping[str, Sequence[GpuLine]], caption: str, path:
             axes.set_xticks(numbers, map(str, numbers))
             axes.set_ylim(0, None)
         upper.set(xlabel="tokens a step, of all ranks", ylabel="S", ylim=(0, 1.5 * upper.get_ylim()[1]))
-        middle.set(xlabel="GPUs (by arithmetic)", ylabel="speed over 1 GPU (x)")
+        middle.set(xlabel="GPUs (by arithmetic)", ylabel="speed over 1 GPU (x)", ylim=(0, 1.1 * middle.get_ylim()[1]))
         lower.set(xlabel=f"GPUs (by arithmetic), {last}", ylabel="ms a step", ylim=(0, 1.3 * max(bottom)))
         upper.legend(loc="upper left")
         middle.legend()
@@ -245,7 +245,7 @@ def time_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
         axes.set_xlabel("ms a step (S: generated tokens a step)")
         for at, (total, end) in enumerate(zip(found, left, strict=True)):
             axes.text(end, at, f" S = {total.compression:.2f}", va="center", fontsize=5.5)
-        axes.set_xlim(0, 1.18 * max(left))
+        axes.set_xlim(0, 1.25 * max(left))
         drawn.legend(**LEGEND | {"ncols": 3})
     return path
 

@@ -287,7 +287,7 @@ def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def caption(found: Sequence[Total]) -> str:
     """The machine and what all lines share, in one line."""
-    hidden = ("methods", "quality", "attention", "capture", "repeats", "chat", "parameters")
+    hidden = ("methods", "gguf", "quality", "attention", "capture", "repeats", "chat", "parameters")
     shared = {key: value for key, value in common(found).items() if key not in hidden and not key.startswith(DECODER)}
     if isinstance(size := common(found).get("parameters"), int):
         shared["model"] = f"{shared['model']} ({size / 1e6:.1f} M parameters)"

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 import lp
-from launch.bench import tables
+from launch.bench import machine, tables
 from launch.bench.replay import load_texts
 from launch.bench.tables import docstring, grammar, main, prediction, shares, shares_compression, table_names
+from launch.bench.tables._common import median_and_range
 from lp.draft.share import step_tokens
 from lp.engine.output import StepStats
 from tests.conftest import ROOT
@@ -223,3 +224,17 @@ def test_the_steps_to_a_token_within_a_step() -> None:
     stats = [StepStats(9, 8, accepted, 0.0, 0.0, 0.0) for accepted in (0, 3, 1)]
     output = lp.GenerationOutput([0] * 7, "length", stats)
     assert [grammar.steps_to(output, tokens) for tokens in (0, 1, 3, 5, 6, 7)] == [0, 1, 1.5, 2, 2.5, 3]
+
+
+def test_one_measurement_does_not_look_like_a_fact() -> None:
+    """A median of one, printed alone, was taken for what the next run shows too."""
+    assert median_and_range([2.0], 2, " x") == "2.00 x (measured once)"
+    assert median_and_range([3.0, 1.0, 2.0], 1) == "2.0 (1.0 to 3.0)"
+
+
+def test_a_table_of_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its times are those of what else ran."""
+    for load, said in ((9.0, True), (0.5, False)):
+        monkeypatch.setattr(machine, "load_average", lambda load=load: load)
+        main(["shares", "5", "4", "2", "--ranks", "2"])
+        assert ("the machine looked busy" in capsys.readouterr().err) == said

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -55,3 +56,9 @@ def main(args: Sequence[str] | None = None) -> None:
         table.run(own.parse_args(chosen.options))
     except UserError as error:
         own.error(str(error))
+    import torch  # here, since it would make the list slow
+
+    from ..machine import machine_now, remarks
+
+    for line in remarks([{"machine": machine_now(torch.device("cpu"), 1)}]):
+        print(line, file=sys.stderr)  # the table may end with a line for programs

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -71,6 +72,19 @@ def budget_config(num_tokens: int, **changes: Any) -> lp.LookaheadConfig:
 def progress(items: Sequence[T], description: str) -> Iterable[T]:
     """The items, with a bar on a terminal."""
     return track(items, description, disable=not sys.stderr.isatty())
+
+
+def median_and_range(values: Sequence[float], digits: int = 0, unit: str = "") -> str:
+    """The median with the least and most, as "2.04 x (1.90 to 2.20)"; of one value, that it is one.
+
+    Args:
+        values: at least one, a measurement each.
+        digits: behind the point.
+        unit: written behind the number.
+    """
+    middle = f"{median(values):.{digits}f}"
+    spread = f"{min(values):.{digits}f} to {max(values):.{digits}f}" if len(values) > 1 else "measured once"
+    return f"{middle}{unit} ({spread})"
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from lp.attention.flash import flash_attention_forward
 from lp.draft.layout import ancestors
 
 from ..summary import markdown
+from ._common import median_and_range
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,19 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    print(f"CPU, {args.threads} thread(s), {args.dtype}, heads {args.heads}, {args.num_tokens} step tokens, medians")
+    print(
+        f"CPU, {args.threads} thread(s), {args.dtype}, heads {args.heads}, {args.num_tokens} step tokens, "
+        f"medians of {args.rounds} calls (least to most)"
+    )
     figures = []
     lines = []
     for prefix in args.prefix:
         sdpa_s, flash_s = _times(prefix, args)
-        figures.append({"prefix": prefix, "sdpa_s": sdpa_s, "flash_s": flash_s, "ratio": sdpa_s / flash_s})
-        lines.append((str(prefix), f"{sdpa_s * 1e3:.2f}", f"{flash_s * 1e3:.2f}", f"{sdpa_s / flash_s:.2f}"))
+        ratios = [sdpa / flash for sdpa, flash in zip(sdpa_s, flash_s, strict=True)]
+        milliseconds = ([1e3 * each for each in times] for times in (sdpa_s, flash_s))
+        figures.append({"prefix": prefix, "sdpa_s": sdpa_s, "flash_s": flash_s, "ratio": statistics.median(ratios)})
+        cells = (median_and_range(each, 2) for each in (*milliseconds, ratios))
+        lines.append((str(prefix), *cells))
     print(markdown(("cached tokens", "sdpa, ms", "flash, ms", "ratio"), lines))
     print(json.dumps({"settings": vars(args), "figures": figures}))
 
 
-def _times(prefix: int, args: argparse.Namespace) -> tuple[float, float]:
-    """Median seconds of both, a call of each in turn."""
+def _times(prefix: int, args: argparse.Namespace) -> list[list[float]]:
+    """Seconds of both, a call of each in turn."""
     dtype = getattr(torch, args.dtype)
     heads, kv_heads = args.heads
     num_tokens = args.num_tokens
@@ -71,4 +78,4 @@ def _times(prefix: int, args: argparse.Namespace) -> tuple[float, float]:
                 start = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - start)
-    return statistics.median(seconds[0]), statistics.median(seconds[1])
+    return seconds

@@ -21,7 +21,15 @@ from lp.errors import UserError
 from lp.models.loader import Loaded
 
 from ..summary import markdown
-from ._common import add_model_arguments, add_prompt_arguments, by_commas, load_model, load_prompts, sampling_at
+from ._common import (
+    add_model_arguments,
+    add_prompt_arguments,
+    by_commas,
+    load_model,
+    load_prompts,
+    median_and_range,
+    sampling_at,
+)
 
 OURS, PLAIN, SERIAL, TRANSFORMERS = "lookahead", "plain", "lookahead, one by one", "transformers"
 HEADS = ("texts", "T", "S", *(f"{name}, tokens/s" for name in (OURS, PLAIN, SERIAL, TRANSFORMERS)))
@@ -52,17 +60,17 @@ def run(args: argparse.Namespace) -> None:
             outputs = methods[OURS]()
             compression = sum(len(output.tokens) for output in outputs) / sum(output.steps for output in outputs)
             speeds = _speeds(methods, count * args.max_new_tokens, args.rounds)
-            medians = {name: median(each) for name, each in speeds.items()}
             ratios = {
                 name: median(ours / other for ours, other in zip(speeds[OURS], each, strict=True))
                 for name, each in speeds.items()
             }
-            cells = [f"{medians[name]:.0f}" + f" ({ratios[name]:.2f} x)" * (name != OURS) for name in methods]
+            cells = [median_and_range(speeds[name]) + f", {ratios[name]:.2f} x" * (name != OURS) for name in methods]
             lines.append([str(count), f"{temperature:g}", f"{compression:.2f}", *cells])
             figures.append({"texts": count, "temperature": temperature, "speeds": speeds, "ratios": ratios})
     print(
         f"{args.model}, {args.dtype}, {args.threads} thread(s), {args.max_new_tokens} new tokens behind "
-        f"{args.prompt_tokens}, medians of {args.rounds}; in brackets, how many times as fast lookahead's batch is"
+        f"{args.prompt_tokens}, medians of {args.rounds} rounds (least to most); x is how many times "
+        "as fast lookahead's batch is"
     )
     print(markdown(HEADS, lines))
     print(json.dumps({"model": args.model, "torch": torch.__version__, "figures": figures}))

@@ -16,7 +16,7 @@ from statistics import median
 import lp
 from lp.models.loader import vocabulary_size
 
-from ._common import add_model_arguments, load_model
+from ._common import add_model_arguments, load_model, median_and_range
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +43,17 @@ def run(args: argparse.Namespace) -> None:
         engine.clear_prefixes()
         pairs.append((reused, first_token_s(engine, prompt)))
     reused_s, anew_s = (median(times) for times in zip(*pairs, strict=True))
-    ratio = median(reused / anew for reused, anew in pairs)
+    ratios = [reused / anew for reused, anew in pairs]
     print(
         f"{args.model}, {args.dtype}, {args.threads} thread(s): {args.prompt_tokens} tokens, {args.seen} of them seen: "
-        f"{1e3 * reused_s:.0f} ms to the first token, {1e3 * anew_s:.0f} ms anew; median ratio {ratio:.3f}"
+        f"{1e3 * reused_s:.0f} ms to the first token, {1e3 * anew_s:.0f} ms anew; "
+        f"median ratio {median_and_range(ratios, 3)}"
     )
-    print(json.dumps({"model": args.model, "reused_s": reused_s, "anew_s": anew_s, "ratio": ratio, "pairs": pairs}))
+    print(
+        json.dumps(
+            {"model": args.model, "reused_s": reused_s, "anew_s": anew_s, "ratio": median(ratios), "pairs": pairs}
+        )
+    )
 
 
 def first_token_s(engine: lp.Engine, prompt: list[int]) -> float:

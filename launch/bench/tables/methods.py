@@ -4,14 +4,13 @@
 
 Each line of the file is one prompt at one temperature: seconds, tokens and steps of every method. A run stops after
 `--seconds` and goes on from the file when started again; `--report` only prints. Rates are tokens over seconds of all
-prompts; the ratio in brackets is the median over prompts of the adaptive decoder's rate to that method's. Prefill
-included.
+prompts; behind them the median over prompts of the adaptive decoder's rate to that method's, and the least and most.
+Prefill included.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from lp.errors import UserError
 from ...builders import ORACLE, PLAIN
 from ..prompts import load_jsonl
 from ..summary import markdown
-from ._common import add_model_arguments, append_result, load_model, read_results, sampling_at
+from ._common import add_model_arguments, append_result, load_model, median_and_range, read_results, sampling_at
 
 DEFAULT = "adaptive"
 # (prompt ids, new tokens, temperature, index of the prompt) -> (tokens, steps)
@@ -125,7 +124,7 @@ def _cell(prompts: list[dict[str, Any]], name: str) -> str:
         return "-"
     total = sum(prompt[name]["tokens"] for prompt in prompts) / sum(prompt[name]["seconds"] for prompt in prompts)
     ratios = [_rate(prompt[DEFAULT]) / _rate(prompt[name]) for prompt in prompts]
-    return f"{total:.0f} ({statistics.median(ratios):.2f})"
+    return f"{total:.0f}, {median_and_range(ratios, 2)}"
 
 
 def _rate(result: dict[str, Any]) -> float:

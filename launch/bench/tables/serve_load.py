@@ -38,7 +38,7 @@ from ..endurance import resident_bytes
 from ..load import Answer, Request, draw_requests, send_all
 from ..prompts import Prompt
 from ..summary import markdown
-from ._common import add_prompt_arguments, load_prompts
+from ._common import add_prompt_arguments, load_prompts, median_and_range
 
 OURS, TRANSFORMERS = "launch.serve", "transformers serve"
 BATCHING = "--continuous-batching"  # of transformers serve, which without it answers one request after the other
@@ -217,15 +217,15 @@ def compare(servers: Sequence[Server], prompts: Sequence[Prompt], args: argparse
             answers = [answer for each in rounds[server.name] for answer in each.answers]
             first = quantiles([answer.first_s for answer in answers if answer.first_s is not None])
             whole = quantiles([answer.total_s for answer in answers])
-            speed = f"{median(speeds):.0f}" + f" ({median(ratios):.2f} x)" * (server is not servers[0])
+            speed = median_and_range(speeds) + f", {median(ratios):.2f} x" * (server is not servers[0])
             lines.append([server.name, str(clients), speed, *(f"{1e3 * each:.0f} ms" for each in (*first, *whole))])
             figures.append(
                 {"server": server.name, "clients": clients, "speeds": speeds, "first_s": first, "request_s": whole}
             )
     print(
         f"{args.model}, {args.dtype}, {args.threads} thread(s) a server, {args.max_new_tokens} new tokens, greedy, "
-        f"{args.streams} streams a client and round, medians of {args.rounds} rounds; in brackets, how many times as "
-        f"fast {OURS} is"
+        f"{args.streams} streams a client and round, medians of {args.rounds} rounds (least to most); x is how many "
+        f"times as fast {OURS} is"
     )
     print(markdown(HEADS, lines))
     return figures

@@ -14,7 +14,6 @@ import copy
 import json
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from lp.parallel.replica import Replica
 
 from ..baselines import BASELINES, BaselineOptions
 from ..summary import markdown
+from ._common import median_and_range
 
 PACKAGES = {"transformers_tp": "transformers", "deepspeed_tp": "deepspeed"}
 HEADS = ("method", "S", "tokens/s", "over transformers_tp", "over plain", "tokens")
@@ -86,13 +86,13 @@ def run(args: argparse.Namespace) -> None:
     def over(name: str, other: str) -> str:
         if other not in seconds:
             return "-"
-        return f"{median(b / a for a, b in zip(seconds[name], seconds[other], strict=True)):.2f} x"
+        return median_and_range([b / a for a, b in zip(seconds[name], seconds[other], strict=True)], 2, " x")
 
     rows = []
     for name, found in outputs.items():
         equal = "equal" if found[0].tokens == outputs["plain"][0].tokens else "other"
-        speed = args.new / median(seconds[name])
-        row = [name, f"{found[0].compression:.2f}", f"{speed:.1f}", over(name, "transformers_tp"), over(name, "plain")]
+        speed = median_and_range([args.new / each for each in seconds[name]], 1)
+        row = [name, f"{found[0].compression:.2f}", speed, over(name, "transformers_tp"), over(name, "plain")]
         rows.append([*row, equal])
     if context.is_main:
         print(f"{size} ranks of one replica, {context.backend}, {parameters / 1e6:.0f} M parameters, float32\n")
