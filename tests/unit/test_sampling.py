@@ -20,18 +20,12 @@ from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.noise import CHUNK, NoiseCache, gumbel, gumbel_rows, sequence_key
 from lp.sampling.processors import BranchProcessors
 from lp.sampling.sampler import CoupledSampler
+from tests.chi_square import joint, lumped, p_value
 from tests.tiny_models import VOCABULARY, tiny_model
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))
 CASES, DRAWS, DRAWS_OF_PAIRS = (200, 6000, 2000) if LONG else (25, 750, 500)
 CPU = torch.device("cpu")
-
-
-def _chi_square_p(counts: torch.Tensor, expected: torch.Tensor) -> float:
-    """Upper tail of the chi-square statistic with len(counts) - 1 degrees of freedom."""
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    half_freedom = torch.tensor((len(counts) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half_freedom, statistic / 2))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -44,9 +38,9 @@ def test_choices_follow_softmax(temperature: float) -> None:
     scores = sampler.scores(logits.expand(draws, 8), [[]] * draws, [0])
     tokens = sampler.sample(scores, range(draws), [[]] * draws, [[]] * draws)
     expected = torch.softmax(logits / temperature, -1) * draws
-    assert _chi_square_p(torch.bincount(tokens, minlength=8).double(), expected) > 0.001
+    assert p_value(torch.bincount(tokens, minlength=8).double(), expected) > 0.001
     wrong = torch.softmax(logits / temperature * 1.1, -1) * draws
-    assert _chi_square_p(torch.bincount(tokens, minlength=8).double(), wrong) < 0.001  # the test can tell
+    assert p_value(torch.bincount(tokens, minlength=8).double(), wrong) < 0.001  # the test can tell
 
 
 def test_noise_depends_on_every_part_of_its_key() -> None:
@@ -140,20 +134,6 @@ def test_coupled_equals_plain_sampling_on_any_ranks() -> None:
             assert tokens == expected, f"case {case}: {config} {asked}"
 
 
-def _joint(model: tf.PreTrainedModel, prompt: list[int], tokens: int, processors: list[Any]) -> torch.Tensor:
-    """Exact probabilities of the first tokens, by enumeration: (V ** tokens,)."""
-    ids, joint = torch.tensor([prompt]), torch.ones(1, dtype=torch.float64)
-    every = torch.arange(model.config.vocab_size)
-    for _ in range(tokens):
-        with torch.inference_mode():
-            scores = model(ids).logits[:, -1]
-        for processor in processors:
-            scores = processor(ids, scores)
-        joint = (joint[:, None] * scores.softmax(-1)).flatten()
-        ids = torch.cat([ids.repeat_interleave(len(every), 0), every.repeat(len(ids))[:, None]], dim=1)
-    return joint
-
-
 PROMPT = [1, 2, 3, 1, 2, 0, 1]
 
 
@@ -185,17 +165,10 @@ def _rejection_p(
     assert all(torch.equal(counts[0], other) for other in counts)
     assert draws / 5 < accepted[0] < draws  # drafts are accepted and turned down
     applied = [*processors, *lp.SamplingParams(temperature=0.7, **warpers).processors()]
-    expected = _joint(model, PROMPT, tokens, applied) * draws
+    expected = joint(model, PROMPT, tokens, applied) * draws
     if bool(counts[0][expected == 0].any()):
         return 0.0
-    return _chi_square_p(*(_lumped(values, expected) for values in (counts[0], expected)))
-
-
-def _lumped(values: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Cells with too little expected for the chi-square approximation as one; those with nothing left out."""
-    rare = (expected > 0) & (expected < 5)
-    cells = values[expected >= 5]
-    return torch.cat([cells, values[rare].sum()[None]]) if bool(rare.any()) else cells
+    return p_value(*(lumped(values, expected) for values in (counts[0], expected)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
