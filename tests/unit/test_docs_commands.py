@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "r
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:\w+=\S+ )*(?:bash torchrun\.sh|python -m launch|python scripts)[^`]*)`")
 ELSEWHERE = ("model=hf", "model=codellama", "task.path=null", "pip install")  # of the hub, or too large for a CPU
-UNFINISHED = ("APP", "/...", "NAME", "FOLDER", "runs.jsonl", "deepspeed", "gguf")  # the last two: of packages to compile
+UNFINISHED = ("APP", "/...", "NAME", "FOLDER", "runs.jsonl", "deepspeed", "gguf")  # the last two are to be compiled
 OF_LARGE_MODELS = ("experiment=paper", "experiment=long_texts")
 # Keys that keep a command of each app small; those it sets itself are replaced.
 SMALL = {
