@@ -22,7 +22,8 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "r
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:\w+=\S+ )*(?:bash torchrun\.sh|python -m launch|python scripts)[^`]*)`")
 ELSEWHERE = ("model=hf", "model=codellama", "task.path=null", "pip install")  # of the hub, or too large for a CPU
-UNFINISHED = ("APP", "NAME", "FOLDER", "runs.jsonl", "deepspeed", "gguf")  # the last two: of packages to compile
+UNFINISHED = ("APP", "/...", "NAME", "FOLDER", "runs.jsonl", "deepspeed", "gguf")  # the last two are to be compiled
+OF_LARGE_MODELS = ("experiment=paper", "experiment=long_texts")
 # Keys that keep a command of each app small; those it sets itself are replaced.
 SMALL = {
     "generate": ["limit=1", "max_new_tokens=8", "repeats=1"],
@@ -57,7 +58,7 @@ class Command:
         text = " ".join(self.words)
         if any(word in text for word in ELSEWHERE + UNFINISHED) or self.app == "chat":
             return False
-        return "experiment=paper" not in text or "model=demo" in text
+        return not any(name in text for name in OF_LARGE_MODELS) or "model=demo" in text
 
 
 def commands() -> list[Command]:
