@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from lp.errors import UserError
+
 from .endurance import resident_bytes
 
 WARM_UP = 0.25  # of the samples, in which pools fill and kernels are compiled
@@ -112,11 +114,11 @@ def slope(samples: Sequence[Sample], name: str) -> Slope:
         name: one of HELD.
 
     Raises:
-        ValueError: fewer than 2 samples a block.
+        UserError: fewer than 2 samples a block.
     """
     kept = samples[int(len(samples) * WARM_UP) :]
     if len(kept) < 2 * BLOCKS:
-        raise ValueError(f"{len(kept)} samples behind the warm-up; {2 * BLOCKS} are needed: take a longer time")
+        raise UserError(f"{len(kept)} samples behind the warm-up; {2 * BLOCKS} are needed: take a longer time")
     ends = [len(kept) * block // BLOCKS for block in range(BLOCKS + 1)]
     blocks = [kept[start:end] for start, end in itertools.pairwise(ends)]
     hours = [sum(each.t_s for each in block) / len(block) / 3600 for block in blocks]
