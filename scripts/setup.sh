@@ -27,8 +27,9 @@ install() { # BASE EXTRA STAMP VERSION
   echo "set-up: installing into .venv (minutes the first time)" >&2
   [ -t 2 ] || quiet=(--quiet)
   "$python" -m pip --version >/dev/null 2>&1 || "$1" -m venv --clear "$root/.venv" || return
+  # Bytecode is compiled when a module is first imported: most of what is installed never is.
   # The odd expansion: an empty array is unbound to bash 3.
-  "$python" -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
+  "$python" -m pip install --no-compile ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check \
     -c "$root/constraints.txt" -e "$root${2:+[$2]}" >&2 </dev/null || return
   # The clone's folder on the path: pip's own finder comes after a folder called lp in the current one, such as a clone.
   "$python" -c 'import pathlib, sys, sysconfig

@@ -3,6 +3,7 @@
     python scripts/train_demo_model.py --minutes 110            # data, tokenizer, training, model card
     python scripts/train_demo_model.py --hybrid --out FOLDER    # a Qwen3.5: three of four layers are recurrent
     python scripts/train_demo_model.py --stage data             # only collect, de-duplicate, tokenise
+    python scripts/train_demo_model.py --vocab-size 32000 --begin-with lp/models/demo --out FOLDER
 
 Data: the standard library and every installed distribution under a permissive licence (read from its
 metadata). Files are de-duplicated exactly and by shared lines, and one in 64 is held out, by file.
@@ -187,9 +188,25 @@ def config_of(args: argparse.Namespace) -> PretrainedConfig:
     )  # fmt: skip
 
 
+@torch.no_grad()
+def copy_weights(model: PreTrainedModel, folder: Path, out: Path) -> None:
+    """Weights of a model of the same sizes; a token's embedding is the mean of those of its parts in the old vocabulary."""
+    old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(
+        {k: v for k, v in old.state_dict().items() if v.shape[0] != old.config.vocab_size}, strict=False
+    )
+    old_tokenizer, tokenizer = (PreTrainedTokenizerFast.from_pretrained(f) for f in (folder, out))
+    embedding, known = model.get_input_embeddings().weight, old.get_input_embeddings().weight
+    for token in range(1, len(tokenizer)):
+        embedding[token] = known[old_tokenizer(tokenizer.decode([token]))["input_ids"] or [0]].mean(0)
+    embedding[0] = known[old.config.eos_token_id]
+
+
 def train(args: argparse.Namespace, facts: dict) -> tuple[PreTrainedModel, dict]:
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(config_of(args))
+    if args.begin_with:
+        copy_weights(model, args.begin_with, args.out)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     muon = torch.optim.Muon(matrices, lr=args.muon_lr, momentum=0.95, weight_decay=args.weight_decay)
@@ -288,6 +305,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=110)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--begin-with", type=Path, help="a model of the same sizes, whatever its vocabulary")
     parser.add_argument("--hybrid", action="store_true", help="gated delta rule in three of four layers")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=256)

@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 import torch
@@ -23,9 +23,17 @@ import torch
 if TYPE_CHECKING:
     import psutil  # not on every machine that runs tests/gpu
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 LONG = os.environ.get("LP_TEST_LONG") == "1"
 GPU_DRY_RUN = os.environ.get("LP_GPU_DRY_RUN") == "1"  # of scripts/gpu_check.sh: GPU tests on the CPU, with small sizes
+
+
+def some_of(cases: Sequence[T], number: int) -> list[T]:
+    """All cases in the long form; a seeded draw of so many without it, in their order."""
+    if LONG:
+        return list(cases)
+    return [cases[index] for index in sorted(random.Random(0).sample(range(len(cases)), number))]
 
 
 def pytest_configure() -> None:

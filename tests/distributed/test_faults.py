@@ -57,7 +57,8 @@ def test_one_rank_stops_them_all(forked: Forked, tmp_path: Path) -> None:
     assert not [name for name in left if "gloo" in name], "a thread of the group may abort the process as it ends"
 
 
-@pytest.mark.parametrize("victim", range(RANKS) if LONG else [0])  # of an app's rank 1: test_torchrun
+@pytest.mark.slow  # of an app's rank 1: test_torchrun
+@pytest.mark.parametrize("victim", range(RANKS))
 def test_a_killed_rank_ends_the_launch(processes: Processes, tmp_path: Path, victim: int) -> None:
     """SIGKILL leaves no time to say goodbye: the others must find out, say so, and keep what was printed."""
     check_kill(processes, tmp_path, RANKS, victim, ON_CPU)

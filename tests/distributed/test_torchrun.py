@@ -14,7 +14,7 @@ import pytest
 
 import lp
 from launch.bench.prompts import load_builtin
-from tests.conftest import ROOT, Processes
+from tests.conftest import LONG, ROOT, Processes
 from tests.tiny_models import plain_greedy
 from tests.unit.conftest import save_tiny_model
 
@@ -69,7 +69,7 @@ def _in_a_text(processes: Processes, settings: list[str], folder: Path) -> tuple
     return process, next(p for p in processes.alive() if p.environ().get("RANK") == "1" and "launch.cli" in p.cmdline())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM] if LONG else [signal.SIGTERM])
 def test_signals_reach_the_ranks(
     processes: Processes, settings: list[str], tmp_path: Path, number: signal.Signals
 ) -> None:
