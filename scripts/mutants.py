@@ -15,11 +15,14 @@ Ends with one JSON line; exit code 1 where a mutant that is not listed as equiva
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests/mutants.jsonl"
 COPIED = ("lp", "launch", "conf", "scripts", "tests", "pyproject.toml", "README.md", "torchrun.sh")
 LIMIT_S = 300
+PRELOADED = ["numba", "pytest", "torch", "transformers.modeling_utils"]  # seconds of every run
+SERVER = multiprocessing.get_context("forkserver")
 KILLED, SURVIVED, EQUIVALENT = "killed", "survived", "equivalent"
 
 
@@ -76,6 +81,8 @@ def _read(ledger: Path) -> dict[str, dict[str, Any]]:
 
 def _run_all(mutants: Sequence[dict[str, Any]], results: dict[str, dict[str, Any]], ledger: Path) -> None:
     """Plant each in a copy of the tree, and write to the ledger what came of it."""
+    os.environ["NUMBA_DISABLE_JIT"] = "1"
+    SERVER.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         for name in COPIED:
@@ -114,21 +121,38 @@ def _copy(source: Path, target: Path) -> None:
 
 def _failing_test(tree: Path, tests: Sequence[str]) -> str | None:
     """The first of these tests that fails, or what else ended them; None where all pass."""
-    files = [f"tests/unit/{test}" for test in tests]
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-rfE"]
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "NUMBA_DISABLE_JIT": "1"}
-    environment.pop("LP_TEST_LONG", None)  # a mutant must die in the tests that run each time
-    command = [sys.executable, "-m", "pytest", *options, *files]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
+    output = tree / "output.txt"
+    process = SERVER.Process(target=_run_tests, args=(tree, [f"tests/unit/{test}" for test in tests], output))
+    process.start()
+    process.join(LIMIT_S)
+    in_time = process.exitcode is not None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)  # what the tests left running goes, too
+    process.join()
+    if not in_time:
         return f"no end within {LIMIT_S} s"
-    if done.returncode == 0:
+    if process.exitcode == 0:
         return None
-    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return failed[0].removeprefix("tests/unit/") if failed else f"pytest ended with {done.returncode}"
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines()
+    failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0].removeprefix("tests/unit/") if failed else f"pytest ended with {process.exitcode}"
+
+
+def _run_tests(tree: Path, files: Sequence[str], output: Path) -> None:
+    """In a process that has imported what no mutant changes."""
+    os.setpgid(0, 0)
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    os.environ.update({"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"})
+    os.environ.pop("LP_TEST_LONG", None)  # a mutant must die in the tests that run each time
+    sys.dont_write_bytecode = True
+    with output.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-rfE"]
+    code = importlib.import_module("pytest").main([*options, *files])
+    sys.stdout.flush()
+    os._exit(int(code))
 
 
 def _report(mutants: Sequence[dict[str, Any]], results: dict[str, dict[str, Any]]) -> int:

@@ -190,7 +190,7 @@ def config_of(args: argparse.Namespace) -> PretrainedConfig:
 
 @torch.no_grad()
 def copy_weights(model: PreTrainedModel, folder: Path, out: Path) -> None:
-    """Weights of a model of the same sizes; a token's embedding is the mean of those of its parts in the old vocabulary."""
+    """Weights of a model of the same sizes; an embedding is the mean of those of the token's parts over there."""
     old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.load_state_dict(
         {k: v for k, v in old.state_dict().items() if v.shape[0] != old.config.vocab_size}, strict=False
