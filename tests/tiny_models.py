@@ -204,7 +204,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_alibi": ("FalconConfig", _OLD_BASE | _FALCON | {"alibi": True}),
     "roformer": ("RoFormerConfig", _OLD_BASE | {"intermediate_size": 48, "is_decoder": True}),
     "rwkv": ("RwkvConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}),
-    "gpt_neo": ("GPTNeoConfig", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}),
+    "gpt_neo": ("GPTNeoConfig", _OLD_BASE | {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}),
     "mpt": ("MptConfig", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2}),
     "t5": ("T5Config", {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "num_layers": 1, "num_heads": 4}),
     "mamba": ("MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1}),
