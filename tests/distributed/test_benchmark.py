@@ -39,7 +39,7 @@ def test_a_sweep_of_launches(processes: Processes, settings: list[str], tmp_path
     assert processes.wait_for_end() == []
 
 
-@pytest.mark.slow  # three processes, for what test_torchrun sees of a sweep's jobs
+@pytest.mark.slow  # test_launch_benchmark: what fails on rank 0 alone fails on all; test_torchrun: a sweep goes on
 def test_a_job_that_fails_on_rank_0_leaves_the_next_one(
     processes: Processes, settings: list[str], tmp_path: Path
 ) -> None:
