@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests/mutants.jsonl"
-COPIED = ("lp", "launch", "conf", "scripts", "tests", "pyproject.toml", "README.md", "torchrun.sh")
+COPIED = ("lp", "launch", "conf", "docs", "scripts", "tests", "pyproject.toml", "README.md", "torchrun.sh")
 LIMIT_S = 300
 PRELOADED = ["numba", "pytest", "torch", "transformers.modeling_utils"]  # seconds of every run
 SERVER = multiprocessing.get_context("forkserver")

@@ -20,7 +20,7 @@ from lp.models.loader import vocabulary_size
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.top_logits import TopLogits, pack_again
 
-NUM_LOGITS = 16  # K
+NUM_LOGITS = 8  # K
 OBSERVED = 32  # probabilities of an observation, of which K of their means remain
 BATCH = 64  # B
 TEXT_TOKENS = 256  # of a text that the model writes
