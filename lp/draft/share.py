@@ -18,21 +18,19 @@ from lp.draft.window import slice_window
 def step_tokens(config: LookaheadConfig, ranks: int = 1) -> int:
     """B, the most step tokens of a rank.
 
-    The W and G of an adaptive config are a rank's. Fixed ones are of the whole step: every rank gets an equal part,
-    but at least what a column of the window needs.
+    The W and G of an adaptive config are a rank's. Fixed ones are of the whole step: every rank gets an equal part.
     """
     w, n = config.window_size, config.ngram_size
     if config.adaptive:
         ranks = 1
-    least = w + n - 2 if w else 1
 
     def fits(budget: int) -> bool:
         slices = slice_window(w, n, (budget,) * ranks)
         window = sum(each.num_nodes for each in slices)
         return slices[-1].end == w and window + config.draft_budget <= ranks * budget
 
-    sizes = range(least, max(w, 1) + w * (n - 2) + config.draft_budget)
-    return least + bisect_left(sizes, True, key=fits)
+    sizes = range(1, max(w, 1) + w * (n - 2) + config.draft_budget)
+    return 1 + bisect_left(sizes, True, key=fits)
 
 
 NO_DRAFT = DraftTree()

@@ -54,6 +54,15 @@ def test_steps_are_plain_where_lookahead_does_not_pay() -> None:
     assert plain_steps == SHORTEST_BACK_OFF, "a long success makes the next back-off short again"
 
 
+def test_time_is_compared_with_plain_steps() -> None:
+    """Seconds are a machine's: the same losses count as much where all is a thousand times as fast."""
+    tried = []
+    for scale in (1.0, 1e-3):
+        times = StepTimes((1, 120), (1.08 * scale, 30.0 * scale), scale)
+        tried.append(_steps(AdaptiveBudget(ADAPTIVE, times), range(1000)))
+    assert tried[0] == tried[1]
+
+
 def test_texts_that_take_steps_together_are_tried_less() -> None:
     """A step of one text that is tried in vain delays the other three."""
     budget = AdaptiveBudget(ADAPTIVE, LOSING, texts=4)

@@ -14,7 +14,7 @@ import pytest
 import lp
 from launch.bench.prompts import load_builtin
 from lp.budget.calibration import DraftRecord
-from lp.budget.policy import AdaptiveBudget, FixedBudget
+from lp.budget.policy import AdaptiveBudget, Company, FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.compiled import compiled_array
 from lp.draft.source import DraftSource, StepSamples, TokenPrice
@@ -255,9 +255,11 @@ def test_paths_that_break_are_cut_short() -> None:
         sizes.append(len(cut))
         budget.record_step([1] * 4 + [2], 1 + len(cut), record_of(cut, [1] * 4 + [2]))
     assert sizes[0] > 40 and all(4 <= size <= 12 for size in sizes[-3:]), sizes
+    short = budget.price(1, 0).depth_discount
     for _ in range(12):
         budget.record_step([1] * 30, 31, record_of(_first(tree, 29), [1] * 30))
     assert budget.price(1, 0).calibration > 0.95, "paths that hold again are trusted again"
+    assert budget.price(1, 0).depth_discount < short / 2, "and to a greater depth"
 
 
 def test_a_rank_pads_its_own_tokens() -> None:
@@ -282,6 +284,20 @@ def test_a_second_is_shared_by_the_ranks_tokens() -> None:
     for budget in (one, four):
         budget.record_step([1] * 9, 2, DraftRecord([0.9], 0.9, 1))
     assert four.tokens_per_s == one.tokens_per_s > 1 / times.plain_s, "S and time are those of the step"
+
+
+def test_a_step_of_several_texts_is_shared_by_them() -> None:
+    """A text that paid for the whole step, or for none of it, would draft too little or too much."""
+    times = STEP_TIMES["linear"]
+    budget = AdaptiveBudget(lp.LookaheadConfig(adaptive=True), times, texts=2)
+    budget.record_step([1] * 20, 2, NOTHING)
+    alone = budget.tokens_per_s
+    assert alone > 200, "its own steps' rate"
+    budget.company = Company(texts=2, other_tokens=5, tokens_per_s=150.0)
+    assert budget.tokens_per_s == pytest.approx(2 / 0.012), "plain decoding of two texts, which is faster than 150"
+    budget.company = Company(texts=2, other_tokens=5, tokens_per_s=170.0)
+    assert budget.tokens_per_s == 170.0
+    assert budget.price(3, 9).base_tokens == 3 + 5
 
 
 def test_columns_follow_the_step_times() -> None:

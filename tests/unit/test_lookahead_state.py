@@ -11,7 +11,7 @@ import pytest
 from lp.draft.layout import StepLayout, ancestors
 from lp.draft.prompt_lookup import PromptLookup, PromptLookupConfig
 from lp.draft.tree import DraftTree, DraftTreeBuilder
-from lp.draft.window import LookaheadWindow, WindowSlice
+from lp.draft.window import LookaheadWindow, WindowDrafts, WindowSlice
 from tests.layouts import NOTHING, drawn_ranks, layout_of, node_of, path_to, visible_of, walk_alone, window_of
 
 
@@ -46,6 +46,25 @@ def test_fresh_columns_continue_their_neighbour() -> None:
     text = [0] * (position + 2) + [position + 2]
     window.advance(text, 2, [position + j + 3 for j in range(4)])
     assert [row[3] for row in window.levels[:2]] == [position + 2 + 3, position + 2 + 4]
+
+
+def test_a_new_window_s_last_guesses_depend_on_the_text_alone() -> None:
+    """Where a step took a whole window's positions, its columns are those of a window that begins at that text."""
+    text = [random.Random(3).randrange(1000) for _ in range(57)]
+    window = LookaheadWindow(6, 4, text[:40])
+    window.advance(text, 17, [1] * 6)
+    fresh = LookaheadWindow(6, 4, text)
+    assert window.levels[-1] == fresh.levels[-1]
+    assert [level[0] for level in window.levels] == [level[0] for level in fresh.levels]
+
+
+def test_what_a_rank_need_not_draft_again() -> None:
+    """Draft tokens that the window has are its nodes: level 0 up to the rank's last column, and column 0."""
+    window = LookaheadWindow(3, 4, [1])
+    window.levels = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert window.drafts(WindowSlice(0, 2, 3)) == ([1, 2], [1, 4, 7])
+    assert window.drafts(WindowSlice(2, 3, 3)) == ([1, 2, 3], [])
+    assert window.drafts(WindowSlice(0, 0, 3)) == WindowDrafts()
 
 
 def test_window_starts_filled_from_text() -> None:

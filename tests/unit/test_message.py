@@ -196,6 +196,15 @@ def test_a_digest_that_differs_names_ranks_and_step(digests: list[int], odd: str
         trade(messages, shape, step=17)
 
 
+def test_the_newest_token_s_successor_is_what_rank_0_sampled() -> None:
+    """In a plain step nothing else of the messages is read; another rank's first node may be its own draft token."""
+    shape = MessageShape(4, 0)
+    messages = np.zeros((3, shape.size), np.int64)
+    for rank, token in enumerate((77, 88, 99)):
+        messages[rank, message.HEADER] = token << message.SAMPLED_SHIFT | 5 << message.DRAFT_SHIFT | 3
+    assert message.sampled_at_c(messages) == 77
+
+
 def test_drift_is_told_before_other_logits() -> None:
     """A rank whose text differs computes other logits too: not its weights are to blame."""
     shape = MessageShape(1, 0)
