@@ -50,17 +50,14 @@ class GraphRecorder:
         """
         if not self.recording:
             return _Repeated(work)
-        recorded, failure = None, None
         try:
             recorded = self._recorded(work)
         except Exception as error:  # a model may do anything that no graph takes
-            failure = error
-        all_recorded = self._on_all_ranks(recorded is not None)
-        if isinstance(failure, torch.OutOfMemoryError):
-            raise failure
-        if failure:
-            raise CaptureFailed(str(failure).strip() or type(failure).__name__) from failure
-        if recorded is None or not all_recorded:
+            self._on_all_ranks(False)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise CaptureFailed(str(error).strip() or type(error).__name__) from error
+        if not self._on_all_ranks(True):
             raise CaptureFailed("another rank of the replica can't capture it")
         return recorded
 

@@ -113,10 +113,11 @@ def test_a_pool_that_would_be_read_whole_is_not(gpu: SimulatedCuda, monkeypatch:
     assert engine.pool.num_slots == engine.pool.capacity
 
 
+@pytest.mark.parametrize("error", [captured_forests.CaptureFailed, torch.OutOfMemoryError])
 def test_where_a_step_cannot_be_captured(
-    gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: type[Exception], gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The texts go on uncaptured: what the capture was to move is moved all the same."""
+    """The texts go on uncaptured: what the capture was to move is moved all the same; and no graph keeps memory."""
     model = tiny_model()
     engine = engine_of(model)
     rng = random.Random(3)
@@ -127,12 +128,14 @@ def test_where_a_step_cannot_be_captured(
     assert engine._passes._steps
 
     def fail(*_: Any) -> None:
-        raise captured_forests.CaptureFailed("no room")
+        raise error("no room")
 
-    engine._passes._steps.clear()
+    captured = next(iter(engine._passes._steps))
     monkeypatch.setattr(engine._passes, "_capture", fail)
+    del engine._passes._steps[captured]
     engine.run()
     assert caplog.text.count("steps of several texts are not captured: no room") == 1
+    assert not engine._passes._steps
     for handle, ids in zip(handles, texts, strict=True):
         assert handle.result().tokens == plain(model, ids)
 
@@ -244,3 +247,24 @@ def test_every_bucket_has_places_for_its_padding(gpu: SimulatedCuda) -> None:
                 assert logits.shape[0] == 1 and logits.isfinite().all()
                 pool.give_back(cache)
             assert len(passes._steps) == len(BUCKETS)
+
+
+def test_a_block_is_not_freed_while_it_is_copied(gpu: SimulatedCuda) -> None:
+    """A graph's copy keeps no pinned memory: it would be another block before the device has read it."""
+    engine = engine_of(tiny_model(), prefill_chunk=4)
+    handles = [engine.submit(list(range(1, 20)), NEW, prefill_chunk=4, eos_token_id=()) for _ in range(2)]
+    engine.step()  # a part of a prompt, for which the host does not wait
+    passes = engine._passes
+    assert gpu.copies._pending and passes._steps
+
+    pending: list[int] = []
+
+    class Watched(dict[Any, Any]):
+        def clear(self) -> None:
+            pending.append(len(gpu.copies._pending))
+            super().clear()
+
+    passes._steps = Watched(passes._steps)
+    passes._captured = None  # as if there were other weights
+    engine.run()
+    assert pending == [0] and all(handle.result().tokens for handle in handles)
