@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -103,6 +104,30 @@ def test_by_the_kernel_that_takes_several_sequences(gpu: SimulatedCuda, monkeypa
     assert engine._passes._steps
     for handle, ids in zip(handles, texts, strict=True):
         assert handle.result().tokens == plain(model, ids)
+
+
+@pytest.mark.parametrize("column", [None, 2, 3])
+def test_a_kernel_that_is_wrong_with_several_sequences(
+    column: int | None, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler's fault there shows in no trial with one sequence: texts would be wrong, and nothing would tell."""
+    kernel = flash_cuda._triton
+
+    def faulty(*arguments: Any) -> torch.Tensor:
+        sequences_Q4 = arguments[-1].clone()
+        if column is not None:
+            sequences_Q4[:, column] -= 1
+        return kernel(*arguments[:-1], sequences_Q4)
+
+    monkeypatch.setattr(flash_cuda, "kernel_for", lambda *_: "triton")
+    monkeypatch.setattr(flash_cuda, "_triton", faulty)
+    monkeypatch.setattr(flash_cuda, "_error_of_sequences", flash_cuda._error_of_sequences.__wrapped__)
+    states = torch.randn(1, 2, 8, 16).to("cuda")
+    mask = torch.zeros(1, 1, 2, 2).to("cuda")
+    table = torch.tensor([[0, 1, 1, 2], [1, 1, 5, 1]]).to("cuda")
+    arguments = (states[:, :, :2], states, states, mask, None, torch.tensor([3, 6]).to("cuda"), table)
+    with nullcontext() if column is None else pytest.raises(RuntimeError, match="over several sequences is off by"):
+        assert flash_cuda.step_attention_on_cuda(*arguments).isfinite().all()
 
 
 def test_a_pool_that_would_be_read_whole_is_not(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
