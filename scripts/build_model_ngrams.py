@@ -9,6 +9,7 @@ finds it there with pool.model_ngrams=auto; a file elsewhere is given as pool.mo
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -43,6 +44,11 @@ def main() -> None:
     folder = DEMO_MODEL if args.model == "demo" else Path(args.model)
     if args.output is None and not folder.is_dir():
         parser.error(f"{args.model!r} is no folder; say with --output where to write, and give it as pool.model_ngrams")
+    path = args.output or folder / FILE_NAME
+    if not os.access(path.parent, os.W_OK | os.X_OK):  # not after minutes of measuring
+        parser.error(f"no file can be written to the folder {str(path.parent)!r}; give another path with --output")
+    if min(args.num_logits, args.batch) < 1 or args.tokens < 0:
+        parser.error("--num-logits and --batch are 1 at least, and --tokens is 0 at least")
     loaded = load(args.model, args.dtype)
     vocabulary, rows = vocabulary_size(loaded.model), rows_of(args.mib, args.num_logits)
     left = int(rows * FULL) - vocabulary
@@ -53,7 +59,6 @@ def main() -> None:
         loaded.model.to(args.device), beginnings, args.tokens, max(left // 2, 1), args.num_logits, args.batch
     )
     file, placed = new_file(vocabulary, rows, contexts)
-    path = args.output or folder / FILE_NAME
     write_file(file, path)
     print(f"{path}: {args.num_logits} logits behind each of {placed} contexts, {file.nbytes / 2**20:.1f} MiB")
 

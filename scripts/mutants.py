@@ -124,10 +124,11 @@ def _failing_test(tree: Path, tests: Sequence[str]) -> str | None:
     output = tree / "output.txt"
     process = SERVER.Process(target=_run_tests, args=(tree, [f"tests/unit/{test}" for test in tests], output))
     process.start()
+    assert process.pid
     process.join(LIMIT_S)
     in_time = process.exitcode is not None
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid or 0, signal.SIGKILL)  # what the tests left running goes, too
+        os.killpg(process.pid, signal.SIGKILL)  # what the tests left running goes, too
     process.join()
     if not in_time:
         return f"no end within {LIMIT_S} s"

@@ -11,6 +11,7 @@ H: query heads, G: KV heads, D: head dimension, T: step tokens, L: cached tokens
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ TRIAL_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 0.03, torch.float32: 1e-
 TRIAL_CAPACITY = 4 * PAGE
 TRIAL_LENGTHS = (0, 300, 1000)
 TRIAL_TOKENS = 17
+TRIAL_SEQUENCES = ((0, 11, 500, 300), (11, 6, 20, 37))  # of each its first token, tokens, first slot and cached tokens
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor | None], torch.Tensor]
 
 
@@ -49,7 +51,7 @@ def step_attention_on_cuda(
 
     Raises:
         ValueError: no kernel works on this device.
-        RuntimeError: several sequences, and it is a kernel that takes one.
+        RuntimeError: several sequences, and it is a kernel that takes one, or fails its trial with several.
     """
     _, heads, _, dim = q_1HTD.shape
     _, kv_heads, _, value_dim = v_1GND.shape
@@ -59,6 +61,9 @@ def step_attention_on_cuda(
         return KERNELS[name](q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T)
     if name != "triton":
         raise RuntimeError(f"attention by {name} takes one sequence a step")
+    error = _error_of_sequences(q_1HTD.device, q_1HTD.dtype, heads, kv_heads, dim, value_dim)
+    if not error <= TRIAL_TOLERANCE[q_1HTD.dtype]:
+        raise RuntimeError(f"attention by {name} over several sequences is off by {error:.2g}")
     return _triton(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T, sequences_Q4)
 
 
@@ -134,6 +139,36 @@ def _trial_error(
         for used_k, used_v, slots in ((k, v, slot_mapping_T), (k[:, :, :end], v[:, :, :end], None)):
             error = (kernel(q, used_k, used_v, mask_11TT, dim**-0.5, slots).float() - expected).norm(dim=-1)
             errors.append((error / expected.norm(dim=-1)).max())
+    return float(torch.stack(errors).max())
+
+
+@functools.cache
+def _error_of_sequences(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int
+) -> float:
+    """The same of a step of several sequences in one pool, by the kernel that takes them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    q = drawn(1, heads, TRIAL_TOKENS, dim)
+    k = drawn(1, kv_heads, TRIAL_CAPACITY, dim)
+    v = drawn(1, kv_heads, TRIAL_CAPACITY, value_dim)
+    own_slots = [range(slot + length, slot + length + count) for _, count, slot, length in TRIAL_SEQUENCES]
+    slot_mapping_T = torch.tensor([*itertools.chain(*own_slots)], device=device)
+    visible_TT = torch.block_diag(*(torch.ones(count, count).tril() for _, count, _, _ in TRIAL_SEQUENCES)) != 0
+    mask_11TT = torch.zeros(visible_TT.shape).masked_fill(~visible_TT, torch.finfo(dtype).min)[None, None]
+    mask_11TT = mask_11TT.to(device, dtype)
+    scale = dim**-0.5
+    out = _triton(q, k, v, mask_11TT, scale, slot_mapping_T, torch.tensor(TRIAL_SEQUENCES, device=device)).float()
+    errors = []
+    for first, count, slot, length in TRIAL_SEQUENCES:
+        own, keys = slice(first, first + count), slice(slot, slot + length + count)
+        mask_11tN = torch.nn.functional.pad(mask_11TT[:, :, own, own], (length, 0)).float()
+        parts = q[:, :, own].float(), k[:, :, keys].float(), v[:, :, keys].float()
+        expected = masked_attention(*parts, mask_11tN, scale)[0]
+        errors.append(((out[:, :, own] - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
     return float(torch.stack(errors).max())
 
 

@@ -115,9 +115,10 @@ class CapturedForests:
         if self.captures and in_pool and num_tokens <= BUCKETS[-1] and len(trees) <= self.most_sequences:
             try:
                 step = self._step_of(num_tokens)
-            except CaptureFailed as error:
+            except (CaptureFailed, torch.OutOfMemoryError) as error:  # uncaptured ones need less memory
                 logger.warning("steps of several texts are not captured: %s", error)
                 self._given_up = True
+                self._drop_steps()
             else:
                 if step is not None:
                     return self._run(step, trees)
@@ -128,8 +129,8 @@ class CapturedForests:
         captured = self.runner.captured
         assert captured is not None
         if captured is not self._captured:  # other weights, or another adapter
+            self._drop_steps()
             self._captured = captured
-            self._steps.clear()
             self._whole = self.pool.whole()
         bucket = next(size for size in BUCKETS if size >= num_tokens)
         self._seen[bucket] += 1
@@ -139,9 +140,18 @@ class CapturedForests:
             self._steps[bucket] = self._capture(captured, bucket)
         return self._steps[bucket]
 
-    def _run(self, step: _Step, trees: Sequence[TreePass]) -> list[torch.Tensor]:
+    def _drop_steps(self) -> None:
+        self._await_copy()
+        self._steps.clear()
+        self._captured = self._whole = None
+
+    def _await_copy(self) -> None:
+        """The last step reads its block no more: it can be filled again, or be other pinned memory."""
         if self._copied is not None:
             self._copied.synchronize()
+
+    def _run(self, step: _Step, trees: Sequence[TreePass]) -> list[torch.Tensor]:
+        self._await_copy()
         counts = _fill(step.inputs, trees, self.pool)
         logits_BV = step.run()
         if self.runner.device.type == "cuda":
@@ -218,6 +228,7 @@ def _fill(inputs: _Inputs, trees: Sequence[TreePass], pool: KVPool) -> list[int]
         cache = tree.cache
         end = start + len(tree.tokens)
         slot = cache.first_slot + cache.length
+        assert cache.length + len(tree.tokens) <= cache.capacity, "tokens would be written into another text's slots"
         inputs.tokens_B[start:end] = tree.tokens
         inputs.positions_B[start:end] = tree.positions
         inputs.slots_B[start:end] = range(slot, slot + end - start)

@@ -29,6 +29,7 @@ from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 from lp.models.new_cache import new_cache
 from lp.models.recurrent_layers import cache_keyword
 from lp.models.recurrent_states import RecurrentShape
+from lp.parallel.replica import Replica
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens
 LARGEST_PADDING = BUCKETS[-1] // 4  # tokens
@@ -127,6 +128,7 @@ class CapturedSteps:
             runs them over the same buffers, as they are: for the probe, and where there is no GPU.
         known: as of `StaticKVCache`.
         recurrent: as `shapes` of `HybridCache`; empty: the model has no recurrent layers.
+        replica: the ranks that the model is divided among; None: it is whole.
 
     Attributes:
         cache: of the generation that is running, or of the last one.
@@ -141,8 +143,10 @@ class CapturedSteps:
         mode: Capture,
         known: dict[StatesKind, int] | None = None,
         recurrent: Mapping[int, RecurrentShape] | None = None,
+        replica: Replica | None = None,
     ) -> None:
         self.model = model
+        self.replica = replica
         self.recurrent = recurrent or {}
         self.masks = masks
         self.mode = mode
@@ -276,7 +280,8 @@ class CapturedSteps:
         self.cache = None
 
     def _new_recorder(self) -> GraphRecorder:
-        return GraphRecorder(self.device, self.device.type == "cuda" and self.mode is not Capture.OFF)
+        recording = self.device.type == "cuda" and self.mode is not Capture.OFF
+        return GraphRecorder(self.device, recording, self.replica)
 
     def _new_cache(self, slots: int) -> StaticKVCache:
         capacity = -(-slots // CAPACITY_UNIT) * CAPACITY_UNIT

@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from lp.parallel.replica import Replica
+
 T = TypeVar("T")
 WARM_UPS = 2  # runs before a capture, in which libraries allocate their workspaces
 
@@ -25,11 +27,13 @@ class GraphRecorder:
     Args:
         device: of the work.
         recording: False: work runs as it is, as it must without a GPU.
+        replica: ranks that record the same work at the same time; None: this one alone.
     """
 
-    def __init__(self, device: torch.device, recording: bool) -> None:
+    def __init__(self, device: torch.device, recording: bool, replica: Replica | None = None) -> None:
         self.device = device
         self.recording = recording
+        self._replica = replica or Replica()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
@@ -40,16 +44,29 @@ class GraphRecorder:
             work: reads what it needs from memory that stays where it is.
 
         Raises:
-            CaptureFailed: it waits for the device, or does something else that no graph takes.
+            CaptureFailed: it waits for the device, or does something else that no graph takes; or it failed on another
+                rank of the replica.
+            OutOfMemoryError: the device is full.
         """
         if not self.recording:
             return _Repeated(work)
         try:
-            return self._recorded(work)
-        except torch.OutOfMemoryError:
-            raise
+            recorded = self._recorded(work)
         except Exception as error:  # a model may do anything that no graph takes
+            self._on_all_ranks(False)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise CaptureFailed(str(error).strip() or type(error).__name__) from error
+        if not self._on_all_ranks(True):
+            raise CaptureFailed("another rank of the replica can't capture it")
+        return recorded
+
+    def _on_all_ranks(self, is_recorded: bool) -> bool:
+        """Whether all ranks did: a step that one of them runs uncaptured is not padded, and sums other sizes."""
+        if self._replica.size == 1:
+            return is_recorded
+        missing = torch.tensor([not is_recorded], dtype=torch.int64).to(self.device)
+        return not self._replica.all_reduce(missing).item()
 
     def _recorded(self, work: Callable[[], T]) -> Callable[[], T]:
         # A capture that fails leaves its stream the current one: the outer block makes it what it was.

@@ -154,9 +154,12 @@ class KVPool:
     def _free(self, run: Run) -> None:
         self._runs.give_back(run)
         if self._zeroed:
-            with torch.inference_mode():
-                for states in self._views(run).values():
-                    states.zero_()
+            self._zero(run)
+
+    def _zero(self, run: Run) -> None:
+        with torch.inference_mode():
+            for states in self._views(run).values():
+                states.zero_()
 
     def check(self) -> None:
         """That every slot is free or of one cache: an invariant, for tests."""
@@ -178,6 +181,8 @@ class KVPool:
                 for kind, before in self._views(run).items():
                     kept = before[:, :, : cache.length].clone()  # the runs may overlap
                     self._views(target)[kind][:, :, : cache.length] = kept
+                if self._zeroed:  # what was never committed may be a NaN, wherever it lies by now
+                    self._zero(Run(start + cache.length, run.end - start - cache.length))
                 cache.lie_in(self._buffers, *target)
                 self._caches[cache] = target
             start += run.size

@@ -33,7 +33,7 @@ from lp.models.new_cache import new_cache
 from lp.models.probe import check_tree_mask
 from lp.models.recurrent_layers import cache_keyword, recurrent_shapes, tree_forward
 from lp.models.rope import rope_boundary
-from lp.models.sharded_layers import head_of
+from lp.models.sharded_layers import head_of, replica_of
 from lp.models.support import check_supported, inexact_quantisation
 from lp.models.view import ModelView
 from lp.models.weight_layout import restore
@@ -235,7 +235,8 @@ class ModelRunner:
                 self.captured = self._captured_steps(self.captured.mode)
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
-        return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent)
+        replica = replica_of(self.model)
+        return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of at least `capacity` slots; with captured steps one that they know, if none is using it."""

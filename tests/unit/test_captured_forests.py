@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -105,6 +106,30 @@ def test_by_the_kernel_that_takes_several_sequences(gpu: SimulatedCuda, monkeypa
         assert handle.result().tokens == plain(model, ids)
 
 
+@pytest.mark.parametrize("column", [None, 2, 3])
+def test_a_kernel_that_is_wrong_with_several_sequences(
+    column: int | None, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler's fault there shows in no trial with one sequence: texts would be wrong, and nothing would tell."""
+    kernel = flash_cuda._triton
+
+    def faulty(*arguments: Any) -> torch.Tensor:
+        sequences_Q4 = arguments[-1].clone()
+        if column is not None:
+            sequences_Q4[:, column] -= 1
+        return kernel(*arguments[:-1], sequences_Q4)
+
+    monkeypatch.setattr(flash_cuda, "kernel_for", lambda *_: "triton")
+    monkeypatch.setattr(flash_cuda, "_triton", faulty)
+    monkeypatch.setattr(flash_cuda, "_error_of_sequences", flash_cuda._error_of_sequences.__wrapped__)
+    states = torch.randn(1, 2, 8, 16).to("cuda")
+    mask = torch.zeros(1, 1, 2, 2).to("cuda")
+    table = torch.tensor([[0, 1, 1, 2], [1, 1, 5, 1]]).to("cuda")
+    arguments = (states[:, :, :2], states, states, mask, None, torch.tensor([3, 6]).to("cuda"), table)
+    with nullcontext() if column is None else pytest.raises(RuntimeError, match="over several sequences is off by"):
+        assert flash_cuda.step_attention_on_cuda(*arguments).isfinite().all()
+
+
 def test_a_pool_that_would_be_read_whole_is_not(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention with a mask over the slots of all texts that there may be takes longer than launches do."""
     monkeypatch.setattr(captured_forests, "MASKED_SLOTS", 1000)
@@ -113,10 +138,11 @@ def test_a_pool_that_would_be_read_whole_is_not(gpu: SimulatedCuda, monkeypatch:
     assert engine.pool.num_slots == engine.pool.capacity
 
 
+@pytest.mark.parametrize("error", [captured_forests.CaptureFailed, torch.OutOfMemoryError])
 def test_where_a_step_cannot_be_captured(
-    gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: type[Exception], gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The texts go on uncaptured: what the capture was to move is moved all the same."""
+    """The texts go on uncaptured: what the capture was to move is moved all the same; and no graph keeps memory."""
     model = tiny_model()
     engine = engine_of(model)
     rng = random.Random(3)
@@ -127,12 +153,14 @@ def test_where_a_step_cannot_be_captured(
     assert engine._passes._steps
 
     def fail(*_: Any) -> None:
-        raise captured_forests.CaptureFailed("no room")
+        raise error("no room")
 
-    engine._passes._steps.clear()
+    captured = next(iter(engine._passes._steps))
     monkeypatch.setattr(engine._passes, "_capture", fail)
+    del engine._passes._steps[captured]
     engine.run()
     assert caplog.text.count("steps of several texts are not captured: no room") == 1
+    assert not engine._passes._steps
     for handle, ids in zip(handles, texts, strict=True):
         assert handle.result().tokens == plain(model, ids)
 
@@ -244,3 +272,24 @@ def test_every_bucket_has_places_for_its_padding(gpu: SimulatedCuda) -> None:
                 assert logits.shape[0] == 1 and logits.isfinite().all()
                 pool.give_back(cache)
             assert len(passes._steps) == len(BUCKETS)
+
+
+def test_a_block_is_not_freed_while_it_is_copied(gpu: SimulatedCuda) -> None:
+    """A graph's copy keeps no pinned memory: it would be another block before the device has read it."""
+    engine = engine_of(tiny_model(), prefill_chunk=4)
+    handles = [engine.submit(list(range(1, 20)), NEW, prefill_chunk=4, eos_token_id=()) for _ in range(2)]
+    engine.step()  # a part of a prompt, for which the host does not wait
+    passes = engine._passes
+    assert gpu.copies._pending and passes._steps
+
+    pending: list[int] = []
+
+    class Watched(dict[Any, Any]):
+        def clear(self) -> None:
+            pending.append(len(gpu.copies._pending))
+            super().clear()
+
+    passes._steps = Watched(passes._steps)
+    passes._captured = None  # as if there were other weights
+    engine.run()
+    assert pending == [0] and all(handle.result().tokens for handle in handles)

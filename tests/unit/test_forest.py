@@ -95,3 +95,23 @@ def test_slots_are_neither_lost_nor_shared() -> None:
                 for own, other in zip(cache.buffers, fresh.buffers, strict=True):
                     torch.testing.assert_close(own[:, :, : len(text)], other[:, :, : len(text)])
     assert moved and refused
+
+
+def test_what_is_moved_together_leaves_no_nan() -> None:
+    """Attention that reads all slots with a mask: a NaN where a text lay before would fail every later one."""
+    runner = _runner("llama")
+    pool = KVPool(runner.known_kinds, 40, runner.cache_without_buffers, zeroed=True)
+    with torch.inference_mode():
+        first, second = pool.allocate(10), pool.allocate(20)
+        assert first and second
+        _prefilled(runner, second, [1, 2, 3])
+        for states in second.buffers:
+            states[:, :, 3:] = torch.nan  # a step whose tokens were not accepted
+        kept = [states[:, :, :3].clone() for states in second.buffers]
+        pool.give_back(first)
+        assert pool.allocate(15) and second.first_slot == 0, "they are not moved together"
+        for states, before in zip(second.buffers, kept, strict=True):
+            torch.testing.assert_close(states[:, :, :3], before, rtol=0, atol=0)
+        for states in pool.whole().buffers:
+            assert not states.isnan().any()
+            assert not states[:, :, 3:].any()

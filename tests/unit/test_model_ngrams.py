@@ -31,6 +31,7 @@ from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.noise import gumbel
 from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
+from scripts import build_model_ngrams
 from tests.pools import Ballot, ballot, empty_tables, logits_of, reads_of
 from tests.tiny_models import VOCABULARY, drawn_text, tiny_model
 
@@ -223,6 +224,37 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=False, pool_model_ngrams=path))
         with pytest.raises(ValueError, match=f"pool_model_ngrams .*{error}.*choose pool_model_ngrams=off"):
             decoder.generate([1, 2], 4)
+
+
+def test_a_vocabulary_that_was_changed_since(tmp_path: Path) -> None:
+    """Tokens added to a model must not stop it for a file beside it that nobody asked for."""
+    model = tiny_model()
+    write_file(file_of(vocabulary=VOCABULARY - 1), tmp_path / FILE_NAME)
+    model.config._name_or_path = str(tmp_path)
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    with pytest.warns(UserWarning, match=f"are left out: .* of {VOCABULARY - 1} tokens.*choose pool_model_ngrams=off"):
+        tokens = decoder.generate([1, 2, 3], 8, eos_token_id=()).tokens
+    assert tokens == lp.AutoregressiveDecoder(model).generate([1, 2, 3], 8, eos_token_id=()).tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--output", "missing/n.npy"], "no file can be written to the folder 'missing'"),
+        (["--num-logits", "0"], "--num-logits and --batch are 1 at least"),
+        (["--tokens", "-1"], "--tokens is 0 at least"),
+        (["--mib", "0.1"], "--mib 0.1 has no room for a vocabulary of 4096"),
+    ],
+)
+def test_what_the_script_refuses_before_it_measures(
+    options: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Minutes of measuring, and then no file."""
+    monkeypatch.setattr("sys.argv", ["build_model_ngrams", *options])
+    monkeypatch.setattr(build_model_ngrams, "measure_ngrams", lambda *_: pytest.fail("it has measured"))
+    with pytest.raises(SystemExit) as ended:
+        build_model_ngrams.main()
+    assert ended.value.code == 2 and error in capsys.readouterr().err
 
 
 def test_ranks_that_have_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 import lp
-from lp.models import fused
+from lp.models import captured_forests, fused
+from lp.models.graph_recorder import GraphRecorder
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from tests.simulated_cuda.counts import CONFIG, NEW, SAMPLING
@@ -58,3 +60,38 @@ def test_one_wait_a_step_and_no_host_tensor(
         if capture == "graph":  # forward pass, sampling and message; sometimes the noise of new positions
             assert {("launch", "graph")} <= {key[:2] for key in steps[-1]}
             assert max(step.total("launch") for step in steps) <= 2 + 4 * (sampling != "greedy"), [*map(dict, steps)]
+
+
+@pytest.mark.parametrize("failing", ["CapturedSteps", "CapturedTail", "CapturedForests"])
+def test_no_rank_captures_what_another_cannot(
+    failing: str, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step is padded, an uncaptured one is not: NCCL hangs in sums of different sizes."""
+    monkeypatch.setattr(captured_forests, "UNCAPTURED", 0)
+    record = GraphRecorder._recorded
+
+    def recorded(self: GraphRecorder, work: Callable[[], Any]) -> Callable[[], Any]:
+        run = record(self, work)
+        if self.device.index == 1 and failing in work.__qualname__:
+            raise RuntimeError("not on this GPU")
+        return run
+
+    monkeypatch.setattr(GraphRecorder, "_recorded", recorded)
+    model = tiny_model(sharpness=2.0)
+    texts = [IDS, IDS[3:], IDS[5:9]]
+    alone = lp.AutoregressiveDecoder(model)
+    expected = [alone.generate(ids, NEW, eos_token_id=()).tokens for ids in texts]
+    wholes = [copy.deepcopy(model).to(f"cuda:{rank}") for rank in range(2)]
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> list[list[int]]:
+        part = divide(wholes[context.rank], context.replica)
+        engine = lp.Engine(lp.LookaheadDecoder(part, CONFIG, context), cache_tokens=1024)
+        handles = [engine.submit(texts[0], NEW, eos_token_id=())]
+        engine.step()
+        engine.step()  # by itself
+        handles += [engine.submit(ids, NEW, eos_token_id=()) for ids in texts[1:]]
+        engine.run()
+        assert bool(engine._passes._steps) == (failing == "CapturedTail")
+        return [handle.result().tokens for handle in handles]
+
+    assert run_on_gpus(2, body, tp=True) == [expected, expected]

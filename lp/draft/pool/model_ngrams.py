@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,6 +134,8 @@ def write_file(array: np.ndarray, path: Path) -> None:
 def read_file(choice: str, folder: str, vocabulary_size: int) -> np.ndarray | None:
     """The model n-grams that a config asks for, memory-mapped; None for none.
 
+    Those beside a model whose vocabulary was changed since are left out with a warning: nobody asked for them.
+
     Args:
         choice: AUTO, OFF, or a path.
         folder: of the model; not of this machine where it was loaded by its name.
@@ -153,10 +156,12 @@ def read_file(choice: str, folder: str, vocabulary_size: int) -> np.ndarray | No
         raise UserError(f"pool_model_ngrams {str(path)!r} holds no model n-grams; {remedy}")
     _, vocabulary, rows, _ = file[:HEADER].tolist()
     tokens = file[HEADER + rows :].view(np.int32)[TOKEN::2]
+    differing = f"{str(path)!r} are of {vocabulary} tokens, and the model has {vocabulary_size}; {remedy}"
+    if vocabulary != vocabulary_size and choice == AUTO:
+        warnings.warn(f"model n-grams are left out: {differing}", stacklevel=2)
+        return None
     if vocabulary != vocabulary_size or tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocabulary_size:
-        raise UserError(
-            f"pool_model_ngrams {str(path)!r} are of {vocabulary} tokens, and the model has {vocabulary_size}; {remedy}"
-        )
+        raise UserError(f"pool_model_ngrams {differing}")
     return file
 
 
