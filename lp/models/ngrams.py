@@ -25,12 +25,13 @@ OBSERVED = 32  # probabilities of an observation, of which K of their means rema
 BATCH = 64  # B
 TEXT_TOKENS = 256  # of a text that the model writes
 TEMPERATURE = 0.9  # at which it writes
+NO_TOKEN = -1
 
 
 class Observed(NamedTuple):
     """What the model said behind some contexts of the same length."""
 
-    contexts: np.ndarray  # int64 (n, length), the newest token last
+    contexts: np.ndarray  # int64 (n, length), the newest token last; NO_TOKEN where the text had not so many
     tokens: np.ndarray  # int64 (n, OBSERVED): the likeliest
     probs: np.ndarray  # float32 (n, OBSERVED)
 
@@ -61,13 +62,37 @@ def measure_ngrams(
     Returns:
         The contexts of 1, 2, 3 tokens.
     """
-    writing = list(_written(model, beginnings, num_tokens, batch, seed))
-    observed = [*_single_tokens(model, beginnings, batch), *_of_length(writing, 1)]
-    found = [_means(observed, vocabulary_size(model), vocabulary_size(model), num_logits)]
+    size = vocabulary_size(model)
+    single = _together(_single_tokens(model, beginnings, batch), size * len(beginnings))
+    written = _together(_written(model, beginnings, num_tokens, batch, seed), _most_written(num_tokens, batch))
+    found = [_means([_of_length(single, 1), _of_length(written, 1)], size, size, num_logits)]
     for length in range(2, MAX_LOGITS_ORDER + 1):
-        if observed := list(_of_length(writing, length)):
-            found.append(_means(observed, vocabulary_size(model), max_contexts, num_logits))
+        if len((observed := _of_length(written, length)).contexts):
+            found.append(_means([observed], size, max_contexts, num_logits))
     return found
+
+
+def _together(batches: Iterator[Observed], most: int) -> Observed:
+    """All in one, of `most` or fewer: many small arrays would keep the memory of a model's large ones between them."""
+    contexts = np.full((most, MAX_LOGITS_ORDER), NO_TOKEN, np.int64)
+    tokens, probs = np.zeros((most, OBSERVED), np.int64), np.zeros((most, OBSERVED), np.float32)
+    end = 0
+    for each in batches:
+        begin, end = end, end + len(each.contexts)
+        contexts[begin:end, MAX_LOGITS_ORDER - each.contexts.shape[1] :] = each.contexts
+        tokens[begin:end, : each.tokens.shape[1]] = each.tokens
+        probs[begin:end, : each.probs.shape[1]] = each.probs
+    return Observed(contexts[:end], tokens[:end], probs[:end])
+
+
+def _most_written(num_tokens: int, batch: int) -> int:
+    """Observations of `_written`, at most."""
+    return -(-num_tokens // (batch * _text_tokens(num_tokens, batch))) * batch * _text_tokens(num_tokens, batch)
+
+
+def _text_tokens(num_tokens: int, batch: int) -> int:
+    """Tokens of a text that the model writes, at most."""
+    return min(TEXT_TOKENS, max(1, num_tokens // batch))
 
 
 @torch.inference_mode()
@@ -90,7 +115,7 @@ def _written(
     eos = model.generation_config.eos_token_id if model.generation_config else None
     ends = torch.tensor([] if eos is None else eos, dtype=torch.int64, device=device).reshape(-1)
     order = torch.randperm(vocabulary_size(model), generator=generator, device=device)
-    text_tokens = min(TEXT_TOKENS, max(1, num_tokens // batch))
+    text_tokens = _text_tokens(num_tokens, batch)
     for number in range(-(-num_tokens // (batch * text_tokens))):
         first = torch.arange(number * batch, (number + 1) * batch, device=device) % len(order)
         ids = _texts(beginnings[number % len(beginnings)], order[first], model)
@@ -119,11 +144,11 @@ def _observed(contexts: torch.Tensor, logits: torch.Tensor) -> Observed:
     return Observed(contexts.cpu().numpy(), top.indices.cpu().numpy(), top.values.cpu().numpy())
 
 
-def _of_length(observed: Sequence[Observed], length: int) -> Iterator[Observed]:
+def _of_length(observed: Observed, length: int) -> Observed:
     """The same behind the last `length` tokens alone, where there are so many."""
-    for each in observed:
-        if each.contexts.shape[1] >= length:
-            yield each._replace(contexts=each.contexts[:, -length:])
+    contexts = observed.contexts[:, -length:]
+    there = contexts[:, 0] != NO_TOKEN
+    return Observed(contexts[there], observed.tokens[there], observed.probs[there])
 
 
 def _means(observed: Sequence[Observed], vocabulary: int, max_contexts: int, num_logits: int) -> Contexts:
