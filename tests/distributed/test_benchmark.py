@@ -22,6 +22,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["model=hf", f"model.name={folder}", "model.dtype=float64", "N=3", "G=4", "limit=2", "max_new_tokens=12"]
 
 
+@pytest.mark.slow  # test_launch_benchmark sweeps; the scaling below launches two ranks
 def test_a_sweep_of_launches(processes: Processes, settings: list[str], tmp_path: Path) -> None:
     """Rows of two ranks, a failed job named at the end, one table of the others, and plots."""
     asked = ["-m", *settings, "W=2", "parallel.nproc=2,0", f"out={tmp_path}"]
@@ -71,6 +72,7 @@ def test_scaling_measures_ranks_and_holds_a_projection_against_them(
     assert processes.wait_for_end() == []
 
 
+@pytest.mark.slow  # test_nodes has the nodes' order; the scaling above is of one node
 def test_scaling_over_two_nodes(processes: Processes, settings: list[str], tmp_path: Path) -> None:
     """Two launchers of this machine: node 0 alone measures one rank and writes, both run two ranks between them."""
     with socket.create_server(("", 0)) as server:

@@ -91,6 +91,7 @@ def test_a_frozen_rank_is_named(forked: Forked, tmp_path: Path, victim: int) -> 
     assert f"step {STEP}" in launch.output().splitlines()
 
 
+@pytest.mark.slow  # test_journal restarts in one process
 def test_a_restarted_launch_says_what_an_undisturbed_one_says(processes: Processes, tmp_path: Path) -> None:
     """A rank is killed at a drawn step: nothing of a greedy or a sampled text is lost or said twice."""
     rng = random.Random(7)

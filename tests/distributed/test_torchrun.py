@@ -82,6 +82,7 @@ def test_signals_reach_the_ranks(
     assert processes.wait_for_end(20) == []
 
 
+@pytest.mark.slow  # test_launch_generate marks texts that are cut off; signals end a launch above
 def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, settings: list[str], tmp_path: Path) -> None:
     """A text cut off by a lost rank must not look like a finished one."""
     process, rank_1 = _in_a_text(processes, settings, tmp_path)
@@ -92,6 +93,7 @@ def test_what_was_printed_is_kept_and_marked_partial(processes: Processes, setti
     assert processes.wait_for_end() == []
 
 
+@pytest.mark.slow  # signals end a launch above
 def test_sigterm_to_one_worker_ends_the_run_in_order(processes: Processes, settings: list[str], tmp_path: Path) -> None:
     """A node that is taken away says so to its rank: the step is finished, all is shown, and nobody has failed."""
     process, rank_1 = _in_a_text(processes, settings, tmp_path)

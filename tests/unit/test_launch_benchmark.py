@@ -30,6 +30,7 @@ from lp.engine.interrupts import Terminated
 from lp.models.loader import Loaded, load
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from tests.conftest import LONG
 from tests.unit.conftest import Ran, with_template
 
 SMALL = ["model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "limit=3"]
@@ -185,7 +186,7 @@ def _benchmark(arguments: list[str]) -> None:
         launch.app.run(partial(benchmark, models=ModelCache()), "benchmark")
 
 
-@pytest.mark.parametrize("kills", [3])
+@pytest.mark.parametrize("kills", [3 if LONG else 1])
 def test_killed_at_random_moments(bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path, kills: int) -> None:
     """SIGKILL leaves no time to say goodbye: no record may be lost, none written twice."""
     asked = [*SMALL[:-1], "limit=5", f"model.name={tiny_folder}"]

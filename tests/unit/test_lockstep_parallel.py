@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +39,7 @@ from lp.models.loader import DEMO_MODEL
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.top_logits import TopLogits
+from tests.conftest import some_of
 from tests.layouts import drawn_tree
 from tests.pools import drawn_step_times, drawn_switches
 from tests.tiny_models import VOCABULARY, drawn_text, letters, plain_greedy, tiny_model
@@ -187,8 +189,7 @@ def test_every_source_is_decoded_on_ranks(toy: ModuleType) -> None:
     assert {entry.name for entry in sources()} <= {*SOURCES}
 
 
-@pytest.mark.parametrize("kv_sync", list(lp.KVSync))
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(("name", "kv_sync"), some_of([*product(SOURCES, lp.KVSync)], 8))
 def test_sources_give_plain_decoding_on_any_ranks(
     name: str,
     kv_sync: lp.KVSync,

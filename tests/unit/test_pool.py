@@ -170,6 +170,7 @@ def test_constants_that_compiled_code_imports_are_part_of_it(processes: Processe
 
 
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
+@pytest.mark.slow  # the test of compiled code's sources
 def test_a_package_that_is_read_only_is_compiled_once(processes: Processes, package: Path, tmp_path: Path) -> None:
     """As in another user's site-packages: compiling takes several seconds, which every process would pay again."""
     (package / "__pycache__").write_text("no folder can be made here")

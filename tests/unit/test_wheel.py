@@ -112,6 +112,7 @@ def test_readme_runs_without_the_clone(environment: Path, tmp_path: Path) -> Non
     assert file.startswith(str(environment)) and version == lp.__version__
 
 
+@pytest.mark.slow  # README's commands above run the same package
 def test_the_command_runs_without_the_clone(environment: Path, tmp_path: Path) -> None:
     """A text as it is, a sweep whose callback lies in lp.launch, and no need for torch before a job runs."""
     command = str(environment / "bin" / "lp")
