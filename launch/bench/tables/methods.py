@@ -58,7 +58,7 @@ def by_decoder(decoder: lp.Decoder) -> Run:
 
 
 def methods(model: Any, fixed: list[str], only: list[str]) -> dict[str, Run]:
-    """All that run here, or the adaptive decoder and those named in `only`; `fixed` are settings as W,N,G,depth."""
+    """All that run here, or the adaptive decoder and those named in `only`; and `fixed`, settings as W,N,G,depth."""
     model.generation_config.pad_token_id = model.generation_config.pad_token_id or 0
     runs: dict[str, Run] = {
         DEFAULT: by_decoder(lp.LookaheadDecoder(model)),
@@ -74,11 +74,12 @@ def methods(model: Any, fixed: list[str], only: list[str]) -> dict[str, Run]:
         runs["suffix"] = by_decoder(lp.LookaheadDecoder(model, lp.SuffixConfig()))
     except UserError as error:  # its package is not installed
         print(error)
+    runs = {name: run for name, run in runs.items() if name == DEFAULT or name in (only or runs)}
     for setting in fixed:
         w, n, g, depth = map(int, setting.split(","))
         config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g, draft_depth=depth)
         runs[f"W={w} N={n} G={g} depth={depth}"] = by_decoder(lp.LookaheadDecoder(model, config))
-    return {name: run for name, run in runs.items() if name == DEFAULT or name in (only or runs)}
+    return runs
 
 
 def measure(runs: dict[str, Run], ids: list[int], new: int, temperature: float, index: int) -> dict[str, Any]:
