@@ -107,7 +107,7 @@ def _job(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | 
 def _leave() -> None:
     """Leave the process group, which only a process that has imported torch can have joined."""
     if "torch" in sys.modules:
-        from lp.parallel.context import leave
+        from lp.parallel.rendezvous import leave
 
         leave()
 

@@ -16,7 +16,6 @@ from typing import Any
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 
-from .app import INTERRUPTED
 from .bench.compare import Measured, alternate
 from .bench.machine import PeakMemory
 from .bench.prompts import Prompt
@@ -28,6 +27,7 @@ from .cli import start
 from .schema import BenchmarkConfig, Output
 from .session import WARM_UP_TOKENS
 from .stream import on_rank_0
+from .sweep import INTERRUPTED
 
 
 def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> float | None:

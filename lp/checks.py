@@ -39,7 +39,8 @@ def as_float(value: Any) -> float | None:
 def flat_list(value: Any) -> list[Any]:
     """The elements of a tensor or an array of any shape, of an iterable, or a lone value."""
     if hasattr(value, "reshape"):
-        return value.reshape(-1).tolist()
+        elements: list[Any] = value.reshape(-1).tolist()
+        return elements
     return list(value) if isinstance(value, Iterable) else [value]
 
 

@@ -73,7 +73,8 @@ class ForestView:
 
     def visible_TN(self) -> torch.Tensor:
         """Bool, which keys each token sees."""
-        return torch.block_diag(*(part.visible_TN() for part in self.parts))
+        visible_TN: torch.Tensor = torch.block_diag(*(part.visible_TN() for part in self.parts))
+        return visible_TN
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ U: keys of the step that a block of queries may see. A log-sum-exp is `lse`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from lp.attention.registry import register_attention
 
 SHORT = 512  # cached tokens up to which one masked call is faster on a CPU than two and their merge
 BLOCK = 128  # tokens of a prompt that a CPU computes at once
-_cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_flash: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+)
 
 
 def step_attention(
@@ -133,7 +136,10 @@ def flash_attention_forward(
     if attention_mask is None and num_tokens == 1 and query.device.type == "cpu":  # a plain step: it sees everything
         return _cpu_flash(query, key, value, 0.0, False, scale=scaling)[0].transpose(1, 2), None
     if attention_mask is None or not is_own:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        out_and_none: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return out_and_none
     out = step_attention(query, key, value, attention_mask, scaling, slot_mapping, sequences)
     return out.transpose(1, 2).contiguous(), None
 

@@ -67,7 +67,7 @@ def step_attention_on_cuda(
     return _triton(q_1HTD, k_1GND, v_1GND, mask_11TT, scale, slot_mapping_T, sequences_Q4)
 
 
-@torch.compiler.assume_constant_result  # a compiled step has the kernel compiled in
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a compiled step has the kernel compiled in
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int) -> str:
     """The first of KERNELS that passes its trial, made at first use: before a graph is captured, since steps warm up.
 
@@ -183,7 +183,10 @@ def _triton(
 ) -> torch.Tensor:
     from lp.attention.tree_kernel import tree_attention  # here: it needs Triton
 
-    return tree_attention(q_1HTD, k_1GND, v_1GND, mask_11TT[0, 0], slot_mapping_T, scale, sequences_Q4)
+    out_1HTD: torch.Tensor = tree_attention(
+        q_1HTD, k_1GND, v_1GND, mask_11TT[0, 0], slot_mapping_T, scale, sequences_Q4
+    )
+    return out_1HTD
 
 
 def _varlen(

@@ -76,4 +76,5 @@ class WindowPolicy:
         num_tokens = np.maximum(window, -(-(window + drafts + self._ranks - 1) // self._ranks))
         seconds = self._seconds[np.minimum(other_tokens + num_tokens, len(self._seconds) - 1)]
         expected = np.cumsum([0.0, *accept_probs])
-        return (expected - price_per_s * seconds).max(1)
+        worth: np.ndarray = (expected - price_per_s * seconds).max(1)
+        return worth

@@ -184,22 +184,26 @@ class StepLayout:
     @cached_property
     def tokens(self) -> list[int]:
         """Of every node."""
-        return self.nodes.tokens.tolist()
+        tokens: list[int] = self.nodes.tokens.tolist()
+        return tokens
 
     @cached_property
     def positions(self) -> list[int]:
         """Of every node."""
-        return self.nodes.positions.tolist()
+        positions: list[int] = self.nodes.positions.tolist()
+        return positions
 
     @cached_property
     def parents(self) -> list[int]:
         """Of every node; that of `c` is -1."""
-        return self.nodes.parents.tolist()
+        parents: list[int] = self.nodes.parents.tolist()
+        return parents
 
     @cached_property
     def accept_probs(self) -> list[float]:
         """Of every node; 0 where the draft source states none."""
-        return self.nodes.accept_probs.tolist()
+        probs: list[float] = self.nodes.accept_probs.tolist()
+        return probs
 
     @cached_property
     def sampled_nodes(self) -> list[int]:
@@ -215,7 +219,8 @@ class StepLayout:
     @property
     def sampled_positions(self) -> list[int]:
         """Of these nodes."""
-        return np.asarray(self.nodes.positions)[np.asarray(self.nodes.sampled)].tolist()
+        positions: list[int] = np.asarray(self.nodes.positions)[np.asarray(self.nodes.sampled)].tolist()
+        return positions
 
     @property
     def samples_all(self) -> bool:

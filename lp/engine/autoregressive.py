@@ -71,4 +71,5 @@ class AutoregressiveDecoder(Decoder):
         arguments: dict[str, object] = {cache_keyword(self.model.config): cache}
         if "position_ids" in inspect.signature(self.model.forward).parameters:  # as `generate`
             arguments["position_ids"] = torch.arange(start, start + inputs.shape[1], device=inputs.device)[None]
-        return self.model(inputs, use_cache=True, logits_to_keep=1, **arguments).logits[:, -1]
+        logits: torch.Tensor = self.model(inputs, use_cache=True, logits_to_keep=1, **arguments).logits
+        return logits[:, -1]

@@ -300,5 +300,5 @@ class _Clock:
 
     def since_computed_s(self) -> float:
         """Seconds from then until now: both events must be over."""
-        computing_s = self.started.elapsed_time(self.computed) / 1000
+        computing_s: float = self.started.elapsed_time(self.computed) / 1000
         return max(time.perf_counter() - self._began - computing_s, 0.0)

@@ -236,7 +236,8 @@ class _Layer:
         out_1THD, _ = attend.function(
             attention, q_1HTD, k_1GND, v_1GND, mask, dropout=0.0, scaling=attention.scaling, **keywords
         )
-        return out_1THD.reshape(num_tokens, -1)
+        out_TE: torch.Tensor = out_1THD.reshape(num_tokens, -1)
+        return out_TE
 
     def _add(self, x_TE: torch.Tensor, projection: _Projection, h: torch.Tensor, norm: _Norm | None) -> torch.Tensor:
         """The residual stream with a projection of `h` added to it in place."""
@@ -257,7 +258,8 @@ class _Mlp:
     def activated(self, h_TE: torch.Tensor) -> torch.Tensor:
         """What `down` projects."""
         gate, up = self.gate_up.in_parts(h_TE, 2)
-        return self.activation(gate).mul_(up)
+        activated_TF: torch.Tensor = self.activation(gate).mul_(up)
+        return activated_TF
 
 
 class _Projection:
@@ -357,7 +359,8 @@ def _tied_head(head: Any, x: torch.Tensor) -> torch.Tensor:
     state = vars(head)
     if len(x) > 1 or "forward" in state or any(state[name] for name in HOOKS):
         return _called(head, x)
-    return torch.linalg.vecdot(head.weight, x)[None]
+    logits: torch.Tensor = torch.linalg.vecdot(head.weight, x)[None]
+    return logits
 
 
 class _Norm:

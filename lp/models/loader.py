@@ -150,7 +150,8 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 def vocabulary_size(model: PreTrainedModel) -> int:
     """V, of the LM head."""
     head = model.get_output_embeddings()
-    return getattr(head, "out_features", None) or head.weight.shape[0]  # a quantised weight may be packed
+    size: int = getattr(head, "out_features", None) or head.weight.shape[0]  # a quantised weight may be packed
+    return size
 
 
 def context_limit(model: PreTrainedModel) -> int | None:

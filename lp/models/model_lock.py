@@ -29,4 +29,5 @@ def lock_of(model: Any) -> threading.RLock:
         if isinstance(kept, dict):  # of a saved model
             vars(model).pop(_NAME, None)
         kept = vars(model).setdefault(_NAME, _Kept())  # at once, whatever other threads do
-    return kept.lock
+    lock: threading.RLock = kept.lock
+    return lock

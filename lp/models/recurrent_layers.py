@@ -65,13 +65,15 @@ def _qwen3_next(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTre
     q, k, v, z, b, a = (part[0] for part in layer.fix_query_key_value_ordering(qkvz, ba))
     qkv_TC = torch.cat([part.flatten(1) for part in (q, k, v)], 1)
     o_THD = _delta_rule(layer, qkv_TC, b.sigmoid(), a, state, tree)
-    return layer.out_proj(_gated(layer.norm, o_THD, z))
+    out_TE: torch.Tensor = layer.out_proj(_gated(layer.norm, o_THD, z))
+    return out_TE
 
 
 def _qwen3_5(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
     beta_TH = layer.in_proj_b(x_TE).sigmoid()
     o_THD = _delta_rule(layer, layer.in_proj_qkv(x_TE), beta_TH, layer.in_proj_a(x_TE), state, tree)
-    return layer.out_proj(_gated(layer.norm, o_THD, layer.in_proj_z(x_TE)))
+    out_TE: torch.Tensor = layer.out_proj(_gated(layer.norm, o_THD, layer.in_proj_z(x_TE)))
+    return out_TE
 
 
 def _olmo_hybrid(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
@@ -80,7 +82,8 @@ def _olmo_hybrid(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTr
     if layer.allow_neg_eigval:
         beta_TH = 2 * beta_TH
     o_THD = _delta_rule(layer, qkv_TC, beta_TH, layer.a_proj(x_TE), state, tree)
-    return layer.o_proj(_gated(layer.o_norm, o_THD, layer.g_proj(x_TE)))
+    out_TE: torch.Tensor = layer.o_proj(_gated(layer.o_norm, o_THD, layer.g_proj(x_TE)))
+    return out_TE
 
 
 def _delta_rule(
@@ -109,7 +112,8 @@ def _delta_rule(
 def _gated(norm: nn.Module, o_THD: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """Each head's output, normed and gated: (T, H D)."""
     num_tokens, _, columns = o_THD.shape
-    return norm(o_THD.reshape(-1, columns), gate.reshape(-1, columns)).reshape(num_tokens, -1)
+    gated_TC: torch.Tensor = norm(o_THD.reshape(-1, columns), gate.reshape(-1, columns)).reshape(num_tokens, -1)
+    return gated_TC
 
 
 def _unit(x_HTR: torch.Tensor) -> torch.Tensor:
@@ -131,7 +135,8 @@ def _mamba2(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -
     projected = layer.in_proj(x_TE)
     gate, mixed_TC, dt_TH = projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], 1)
     o_THR = _state_space(layer, mixed_TC, dt_TH, state, tree)
-    return layer.out_proj(layer.norm(o_THR.flatten(1), gate).to(x_TE.dtype))
+    out_TE: torch.Tensor = layer.out_proj(layer.norm(o_THR.flatten(1), gate).to(x_TE.dtype))
+    return out_TE
 
 
 def _falcon_h1(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> torch.Tensor:
@@ -139,7 +144,8 @@ def _falcon_h1(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree
     gate, mixed_TC, dt_TH = projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], 1)
     o_TC = _state_space(layer, mixed_TC, dt_TH, state, tree).flatten(1)
     gated = layer.norm(o_TC, gate) if layer.mamba_rms_norm else o_TC * F.silu(gate)
-    return layer.out_proj(gated.to(x_TE.dtype))
+    out_TE: torch.Tensor = layer.out_proj(gated.to(x_TE.dtype))
+    return out_TE
 
 
 def _state_space(
@@ -160,7 +166,8 @@ def _state_space(
     o_HTR = state_space(tree, state.state_HRD, c_FTD, b_FTD, left_HTR, g_HT)
     state.keep(mixed_TC, left_HTR, b_FTD, g_HT)
     o_HTR = o_HTR + x_HTR * layer.D.to(DTYPE)[:, None, None]
-    return o_HTR.transpose(0, 1).to(mixed_TC.dtype)
+    o_THR: torch.Tensor = o_HTR.transpose(0, 1).to(mixed_TC.dtype)
+    return o_THR
 
 
 def _lfm2_shape(layer: Any) -> RecurrentShape:
@@ -172,7 +179,8 @@ def _lfm2(layer: Any, x_TE: torch.Tensor, state: LayerState, tree: StepTree) -> 
     inputs_TE = before_TE * mixed_TE
     convolved_TE = _convolved(layer.conv, None, inputs_TE, state, tree)
     state.keep(inputs_TE)
-    return layer.out_proj(after_TE * convolved_TE)
+    out_TE: torch.Tensor = layer.out_proj(after_TE * convolved_TE)
+    return out_TE
 
 
 def _convolved(
@@ -186,7 +194,8 @@ def _convolved(
 
 def _by_head(x_TC: torch.Tensor, size: int) -> torch.Tensor:
     """(heads, T, size)."""
-    return x_TC.unflatten(1, (-1, size)).transpose(0, 1)
+    x_HTD: torch.Tensor = x_TC.unflatten(1, (-1, size)).transpose(0, 1)
+    return x_HTD
 
 
 _MAMBA2 = RecurrentLayer(_mamba2_shape, _mamba2)

@@ -149,7 +149,7 @@ class ModelRunner:
     @property
     def beside_host(self) -> bool:
         """The device computes while the host does something else."""
-        return self.device.type != "cpu"
+        return bool(self.device.type != "cpu")
 
     @property
     def takes_forests(self) -> bool:
@@ -506,4 +506,5 @@ class TreePass(NamedTuple):
 def _parents_of(visible: np.ndarray) -> np.ndarray:
     """Of each token of a tree, the last one before it that it sees; -1 for none."""
     tokens = np.arange(len(visible))
-    return np.where(visible & (tokens < tokens[:, None]), tokens, -1).max(1)
+    parents: np.ndarray = np.where(visible & (tokens < tokens[:, None]), tokens, -1).max(1)
+    return parents

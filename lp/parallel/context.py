@@ -240,7 +240,7 @@ class _ProcessContext(ParallelContext):
         timeout = timedelta(seconds=self.timeouts[0])
 
         def messages_of(parts: list[list[int]]) -> dist.ProcessGroup:
-            own, _ = dist.new_subgroups_by_enumeration(parts, timeout, backend="gloo")
+            own: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(parts, timeout, backend="gloo")[0]
             assert own is not None
             return own
 

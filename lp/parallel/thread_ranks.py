@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from lp.config import DEFAULT_TIMEOUT_S
+from lp.errors import CallsDiffer
 from lp.parallel import agreement
-from lp.parallel.context import DEFAULT_TIMEOUT_S, ENDED, ParallelContext, T, check_tp, coordinates
+from lp.parallel.context import ENDED, ParallelContext, T, check_tp, coordinates
 from lp.parallel.replica import Replica
 
 
@@ -82,7 +84,7 @@ class LockstepContext(ParallelContext):
     def _trade(self, call: str, mine: torch.Tensor) -> list[torch.Tensor]:
         everyone = self._traded(call, mine, DEFAULT_TIMEOUT_S)
         if len({tensor.shape for _, tensor in everyone}) > 1:
-            raise agreement.CallsDiffer(agreement.differing([call for call, _ in everyone]))
+            raise CallsDiffer(agreement.differing([call for call, _ in everyone]))
         return [tensor for _, tensor in everyone]
 
     def _traded(self, call: str, mine: torch.Tensor, timeout_s: float | None) -> list[tuple[str, torch.Tensor]]:

@@ -117,7 +117,7 @@ class BranchProcessors:
         if not self._processors:
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = wide / self.temperature
+        scores: torch.Tensor = wide / self.temperature
         for nodes in self._groups(branches):
             prefixes = to_device([self._prefix(text, branches[node]) for node in nodes], scores.device)
             index = to_device(nodes, scores.device)

@@ -13,7 +13,7 @@ from tests.distributed.forked import Forked
 from tests.distributed.workers import shards
 from tests.distributed.workers.shards import ARCHITECTURES, IDS, NEW, SAMPLING, split_model
 
-pytestmark = pytest.mark.xdist_group("baselines")
+pytestmark = [pytest.mark.xdist_group("baselines"), pytest.mark.slow]  # the split model of lp: test_tensor_parallel
 
 RANKS = 2
 BASELINES = ["transformers_tp", "deepspeed_tp"]

@@ -344,8 +344,7 @@ def _tied(model: PreTrainedModel, gap: float) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("kv_sync", list(lp.KVSync))
-@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize(("bad", "kv_sync"), some_of([*product(range(3), lp.KVSync)], 3))
 def test_a_near_tie_settles_alike_on_all_ranks(bad: int, kv_sync: lp.KVSync) -> None:
     """Ranks round differently: whichever token a near-tie gives, all of them must have the same."""
     accepted = 0

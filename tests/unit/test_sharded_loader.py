@@ -102,6 +102,7 @@ print(json.dumps([before, resident("VmHWM"), own]))
 """
 
 
+@pytest.mark.slow  # test_loader measures a load by itself
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not say what a process holds")
 def test_host_memory_of_a_rank(tmp_path: Path) -> None:
     """At most 1.1 x its share and 1 GiB; with files this small the GiB is left at 64 MiB."""

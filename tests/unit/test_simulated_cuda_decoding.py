@@ -48,7 +48,7 @@ def prompts(seed: str) -> list[list[int]]:
     return [drawn_text(rng, 9), drawn_text(rng, 30)]
 
 
-@pytest.mark.parametrize("arch", some_of([arch for arch in MATRIX if arch not in REFUSED], 16))
+@pytest.mark.parametrize("arch", some_of([arch for arch in MATRIX if arch not in REFUSED], 12))
 def test_an_architecture_on_a_gpu(arch: str, gpu: SimulatedCuda) -> None:
     """What a model does with a cache, a mask or a position that the CPU forgives and a GPU does not."""
     model = tiny_model(arch)

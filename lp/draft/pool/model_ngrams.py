@@ -171,4 +171,4 @@ def _is_whole(file: np.ndarray) -> bool:
         return False
     mark, _, rows, num_logits = file[:HEADER].tolist()
     whole = rows >= WAYS and rows & (rows - 1) == 0 and num_logits > 0 and len(file) == HEADER + rows * (1 + num_logits)
-    return mark == MARK and whole
+    return bool(mark == MARK and whole)
