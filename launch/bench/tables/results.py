@@ -24,6 +24,7 @@ from ..summary import Total, caption, markdown, notes, ordered, short, table_of,
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "results.md"
 DATA = ROOT / "docs" / "results"
+MEASURED = ("greedy", "sampled", "sweep", "scaling-wide", "scaling-demo")  # folders; the others are of other tables
 QUALITY = ("method", "perplexity", "distinct-1", "distinct-2", "distinct-4", "texts that differ from plain decoding's")
 SWEEP = "NPROC=2 bash torchrun.sh launch.benchmark -m experiment=demo_sweep"
 
@@ -82,7 +83,9 @@ def measure() -> None:
     def call(*command: str, folder: Path = ROOT, **variables: str) -> None:
         subprocess.run(command, cwd=folder, env=environment | variables, check=True)
 
-    shutil.rmtree(DATA, ignore_errors=True)
+    folders = [DATA / name for name in MEASURED]
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     ours = "lookahead_auto,lookahead,lookahead_paper,token_recycling,prompt_lookup"
     methods = f"methods=[{ours},hf_prompt_lookup,hf_generate,plain]"
     benchmark = [sys.executable, "-m", "launch.benchmark", "output=json", "limit=4", "max_new_tokens=64", "repeats=3"]
@@ -93,15 +96,16 @@ def measure() -> None:
 
     scaling = [sys.executable, "-m", "launch.scaling", "project=true", "ranks=[2]"]
     scaled = "lookahead,lookahead@1,plain"
-    with tempfile.TemporaryDirectory() as folder:
-        call(sys.executable, str(ROOT / "scripts" / "wide_model.py"), f"{folder}/wide")
+    with tempfile.TemporaryDirectory() as parent:
+        call(sys.executable, str(ROOT / "scripts" / "wide_model.py"), f"{parent}/wide")
         options = ["model=hf", "model.name=wide", "limit=1", "max_new_tokens=24", "W=15", "N=5", "G=15", "repeats=3"]
         options += ["projected_ranks=[1,2]", "weak=false", f"methods=[{scaled}]", f"out={DATA}/scaling-wide"]
-        call(*scaling, *options, folder=Path(folder))
+        call(*scaling, *options, folder=Path(parent))
     options = ["limit=2", "max_new_tokens=48", "W=8", "G=40", "repeats=5", "projected_ranks=[1,2,4,8,16]"]
     call(*scaling, *options, f"methods=[{scaled},transformers_tp]", f"out={DATA}/scaling-demo")
-    for path in [*DATA.rglob("*.png"), *DATA.rglob("*.svg"), *DATA.rglob("report.html")]:
-        path.unlink()
+    for path in [path for folder in folders for path in folder.rglob("*")]:
+        if path.suffix in {".png", ".svg"} or path.name == "report.html":
+            path.unlink()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
