@@ -104,7 +104,8 @@ def send(client: Any, request: Request) -> Answer:
         failure = "" if request.malformed else f"refused: {error}"
         return Answer(total_s=time.perf_counter() - start, failure=failure)
     except openai.OpenAIError as error:
-        return Answer(total_s=time.perf_counter() - start, failure=f"{type(error).__name__}: {error}")
+        cause = f" ({error.__cause__!r})" if error.__cause__ else ""
+        return Answer(total_s=time.perf_counter() - start, failure=f"{type(error).__name__}: {error}{cause}")
     return Answer(failure="a malformed request was not refused") if request.malformed else answer
 
 

@@ -32,6 +32,9 @@ from .unfinished import UnfinishedRequests, unfinished_folder
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra
 FAILURE_SHOWN_S = 2.0  # after the engine has failed, /health says so as long
 WARM_UP_TOKENS = 8
+# An idle connection stays open for longer than clients keep theirs (httpx 5 s, load balancers 60 s): a request that is
+# sent while the server closes the connection is lost.
+KEEP_ALIVE_S = 75
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -153,7 +156,8 @@ def listen(
         fim=FimPrompts(loaded.tokenizer, known) if known else None,
     )
     app = build_app(served, config.api_key, config.max_body_bytes)
-    server = DrainingServer(uvicorn.Config(app, log_level="warning", access_log=False), loop, config.drain_s)
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+    server = DrainingServer(settings, loop, config.drain_s)
     watcher = threading.Thread(target=_end_after_failure, args=(failed, server), daemon=True)
     watcher.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import signal
@@ -23,6 +24,7 @@ for package in ("fastapi", "uvicorn", "prometheus_client"):
 httpx = pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 APP = "launch.serve"
+IDLE_S = 6  # longer than what httpx keeps an idle connection for
 LONG = {"prompt": "import os\n", "max_tokens": 600, "temperature": 0.8, "seed": 3, "stream": True}
 
 
@@ -42,12 +44,21 @@ def started(process: subprocess.Popen[str]) -> str:
     return match[1]
 
 
-def eventually_closing(http: Any) -> bool:
+def eventually_closing(client: Any) -> bool:
     """Whether /health says that the server ends, once the signal has come."""
     end = time.monotonic() + 10
-    while (health := http.get("/health")).status_code == 200 and time.monotonic() < end:
+    while (answer := client.get("/health")).status_code == 200 and time.monotonic() < end:
         time.sleep(0.01)
-    return bool(health.status_code == 503)
+    return bool(answer.status_code == 503)
+
+
+def health(connection: http.client.HTTPConnection) -> int:
+    """The status of /health, over a connection that is not opened again."""
+    connection.request("GET", "/health")
+    answer = connection.getresponse()
+    answer.read()
+    connection.auto_open = 0
+    return answer.status
 
 
 def test_it_serves_and_drains(processes: Processes, settings: list[str], tmp_path: Path) -> None:
@@ -58,14 +69,17 @@ def test_it_serves_and_drains(processes: Processes, settings: list[str], tmp_pat
         processes.torchrun(2, APP, *settings), {"LP_RUN_DIR": str(tmp_path / "run"), "LP_API_KEY": "k"}
     )
     url = started(process)
-    with httpx.Client(base_url=url, timeout=60, headers={"Authorization": "Bearer k"}) as http:
+    idle = http.client.HTTPConnection(url.removeprefix("http://"))  # as a client keeps one
+    idle_since = time.monotonic()
+    assert health(idle) == 200
+    with httpx.Client(base_url=url, timeout=60, headers={"Authorization": "Bearer k"}) as client:
         prompts = ["def f(", "class A:\n", "x = ["]
         texts = [""] * len(prompts)
 
         def complete(index: int) -> None:
             asked = {"prompt": prompts[index], "max_tokens": 30, "temperature": 0.8, "seed": index}
             asked |= {"stop": ["never to be found"], "presence_penalty": 0.5}
-            answer = http.post("/v1/completions", json=asked)
+            answer = client.post("/v1/completions", json=asked)
             texts[index] = answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text
 
         threads = [threading.Thread(target=complete, args=(index,)) for index in range(len(prompts))]
@@ -79,13 +93,15 @@ def test_it_serves_and_drains(processes: Processes, settings: list[str], tmp_pat
             alone = plain.generate(ids, 30, sampling, logits_processor=[CountPenalty(len(ids), 0.5, 0.0)])
             assert texts[index] == tokenizer.decode(alone.tokens, skip_special_tokens=True)
         with pytest.raises(httpx.TimeoutException):
-            http.post("/v1/completions", json={**LONG, "stream": False}, timeout=0.05)  # leaves at once
-        with http.stream("POST", "/v1/completions", json=LONG) as answer:
+            client.post("/v1/completions", json={**LONG, "stream": False}, timeout=0.05)  # leaves at once
+        time.sleep(max(IDLE_S - (time.monotonic() - idle_since), 0))
+        assert health(idle) == 200
+        with client.stream("POST", "/v1/completions", json=LONG) as answer:
             lines = answer.iter_lines()
             first = next(lines)
             process.send_signal(signal.SIGTERM)
-            assert eventually_closing(http)
-            refused = http.post("/v1/completions", json=LONG)
+            assert eventually_closing(client)
+            refused = client.post("/v1/completions", json=LONG)
             assert refused.status_code == 503 and "about to end" in refused.json()["error"]["message"]
             rest = [line for line in lines if line.startswith("data: {")]
     assert process.wait(30) == 0, process.stderr.read() if process.stderr else ""
