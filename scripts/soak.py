@@ -76,6 +76,7 @@ def main() -> int:
     args = parser.parse_args()
     import openai
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM ended it"))  # and so the server
     command = ["bash", "torchrun.sh", "launch.serve", "port=0", *args.overrides]
     added = {"NPROC": str(args.ranks), "LP_SETUP": "skip", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "LP_API_KEY"} | added
