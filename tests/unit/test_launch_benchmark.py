@@ -342,6 +342,19 @@ def test_prompts_without_room_are_left_out(bench: Callable[..., Ran], tmp_path: 
     assert ran.code == 2 and "none of 1 prompts is shorter than the model's context of 256" in ran.err
 
 
+def test_prompts_of_a_length(bench: Callable[..., Ran], tmp_path: Path, tiny_folder: Path) -> None:
+    """A prompt of the wrong length would answer another question; a chat's end would be cut."""
+    task = tmp_path / "t.jsonl"
+    task.write_text("".join(json.dumps({"prompt": f"x = {i}\n"}) + "\n" for i in range(30)))
+    asked = ["task=humaneval", f"task.path={task}", "limit=2", "methods=[plain]", "output=json"]
+    ran = bench(*asked, "prompt_tokens=50")
+    assert ran.code == 0 and {record["prompt_tokens"] for record in load_records(tmp_path / "out")} == {50}
+    ran = bench(*asked, "prompt_tokens=0")
+    assert ran.code == 2 and "prompt_tokens is 0" in ran.err and "try 2048" in ran.err
+    ran = bench("task=gsm8k", f"task.path={task}", "prompt_tokens=50")
+    assert ran.code == 2 and "chat template" in ran.err and "task.chat=false" in ran.err
+
+
 def test_a_sweep_goes_on_behind_a_failed_job(
     bench: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ import lp
 from lp.engine.journal import Journal
 
 from ..prompts import load_builtin
-from ._common import add_model_arguments, load_model
+from ._common import add_model_arguments, load_model, median_and_range
 
 
 class TimedJournal(Journal):
@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> None:
     share = sum(journal.write_s) / sum(steps_s)
     write_us = 1e6 * median(journal.write_s)
     step_ms = 1e3 * median(steps_s)
-    print(f"{len(steps_s)} steps, median {step_ms:.2f} ms; a line {write_us:.1f} us; in all {share:.3%} of step time")
+    steps = median_and_range([1e3 * seconds for seconds in steps_s], 2, " ms")
+    lines = median_and_range([1e6 * seconds for seconds in journal.write_s], 1, " us")
+    print(f"{len(steps_s)} steps, median {steps}; a line {lines}; in all {share:.3%} of step time")
     figures = {"steps": len(steps_s), "step_ms": step_ms, "write_us": write_us, "share": share}
     print(json.dumps({"model": args.model, **figures}))

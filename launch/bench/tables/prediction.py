@@ -29,13 +29,22 @@ from ._common import (
     by_commas,
     load_model,
     load_prompts,
+    median_and_range,
     progress,
     sampling_at,
 )
 
 WITHOUT, RIGHT, EDITED = "none", "right", "edited"
 LOW_COMPRESSION = 6.0  # S without a prediction, below which a text has much to gain
-HEADS = ("T", "prediction", "S", "x none", f"least x none, S < {LOW_COMPRESSION:g}", "time a token", "accepted")
+HEADS = (
+    "T",
+    "prediction",
+    "S",
+    "x none",
+    f"least x none, S < {LOW_COMPRESSION:g}",
+    "time a token (by text)",
+    "accepted",
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,8 @@ def run(args: argparse.Namespace) -> None:
         for name in (WITHOUT, RIGHT, EDITED):
             found = summary([text[name] for text in texts], [text[WITHOUT] for text in texts])
             least = "-" if found["least_ratio"] is None else f"{found['least_ratio']:.2f}"
-            cells = [f"{found['compression']:.2f}", f"{found['ratio']:.2f}", least, f"{found['time_ratio']:.2f} x"]
+            cells = [f"{found['compression']:.2f}", f"{found['ratio']:.2f}", least]
+            cells.append(median_and_range(found["time_ratios"], 2, " x"))
             lines.append([f"{temperature:g}", name, *cells, f"{found['accepted']:.0%}"])
             figures.append({"temperature": temperature, "prediction": name, **found})
     print(
@@ -116,8 +126,8 @@ def summary(texts: Sequence[Measured], without: Sequence[Measured]) -> dict[str,
     """Of texts of one length, beside the same ones without a prediction.
 
     Returns:
-        S of all; its ratio; the least ratio of a text whose S was low, None if there is none; the median ratio of the
-        time of a text; the mean accepted part.
+        S of all; its ratio; the least ratio of a text whose S was low, None if there is none; the ratio of each text's
+        time; the mean accepted part.
     """
     ratios = [text.compression / none.compression for text, none in zip(texts, without, strict=True)]
     low = [ratio for ratio, none in zip(ratios, without, strict=True) if none.compression < LOW_COMPRESSION]
@@ -125,7 +135,7 @@ def summary(texts: Sequence[Measured], without: Sequence[Measured]) -> dict[str,
         "compression": _together(texts),
         "ratio": _together(texts) / _together(without),
         "least_ratio": min(low, default=None),
-        "time_ratio": median(text.decode_s / none.decode_s for text, none in zip(texts, without, strict=True)),
+        "time_ratios": [text.decode_s / none.decode_s for text, none in zip(texts, without, strict=True)],
         "accepted": sum(text.accepted for text in texts) / len(texts),
     }
 
