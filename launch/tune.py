@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from hydra.core.hydra_config import HydraConfig
-from matplotlib.figure import Figure
 from rich.table import Table
 
 import lp
@@ -23,6 +21,7 @@ from lp.budget.step_times import StepTimes
 from lp.engine.lookahead import MEASURE
 
 from .bench.compare import alternate
+from .bench.plots import tune_plot
 from .bench.table import console_on, empty_table
 from .bench.tune import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
 from .builders import PLAIN
@@ -62,19 +61,22 @@ def tune(config: TuneConfig) -> None:
     if not context.is_main:
         return
     folder = Path(HydraConfig.get().runtime.output_dir)
-    _write(folder, found, adaptive.step_times, tried)
+    _write(folder, found, tried)
+    dtype = str(model.dtype).removeprefix("torch.")
+    where = f"{config.model.name}, {dtype}, {model.device}, ranks: {context.world_size}"
+    title = f"{len(ids)} prompts of {config.task.name}, {where}, {describe_sampling(session.sampling)}"
+    free = tried[-2]
+    at = (free.tokens_a_step, free.compression)
+    picture = tune_plot(adaptive.step_times, _by_budget(tried), at, title, folder / "tune.png")
     if config.output is Output.json:
         print(json.dumps(found), flush=True)
         return
     console = console_on(sys.stdout, 110)
-    dtype = str(model.dtype).removeprefix("torch.")
-    where = f"{config.model.name}, {dtype}, {model.device}, ranks: {context.world_size}"
-    console.print(
-        _table(tried, f"{len(ids)} prompts of {config.task.name}, {where}, {describe_sampling(session.sampling)}")
-    )
+    console.print(_table(tried, title))
     for line in [
         *_conclusions(adaptive, tried, found["ranks"]),
         f"use it: python -m launch.generate experiment=tuned --config-dir {folder}",
+        f"figure: {picture}",
     ]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -128,7 +130,7 @@ def _conclusions(adaptive: lp.LookaheadDecoder, tried: list[SettingResult], spee
     return lines
 
 
-def _write(folder: Path, found: dict[str, Any], step_times: StepTimes, tried: list[SettingResult]) -> None:
+def _write(folder: Path, found: dict[str, Any], tried: list[SettingResult]) -> None:
     (folder / "tune.json").write_text(json.dumps(found), encoding="utf-8")
     best = tried[-3].config
     assert best is not None
@@ -140,26 +142,6 @@ def _write(folder: Path, found: dict[str, Any], step_times: StepTimes, tried: li
         f"decoder:\n  draft_depth: {best.draft_depth}\n  num_logits: {best.num_logits}\n",
         encoding="utf-8",
     )
-    _plot(folder / "tune.png", step_times, tried)
-
-
-def _plot(path: Path, step_times: StepTimes, tried: list[SettingResult]) -> None:
-    with matplotlib.rc_context({"figure.constrained_layout.use": True}):
-        figure = Figure(figsize=(9, 3.6))
-        times, brought = figure.subplots(1, 2)
-        times.plot(step_times.num_tokens, [1e3 * s for s in step_times.seconds], "o", label="measured")
-        sizes = range(1, step_times.max_tokens + 1)
-        times.plot(sizes, [1e3 * step_times.step_s(size) for size in sizes], label="padding used")
-        times.set(xlabel="tokens of a step", ylabel="ms", title="t(T)")
-        times.legend()
-        points = _by_budget(tried)
-        brought.plot([r for r, _ in points], [s for _, s in points], "o-", label="W=0, by G")
-        free = tried[-2]
-        brought.plot([free.tokens_a_step], [free.compression], "*", markersize=12, label="adaptive")
-        brought.set_xscale("log", base=2)
-        brought.set(xlabel="tokens of a step", ylabel="S, generated tokens a step", title="S by step tokens")
-        brought.legend()
-        figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

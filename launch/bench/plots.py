@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import FuncNorm
 from matplotlib.figure import Figure
+
+from lp.budget.step_times import StepTimes
 
 from ..builders import ORACLE, PLAIN
 from .gpu_projection import GpuLine, LogLaw
@@ -44,6 +46,8 @@ STYLE: Any = {
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "ncols": 2}
 PARTS = ("forward_ms", "exchange_ms", "host_ms")  # of a step
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
+# The same in every figure; other methods get the colours that are left, in the order of the figure.
+OF_METHODS = ("lookahead_auto", "lookahead", "lookahead_paper", "prompt_lookup", "token_recycling", None, PLAIN, ORACLE)
 
 
 @contextlib.contextmanager
@@ -59,9 +63,19 @@ def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Itera
         drawn.savefig(path.with_suffix(".svg"), metadata={"Date": None})
 
 
-def _look(number: int, label: str) -> dict[str, Any]:
+def look(number: int, label: str) -> dict[str, Any]:
     """Of one of several lines."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": "so^vD"[number % 5], "label": label}
+
+
+def method_numbers(methods: Iterable[str]) -> dict[str, int]:
+    """By method, the number of its colour, the same in every figure while there are colours left."""
+    methods = list(dict.fromkeys(methods))
+    taken = {OF_METHODS.index(method) for method in methods if method in OF_METHODS}
+    free = iter([number for number in range(len(COLOURS)) if number not in taken])
+    numbers = {method: OF_METHODS.index(method) for method in methods if method in OF_METHODS}
+    others = [method for method in methods if method not in numbers]
+    return numbers | {method: next(free, len(COLOURS) + at) for at, method in enumerate(others)}
 
 
 def scaling_plots(lines: Sequence[Line], caption: str, folder: Path) -> list[Path]:
@@ -76,8 +90,8 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
             series = [line for line in lines if line.series == name and line.speedup]
             series.sort(key=lambda line: line.ranks)
             projected = bool(series) and series[0].kind == PROJECTED
-            look: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "none"} if projected else {}
-            axes.plot([line.ranks for line in series], [line.speedup for line in series], **look, **_look(number, name))
+            style: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "none"} if projected else {}
+            axes.plot([line.ranks for line in series], [line.speedup for line in series], **style, **look(number, name))
             ranged = [line for line in series if line.least is not None and line.most is not None]
             bars = [(line.speedup, line.least, line.most) for line in ranged]
             _error_bars(axes, [line.ranks for line in ranged], bars, COLOURS[number % len(COLOURS)])
@@ -120,6 +134,39 @@ def _step_times(lines: Sequence[Line], caption: str, path: Path) -> Path:
     return path
 
 
+def tune_plot(
+    step_times: StepTimes,
+    by_budget: Sequence[tuple[float, float]],
+    adaptive: tuple[float, float],
+    caption: str,
+    path: Path,
+) -> Path:
+    """Step times as measured and as used; S of fixed settings by their step tokens, and that of the adaptive one.
+
+    Args:
+        step_times: of whole steps.
+        by_budget: step tokens and S of each setting.
+        adaptive: its step tokens and S.
+        caption: model, hardware and task.
+        path: of the PNG.
+    """
+    with figure(path, caption, 4.2, 2) as (_, (times, brought)):
+        times.plot(step_times.num_tokens, [1e3 * s for s in step_times.seconds], **look(0, "measured") | {"ls": "none"})
+        sizes = range(1, step_times.max_tokens + 1)
+        times.plot(sizes, [1e3 * step_times.step_s(size) for size in sizes], color=COLOURS[0], label="used, padded")
+        times.plot([1], [1e3 * step_times.plain_s], **look(6, "plain step") | {"ls": "none"})
+        times.set(xlabel="tokens a step", ylabel="ms a step", ylim=(0, None))
+        brought.plot(*zip(*by_budget, strict=True), **look(1, "lookahead, W = 0, by G"))
+        brought.plot(*adaptive, **look(0, "lookahead_auto") | {"ls": "none", "markersize": 5})
+        highest = max(s for _, s in [*by_budget, adaptive])
+        brought.set_xscale("log", base=2)
+        brought.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        brought.set(xlabel="tokens a step (log scale)", ylabel="S (generated tokens a step)", ylim=(0, 1.08 * highest))
+        times.legend()
+        brought.legend(loc="lower right")
+    return path
+
+
 def projection_plot(series: Mapping[str, Sequence[GpuLine]], caption: str, path: Path) -> Path:
     """S with its law, by series; of those with several GPUs the speed over one, and of the last the parts of a step."""
     scaled = {name: lines for name, lines in series.items() if len({line.ranks for line in lines}) > 1}
@@ -127,12 +174,12 @@ def projection_plot(series: Mapping[str, Sequence[GpuLine]], caption: str, path:
         for number, (name, lines) in enumerate(series.items()):
             law = LogLaw.of(lines)
             tokens = [line.step_tokens for line in lines]
-            look = _look(number, f"{name}: {law}") | {"markerfacecolor": "none"}
-            upper.plot(tokens, [line.compression for line in lines], **look | {"linestyle": "none"})
-            upper.plot(tokens, [law.compression(count) for count in tokens], color=look["color"])
+            hollow = look(number, f"{name}: {law}") | {"markerfacecolor": "none"}
+            upper.plot(tokens, [line.compression for line in lines], **hollow | {"linestyle": "none"})
+            upper.plot(tokens, [law.compression(count) for count in tokens], color=hollow["color"])
             if name in scaled:
                 ratios = [line.tokens_per_s / lines[0].tokens_per_s for line in lines]
-                middle.plot([line.ranks for line in lines], ratios, **look | {"linestyle": "--", "label": name})
+                middle.plot([line.ranks for line in lines], ratios, **hollow | {"linestyle": "--", "label": name})
         last, lines = list((scaled or series).items())[-1]
         bottom = [0.0] * len(lines)
         for part, colour in zip(dict.fromkeys(part for line in lines for part in line.parts), COLOURS, strict=False):
@@ -159,11 +206,12 @@ def dataset_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
     tasks = list(dict.fromkeys(total.task for total in found))
     methods = list(dict.fromkeys(total.method for total in found))
     width = 0.8 / len(methods)
+    numbers = method_numbers(methods)
     with figure(path, caption, 3.2, 2) as (drawn, (upper, lower)):
         for number, method in enumerate(methods):
             by_task = {total.task: total for total in found if total.method == method}
             centres = [tasks.index(task) + (number - (len(methods) - 1) / 2) * width for task in by_task]
-            colour = COLOURS[number % len(COLOURS)]
+            colour = COLOURS[numbers[method] % len(COLOURS)]
             upper.bar(centres, [total.compression for total in by_task.values()], width, color=colour, label=method)
             lower.bar(centres, [total.speedup or 0 for total in by_task.values()], width, color=colour)
             several = [(at, t) for at, t in zip(centres, by_task.values(), strict=True) if len(t.speedups) > 1]
@@ -220,12 +268,14 @@ def accepted_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
     """How many draft tokens steps accept: the share of the steps of each method by length."""
     names = [str(low) if low == high else f"{low}-{high}" for low, high in LENGTHS[:-1]] + [f"{LENGTHS[-1][0]}+"]
     width = 0.84 / len(found)
+    numbers = method_numbers(total.method for total in found)
     with figure(path, caption, 2.5) as (drawn, (axes,)):
         for number, total in enumerate(found):
             counts = total.accepted
             shares = [sum(counts[n] for n in counts if low <= n <= high) / total.steps for low, high in LENGTHS]
             centres = [at + (number - (len(found) - 1) / 2) * width for at in range(len(LENGTHS))]
-            axes.bar(centres, shares, width, color=COLOURS[number % len(COLOURS)], label=total.method)
+            colour = COLOURS[numbers[total.method] % len(COLOURS)]
+            axes.bar(centres, shares, width, color=colour, label=total.method)
         axes.set_xticks(range(len(names)), names)
         axes.set(xlabel="draft tokens that a step accepts", ylabel="share of the steps")
         drawn.legend(**LEGEND)
@@ -253,12 +303,12 @@ def time_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
 def tokens_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
     """S by the tokens of a step, on a logarithmic axis, on which the paper's scaling law is a line."""
     with figure(path, caption, 2.5) as (drawn, (axes,)):
-        for number, method in enumerate(dict.fromkeys(total.method for total in found)):
+        for method, number in method_numbers(total.method for total in found).items():
             of_method = sorted((t for t in found if t.method == method), key=lambda total: total.tokens_a_step)
             several_n = len(of_method) > 2 and len({t.setting["N"] for t in of_method}) > 1
             step_tokens = [total.tokens_a_step for total in of_method]
             compressions = [total.compression for total in of_method]
-            axes.plot(step_tokens, compressions, linestyle="none" if several_n else "-", **_look(number, method))
+            axes.plot(step_tokens, compressions, linestyle="none" if several_n else "-", **look(number, method))
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         highest = max(total.compression for total in found)

@@ -127,26 +127,25 @@ def caption(report: Report) -> str:
 def draw(report: Report, folder: Path) -> None:
     """A picture of t(T) with its floor and of the parts of a step, into the folder."""
     try:
-        from matplotlib.figure import Figure
+        from .plots import figure, look
     except ImportError:  # an image may bring torch and transformers alone
         report.note = "no picture: matplotlib is not installed"
         return
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    times, parts = figure.subplots(1, 2, width_ratios=(3, 2))
+    report.picture = folder / PICTURE
     points = report.found.step_times
     sizes = [point.num_tokens for point in points]
-    times.plot(sizes, [1e3 * point.seconds for point in points], marker="o", label="measured")
-    times.plot(sizes, [1e3 * _floor_s(point) for point in points], "--", label="floor by the ceilings")
-    times.set(xlabel="T, tokens", ylabel="ms a forward pass", ylim=(0, None), title=f"{report.setting['model']}")
-    times.set_xscale("log", base=2)
-    times.set_xticks(sizes, labels=map(str, sizes))
-    times.legend()
     step = report.found.step
-    parts.barh(list(step.parts), [1e3 * took for took in step.parts.values()])
-    parts.set(xlabel="ms", title=f"a step of {step.num_tokens} tokens")
-    parts.invert_yaxis()
-    report.picture = folder / PICTURE
-    figure.savefig(report.picture)
+    with figure(report.picture, str(report.setting["model"]), 2.6 + 0.17 * len(step.parts), 2) as (_, (times, parts)):
+        times.plot(sizes, [1e3 * point.seconds for point in points], **look(0, "measured"))
+        floor = [1e3 * _floor_s(point) for point in points]
+        times.plot(sizes, floor, **look(1, "floor by the ceilings") | {"linestyle": "--"})
+        times.set(xlabel="tokens (log scale)", ylabel="ms a forward pass", ylim=(0, None))
+        times.set_xscale("log", base=2)
+        times.set_xticks(sizes, labels=map(str, sizes))
+        times.legend()
+        parts.barh(list(step.parts), [1e3 * took for took in step.parts.values()], color=look(0, "")["color"])
+        parts.set(xlabel=f"ms of a step of {step.num_tokens} tokens")
+        parts.invert_yaxis()
     report.note = f"picture: {report.picture}"
 
 

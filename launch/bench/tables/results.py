@@ -77,7 +77,7 @@ def _scaling() -> str:
 
 
 def measure() -> None:
-    """Replace the records, one thread a rank."""
+    """Replace the records, one thread a rank; they keep the commands, which name no path of this machine."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def call(*command: str, folder: Path = ROOT, **variables: str) -> None:
@@ -89,20 +89,21 @@ def measure() -> None:
     ours = "lookahead_auto,lookahead,lookahead_paper,token_recycling,prompt_lookup"
     methods = f"methods=[{ours},hf_prompt_lookup,hf_generate,plain]"
     benchmark = [sys.executable, "-m", "launch.benchmark", "output=json", "limit=4", "max_new_tokens=64", "repeats=3"]
-    call(*benchmark, methods, "quality=true", f"out={DATA}/greedy")
-    call(*benchmark, methods, "sampling=sample", "sampling.temperature=0.8", f"out={DATA}/sampled")
+    call(*benchmark, methods, "quality=true", "out=docs/results/greedy")
+    call(*benchmark, methods, "sampling=sample", "sampling.temperature=0.8", "out=docs/results/sampled")
     sweep = SWEEP.removeprefix("NPROC=2 ").split()
-    call(*sweep, "output=json", f"out={DATA}/sweep", NPROC="2", PYTHON=sys.executable, LP_SETUP="skip")
+    call(*sweep, "output=json", "out=docs/results/sweep", NPROC="2", PYTHON=sys.executable, LP_SETUP="skip")
 
     scaling = [sys.executable, "-m", "launch.scaling", "project=true", "ranks=[2]"]
     scaled = "lookahead,lookahead@1,plain"
     with tempfile.TemporaryDirectory() as parent:
         call(sys.executable, str(ROOT / "scripts" / "wide_model.py"), f"{parent}/wide")
         options = ["model=hf", "model.name=wide", "limit=1", "max_new_tokens=24", "W=15", "N=5", "G=15", "repeats=3"]
-        options += ["projected_ranks=[1,2]", "weak=false", f"methods=[{scaled}]", f"out={DATA}/scaling-wide"]
+        options += ["projected_ranks=[1,2]", "weak=false", f"methods=[{scaled}]", "out=scaling-wide"]
         call(*scaling, *options, folder=Path(parent))
+        shutil.copytree(Path(parent) / "scaling-wide", DATA / "scaling-wide")
     options = ["limit=2", "max_new_tokens=48", "W=8", "G=40", "repeats=5", "projected_ranks=[1,2,4,8,16]"]
-    call(*scaling, *options, f"methods=[{scaled},transformers_tp]", f"out={DATA}/scaling-demo")
+    call(*scaling, *options, f"methods=[{scaled},transformers_tp]", "out=docs/results/scaling-demo")
     for path in [path for folder in folders for path in folder.rglob("*")]:
         if path.suffix in {".png", ".svg"} or path.name == "report.html":
             path.unlink()

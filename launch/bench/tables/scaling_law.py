@@ -12,11 +12,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 import lp
 
 from ..acceptance import AcceptanceModel, Observed
+from ..plots import LEGEND, figure, look
 from ._common import (
     add_model_arguments,
     add_prompt_arguments,
@@ -56,21 +55,22 @@ def measure(model: Any, setting: tuple[int, int], prompts: list[list[int]], args
 
 def plot(results: list[Result], path: Path, title: str) -> None:
     """Points as measured, lines of the model, a colour an N."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for index, n in enumerate(sorted({result["N"] for result in results} - {OURS})):
-        sizes = sorted((r for r in results if r["N"] == n), key=lambda r: r["tokens_a_step"])
-        model = AcceptanceModel.fitted(_observed(sizes))
-        step_tokens = [result["tokens_a_step"] for result in sizes]
-        axes.plot(step_tokens, [result["S"] for result in sizes], "o", color=f"C{index}")
-        line = [model.compression(result["size"], n - 1) for result in sizes]
-        axes.plot(step_tokens, line, color=f"C{index}", label=f"N={n}: alpha {model.alpha:.2f}, f {model.f:.1f}")
-    ours = sorted((r for r in results if r["N"] == OURS), key=lambda r: r["tokens_a_step"])
-    axes.plot([r["tokens_a_step"] for r in ours], [r["S"] for r in ours], "k*-", label="the pool, no window")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens a step", ylabel="S, generated tokens a step", title=title)
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    with figure(path, title, 3.4) as (drawn, (axes,)):
+        for index, n in enumerate(sorted({result["N"] for result in results} - {OURS})):
+            sizes = sorted((r for r in results if r["N"] == n), key=lambda r: r["tokens_a_step"])
+            model = AcceptanceModel.fitted(_observed(sizes))
+            step_tokens = [result["tokens_a_step"] for result in sizes]
+            points = look(index, f"N={n}: alpha {model.alpha:.2f}, f {model.f:.1f}")
+            axes.plot(step_tokens, [result["S"] for result in sizes], **points | {"linestyle": "none"})
+            axes.plot(step_tokens, [model.compression(r["size"], n - 1) for r in sizes], color=points["color"])
+        ours = sorted((r for r in results if r["N"] == OURS), key=lambda r: r["tokens_a_step"])
+        if ours:
+            line = look(7, "the pool, no window") | {"marker": "*"}
+            axes.plot([r["tokens_a_step"] for r in ours], [r["S"] for r in ours], **line)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set(xlabel="tokens a step (log scale)", ylabel="S (generated tokens a step)")
+        drawn.legend(**LEGEND)
 
 
 def _observed(results: list[Result]) -> list[Observed]:
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     loaded = load_model(args)
     prompts = [list(loaded.tokenizer(prompt.text)["input_ids"]) for prompt in load_prompts(args)]
-    shared = {"model": args.model, "task": str(args.task), "prompts": len(prompts)}
+    shared = {"model": args.model, "task": args.task.name if args.task else "builtin", "prompts": len(prompts)}
     shared |= {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
     results = [result for result in read_results(args.results) if shared.items() <= result.items()]
     done = {(result["N"], result["size"]) for result in results}
