@@ -44,6 +44,7 @@ STYLE: Any = {
     "svg.hashsalt": "lp",
 }
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "ncols": 2}
+ALIKE = 0.02  # relative, of lines that lie on each other
 PARTS = ("forward_ms", "exchange_ms", "host_ms")  # of a step
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
 # The same in every figure; other methods get the colours that are left, in the order of the figure.
@@ -53,7 +54,7 @@ OF_METHODS = ("lookahead_auto", "lookahead", "lookahead_paper", "prompt_lookup",
 @contextlib.contextmanager
 def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Iterator[tuple[Figure, list[Any]]]:
     """A figure of `panels` panels, one below the other, saved as PNG and SVG with the caption above it."""
-    above = textwrap.wrap(caption, 76)
+    above = textwrap.wrap(caption, 72)
     with rc_context(STYLE):
         drawn = Figure(figsize=(WIDTH_IN, height_in + LINE_IN * len(above)), dpi=DPI, layout="constrained")
         FigureCanvasAgg(drawn)
@@ -85,13 +86,14 @@ def scaling_plots(lines: Sequence[Line], caption: str, folder: Path) -> list[Pat
 
 def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
     names = [name for name in dict.fromkeys(line.series for line in lines) if name not in (PLAIN, ORACLE)]
-    with figure(path, caption, 2.2 + 0.13 * len(names)) as (drawn, (axes,)):
-        for number, name in enumerate(names):
-            series = [line for line in lines if line.series == name and line.speedup]
-            series.sort(key=lambda line: line.ranks)
+    by_name = {name: [line for line in lines if line.series == name and line.speedup] for name in names}
+    drawn_lines = _without_overlaps([sorted(series, key=lambda line: line.ranks) for series in by_name.values()])
+    with figure(path, caption, 2.2 + 0.13 * len(drawn_lines)) as (drawn, (axes,)):
+        for number, (label, series) in enumerate(drawn_lines.items()):
             projected = bool(series) and series[0].kind == PROJECTED
             style: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "none"} if projected else {}
-            axes.plot([line.ranks for line in series], [line.speedup for line in series], **style, **look(number, name))
+            of_line = style | look(number, label)
+            axes.plot([line.ranks for line in series], [line.speedup for line in series], **of_line)
             ranged = [line for line in series if line.least is not None and line.most is not None]
             bars = [(line.speedup, line.least, line.most) for line in ranged]
             _error_bars(axes, [line.ranks for line in ranged], bars, COLOURS[number % len(COLOURS)])
@@ -102,6 +104,33 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
         axes.axhline(1, color="0.7", linewidth=0.6, zorder=0)
         drawn.legend(**LEGEND | {"ncols": 1})
     return path
+
+
+def _without_overlaps(all_series: Sequence[Sequence[Line]]) -> dict[str, Sequence[Line]]:
+    """By label, the series of speed-ups; projections over links that nobody could tell apart as one line."""
+    kept: list[tuple[Sequence[Line], list[str]]] = []
+    for series in filter(None, all_series):
+        link = series[0].link
+        same = [
+            links for other, links in kept if link and other[0].method == series[0].method and _alike(other, series)
+        ]
+        if same:
+            same[0].append(str(link))
+        else:
+            kept.append((series, [link] if link else []))
+    return {
+        f"{series[0].method}, {' = '.join(links)} (projected)" if links else series[0].series: series
+        for series, links in kept
+    }
+
+
+def _alike(one: Sequence[Line], other: Sequence[Line]) -> bool:
+    """Whether two projections lie on each other, as wide as a marker."""
+    both = zip(one, other, strict=False)
+    same_ranks = one[0].link and other[0].link and [line.ranks for line in one] == [line.ranks for line in other]
+    return bool(same_ranks) and all(
+        abs((a.speedup or 0) - (b.speedup or 0)) < ALIKE * (a.speedup or 0) for a, b in both
+    )
 
 
 def _error_bars(axes: Any, places: Sequence[float], values: Sequence[tuple[Any, Any, Any]], colour: str) -> None:

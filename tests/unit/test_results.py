@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from launch.bench.plots import _colours, heat_map
+from launch.bench.plots import _colours, _without_overlaps, heat_map
 from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import read_lines, write_report
-from launch.bench.scaling import errors, measured_lines
+from launch.bench.scaling import MEASURED, PROJECTED, Line, errors, measured_lines
 from launch.bench.summary import HEADS, Total, caption, cells, notes, ordered, table_of, totals, varying
 from launch.bench.tables import results
 from tests.conftest import ROOT
@@ -237,6 +237,27 @@ def test_measured_lines_are_means_over_steps() -> None:
     ]  # fmt: skip
     assert (both.num_tokens, both.forward_ms) == ((10 * 6 + 30 * 8) / 40, (10 * 10 + 30 * 14) / 40)
     assert (both.exchange_ms, both.host_ms, alone.num_tokens) == (1.0, 0.5, 9)
+
+
+def test_projections_that_lie_on_each_other_are_one_line() -> None:
+    """Three links of the same speed were three lines, of which one was seen."""
+
+    def series(link: str | None, *speedups: float) -> list[Line]:
+        figures = dict(tokens_per_s=1.0, compression=1.0, num_tokens=1.0, forward_ms=1.0, exchange_ms=0.0, host_ms=0.0)
+        kind = PROJECTED if link else MEASURED
+        common: dict[str, Any] = dict(method="lookahead", kind=kind, link=link, W=0, G=1, **figures)
+        return [Line(ranks=2**at, speedup=speedup, **common) for at, speedup in enumerate(speedups)]
+
+    given = [
+        series(None, 1.0, 1.5),
+        series("nvlink", 1.0, 1.5),
+        series("pcie", 1.01, 1.5),
+        series("gloo", 1.0, 1.4),
+        [],
+    ]
+    found = _without_overlaps(given)
+    assert [*found] == ["lookahead", "lookahead, nvlink = pcie (projected)", "lookahead, gloo (projected)"]
+    assert [*found.values()] == [given[0], given[1], given[3]]
 
 
 def test_lines_have_their_methods_g() -> None:
