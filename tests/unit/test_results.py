@@ -13,7 +13,7 @@ import pytest
 from launch.bench.plots import _colours, _without_overlaps, heat_map
 from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import read_lines, write_report
-from launch.bench.scaling import MEASURED, PROJECTED, Line, errors, measured_lines
+from launch.bench.scaling import PROJECTED, Line, errors, measured_lines
 from launch.bench.summary import HEADS, Total, caption, cells, notes, ordered, table_of, totals, varying
 from launch.bench.tables import results
 from tests.conftest import ROOT
@@ -244,7 +244,7 @@ def test_projections_that_lie_on_each_other_are_one_line() -> None:
 
     def series(link: str | None, *speedups: float) -> list[Line]:
         figures = dict(tokens_per_s=1.0, compression=1.0, num_tokens=1.0, forward_ms=1.0, exchange_ms=0.0, host_ms=0.0)
-        kind = PROJECTED if link else MEASURED
+        kind = PROJECTED if link else "measured"
         common: dict[str, Any] = dict(method="lookahead", kind=kind, link=link, W=0, G=1, **figures)
         return [Line(ranks=2**at, speedup=speedup, **common) for at, speedup in enumerate(speedups)]
 
