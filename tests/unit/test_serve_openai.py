@@ -133,6 +133,8 @@ def test_cached_tokens_of_a_prompt_that_comes_again(client: Any) -> None:
     again = client.completions.create(prompt=text + "print(", **asked)
     details = again.usage.prompt_tokens_details
     assert 8 < details.cached_tokens < again.usage.prompt_tokens
+    several = client.completions.create(prompt=text + "print(other, ", n=3, **asked)  # of one prompt
+    assert 8 < several.usage.prompt_tokens_details.cached_tokens < several.usage.prompt_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
