@@ -7,6 +7,8 @@ Codestral; for chunks of other files, their papers' repository formats.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -105,6 +107,10 @@ class FimPrompts:
         self.format = format
         self._tokenizer = tokenizer
         self._ids = vocabulary
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        known = {token for token in (*format.tokens, *format.ends, format.file) if token in vocabulary}
+        longest_first = sorted(filter(None, added | known), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, longest_first)))
         self.ends = [vocabulary[token] for token in format.ends if token in vocabulary]
 
     def prompt(
@@ -150,10 +156,18 @@ class FimPrompts:
         return self._encode(f"{extra.text}\n\n")
 
     def _encode(self, text: str, glue: str | None = None) -> list[int]:
+        """Token ids of a file's text; a special token's name in it is text, as its letters are encoded in two parts."""
+        starts = [0, *(match.start() + 1 for match in self._names.finditer(text)), len(text)]
+        first, *others = (text[start:end] for start, end in itertools.pairwise(starts))
+        return self._encode_part(first, glue) + [
+            id for part in others for id in self._encode_part(part, self.format.glue)
+        ]
+
+    def _encode_part(self, text: str, glue: str | None) -> list[int]:
         if glue is None:
             return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        alone, glued = self._encode(glue), self._encode(glue + text)
-        return glued[len(alone) :] if glued[: len(alone)] == alone else self._encode(text)
+        alone, glued = self._encode_part(glue, None), self._encode_part(glue + text, None)
+        return glued[len(alone) :] if glued[: len(alone)] == alone else self._encode_part(text, None)
 
 
 def fim_format(tokenizer: PreTrainedTokenizerBase, given: FimFormat | None) -> FimFormat | None:

@@ -67,6 +67,24 @@ def test_a_family_is_known_by_its_tokens(name: str) -> None:
         assert text == f"{family.prefix}one = {family.suffix}\ntwo{middle}"
 
 
+@pytest.mark.parametrize("name", [*FAMILIES])
+@pytest.mark.parametrize("special", [True, False])  # Qwen's are added, but not marked as special
+def test_names_of_special_tokens_in_a_file_are_text(name: str, special: bool) -> None:
+    """A file about fill-in-the-middle would otherwise end its own prefix."""
+    family = FAMILIES[name]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokens = [token for token in (*family.tokens, family.file, *family.ends) if token]
+    tokenizer.add_tokens(list(dict.fromkeys(tokens)), special_tokens=special)
+    written = "".join(f"x = {token!r}{token}\n" for token in tokens)
+    fim = FimPrompts(tokenizer, family)
+    prompt, cut = fim.prompt(written, written, None, [Extra(written, written)])
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in dict.fromkeys(tokens)]
+    own = [*family.tokens, *([family.file] if family.file else [])]
+    assert not cut
+    assert [prompt.count(index) for index in ids] == [own.count(token) for token in dict.fromkeys(tokens)]
+    assert tokenizer.decode(prompt).count(written) == (4 if family.file else 3)
+
+
 def test_a_model_without_such_tokens_has_no_format() -> None:
     tokenizer = tokenizer_with([])
     assert fim_format(tokenizer, None) is None
