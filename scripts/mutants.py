@@ -157,7 +157,7 @@ def _run_tests(tree: Path, files: Sequence[str], output: Path) -> None:
 
 
 def _report(mutants: Sequence[dict[str, Any]], results: dict[str, dict[str, Any]]) -> int:
-    """Print a table by file, and the survivors; returns the exit code."""
+    """Print a table by file, those planted by hand, and the survivors; returns the exit code."""
     counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     survivors = []
     for mutant in mutants:
@@ -173,6 +173,11 @@ def _report(mutants: Sequence[dict[str, Any]], results: dict[str, dict[str, Any]
     for path in [*sorted(counts.keys() - {"all"}), "all"]:
         own = counts[path]
         print(f"| {path} | {sum(own.values())} |", " | ".join(str(own[column]) for column in columns), "|")
+    print("\n| fault planted by hand | file | found by |\n|---|---|---|")
+    for mutant in mutants:
+        if "planted" in mutant:
+            line = results.get(key(mutant)) or {}
+            print(f"| {mutant['planted']} | `{mutant['path']}` | `{line.get('by') or line.get('result', 'not run')}` |")
     for mutant in survivors:
         print(f"\nsurvived: {mutant['path']}\n- {mutant['old']}\n+ {mutant['new']}")
     total = counts["all"]

@@ -107,6 +107,13 @@ def run_nodes(
     return launches, ends
 
 
+def test_the_port_is_free_when_the_nodes_have_met() -> None:
+    """The next job of a sweep meets at the same one."""
+    places = nodes(2)
+    _, ends = run_nodes(places, [], work=lambda: socket.create_server(("127.0.0.1", places[0].port)).close())
+    assert ends == [None, None]
+
+
 def test_a_launch_runs_on_the_nodes_that_it_needs() -> None:
     """Two ranks fit on a node, four need two of three; the third waits for six, and all meet at one port."""
     launches, ends = run_nodes(nodes(), [1, 2, 4, 6])
