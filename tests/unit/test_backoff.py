@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from copy import deepcopy
 from itertools import count
 
 import torch
@@ -71,27 +70,35 @@ def test_texts_that_take_steps_together_are_tried_less() -> None:
     assert tried == [True] * (FIRST_TRIAL_STEPS // 4) + [False] * (4 * SHORTEST_BACK_OFF) + [True]
 
 
-def test_a_repeat_ends_a_back_off() -> None:
-    """A loop that begins in a back-off is noticed at its fourth token."""
+LOOP = [5, 6, 7, 8, 9]
+
+
+def _after_a_repeat() -> AdaptiveBudget:
+    """A loop has ended a back-off, and the trial after it was a success."""
     budget = AdaptiveBudget(ADAPTIVE, LOSING)
     _steps(budget, range(150))
     while not budget.idle:
         _steps(budget, [next(NEW)])
-    loop = [5, 6, 7, 8, 9]
-    for token in loop[:3]:
+    for token in LOOP[:3]:
         _steps(budget, [token])
     assert budget.idle
-    _steps(budget, loop[3:4])
+    _steps(budget, LOOP[3:4])
     assert not budget.idle
     for _ in range(40):
         budget.record_step([next(NEW)] * 4, 5, NOTHING)
-    ahead, fails = deepcopy(budget), 0
+    return budget
+
+
+def test_a_repeat_ends_a_back_off() -> None:
+    """A loop that begins in a back-off is noticed at its fourth token."""
+    ahead, fails = _after_a_repeat(), 0
     while not ahead.idle:
         fails += 1
         _steps(ahead, [next(NEW)])
-    _steps(budget, [*(next(NEW) for _ in range(fails - 3)), *loop[:3]])
+    budget = _after_a_repeat()
+    _steps(budget, [*(next(NEW) for _ in range(fails - 3)), *LOOP[:3]])
     assert budget.idle
-    _steps(budget, loop[3:4])
+    _steps(budget, LOOP[3:4])
     assert not budget.idle, "the trial after the last repeat was a success"
 
 
