@@ -6,10 +6,11 @@ import random
 from collections.abc import Sequence
 from itertools import count
 
+import pytest
 import torch
 
 import lp
-from lp.budget.backoff import FIRST_TRIAL_STEPS, HIGH_TEMPERATURE_BACK_OFF, SHORTEST_BACK_OFF, TRIAL_STEPS
+from lp.budget.backoff import FIRST_TRIAL_STEPS, HIGH_TEMPERATURE_BACK_OFF, SHORTEST_BACK_OFF, TRIAL_STEPS, BackOff
 from lp.budget.calibration import DraftRecord
 from lp.budget.policy import AdaptiveBudget, Company
 from lp.budget.step_times import StepTimes
@@ -60,6 +61,28 @@ def test_time_is_compared_with_plain_steps() -> None:
         times = StepTimes((1, 120), (1.08 * scale, 30.0 * scale), scale)
         tried.append(_steps(AdaptiveBudget(ADAPTIVE, times), range(1000)))
     assert tried[0] == tried[1]
+
+
+@pytest.mark.parametrize(("rate", "pays"), [(0.84, False), (0.93, True)])
+def test_accepted_tokens_lower_the_rate_that_is_asked_for(rate: float, pays: bool) -> None:
+    """With one token accepted in eight steps, about 0.89 of plain decoding's rate must be reached."""
+    back_off = BackOff(0.0)
+    assert FIRST_TRIAL_STEPS == 8
+    for new_tokens in (1, 1, 1, 1, 2, 1, 1, 1):
+        back_off.record_step([next(NEW) for _ in range(new_tokens)], 9 / 8 / rate)
+    assert back_off.idle is not pays
+
+
+def test_a_back_off_is_twice_as_long_as_the_one_before() -> None:
+    """Up to the longest: a long text would otherwise never be tried again, or tried all the time."""
+    back_off, lengths = BackOff(0.0), [0] * 7
+    for number in range(7):
+        while not back_off.idle:
+            back_off.record_step([next(NEW)], 2.0)
+        while back_off.idle:
+            back_off.record_plain_step([next(NEW)])
+            lengths[number] += 1
+    assert lengths == [4, 8, 16, 32, 64, 64, 64]
 
 
 def test_texts_that_take_steps_together_are_tried_less() -> None:

@@ -298,6 +298,9 @@ def test_a_step_of_several_texts_is_shared_by_them() -> None:
     budget.company = Company(texts=2, other_tokens=5, tokens_per_s=170.0)
     assert budget.tokens_per_s == 170.0
     assert budget.price(3, 9).base_tokens == 3 + 5
+    plain_of_each = (times.plain_s + times.step_s(2) - times.step_s(1)) / 2
+    own = plain_of_each + times.step_s(1) - times.plain_s + times.step_s(5 + 9) - times.step_s(5 + 1)
+    assert budget._own_s(9) == pytest.approx(own), "others' tokens, and half of a plain step, are theirs"
 
 
 def test_columns_follow_the_step_times() -> None:

@@ -82,6 +82,15 @@ def test_plain_decoding_in_a_batch() -> None:
     assert [output.steps for output in outputs] == [9, 20, 30]
 
 
+def test_the_texts_of_a_batch_have_noise_of_their_own(model: Any) -> None:
+    """One prompt several times would give one text several times; each is that of its index alone."""
+    sampling = lp.SamplingParams(temperature=1.0, seed=11)
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    found = [output.tokens for output in decoder.generate_batch([[1, 2, 3]] * 3, 20, sampling, sequence=4)]
+    assert found == [decoder.generate([1, 2, 3], 20, sampling, sequence=index).tokens for index in (4, 5, 6)]
+    assert found[0] != found[1] != found[2]
+
+
 def test_a_text_that_fails_fails_alone(model: Any) -> None:
     """A callback or criterion that raises must not cost other texts their tokens."""
 

@@ -50,7 +50,7 @@ def test_fresh_columns_continue_their_neighbour() -> None:
 
 def test_a_new_window_s_last_guesses_depend_on_the_text_alone() -> None:
     """Where a step took a whole window's positions, its columns are those of a window that begins at that text."""
-    text = [random.Random(3).randrange(1000) for _ in range(57)]
+    text = random.Random(3).sample(range(1000), 57)
     window = LookaheadWindow(6, 4, text[:40])
     window.advance(text, 17, [1] * 6)
     fresh = LookaheadWindow(6, 4, text)

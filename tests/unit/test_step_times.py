@@ -34,6 +34,19 @@ def test_a_bump_is_padded_over() -> None:
     assert "padded up to [32]" in str(BUMP) and "padded" not in str(StepTimes.constant(0.01, 64))
 
 
+def test_past_the_largest_size_time_grows_with_the_tokens() -> None:
+    """And there are marginal seconds of every size up to it."""
+    step_times = StepTimes((1, 2, 4), (1.0, 2.0, 3.0), 1.0)
+    assert step_times.step_s(8) == 6.0 and step_times.step_s(4) == 3.0
+    assert step_times.marginal_seconds.tolist() == pytest.approx([0.0, 2 / 3, 0.5, 0.5, np.inf])
+
+
+def test_lists_are_step_times_too() -> None:
+    """A file has lists; the same times are equal, and can be a key."""
+    of_lists = StepTimes([1, 4], [1.0, 2.0], 1.0)  # type: ignore[arg-type]
+    assert of_lists == StepTimes((1, 4), (1.0, 2.0), 1.0) and hash(of_lists) == hash(StepTimes((1, 4), (1.0, 2.0), 1.0))
+
+
 def test_noise_is_no_reason_to_pad() -> None:
     """Padding is real work: a size measured a little too fast must not draw all smaller steps to it."""
     step_times = StepTimes((1, 4, 5, 64), (1.0, 1.2, 1.15, 3.0), 1.0)
