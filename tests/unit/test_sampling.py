@@ -18,6 +18,7 @@ import lp.sampling.sampler as sampling_module
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.noise import CHUNK, NoiseCache, gumbel, gumbel_rows, sequence_key
+from lp.sampling.penalties import CountPenalty
 from lp.sampling.processors import BranchProcessors
 from lp.sampling.sampler import CoupledSampler
 from tests.chi_square import joint, lumped, p_value
@@ -290,3 +291,11 @@ def test_unknown_processors_are_refused_unless_declared() -> None:
     expected = lp.AutoregressiveDecoder(model).generate([1, 2], 30, logits_processor=[custom]).tokens
     assert lp.LookaheadDecoder(model).generate([1, 2], 30, logits_processor=[custom]).tokens == expected
     assert all(a != b for a, b in pairwise(expected))
+
+
+def test_penalties_count_generated_tokens_alone() -> None:
+    """As OpenAI's: once for a token that came, and once for each time; the prompt's tokens cost nothing."""
+    penalty = CountPenalty(prompt_tokens=3, presence=0.5, frequency=0.25)
+    input_ids = torch.tensor([[1, 1, 4, 0, 2, 2], [1, 1, 4, 3, 3, 3]])
+    found = penalty(input_ids, torch.zeros(2, 5))
+    assert found.tolist() == [[-0.75, 0.0, -1.0, 0.0, 0.0], [0.0, 0.0, 0.0, -1.25, 0.0]]
