@@ -1,5 +1,6 @@
 """A forward pass over the tokens of several sequences, and the pool of cache slots that their caches lie in."""
 
+import itertools
 import random
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from lp.draft.layout import ancestors
 from lp.models.forest_cache import Stretch, pool_slots
 from lp.models.kv_cache import StaticKVCache
-from lp.models.kv_pool import KVPool
+from lp.models.kv_pool import KVPool, Run, Runs, slot_bytes
 from lp.models.runner import ModelRunner, TreePass
 from tests.tiny_models import CLOSE, MATRIX, tiny_model
 
@@ -95,6 +96,39 @@ def test_slots_are_neither_lost_nor_shared() -> None:
                 for own, other in zip(cache.buffers, fresh.buffers, strict=True):
                     torch.testing.assert_close(own[:, :, : len(text)], other[:, :, : len(text)])
     assert moved and refused
+
+
+def test_free_slots_side_by_side_are_one_run() -> None:
+    """Runs that stay apart would have every larger sequence wait, or move the others for nothing."""
+    for order in itertools.permutations(range(3)):
+        runs = Runs(10)
+        taken = [runs.take(size) for size in (3, 4, 3)]
+        assert taken == [Run(0, 3), Run(3, 4), Run(7, 3)] and runs.take(1) is None
+        for index in order:
+            run = taken[index]
+            assert run is not None
+            runs.give_back(run)
+        assert runs.take(10) == Run(0, 10), order
+
+
+def test_the_last_free_slots_are_had_though_they_lie_apart() -> None:
+    """A sequence that just fits must not wait; and a cache given back is no longer of the pool."""
+    runner = _runner("llama")
+    pool = KVPool(runner.known_kinds, 10, runner.cache_without_buffers)
+    first, middle, last = (pool.allocate(size) for size in (3, 4, 3))
+    assert first is not None and middle is not None and last is not None
+    pool.give_back(first)
+    pool.give_back(last)
+    assert pool.allocate(7) is None
+    assert pool.allocate(6) is not None and pool.free == 0
+    assert middle in pool and first not in pool
+
+
+def test_bytes_of_a_slot() -> None:
+    """Admission counts with them: too few, and the device is full in the middle of a batch."""
+    runner = _runner("llama")
+    pool = KVPool(runner.known_kinds, 10, runner.cache_without_buffers)
+    assert 10 * slot_bytes(runner.known_kinds) == sum(states.nbytes for states in pool._buffers.values())
 
 
 def test_what_is_moved_together_leaves_no_nan() -> None:

@@ -243,6 +243,7 @@ def test_settings_of_a_processor_read_the_same() -> None:
         ("b", 3),
         ("c", [1, 2]),
     ]
+    assert plain_settings([True, 0.5, "b", None, object()]) == [True, 0.5, "b", None, "object"]
     assert plain_settings(many) == plain_settings(many.clone()) != plain_settings(many + 1000)
     assert len(plain_settings(many)) == 64
 

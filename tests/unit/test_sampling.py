@@ -44,6 +44,21 @@ def test_choices_follow_softmax(temperature: float) -> None:
     assert p_value(torch.bincount(tokens, minlength=8).double(), wrong) < 0.001  # the test can tell
 
 
+def test_what_no_walk_reaches_gets_the_temperature_alone() -> None:
+    """Guesses for the window are drawn at the text's temperature, or few of them come true; by each way to score."""
+    processors = BranchProcessors([tf.TemperatureLogitsWarper(0.5), tf.TopKLogitsWarper(2)])
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]] * 2)
+    expected = torch.tensor([[-math.inf, 6.0, 4.0, -math.inf], [2.0, 6.0, 4.0, 0.0]])
+    reachable = torch.tensor([True, False])
+    assert torch.equal(processors(logits, [[], None], [1]), expected)
+    assert torch.equal(processors.of_all(logits, reachable), expected)
+
+    def kth_best(scores: torch.Tensor, k: int) -> torch.Tensor:
+        return scores.topk(k).values[:, -1:]
+
+    assert torch.equal(processors.of_shard(logits, reachable, kth_best), expected)
+
+
 def test_noise_depends_on_every_part_of_its_key() -> None:
     """Noise shared by two positions or sequences would repeat text; noise that depends on V would not reproduce."""
     base = gumbel(7, 0, 100, 4096, CPU)
