@@ -59,6 +59,11 @@ class Sampler:
         return self.processors.prefix_free
 
     @property
+    def is_argmax(self) -> bool:
+        """Whether it is the argmax of the model's own logits."""
+        return type(self) is Sampler and not len(self.processors)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What ranks must agree on, by name; the seed of rejection sampling is each rank's own."""
         seed, sequence = self.noise_key or (None, None)

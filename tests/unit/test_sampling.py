@@ -20,7 +20,7 @@ from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.noise import CHUNK, NoiseCache, gumbel, gumbel_rows, sequence_key
 from lp.sampling.penalties import CountPenalty
 from lp.sampling.processors import BranchProcessors
-from lp.sampling.sampler import CoupledSampler
+from lp.sampling.sampler import CoupledSampler, Sampler
 from tests.chi_square import joint, lumped, p_value
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -57,6 +57,13 @@ def test_what_no_walk_reaches_gets_the_temperature_alone() -> None:
         return scores.topk(k).values[:, -1:]
 
     assert torch.equal(processors.of_shard(logits, reachable, kth_best), expected)
+
+
+def test_what_is_an_argmax_of_the_models_own_logits() -> None:
+    """Baselines that only know greedy decoding are asked for it, and must not be given a sampled text to compare with."""
+    none, one = BranchProcessors([]), BranchProcessors([tf.TemperatureLogitsWarper(0.5)])
+    assert Sampler(none).is_argmax and not Sampler(one).is_argmax
+    assert not CoupledSampler(none, NoiseCache(3, 1, 16, 5, CPU, torch.float64)).is_argmax
 
 
 def test_noise_depends_on_every_part_of_its_key() -> None:
