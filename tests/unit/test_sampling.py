@@ -60,7 +60,7 @@ def test_what_no_walk_reaches_gets_the_temperature_alone() -> None:
 
 
 def test_what_is_an_argmax_of_the_models_own_logits() -> None:
-    """Baselines that only know greedy decoding are asked for it, and must not be given a sampled text to compare with."""
+    """Baselines that decode greedily alone must not be compared with a sampled text."""
     none, one = BranchProcessors([]), BranchProcessors([tf.TemperatureLogitsWarper(0.5)])
     assert Sampler(none).is_argmax and not Sampler(one).is_argmax
     assert not CoupledSampler(none, NoiseCache(3, 1, 16, 5, CPU, torch.float64)).is_argmax
