@@ -6,6 +6,7 @@ import json
 import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,10 +28,29 @@ from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.grammar import Cursor, Grammar
 from lp.sampling.grammar_compiler import MOST_SPELLED, Spelling
 from tests.serving import STEP_TIMES, Running
+from tests.toy_grammar import ToyGrammar
 
 pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
 
 CASES = 200 if os.environ.get("LP_TEST_LONG") else 8
+
+
+def test_a_cursor_goes_to_any_text() -> None:
+    """Forwards, back, aside: a place left where it was would allow what may follow another text."""
+    rng = random.Random(4)
+    grammar = ToyGrammar(6, 5)
+    cursor = Cursor(grammar.matcher([0]))
+    ways = Counter[str]()
+    for _ in range(300):
+        before = list(cursor.text)
+        text = [*before[: rng.randint(0, len(before))], *(rng.randrange(5) for _ in range(rng.randint(0, 3)))]
+        fresh = grammar.matcher([0])
+        allowed = [fresh.accept(token) for token in text]
+        assert cursor.go_to(text) == all(allowed)
+        taken = text[: [*allowed, False].index(False)]
+        assert cursor.text == taken == cursor.matcher._text  # type: ignore[attr-defined]
+        ways["on" if taken[: len(before)] == before else "back" if before[: len(taken)] == taken else "aside"] += 1
+    assert min(ways[way] for way in ("on", "back", "aside")) > 10
 
 
 def follows(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> bool:

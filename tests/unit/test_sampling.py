@@ -20,7 +20,7 @@ from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.noise import CHUNK, NoiseCache, gumbel, gumbel_rows, sequence_key
 from lp.sampling.penalties import CountPenalty
 from lp.sampling.processors import BranchProcessors
-from lp.sampling.sampler import CoupledSampler, Sampler
+from lp.sampling.sampler import CoupledSampler, RejectionSampler, Sampler
 from tests.chi_square import joint, lumped, p_value
 from tests.tiny_models import VOCABULARY, tiny_model
 
@@ -64,6 +64,17 @@ def test_what_is_an_argmax_of_the_models_own_logits() -> None:
     none, one = BranchProcessors([]), BranchProcessors([tf.TemperatureLogitsWarper(0.5)])
     assert Sampler(none).is_argmax and not Sampler(one).is_argmax
     assert not CoupledSampler(none, NoiseCache(3, 1, 16, 5, CPU, torch.float64)).is_argmax
+
+
+def test_rejection_draws_nothing_for_what_no_walk_reaches() -> None:
+    """Guesses are the likeliest token, and draws for them would be other draws for the text."""
+    generator = torch.Generator().manual_seed(5)
+    sampler = RejectionSampler(BranchProcessors([tf.TemperatureLogitsWarper(1.5)]), generator)
+    before = generator.get_state()
+    scores = torch.tensor([[0.0, 0.1, 0.0, 0.05]] * 40)
+    assert sampler.sample(scores, range(40), [None] * 40, [[]] * 40).tolist() == [1] * 40
+    assert torch.equal(generator.get_state(), before)
+    assert len(set(sampler.sample(scores, range(40), [[]] * 40, [[]] * 40).tolist())) == 4
 
 
 def test_noise_depends_on_every_part_of_its_key() -> None:
