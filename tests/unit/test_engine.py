@@ -91,8 +91,10 @@ def test_the_texts_of_a_batch_have_noise_of_their_own(model: Any) -> None:
     assert found[0] != found[1] != found[2]
 
 
-def test_a_text_that_fails_fails_alone(model: Any) -> None:
-    """A callback or criterion that raises must not cost other texts their tokens."""
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5"])
+def test_a_text_that_fails_fails_alone(arch: str) -> None:
+    """A callback or criterion that raises must not cost other texts their tokens, computed together or in turn."""
+    model = tiny_model(arch, seed=1)
 
     class Raises(StoppingCriteria):
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -156,6 +158,35 @@ def test_what_never_fits_is_refused(model: Any) -> None:
     handle = engine.submit([1, 2, 3], 20)
     engine.run()
     assert handle.done
+
+
+def test_a_text_that_just_fits_begins(model: Any) -> None:
+    """What needs all slots is admitted when all are free, those of kept prefixes too."""
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    large = Engine(decoder)
+    slots = large._slots(large.submit([1, 2, 3], 20).request)
+    engine = Engine(decoder, cache_tokens=slots)
+    for _ in range(2):
+        handle = engine.submit([1, 2, 3], 20)
+        for _ in range(40):
+            engine.step()
+        assert handle.done and handle.result().tokens == plain_greedy(model, [1, 2, 3], 20)
+
+
+def test_what_texts_gain_together_is_told_to_each(model: Any) -> None:
+    """Tokens a second of them all: the one pass counts once, and of what else a step takes each text has its own."""
+    times = lp.StepTimes((1, 64), (0.011, 0.011), 0.010)  # 1 ms of a step is not the pass
+    config = lp.LookaheadConfig(adaptive=True, window_size=4, ngram_size=3, guess_set_size=6)
+    engine = Engine(lp.LookaheadDecoder(model, config, step_times=times))
+    handles = [engine.submit([index, 2, 3], 30) for index in range(3)]
+    while any(handle.generation is None or not handle.generation.stats for handle in handles):
+        engine.step()
+    texts = [handle.generation for handle in handles if handle.generation]
+    gains = [text.budget.tokens_per_step for text in texts]
+    engine._tell_company(texts, 0)
+    for text in texts:
+        assert text.budget.company.texts == 3
+        assert text.budget.company.tokens_per_s == pytest.approx(sum(gains) / (0.011 + 2 * 0.001))
 
 
 def test_a_batch_of_other_lengths(model: Any) -> None:

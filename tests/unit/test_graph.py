@@ -146,6 +146,16 @@ def test_a_step_that_no_graph_takes(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         decoder.generate(ids, 20)
 
 
+def test_steps_are_captured_up_to_a_size() -> None:
+    """One that is never taken costs seconds and memory."""
+    runner = _captured(tiny_model("llama")).runner
+    assert runner.captured is not None
+    with torch.inference_mode(), runner.borrowed_cache(200):
+        for count in (1, 3):
+            assert len(runner.captured.steps_up_to(BUCKETS[count - 1])) == count
+        assert len(runner.captured.steps_up_to(BUCKETS[1] + 1)) == 3
+
+
 def test_a_text_within_a_text() -> None:
     """A callback that generates with the same decoder would find the cache of the text that it interrupts."""
     model = tiny_model("llama")
