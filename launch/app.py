@@ -199,7 +199,7 @@ def explain(error: Exception) -> str:
         return f"{_one_line(error)}{closest(option, error.options, f'{group}=')}"
     if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
         return unknown_key(str(cause.full_key), cause.object_type)
-    if isinstance(cause, MissingMandatoryValue):
+    if isinstance(cause, MissingMandatoryValue) and cause.full_key:  # None within a debugger
         return f"{cause.full_key} is missing; give {cause.full_key}=..."
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not a ListConfig" in str(cause):
         return f'{cause.full_key} takes a list, as in {cause.full_key}=\'["a","b"]\''
