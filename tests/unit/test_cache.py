@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 
-from lp.models.kv_cache import StaticKVCache
+from lp.models.kv_cache import CacheTooLarge, StaticKVCache, StatesKind
 
 
 def test_capacity_has_the_names_of_every_release() -> None:
@@ -45,3 +46,21 @@ def test_tokens_are_committed_in_the_given_order(cases: Callable[[int, int], ran
             expected = (torch.tensor(committed) + index * 1000).view(1, 1, -1, 1).expand(1, 3, -1, 2)
             assert torch.equal(layer.keys[:, :, : cache.length], expected), f"case {case}"
             assert torch.equal(layer.values[:, :, : cache.length], -expected), f"case {case}"
+
+
+def test_a_device_that_is_full_is_told_what_a_slot_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would fit is said by it; keys and values of several layers, in kinds of their own."""
+    known: dict[StatesKind, int] = {}
+    first = StaticKVCache(2, 8, known=known)
+    for layer in first.layers:
+        layer.update(torch.zeros(1, 3, 1, 4), torch.zeros(1, 3, 1, 6, dtype=torch.float64))
+    assert first.claimed and sum(known.values()) == 4
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("full")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(CacheTooLarge) as caught:
+        StaticKVCache(2, 100, known=known).allocate()
+    assert caught.value.slot_bytes == 2 * 3 * 4 * 4 + 2 * 3 * 6 * 8
+    assert caught.value.nbytes == 100 * caught.value.slot_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import lp
 import lp.models.fused
 from lp.attention.ablation import WithoutAttention
 from lp.config import Capture
+from lp.models import weight_layout
 from lp.models.architectures import NormRule
 from lp.models.fused import FusedModel, fuse
 from lp.models.runner import ModelRunner
@@ -91,6 +92,19 @@ def _error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits - expected).abs().max() / expected.abs().max())
 
 
+def _merged(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        return [weight_layout._merged(parameters)]
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of the weights in memory: that of a CPU, or that of a GPU, on a CPU."""
+    if request.param == "gpu":
+        monkeypatch.setattr("lp.models.fused.laid_out", _merged)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("arch", [*filter(_supported, MATRIX)])
 def test_which_architectures_are_fused(arch: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "lp"):
@@ -161,23 +175,41 @@ def test_a_forward_of_a_tied_heads_own() -> None:
     assert decoder.generate(IDS, 8, eos_token_id=()).tokens == plain_greedy(model, IDS, 8)
 
 
-def test_several_runners_share_the_weights() -> None:
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3", "phi3"])
+def test_merged_weights_give_the_same_logits(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases or without, layers that have one weight for several, and shared heads."""
+    model = _drawn(arch)
+    expected = _steps(ModelRunner(model, fused=False), 1)
+    monkeypatch.setattr("lp.models.fused.laid_out", _merged)
+    fused = ModelRunner(model)
+    assert fused.fused and _error(_steps(fused, 1), expected) < 1e-12
+
+
+def test_several_runners_share_the_weights(layout: str) -> None:
     model = tiny_model("qwen2")
     names = [name for name, _ in model.named_parameters()]
     before = copy.deepcopy(model.state_dict())
     with torch.inference_mode():  # as where a decoder is made within a generation
         fuse(model)
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
-    assert model.model.layers[0].self_attn.q_proj.weight.t().is_contiguous(), "on a CPU"
+    first = model.model.layers[0].self_attn
+    assert first.q_proj.weight.t().is_contiguous() == (layout == "cpu")
+    assert (first.k_proj.weight.untyped_storage().data_ptr() == first.q_proj.weight.untyped_storage().data_ptr()) == (
+        layout == "gpu"
+    )
     ModelRunner(model), ModelRunner(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
     assert [name for name, _ in model.named_parameters()] == names
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     assert sum(storages.values()) == sum(parameter.nbytes for parameter in model.parameters())
+    weight_layout.restore(model)
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+    assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == len(names)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_the_model_is_saved_copied_and_trained_as_before(tmp_path: Path) -> None:
+def test_the_model_is_saved_copied_and_trained_as_before(tmp_path: Path, layout: str) -> None:
     model = tiny_model("llama", dtype=torch.float32)
     ids = torch.tensor([IDS])
     expected = model(ids).logits

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from lp.sampling import noise
 from tests.compiled_kernels import SHARED_KB, compiled
 from tests.conftest import Processes
 
@@ -31,3 +35,31 @@ def test_it_compiles(capability: int) -> None:
     types = {"noise_base": "*fp32", "key": "i64", "first_position": "i64"}
     kernel = compiled(_gumbel_rows_kernel, {"BLOCK": BLOCK}, types, "fp32", capability, {})
     assert ".f64" in kernel.asm["ptx"], "the logarithms of doubles"
+
+
+def _launch(shift: float) -> Callable[..., None]:
+    def launch(rows: torch.Tensor, key: int, first: int, count: int) -> None:
+        noise.fill_gumbel_rows(rows, key, first, count)
+        rows += shift
+
+    return launch
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("no compiler")
+
+
+@pytest.mark.parametrize(
+    ("launch", "says"),
+    [(_launch(0.0), None), (_launch(1e-3), "it gives other numbers on cpu"), (_fail, "RuntimeError: no compiler")],
+    ids=["right", "wrong", "failing"],
+)
+def test_a_kernel_is_tried_before_it_is_used(
+    launch: Callable[..., None], says: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other noise would be another text; a driver that Triton does not know would be a traceback."""
+    monkeypatch.setitem(sys.modules, "lp.sampling.noise_kernel", SimpleNamespace(launch_gumbel_rows=launch))
+    monkeypatch.setattr(noise, "is_installed", lambda name: True)
+    works = noise._kernel_works.__wrapped__(torch.device("cpu"), torch.float32)
+    assert works == (says is None)
+    assert [says in record.getMessage() for record in caplog.records if says] == [True] * (says is not None)

@@ -61,6 +61,19 @@ def step_with_tree(runner: ModelRunner, cache: HybridCache, text: list[int], rng
     return [tokens[node] for node in path]
 
 
+def test_the_tree_of_a_step_is_on_every_device() -> None:
+    """Layers lie on several devices; each takes the tree from its own, where it is copied once."""
+    runner = ModelRunner(tiny_model("qwen3_5"))
+    cache = prefilled(runner, [1, 2, 3], 20)
+    cache.recurrent.begin_tree(torch.tensor(ancestors([-1, 0, 0, 2])))
+    here, there = (cache.recurrent.tree_on(torch.device(name)) for name in ("cpu", "meta"))
+    assert here is cache.recurrent.tree and here is not None
+    assert {there.visible_TT.device.type, there.roots_T.device.type, there.earlier_TK.device.type} == {"meta"}
+    assert cache.recurrent.tree_on(torch.device("meta")) is there
+    cache.recurrent.begin_tree(torch.tensor(ancestors([-1, 0])))
+    assert len(cache.recurrent.tree_on(torch.device("meta")).roots_T) == 2, "the step's own"
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_states_do_not_drift(arch: str) -> None:
     """A rounding error that every commit adds to would grow with the text."""
