@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lp.models.kv_cache import CacheTooLarge, StaticKVCache, StatesKind
+from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 
 
 def test_capacity_has_the_names_of_every_release() -> None:
