@@ -138,6 +138,20 @@ TIMES = StepTimes((1, 8, 16, 32, 64), (1e-3, 1.1e-3, 1.2e-3, 1.6e-3, 2.5e-3), 1e
 SLOW = StepTimes((1, 8, 16), (1e-3, 8e-3, 16e-3), 1e-3)  # nothing pays: plain steps
 
 
+@pytest.mark.parametrize("arch", some_of(["qwen3_5", "lfm2", "mamba2"], 2))
+def test_captured_steps_of_many_sizes_over_recurrent_states(arch: str, gpu: SimulatedCuda) -> None:
+    """Each graph keeps what recurrent layers saw in memory of its own: states must go on from that of the last step."""
+    model = tiny_model(arch)
+    config = lp.LookaheadConfig(adaptive=True, window_size=4, ngram_size=3, guess_set_size=6)
+    times = StepTimes((1, 8, 64), (0.01, 0.011, 0.03), 0.01)
+    decoder = lp.LookaheadDecoder(on_gpu(model), config, capture="auto", step_times=times)
+    ids = prompts(arch)[1]
+    output = decoder.generate(ids, 40, eos_token_id=())
+    sizes = [step.num_tokens for step in output.step_stats]
+    assert decoder.runner.captured and min(sizes) <= 8 < max(sizes), "of two graphs"
+    assert output.tokens == plain_greedy(model, ids, 40)
+
+
 @pytest.mark.parametrize("capture", ["off", "graph"])
 @pytest.mark.parametrize("times", [TIMES, SLOW], ids=["rows are cheap", "rows are dear"])
 def test_adaptive_steps_on_a_gpu(times: StepTimes, capture: str, gpu: SimulatedCuda) -> None:
