@@ -137,9 +137,13 @@ class GrownTree:
         place = self._places[node]
         for token in path:
             accept_prob = self._probs[place] * prob
-            if (place, token) not in self._children and not self._pays(accept_prob):
-                return
-            place = self._child(place, token, accept_prob)
+            known = self._children.get((place, token))
+            if known is None:
+                if not self._pays(accept_prob):
+                    return
+                known = self._child(place, token, accept_prob)
+            self._probs[known] = max(self._probs[known], accept_prob)
+            place = known
 
     def tree(self) -> DraftTree:
         """All of it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -179,6 +180,7 @@ class Engine:
         self._forest = ForestStep(self._passes, decoder.steps_with)
         self._waiting: deque[Handle] = deque()
         self._running: dict[Generation, Handle] = {}
+        self._of_last_pass: weakref.ref[Generation] | None = None  # where a pass takes one text
         self._signals = DeferredSignals()
         self._stopped_by = Stop.NONE  # why texts ended in the last run
         self.signal = 0
@@ -448,8 +450,9 @@ class Engine:
         for text in [*prompts, *texts]:
             try:
                 with self.decoder.context.stepping(text.message_shape.size):
-                    if len(self._running) > 1:
+                    if self._of_last_pass is None or self._of_last_pass() is not text:  # which may have ended by now
                         self.decoder.runner.forget_growth(text.cache)
+                    self._of_last_pass = weakref.ref(text)
                     if text in prompts:
                         text.prefill()
                     else:

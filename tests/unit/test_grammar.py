@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import SuppressTokensLogitsProcessor
 import lp
 from launch.bench.json_tasks import drawn_schema
 from launch.serve.grammars import Grammars
-from lp.draft.grammar_drafts import GrammarDrafts
+from lp.draft.grammar_drafts import GrammarDrafts, GrownTree
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.errors import UserError
@@ -33,6 +34,20 @@ from tests.toy_grammar import ToyGrammar
 pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
 
 CASES = 200 if os.environ.get("LP_TEST_LONG") else 8
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_forced_tokens_stay_within_the_room(merge: bool) -> None:
+    """Nodes side by side, as the paper's n-grams are: what is behind a node already needs no second node."""
+    step: Any = SimpleNamespace(rooms=[5], rank=0, price=None)
+    grown = GrownTree(DraftTree([5, 6], [-1, -1], [0.5, 0.4], merge), [0, 1], step)
+    grown.add_path(0, [7, 8], 0.9)
+    grown.add_path(0, [7, 8], 0.9)
+    assert grown.tree().tokens == [5, 6, 7, 8]
+    grown.add_path(0, [7, 8, 9, 10], 0.9)
+    grown.add_path(1, [7], 0.9)
+    tree = grown.tree()
+    assert (tree.tokens, tree.parents) == ([5, 6, 7, 8, 9], [-1, -1, 0, 2, 3])
 
 
 def test_a_cursor_goes_to_any_text() -> None:
