@@ -18,6 +18,8 @@ from lp.errors import UserError
 from lp.models.loader import context_limit
 from lp.sampling.params import SamplingParams
 
+OnBatchTokens = Callable[[int, list[int], int], None]  # index of the prompt, new tokens, step of its text
+
 
 class BatchDecoder(StepDecoder):
     """A decoder that generates one text, or several together."""
@@ -28,7 +30,7 @@ class BatchDecoder(StepDecoder):
         max_new_tokens: int | Sequence[int] = 256,
         sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
-        on_tokens: Callable[[int, list[int], int], None] | None = None,
+        on_tokens: OnBatchTokens | None = None,
         max_sequences: int = MAX_SEQUENCES,
         **options: Any,
     ) -> list[GenerationOutput]:
@@ -49,16 +51,35 @@ class BatchDecoder(StepDecoder):
             Interrupted: as `generate`; `outputs` has all texts as far as they are, `finished` those that ended.
             ValueError: as `generate`.
         """
-        news = _one_each("max_new_tokens", max_new_tokens, len(inputs))
-        samplings = _one_each("sampling", sampling, len(inputs))
-        first = options.pop("sequence", 0)
-        calls = []
-        for index, (prompt, new, own) in enumerate(zip(inputs, news, samplings, strict=True)):
-            call = {"input_ids": prompt, "max_new_tokens": new, "sampling": own, "sequence": first + index, **options}
-            if on_tokens is not None:
-                call["on_tokens"] = partial(on_tokens, index)
-            calls.append(call)
+        calls = calls_of_batch(inputs, max_new_tokens, sampling, on_tokens, options)
         return generate_together(self, calls, max_sequences)
+
+
+def calls_of_batch(
+    inputs: Sequence[Prompt],
+    max_new_tokens: int | Sequence[int],
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None,
+    on_tokens: OnBatchTokens | None,
+    options: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """The arguments of `generate` for each prompt of a batch, by name.
+
+    Args:
+        inputs, max_new_tokens, sampling, on_tokens, options: as in `BatchDecoder.generate_batch`.
+
+    Raises:
+        ValueError: as many values as prompts are wanted, and there are more or fewer.
+    """
+    news = _one_each("max_new_tokens", max_new_tokens, len(inputs))
+    samplings = _one_each("sampling", sampling, len(inputs))
+    first = options.get("sequence", 0)
+    calls = []
+    for index, (prompt, new, own) in enumerate(zip(inputs, news, samplings, strict=True)):
+        call = {**options, "input_ids": prompt, "max_new_tokens": new, "sampling": own, "sequence": first + index}
+        if on_tokens is not None:
+            call["on_tokens"] = partial(on_tokens, index)
+        calls.append(call)
+    return calls
 
 
 @remedy_named()

@@ -4,6 +4,7 @@
     {"t": [312, 9]}                               a step's tokens
     {"end": "length"}                             it ended, and why
 
+Lines are of the text that was named last; in a batch, whose texts take steps together, they name their own with "of".
 The name of a text is a digest of all that it depends on. Rank 0 writes, one line a write, which outlives the process
 but not the machine (there is no fsync); all ranks get what it read.
 """
@@ -23,11 +24,14 @@ from weakref import WeakKeyDictionary
 
 from lp.checks import check_int
 from lp.digest import text_digest
+from lp.engine.batch import OnBatchTokens, calls_of_batch, generate_together
 from lp.engine.decoder import Decoder
+from lp.engine.engine import MAX_SEQUENCES
 from lp.engine.inputs import Prompt, prompt_ids
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
+from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
 from lp.models.digests import model_digests
 from lp.models.recurrent_layers import limits_prompt
@@ -38,6 +42,8 @@ from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import plain_settings
 
 STARTS = (b'{"text":', b'{"t":', b'{"end":')  # of lines
+NAMED = ("input_ids", "max_new_tokens", "sampling", "on_tokens")  # of a call; the others are options
+CUT = ("interrupted", "cancelled")  # finish reasons of texts that may go on
 OBJECTS = ("logits_processor", "stopping_criteria")  # whose settings are their attributes
 
 
@@ -48,6 +54,27 @@ class Record:
     seed: int | None = None
     tokens: list[int] = field(default_factory=list)
     end: str | None = None
+
+
+@dataclass
+class _Text:
+    """A text that is generated now.
+
+    Attributes:
+        name: in the file.
+        record: what the file had.
+        done: the tokens that it goes on behind.
+        call: the arguments of `Decoder.generate`, for what is left of it.
+    """
+
+    name: str
+    record: Record
+    done: list[int]
+    call: dict[str, Any]
+
+    def whole(self) -> GenerationOutput:
+        """The output of a text that had ended."""
+        return GenerationOutput(list(self.done), self.record.end or "", [], resumed=len(self.done))
 
 
 class Journal:
@@ -64,6 +91,7 @@ class Journal:
     def __init__(self, path: str | Path, context: ParallelContext) -> None:
         self.path, self.context = Path(path), context
         self._file: BinaryIO | None = None
+        self._named = ""  # the text that the next line is of, if it names none
         content = context.share_text(self._opened() if context.is_main else None, "opening a journal")
         assert content is not None
         records = json.loads(content)
@@ -103,15 +131,74 @@ class Journal:
             Interrupted: as in Decoder.generate, with the whole text; the next call goes on behind it.
             ValueError: rejection sampling, whose text no restart can repeat, or a grammar, which begins with the text.
         """
-        if options.get("grammar") is not None:
+        call = {**options, "input_ids": ids, "max_new_tokens": max_new_tokens, "sampling": sampling}
+        text = self._begin(decoder, {**call, "on_tokens": on_tokens})
+        if text.record.end:
+            return text.whole()
+        try:
+            output = decoder.generate(**text.call)
+        except Interrupted as error:
+            self._ended(text, error.output)
+            raise
+        return self._ended(text, output)
+
+    def generate_batch(
+        self,
+        decoder: StepDecoder,
+        inputs: Sequence[Prompt],
+        max_new_tokens: int | Sequence[int] = 256,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        on_tokens: OnBatchTokens | None = None,
+        max_sequences: int = MAX_SEQUENCES,
+        **options: Any,
+    ) -> list[GenerationOutput]:
+        """`decoder.generate_batch`, or what is left of it: each text goes on, or not, as in `generate`.
+
+        Args:
+            decoder, inputs, max_new_tokens, sampling, on_tokens, max_sequences, options: as in
+                BatchDecoder.generate_batch.
+
+        Returns:
+            The outputs, in the order of the prompts, as of `generate`.
+
+        Raises:
+            Interrupted: as in BatchDecoder.generate_batch, with the whole texts.
+            ValueError: as in `generate`.
+        """
+        calls = calls_of_batch(inputs, max_new_tokens, sampling, on_tokens, options)
+        texts = [self._begin(decoder, call) for call in calls]
+        left = [text for text in texts if not text.record.end]
+        ended = {id(text): text.whole() for text in texts if text.record.end}
+        try:
+            outputs = generate_together(decoder, [text.call for text in left], max_sequences)
+        except Interrupted as error:
+            for text, output in zip(left, error.outputs, strict=True):
+                ended[id(text)] = self._ended(text, output)
+            error.outputs = [ended[id(text)] for text in texts]
+            error.finished = [output for output in error.outputs if output.finish_reason not in CUT]
+            raise
+        ended |= {id(text): self._ended(text, output) for text, output in zip(left, outputs, strict=True)}
+        return [ended[id(text)] for text in texts]
+
+    def _begin(self, decoder: Decoder, call: dict[str, Any]) -> _Text:
+        """A text, and what is left to generate of it.
+
+        Args:
+            decoder: that generates it.
+            call: the arguments of `decoder.generate`.
+        """
+        sampling: SamplingParams | None = call["sampling"]
+        on_tokens: OnTokens | None = call.get("on_tokens")
+        if call.get("grammar") is not None:
             raise UserError("a journal can't go on under a grammar, which begins with the text; leave one of them out")
         if sampling is not None and sampling.verifier is Verifier.REJECTION:
             raise UserError("a journal can't go on with verifier 'rejection', which draws anew; use 'coupled'")
-        ids = prompt_ids(decoder.model, ids)
-        max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
+        ids = prompt_ids(decoder.model, call["input_ids"])
+        new = check_int("max_new_tokens", call["max_new_tokens"], 1, math.inf, "ask for at least one token")
         for key in OBJECTS:
-            options[key] = [*options.get(key, ())]  # which may be an iterator, and is read twice
-        name = self._name(decoder, ids, max_new_tokens, sampling, options)
+            call[key] = [*call.get(key, ())]  # which may be an iterator, and is read twice
+        name = self._name(decoder, ids, new, sampling, {key: call[key] for key in call if key not in NAMED})
         record = self.records.setdefault(name, Record())
         if sampling is not None and sampling.seed is None:
             if record.seed is None:
@@ -125,32 +212,27 @@ class Journal:
             done = []  # as tokens of a prompt they would be computed otherwise
         if done and on_tokens:
             on_tokens(list(done), 0)
-        if record.end:
-            return GenerationOutput(list(done), record.end, [], resumed=len(done))
-        self._write({"text": name, "seed": record.seed, "kept": len(done)})
+        if not record.end:
+            self._write({"text": name, "seed": record.seed, "kept": len(done)})
+            self._named = name
 
         def write_tokens(tokens: list[int], step: int) -> None:
-            self._write({"t": tokens})
+            self._write_of(name, {"t": tokens})
             if on_tokens:
                 on_tokens(tokens, step)
 
         callback = write_tokens if self.context.is_main else on_tokens
-        remaining = max_new_tokens - len(done)
-        try:
-            output = decoder.generate([*ids, *done], remaining, sampling, on_tokens=callback, **options)
-        except Interrupted as error:
-            self._ended(record, error.output, done)
-            raise
-        self._ended(record, output, done)
-        return output
+        left = {"input_ids": [*ids, *done], "max_new_tokens": new - len(done), "sampling": sampling}
+        return _Text(name, record, list(done), {**call, **left, "on_tokens": callback})
 
-    def _ended(self, record: Record, output: GenerationOutput, done: Sequence[int]) -> None:
+    def _ended(self, text: _Text, output: GenerationOutput) -> GenerationOutput:
         """Make the output the whole text's, and note its end, if it has come."""
-        output.tokens, output.resumed = [*done, *output.tokens], len(done)
-        record.tokens = output.tokens
-        if output.finish_reason != "interrupted":
-            record.end = output.finish_reason
-            self._write({"end": record.end})
+        output.tokens, output.resumed = [*text.done, *output.tokens], len(text.done)
+        text.record.tokens = output.tokens
+        if output.finish_reason not in CUT:
+            text.record.end = output.finish_reason
+            self._write_of(text.name, {"end": text.record.end})
+        return output
 
     def _name(
         self, decoder: Decoder, ids: Sequence[int], new: int, sampling: SamplingParams | None, options: dict[str, Any]
@@ -180,6 +262,11 @@ class Journal:
             reason = "is no journal of lp; give another path, or delete it"
         return json.dumps({"error": f"journal {self.path} {reason}"})
 
+    def _write_of(self, name: str, line: dict[str, Any]) -> None:
+        """A line of this text."""
+        self._write(line if name == self._named else {**line, "of": name})
+        self._named = name
+
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
             return
@@ -200,7 +287,10 @@ def _read(lines: Sequence[bytes]) -> dict[str, Record]:
             record = records.setdefault(line["text"], Record())
             record.seed = line["seed"]
             del record.tokens[line["kept"] :]
-        elif "t" in line:
+            continue
+        if "of" in line:
+            record = records[line["of"]]
+        if "t" in line:
             record.tokens += line["t"]
         else:
             record.end = line["end"]

@@ -33,7 +33,7 @@ def before_pass(number: int, act: Callable[[], Any]) -> Iterator[list[int]]:
     """Do something before so many-th forward pass, prefill among them; yields their count."""
     count = [0]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("prefill", "forward"):
+        for name in ("prefill", "forward", "forward_forest"):
             original = getattr(ModelRunner, name)
 
             def acting(self: ModelRunner, *args: Any, original: Any = original, **kwargs: Any) -> Any:
@@ -93,6 +93,72 @@ def test_a_kill_before_every_pass(tmp_path: Path) -> None:
             )
 
         assert run_lockstep(1 + at % 2, again) == [expected] * (1 + at % 2)
+
+
+BATCH = [IDS, IDS[:6], IDS[2:]]  # two at a time: the third begins when one has ended
+
+
+def test_a_batch_killed_before_every_pass(tmp_path: Path) -> None:
+    """Three texts, their lines in the order of the steps: the journal gives each one its own tokens and no other's."""
+    model = tiny_model()
+    sampling = [None, lp.SamplingParams(temperature=0.8, seed=3), lp.SamplingParams(temperature=1.1, seed=3)]
+    asked: dict[str, Any] = {"max_new_tokens": [NEW, 3, NEW], "sampling": sampling, "max_sequences": 2}
+    outputs = lp.PlainDecoder(model).generate_batch(BATCH, **asked)
+    expected = [(output.tokens, output.finish_reason) for output in outputs]
+    with before_pass(0, list) as passes:
+        lp.LookaheadDecoder(model, CONFIG).generate_batch(BATCH, **asked)
+    resumed = 0
+    for at in range(1, passes[0] + 1):
+        path = tmp_path / f"{at}.jsonl"
+
+        def kill() -> None:
+            raise Killed
+
+        with pytest.raises(Killed), before_pass(at, kill):
+            Journal(path, ALONE).generate_batch(lp.LookaheadDecoder(model, CONFIG), BATCH, **asked)
+
+        def again(context: ParallelContext, path: Path = path) -> list[lp.GenerationOutput]:
+            streamed: list[list[int]] = [[] for _ in BATCH]
+            outputs = Journal(path, context).generate_batch(
+                lp.LookaheadDecoder(model, CONFIG, context),
+                BATCH,
+                **asked,
+                on_tokens=lambda index, tokens, step: streamed[index].extend(tokens),
+            )
+            assert streamed == [output.tokens for output in outputs]
+            return outputs
+
+        for outputs in run_lockstep(1 + at % 2, again):
+            assert [(output.tokens, output.finish_reason) for output in outputs] == expected, at
+            resumed += sum(output.resumed for output in outputs)
+    assert resumed > passes[0]
+
+
+def test_a_signal_before_every_pass_of_a_batch(tmp_path: Path) -> None:
+    """The texts as far as they are, whole ones among them; the journal gives the undisturbed ones."""
+    model = tiny_model()
+    asked: dict[str, Any] = {"max_new_tokens": [NEW, 3, NEW], "max_sequences": 2}
+    expected = [plain_greedy(model, ids, new) for ids, new in zip(BATCH, asked["max_new_tokens"], strict=True)]
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    with before_pass(0, list) as passes:
+        decoder.generate_batch(BATCH, **asked)
+    finished = set[int]()
+    for at in range(1, passes[0] + 1):
+        path = tmp_path / f"{at}.jsonl"
+        for goes_on in (False, True):  # the second signal comes within what the first one left, or behind its end
+            journal = Journal(path, ALONE)
+            try:
+                with before_pass(1 if goes_on else at, lambda: signal.raise_signal(signal.SIGTERM)):
+                    outputs = journal.generate_batch(decoder, BATCH, **asked)
+            except lp.Interrupted as error:
+                outputs, ended = error.outputs, [error.outputs.index(output) for output in error.finished]
+                assert [outputs[index].tokens for index in ended] == [expected[index] for index in ended]
+                finished.add(len(ended))
+            for output, tokens in zip(outputs, expected, strict=True):
+                assert output.tokens == tokens[: len(output.tokens)]
+        outputs = Journal(path, ALONE).generate_batch(decoder, BATCH, **asked)
+        assert [output.tokens for output in outputs] == expected, at
+    assert {0, 1} <= finished
 
 
 def test_a_signal_on_any_rank_behind_every_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,26 @@ def test_a_journal_cut_after_any_byte(tmp_path: Path) -> None:
     assert {0, NEW} < resumed, "from nothing, from a part, and from all"
 
 
+def test_a_batch_s_journal_cut_after_any_byte(tmp_path: Path) -> None:
+    """The lines of two texts in turn: what a cut leaves of each is a beginning of its own."""
+    model = tiny_model()
+    expected = [plain_greedy(model, ids, NEW) for ids in PROMPTS]
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    path = tmp_path / "journal.jsonl"
+    Journal(path, ALONE).generate_batch(decoder, PROMPTS, NEW)
+    whole = path.read_bytes()
+    assert whole.count(b'"of"') > 2, "they took steps together"
+    resumed = set[tuple[int, ...]]()
+    for length in range(len(whole), -1, -1 if LONG else -3):
+        path.write_bytes(whole[:length])
+        outputs = Journal(path, ALONE).generate_batch(decoder, PROMPTS, NEW)
+        assert [output.tokens for output in outputs] == expected, length
+        resumed.add(tuple(output.resumed for output in outputs))
+        kept = Journal(path, ALONE).records
+        assert sorted(record.tokens for record in kept.values()) == sorted(expected), "what was added is whole"
+    assert {(0, 0), (NEW, NEW)} < resumed, "from nothing, from a part, and from all"
+
+
 def remembered() -> Tables:
     """Tables that hold something."""
     tables = empty_tables(CONFIG)
