@@ -324,6 +324,7 @@ class ServeConfig(Common):
     max_body_bytes: int = 4 << 20
     timeout_s: float = 600.0
     drain_s: int = 30
+    journal: str | None = None
     fim: FimSchema = field(default_factory=FimSchema)
 
 

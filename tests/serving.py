@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lp
 from lp.budget.step_times import StepTimes
 from lp.models.loader import vocabulary_size
+
+if TYPE_CHECKING:
+    from launch.serve.unfinished import UnfinishedRequests
 
 STEP_TIMES = StepTimes((1, 64), (1e-3, 1.63e-3), 1e-3)
 
@@ -69,6 +72,7 @@ def serving(
     max_body_bytes: int = 1 << 20,
     sampling: lp.SamplingParams | None = None,
     decoder: Callable[[], lp.LookaheadDecoder] | None = None,
+    unfinished: UnfinishedRequests | None = None,
     **limits: Any,
 ) -> Iterator[Running]:
     """A server of this model, with fixed step times unless `decoder` makes another; it ends with the block."""
@@ -81,6 +85,7 @@ def serving(
     from launch.serve.metrics import Metrics
     from launch.serve.served import Limits, Served
     from launch.serve.server import bind
+    from launch.serve.unfinished import UnfinishedRequests
 
     decoder = decoder or partial(lp.LookaheadDecoder, model, step_times=STEP_TIMES)
 
@@ -95,6 +100,7 @@ def serving(
         sampling=sampling or lp.SamplingParams(),
         limits=Limits(**limits),
         metrics=Metrics(loop),
+        unfinished=unfinished or UnfinishedRequests(None),
         fim=FimPrompts(tokenizer, fim) if fim else None,
     )
     app = build_app(served, api_key, max_body_bytes)
@@ -103,6 +109,7 @@ def serving(
         uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
     )
     thread = threading.Thread(target=server.run, args=([socket],), daemon=True)
+    socket.listen()  # who comes before uvicorn has started waits
     loop.start()
     thread.start()
     running = Running(f"http://127.0.0.1:{socket.getsockname()[1]}", served, decoder(), api_key or "none")

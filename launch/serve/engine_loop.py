@@ -296,6 +296,8 @@ class EngineLoop:
             return
         if text.spec.logprobs is not None:
             text.handle.request.sampler = LogprobSampler(text.handle.request.sampler, text.spec.logprobs)
+        if text.watch and text.spec.resumed:
+            self._on_tokens(number, text, text.spec.resumed)
 
     def _on_tokens(self, number: int, text: LiveText, tokens: list[int]) -> None:
         """A step of a text, on the thread that runs it."""
@@ -327,10 +329,10 @@ class EngineLoop:
             reason="stop_string" if watch and watch.ended else output.finish_reason,
             text=watch.flush() if watch else "",
             found=watch.found if watch else None,
-            num_tokens=watch.num_tokens if watch else len(output.tokens),
+            num_tokens=watch.num_tokens if watch else len(text.spec.resumed) + len(output.tokens),
             sequence=text.spec.sequence,
             prompt_tokens=len(text.spec.prompt),
-            cached=handle.reused,
+            cached=min(handle.reused, len(text.spec.prompt)),
             steps=output.step_stats,
             prefill_s=output.prefill_s,
             decode_s=output.decode_s,

@@ -262,20 +262,25 @@ class TextGroup:
         if len(wanted) > loop.max_texts:
             message = f"the request is for {len(wanted)} texts; this server takes {loop.max_texts} at a time"
             raise ApiError(400, message, "n")
+        specs, unfinished = [text.spec for text in wanted], served.unfinished
+        key = unfinished.key(specs)
+        self._noted = unfinished.begin(name, key, texts=len(wanted), seed=(specs[0].sampling or {}).get("seed"))
+        specs = unfinished.resumed(specs, key)
+        texts = [replace(text, spec=spec) for text, spec in zip(wanted, specs, strict=True)]
         try:
-            self._ids = loop.submit([self._live(index, text) for index, text in enumerate(wanted)])
-        except Busy:
+            self._ids = loop.submit([self._live(index, text) for index, text in enumerate(texts)])
+        except (Busy, Closing) as error:
+            self._noted.end()
+            if isinstance(error, Closing):
+                raise closing(loop) from None
             raise busy(f"{loop.texts} texts are waiting, of {loop.max_texts}") from None
-        except Closing:
-            raise closing(loop) from None
-        seed = (wanted[0].spec.sampling or {}).get("seed")
-        self._noted = served.unfinished.begin(name, texts=len(wanted), seed=seed)
+        unfinished.taken(key)
 
     def _live(self, index: int, text: Wanted) -> LiveText:
         watch = TextWatch(self._served.tokenizer, text.spec.prompt, text.stop, text.min_indent, text.time_limit_s)
 
         def tell(event: Event) -> None:
-            self._count(index, event)
+            self._note(index, event)
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 self._event_loop.call_soon_threadsafe(self._queue.put_nowait, (index, event))
 
@@ -291,22 +296,24 @@ class TextGroup:
             while self._left:
                 index, event = await self._queue.get()
                 if isinstance(event, Ending):
-                    self._left -= 1
                     if event.error:
                         raise failed(event.error)
+                    self._left -= 1
                 yield index, event
         finally:
             if self._left:
                 for number in self._ids:
                     self._served.loop.cancel(number)
-            if not self._served.loop.failure:
-                self._served.unfinished.end(self._noted)
+            if not (self._left and self._served.loop.failure):
+                self._noted.end()
 
-    def _count(self, index: int, event: Event) -> None:
+    def _note(self, index: int, event: Event) -> None:
         """On the engine's thread, whether or not a client still listens."""
         if isinstance(event, Ending):
             self._served.metrics.ended(event)
-        elif index in self._waits_for_first:
+            return
+        self._noted.add(index, event.tokens)
+        if index in self._waits_for_first:
             self._waits_for_first.remove(index)
             self._served.metrics.first_token(time.perf_counter() - self._began)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import lp
 from lp.checks import as_float, check_int
 from lp.engine.interrupts import Terminated, sigterm_raises
+from lp.engine.journal import resumable
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
+from lp.models.digests import model_digests
 from lp.models.loader import Loaded, vocabulary_size
 from lp.optional import is_installed
 from lp.sampling.params import Verifier
@@ -139,7 +143,7 @@ def listen(
     from .metrics import Metrics
     from .served import Limits, Served
 
-    unfinished = UnfinishedRequests(unfinished_folder())
+    unfinished = unfinished_requests(config, loaded)
     failed = threading.Event()
     loop = EngineLoop(engine, grammars, config.max_waiting, failed.set)
     known = fim_format(loaded.tokenizer, fim)
@@ -170,6 +174,20 @@ def listen(
         loop.close()
     if loop.failure:
         raise loop.failure
+
+
+def unfinished_requests(config: ServeConfig, loaded: Loaded) -> UnfinishedRequests:
+    """With tokens in the user's folder; or without in the run's, where torchrun may start the ranks again.
+
+    Raises:
+        ValueError: the folder can't be made or read.
+    """
+    if config.journal is None:
+        return UnfinishedRequests(unfinished_folder())
+    model = json.dumps(model_digests(loaded.model)) if resumable(loaded.model) else None
+    if model is None:
+        print("journal: texts of this model can't go on behind known tokens; ids and seeds are kept", file=sys.stderr)
+    return UnfinishedRequests(Path(config.journal), model, "journal")
 
 
 def bind(host: str, port: int) -> socket.socket:

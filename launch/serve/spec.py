@@ -29,6 +29,7 @@ class TextSpec:
         frequency_penalty: the same, once for each time.
         prediction: tokens that the client expects.
         grammar: (kind, text) of the grammar that the text follows, as of `Grammars.grammar`; None for none.
+        resumed: first tokens of the text, which a server before this one generated.
         logprobs: so many of the likeliest tokens are reported beside each token; None reports none, and no log
             probability of the token either.
     """
@@ -43,6 +44,7 @@ class TextSpec:
     frequency_penalty: float = 0.0
     prediction: list[int] = field(default_factory=list)
     grammar: tuple[str, str] | None = None
+    resumed: list[int] = field(default_factory=list)
     logprobs: int | None = None
 
     def as_data(self) -> dict[str, Any]:
@@ -54,6 +56,11 @@ class TextSpec:
         """From `as_data`, back from JSON."""
         return cls(**data)
 
+    @property
+    def resumable(self) -> bool:
+        """Whether the text can go on behind tokens that are known: a grammar and log probabilities are of all of it."""
+        return self.grammar is None and self.logprobs is None
+
     def arguments(self, grammars: Grammars) -> dict[str, Any]:
         """The arguments of `Engine.submit`.
 
@@ -64,8 +71,8 @@ class TextSpec:
             ValueError: a value out of range.
         """
         return {
-            "input_ids": self.prompt,
-            "max_new_tokens": self.max_new_tokens,
+            "input_ids": [*self.prompt, *self.resumed],
+            "max_new_tokens": self.max_new_tokens - len(self.resumed),
             "sampling": None if self.sampling is None else lp.SamplingParams(**self.sampling),
             "sequence": self.sequence,
             "eos_token_id": self.eos,

@@ -1,25 +1,63 @@
-"""Requests that have not ended, as files that outlive the process: a server that is started again reports them."""
+"""Requests that have not ended, as files that outlive the process: a server that is started again knows of them.
+
+    {"id": "cmpl-1f0c", "began": 1790000000, "texts": 2, "seed": 7, "key": "9e2b..."}    a request
+    {"text": 1, "t": [312, 9]}                    a step's tokens of one of its texts, where the server keeps tokens
+
+A request with kept tokens goes on behind them when a client sends the same again, seed included.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import time
 from typing import Any
 
 from lp.checks import env_int
+from lp.digest import text_digest
 from lp.errors import UserError
+
+from .spec import TextSpec
+
+
+class UnfinishedRequest:
+    """The file of a request, or nothing where none is kept.
+
+    Args:
+        path: of the file, which is made; None: nothing is kept.
+        facts: its first line.
+        keeps_tokens: whether tokens are added.
+    """
+
+    def __init__(self, path: Path | None, facts: dict[str, Any], keeps_tokens: bool) -> None:
+        self._path = path
+        self._adds = path is not None and _append(path, facts) and keeps_tokens
+
+    def add(self, text: int, tokens: Sequence[int]) -> None:
+        """A step of one of its texts."""
+        if self._adds and tokens:
+            assert self._path is not None
+            self._adds = _append(self._path, {"text": text, "t": [*tokens]})
+
+    def end(self) -> None:
+        """It has ended, or its client has left."""
+        self._adds = False
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
 
 
 class UnfinishedRequests:
     """A folder with a file for each request, from when it is taken until it has ended or its client has left.
 
-    Prompts and texts are not written.
-
     Args:
         folder: of this server alone; None keeps nothing.
+        model: digest of the model, where tokens of the texts are kept; None keeps none. Prompts are never written.
+        setting: what names the folder, for messages.
 
     Attributes:
         earlier: requests of the server that had the folder before, oldest first.
@@ -28,43 +66,66 @@ class UnfinishedRequests:
         ValueError: the folder can't be made or read.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, model: str | None = None, setting: str = "LP_RUN_DIR") -> None:
         self._folder = folder
+        self._model = model
         self._next = 0
+        self._left: dict[str, list[dict[int, list[int]]]] = {}  # by key, tokens by text; the same may come twice
         self.earlier: list[dict[str, Any]] = []
         if folder is None:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            paths = sorted(folder.glob("*.json"), key=lambda path: int(path.stem))
-            self.earlier = [_read(path) for path in paths]
+            paths = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
+            for path in paths:
+                self._take(*_read(path))
             for path in paths:
                 path.unlink()
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{folder} can't keep unfinished requests ({error}); set LP_RUN_DIR to another folder"
+                f"{folder} can't keep unfinished requests ({error}); set {setting} to another folder"
             ) from None
 
-    def begin(self, name: str, **facts: Any) -> Path | None:
-        """Note a request that is taken; what `end` takes.
+    def key(self, specs: Sequence[TextSpec]) -> str:
+        """A digest of all that the texts of a request depend on; empty where no tokens are kept."""
+        if self._model is None or not all(spec.resumable for spec in specs):
+            return ""
+        return f"{text_digest(json.dumps([self._model, *(spec.as_data() for spec in specs)])):016x}"
+
+    def begin(self, name: str, key: str, **facts: Any) -> UnfinishedRequest:
+        """Note a request that is taken.
 
         Args:
             name: that its client knows, too.
+            key: of its texts.
             facts: more to report.
         """
-        if self._folder is None:
-            return None
-        path = self._folder / f"{self._next}.json"
+        path = None if self._folder is None else self._folder / f"{self._next}.jsonl"
         self._next += 1
-        with contextlib.suppress(OSError):  # a full disk must not cost the text
-            path.write_text(json.dumps({"id": name, "began": int(time()), **facts}))
-        return path
+        known = {"key": key} if key else {}
+        return UnfinishedRequest(path, {"id": name, "began": int(time()), **facts, **known}, bool(key))
 
-    def end(self, noted: Path | None) -> None:
-        """It has ended."""
-        if noted is not None:
-            with contextlib.suppress(OSError):
-                noted.unlink()
+    def resumed(self, specs: Sequence[TextSpec], key: str) -> list[TextSpec]:
+        """The texts of a request, behind the tokens that they had when it was sent before."""
+        if key not in self._left:
+            return [*specs]
+        tokens = self._left[key][0]
+        # The last token comes again, and with it what may have ended the text.
+        return [replace(spec, resumed=tokens.get(index, [])[:-1]) for index, spec in enumerate(specs)]
+
+    def taken(self, key: str) -> None:
+        """A request with this key has begun."""
+        if key in self._left:
+            self._left[key].pop(0)
+            if not self._left[key]:
+                del self._left[key]
+
+    def _take(self, facts: dict[str, Any], tokens: dict[int, list[int]]) -> None:
+        key = facts.pop("key", "")
+        if tokens and key:
+            self._left.setdefault(key, []).append(tokens)
+            facts["tokens"] = sum(map(len, tokens.values()))
+        self.earlier.append(facts)
 
 
 def unfinished_folder() -> Path | None:
@@ -73,9 +134,27 @@ def unfinished_folder() -> Path | None:
     return Path(run) / "unfinished" if run and env_int("TORCHELASTIC_MAX_RESTARTS", 0) else None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        found = json.loads(path.read_text())
-        if isinstance(found, dict):
-            return found
-    return {"id": "unknown"}  # the machine, or its disk, ended in the middle of the writing
+def _append(path: Path, line: dict[str, Any]) -> bool:
+    """Whether all of a line was written: a full disk must not cost the text."""
+    data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
+    with contextlib.suppress(OSError), open(path, "ab", buffering=0, opener=_private) as file:
+        return file.write(data) == len(data)
+    return False
+
+
+def _private(path: str, flags: int) -> int:
+    """No other user may read it."""
+    return os.open(path, flags, 0o600)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
+    """The facts of a request, and its tokens by text, as far as whole lines have them."""
+    facts: dict[str, Any] = {"id": "unknown"}  # the machine, or its disk, ended in the middle of the writing
+    tokens: dict[int, list[int]] = {}
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        first, *lines = map(json.loads, path.read_bytes().split(b"\n")[:-1])
+        if isinstance(first, dict) and "id" in first:
+            facts = first
+            for line in lines:
+                tokens.setdefault(int(line["text"]), []).extend(map(int, line["t"]))
+    return facts, tokens

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary
 
+from transformers import PreTrainedModel
+
 from lp.checks import check_int
 from lp.digest import text_digest
 from lp.engine.batch import OnBatchTokens, calls_of_batch, generate_together
@@ -207,9 +209,8 @@ class Journal:
         record.seed = sampling.seed if sampling else None
         # The last token comes again, and with it what may have ended the text.
         done = record.tokens if record.end else record.tokens[:-1]
-        config = decoder.model.config.get_text_config()
-        if not record.end and (rope_boundary(config) or limits_prompt(decoder.model)):
-            done = []  # as tokens of a prompt they would be computed otherwise
+        if not (record.end or resumable(decoder.model)):
+            done = []
         if done and on_tokens:
             on_tokens(list(done), 0)
         if not record.end:
@@ -277,6 +278,15 @@ class Journal:
         except OSError as error:  # a full disk must not cost the text
             warnings.warn(f"journal {self.path} is not written any more ({error.strerror})", stacklevel=2)
             self._file = None
+
+
+def resumable(model: PreTrainedModel) -> bool:
+    """Whether a text goes on as it would have where its first tokens are given as a part of the prompt.
+
+    Not those of models that would compute them otherwise then: with rotary frequencies that depend on the text's
+    length, or recurrent layers that take a prompt in parts of a certain size.
+    """
+    return not (rope_boundary(model.config.get_text_config()) or limits_prompt(model))
 
 
 def _read(lines: Sequence[bytes]) -> dict[str, Record]:

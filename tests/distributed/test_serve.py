@@ -114,16 +114,22 @@ def test_it_serves_and_drains(processes: Processes, settings: list[str], tmp_pat
 
 
 @pytest.mark.slow  # two launches of two ranks
-def test_a_rank_that_dies_ends_the_server(processes: Processes, settings: list[str], tmp_path: Path) -> None:
-    """The client and /health are told; the ranks start again, and the request that was lost is reported."""
+@pytest.mark.parametrize("keeps_tokens", [False, True])
+def test_a_rank_that_dies_ends_the_server(
+    processes: Processes, settings: list[str], tmp_path: Path, keeps_tokens: bool
+) -> None:
+    """The client and /health are told; the ranks start again, report the request, and may go on where it was."""
+    asked = LONG | {"max_tokens": 1900, "ignore_eos": True}
     variables = {"LP_RUN_DIR": str(tmp_path), "MAX_RESTARTS": "1"}
-    process = processes.start(processes.torchrun(2, APP, *settings), variables)
+    folder = tmp_path / ("kept" if keeps_tokens else "unfinished")
+    journal = [f"journal={folder}"] if keeps_tokens else []
+    process = processes.start(processes.torchrun(2, APP, *settings, *journal), variables)
     url = started(process)
     with httpx.Client(base_url=url, timeout=60) as http:
-        with http.stream("POST", "/v1/completions", json=LONG | {"max_tokens": 1900, "ignore_eos": True}) as answer:
+        with http.stream("POST", "/v1/completions", json=asked) as answer:
             lines = (line for line in answer.iter_lines() if line)
             first = json.loads(next(lines)[6:])
-            assert len([*tmp_path.glob("unfinished/*.json")]) == 1
+            assert len([*folder.glob("*.jsonl")]) == 1
             (victim,) = [each for each in processes.alive() if is_rank(each, "1")]
             victim.kill()
             *_, last = lines
@@ -132,12 +138,18 @@ def test_a_rank_that_dies_ends_the_server(processes: Processes, settings: list[s
         assert health.status_code == 503 and "rank 1" in health.json()["error"]["message"]
     with httpx.Client(base_url=started(process), timeout=60) as http:
         assert http.get("/health").json() == {"status": "ok"}
-        assert len(http.post("/v1/completions", json=LONG | {"stream": False, "max_tokens": 5}).json()["choices"]) == 1
-        assert [*tmp_path.glob("unfinished/*.json")] == []
+        again = http.post("/v1/completions", json=asked | {"stream": False}).json()
+        assert [*folder.glob("*.jsonl")] == []
         process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0 and process.stderr
     said = [line for line in process.stderr if line.startswith("unfinished before the restart")]
     assert len(said) == 1 and first["id"] in said[0] and "texts 1, seed 3" in said[0]
+    assert ("tokens" in said[0]) == keeps_tokens
+    loaded = lp.load(settings[1].removeprefix("model.name="), dtype="float64")
+    ids, sampling = loaded.tokenizer(LONG["prompt"])["input_ids"], lp.SamplingParams(temperature=0.8, seed=3)
+    alone = lp.PlainDecoder(loaded.model).generate(ids, 1900, sampling, eos_token_id=()).tokens
+    assert again["choices"][0]["text"] == loaded.tokenizer.decode(alone, skip_special_tokens=True)
+    assert again["usage"]["completion_tokens"] == 1900
     assert processes.wait_for_end() == []
 
 

@@ -19,6 +19,7 @@ import lp
 from launch.app import DISK_FULL
 from launch.bench.plots import figure
 from launch.bench.records import RecordFile
+from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
 from lp.budget.step_times_cache import StepTimesFile, read_step_times
 from lp.draft.pool.model_ngrams import Contexts, new_file, read_file, write_file
@@ -167,11 +168,22 @@ def test_figures_without_room(tmp_path: Path) -> None:
 
 def test_requests_of_a_server_without_room(tmp_path: Path) -> None:
     """Noting a request must not refuse it, and half a note must not keep the server from starting again."""
-    for room in range(60):
-        requests = UnfinishedRequests(tmp_path)
+    spec = TextSpec(prompt=[1, 2, 3], max_new_tokens=12)
+    tokens = [4, 15, 926, 5, 35, 8]
+    whole = set[int]()
+    for room in range(220):
+        requests = UnfinishedRequests(tmp_path, "model")
+        key = requests.key([spec])
         with room_for(room):
-            noted = requests.begin("cmpl-1")
-            assert noted is not None
-        (found,) = UnfinishedRequests(tmp_path).earlier
+            noted = requests.begin("cmpl-1", key)
+            for at in range(0, len(tokens), 2):
+                noted.add(0, tokens[at : at + 2])
+        left = UnfinishedRequests(tmp_path, "model")
+        (found,) = left.earlier
         assert found["id"] in ("unknown", "cmpl-1")
-        requests.end(noted)
+        (resumed,) = left.resumed([spec], key)
+        count = found.get("tokens", 0)
+        assert resumed.resumed == tokens[: max(count - 1, 0)]
+        whole.add(count)
+        noted.end()
+    assert whole == {0, 2, 4, 6}

@@ -86,19 +86,19 @@ def test_requests_that_did_not_end_are_found_again(tmp_path: Path) -> None:
     """By the server that comes after, once; one whose file was being written, too."""
     folder = tmp_path / "unfinished"
     first = UnfinishedRequests(folder)
-    noted = [first.begin(name, texts=2, seed=7) for name in ("a", "b", "c")]
-    first.end(noted[1])
-    assert noted[2] and first.earlier == []
-    noted[2].write_text('{"id": ')  # and no more
+    noted = [first.begin(name, "", texts=2, seed=7) for name in ("a", "b", "c")]
+    noted[1].end()
+    paths = sorted(folder.iterdir())
+    assert len(paths) == 2 and first.earlier == []
+    paths[1].write_text('{"id": ')  # and no more
     found = UnfinishedRequests(folder).earlier
     assert [request.pop("began", 0) > 0 for request in found] == [True, False]
     assert found == [{"id": "a", "texts": 2, "seed": 7}, {"id": "unknown"}]
     assert UnfinishedRequests(folder).earlier == []
-    noted[2].touch()
-    none = UnfinishedRequests(None)
-    none.end(none.begin("a"))
+    paths[1].touch()
+    UnfinishedRequests(None).begin("a", "").end()
     with pytest.raises(UserError, match=r"can't keep unfinished requests .* set LP_RUN_DIR to another folder"):
-        UnfinishedRequests(noted[2])
+        UnfinishedRequests(paths[1])
 
 
 def test_an_address_that_is_not_ours() -> None:

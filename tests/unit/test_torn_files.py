@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import lp
+from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
 from lp.budget.step_times_cache import StepTimesFile, read_step_times
 from lp.draft.pool.factory import load_tables, save_tables
@@ -190,12 +191,22 @@ def test_step_times_cut_after_any_byte(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_unfinished_requests_cut_after_any_byte(tmp_path: Path) -> None:
     """A server that does not start because of what the last one left behind would not start again either."""
-    folder = tmp_path / "unfinished"
-    noted = UnfinishedRequests(folder).begin("cmpl-é1", path="/v1/completions")
-    assert noted is not None
-    whole = noted.read_bytes()
+    spec = TextSpec(prompt=[1, 2, 3], max_new_tokens=12)
+    requests = UnfinishedRequests(tmp_path, "model")
+    key = requests.key([spec, spec])
+    noted = requests.begin("cmpl-é1", key, path="/v1/completions")
+    for text, tokens in [(0, [4, 15]), (1, [9]), (0, [26, 5]), (1, [35, 8])]:
+        noted.add(text, tokens)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    resumed = set[tuple[int, ...]]()
     for length in range(len(whole) + 1):
-        noted.write_bytes(whole[:length])
-        (found,) = UnfinishedRequests(folder).earlier
-        assert found["id"] == ("cmpl-é1" if length == len(whole) else "unknown")
-        assert not [*folder.iterdir()]
+        path.write_bytes(whole[:length])
+        left = UnfinishedRequests(tmp_path, "model")
+        (found,) = left.earlier
+        assert found["id"] == ("unknown" if b"\n" not in whole[:length] else "cmpl-é1")
+        texts = [text.resumed for text in left.resumed([spec, spec], key)]
+        assert texts == [[4, 15, 26][: len(texts[0])], [9, 35][: len(texts[1])]]
+        resumed.add((len(texts[0]), len(texts[1])))
+        assert not [*tmp_path.iterdir()]
+    assert resumed == {(0, 0), (1, 0), (3, 0), (3, 2)}
