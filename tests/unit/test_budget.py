@@ -22,6 +22,7 @@ from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.engine.request import Request
 from lp.models.loader import DEMO_MODEL, load
+from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.top_logits import TopLogits
@@ -326,6 +327,48 @@ def test_idle_steps_are_plain_and_lookahead_is_tried_again() -> None:
     assert output.tokens == lp.AutoregressiveDecoder(model).generate(ids, 170, sampling, eos_token_id=()).tokens
     assert sum(idle) > 100 and not all(idle[-70:])
     assert decoder.explain().endswith(f", {sum(idle)} plain steps")
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_budget_that_learns_is_told_of_every_step(adaptive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens and its size; a fixed one is told of none."""
+    told: list[tuple[list[int], int]] = []
+    for kind in (AdaptiveBudget, FixedBudget):
+        record = kind.record_step
+
+        def recording(self: Any, tokens: Any, size: int, drafts: DraftRecord, record: Any = record) -> None:
+            told.append(([*tokens], size))
+            record(self, tokens, size, drafts)
+
+        monkeypatch.setattr(kind, "record_step", recording)
+    config = lp.LookaheadConfig(adaptive=True) if adaptive else lp.LookaheadConfig(window_size=4, ngram_size=3)
+    decoder = lp.LookaheadDecoder(tiny_model(), config, step_times=STEP_TIMES["constant"] if adaptive else None)
+    output = decoder.generate(drawn_text(random.Random(3), 30), 40, eos_token_id=())
+    if not adaptive:
+        assert told == []
+        return
+    assert [len(tokens) for tokens, _ in told] == [step.accepted + 1 for step in output.step_stats if not step.idle]
+    assert [token for tokens, _ in told for token in tokens][:40] == output.tokens
+    assert [size for _, size in told] == [step.num_tokens for step in output.step_stats if not step.idle]
+
+
+def test_a_plain_step_alone_is_padded_as_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A size that pays for two tokens would make every plain step of a text that drafts nothing slower."""
+    times = StepTimes((1, 2, 4, 200), (1.0, 9.0, 2.0, 900.0), 1.0)
+    sizes: list[int] = []
+    forward = ModelRunner.forward
+
+    def noting(self: ModelRunner, tokens: Any, *args: Any, **options: Any) -> Any:
+        sizes.append(len(tokens))
+        return forward(self, tokens, *args, **options)
+
+    monkeypatch.setattr(ModelRunner, "forward", noting)
+    decoder = lp.LookaheadDecoder(tiny_model(), lp.LookaheadConfig(adaptive=True), step_times=times)
+    sizes.clear()
+    output = decoder.generate([1, 2, 3], 60, lp.SamplingParams(temperature=3.0, seed=1), eos_token_id=())
+    steps = zip(sizes[-output.steps :], output.step_stats, strict=True)  # behind the prompt
+    plain = [size for size, step in steps if step.idle]
+    assert len(plain) > 20 and set(plain) == {1} and times.padded_size(2) == 4
 
 
 def test_the_pool_follows_idle_steps() -> None:

@@ -71,6 +71,20 @@ def test_a_step_of_several_texts_is_one_graph(gpu: SimulatedCuda) -> None:
     assert not engine.decoder.runner.captured.reserved  # type: ignore[attr-defined]
 
 
+def test_a_capture_leaves_a_cached_prefix_alone(gpu: SimulatedCuda) -> None:
+    """The first text by itself may begin with a prefix: steps that are captured then run, and must move no KV of it."""
+    model = tiny_model()
+    engine = engine_of(model)
+    rng = random.Random(2)
+    texts = [drawn_text(rng, 30) for _ in range(2)]
+    together = [engine.submit(ids, NEW, eos_token_id=()) for ids in texts]
+    engine.run()
+    ids = [*texts[0], *together[0].result().tokens[:5], 3]
+    handle = engine.submit(ids, NEW, eos_token_id=())
+    engine.run()
+    assert handle.reused > 30 and handle.result().tokens == plain(model, ids)
+
+
 @pytest.mark.parametrize("arch", some_of(["llama", "qwen2", "gemma3", "gpt_neox"], 2))
 def test_texts_have_the_tokens_that_they_have_alone(arch: str, gpu: SimulatedCuda) -> None:
     """Arrivals, cancellations, reused prefixes, chunks of prompts; sliding windows, one KV head a query head."""

@@ -15,6 +15,7 @@ import torch
 from transformers import StoppingCriteria
 
 import lp
+from lp.engine import forest_step
 from lp.engine.engine import Engine, Handle
 from lp.parallel.thread_ranks import run_lockstep
 from tests.engine_calls import Call, check_call, run_calls
@@ -22,6 +23,23 @@ from tests.tiny_models import ARCHITECTURES, CONTEXT, VOCABULARY, drawn_text, pl
 
 FIXED = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 FLAT = lp.StepTimes.constant(0.01, 64)
+
+
+def test_texts_are_sampled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one they have the same tokens, and the host's time for each of them is felt in every step."""
+    together: list[int] = []
+    sample = forest_step.sample_together
+
+    def noting(samplers: Any, *args: Any) -> Any:
+        together.append(len(samplers))
+        return sample(samplers, *args)
+
+    monkeypatch.setattr(forest_step, "sample_together", noting)
+    engine = Engine(lp.LookaheadDecoder(tiny_model(), FIXED), 4, 400)
+    handles = [engine.submit([index, 2, 3], 12, eos_token_id=()) for index in range(3)]
+    engine.run()
+    steps = [handle.result().steps for handle in handles]
+    assert together.count(3) == min(steps) and set(together) <= {2, 3}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -139,6 +139,14 @@ def test_a_slice_is_part_of_the_whole_window(n: int, first: int, end: int) -> No
     assert layout.branch_tokens(at_50) == [1, 50] and layout.reachable(layout.parents[at_50])
 
 
+def test_a_draft_beyond_the_limit_leaves_the_others_in() -> None:
+    """The limit is of positions: a path that is cut there must not cost the paths that come after it."""
+    draft = DraftTree([1, 2, 3, 4, 5], [-1, 0, 1, -1, 3])  # two paths: of three tokens, then of two
+    layout = StepLayout(window_of(0, 2), WindowSlice(0, 0, 1), draft, 9, 9, 12)
+    paths = [layout.branch_tokens(node) for node in range(layout.num_window, len(layout))]
+    assert paths == [[1], [1, 2], [4], [4, 5]]
+
+
 @pytest.mark.parametrize("missing", [0, 3])
 def test_padding_is_seen_by_nothing(missing: int) -> None:
     """Tokens that make a step as large as a faster one must not change what the others see."""
