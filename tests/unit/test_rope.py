@@ -88,6 +88,7 @@ def test_steps_shrink_only_where_they_must() -> None:
         return [step.num_tokens for step in output.step_stats]
 
     assert slots("llama_longrope", BOUNDARY + 5)[0] > 5
+    assert slots("llama_longrope", BOUNDARY + 1)[0] > 5  # `c` is the first token past it
     assert slots("llama_longrope", BOUNDARY)[0] == 1  # `c` is the last token below it
     assert set(slots("llama_dynamic", BOUNDARY + 5)) == {1}
 
