@@ -94,6 +94,36 @@ def test_a_failure_on_one_rank_is_one_texts(model: Any, where: str) -> None:
     assert first[2] == second[2] == _alone(model, [*IDS, 3, 4], 9, 3)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_prompt_that_fails_on_one_rank_behind_a_cached_prefix(model: Any, failing: int) -> None:
+    """What it sends in place of the prompt's logits must be as long as what the others wait for."""
+    config = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6, prompt_logits=True)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("on one rank")
+
+    def body(context: lp.ParallelContext) -> list[Any]:
+        engine = lp.Engine(lp.LookaheadDecoder(model, config, context), prefill_chunk=3)
+        handles = [engine.submit(IDS, 9)]
+        engine.run()
+        for _ in range(2):
+            handles.append(engine.submit([*IDS, 3, 4, 5, 6, 7], 9))
+            with torch.inference_mode():  # as in a step
+                engine._admit()
+            text = handles[-1].generation
+            assert text is not None
+            if context.rank == failing and len(handles) == 2:
+                text.step_pass.top_logits = fails  # type: ignore[assignment,method-assign]
+            engine.run()
+        assert handles[1].reused and handles[2].reused
+        return [str(handle.error) if handle.error else handle.result().tokens for handle in handles]
+
+    results = run_lockstep(2, body)
+    assert results[failing][1] == "on one rank"
+    expected = lp.LookaheadDecoder(model, config).generate([*IDS, 3, 4, 5, 6, 7], 9).tokens
+    assert [result[2] for result in results] == [expected, expected]
+
+
 def test_a_prompt_that_fails_on_one_rank_where_texts_take_turns() -> None:
     """The rank where it failed must know that the others go on to the first step."""
     model = tiny_model("qwen3_5", seed=1)
