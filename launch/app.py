@@ -1,8 +1,8 @@
 """What every app starts with: Hydra around a task, and errors as a user wants to read them.
 
-A user error is one line on stderr and exit code 2, as is a disk that is full or a run folder that cannot be made; a
-rank that was lost is one line and exit code 1, Ctrl-C is exit code 130, SIGTERM 0 where the app ends as asked; anything
-else is a bug and has its traceback. HYDRA_FULL_ERROR=1 shows every traceback.
+A user error is one line on stderr and exit code 2, as is a disk that is full or read-only, or a run folder that cannot
+be made; a rank that was lost is one line and exit code 1, Ctrl-C is exit code 130, SIGTERM 0 where the app ends as
+asked; anything else is a bug and has its traceback. HYDRA_FULL_ERROR=1 shows every traceback.
 """
 
 from __future__ import annotations
@@ -169,6 +169,8 @@ def reported() -> Iterator[None]:
         if error.errno in DISK_FULL:
             _drop_stdout()
             remedy = "make room, or write elsewhere"
+        elif error.errno == errno.EROFS:
+            remedy = "write elsewhere"
         elif _raised_by_hydra(error):
             remedy = "give a folder that can be made, as in hydra.run.dir=runs/1"
         else:

@@ -73,13 +73,15 @@ def profile_model(config: ProfileConfig) -> None:
         compared_speeds = speeds(methods, plan.rounds) if methods else {}
     setting = _setting(config, plan, model, build(lp.ParallelContext(device=model.device)))
     report = Report(setting=setting, found=found, speeds=compared_speeds)
-    if config.plot and context.is_main:
-        draw(report, Path(HydraConfig.get().runtime.output_dir))
-    with on_rank_0(context, sys.stdout) as file:
-        if config.output is Output.json:
-            print(as_json(report), file=file)
-        else:
-            print_tables(report, console_on(file, 100))
+    try:
+        if config.plot and context.is_main:
+            draw(report, Path(HydraConfig.get().runtime.output_dir))
+    finally:  # a picture that can't be written must not take what was measured with it
+        with on_rank_0(context, sys.stdout) as file:
+            if config.output is Output.json:
+                print(as_json(report), file=file, flush=True)
+            else:
+                print_tables(report, console_on(file, 100))
 
 
 def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:

@@ -320,27 +320,30 @@ def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
 
 
 def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, table: bool) -> None:
-    """A CSV, a Markdown table and plots in the folder; on stdout the table and the folder, or one JSON object."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "scaling.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*lines[0].figures()])
-        writer.writeheader()
-        writer.writerows(line.figures() for line in lines)
+    """On stdout the table, or one JSON object; then a CSV, a Markdown table and plots in the folder."""
     text = markdown(*scaling_table(lines)) + f"\n{caption}\n"
     for (method, ranks), each in off.items():
         text += f"\n{method} on {ranks} ranks: projected {', '.join(f'{error:+.1%}' for error in each)} off the "
         text += "measured speed-up"
         text += f" in {len(each)} runs, by {median(map(abs, each)):.1%} in the median.\n" if len(each) > 1 else ".\n"
+    # First, since a disk that is full or read-only must not take what was measured with it.
+    if table:
+        Console(width=200).print(text, markup=False, highlight=False)
+    else:
+        projected = sum(line.kind == PROJECTED for line in lines)
+        counts = {MEASURED: len(lines) - projected, PROJECTED: projected}
+        named = {f"{method}@{ranks}": each for (method, ranks), each in off.items()}
+        figures = [line.figures() for line in lines]
+        print(json.dumps({"folder": str(folder), **counts, "errors": named, "lines": figures}), flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "scaling.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*lines[0].figures()])
+        writer.writeheader()
+        writer.writerows(line.figures() for line in lines)
     (folder / "scaling.md").write_text(text, encoding="utf-8")
     scaling_plots(lines, caption, folder)
     if table:
-        Console(width=200).print(text, markup=False, highlight=False)
         print(f"written to {folder}")
-        return
-    projected = sum(line.kind == PROJECTED for line in lines)
-    counts = {MEASURED: len(lines) - projected, PROJECTED: projected}
-    named = {f"{method}@{ranks}": each for (method, ranks), each in off.items()}
-    print(json.dumps({"folder": str(folder), **counts, "errors": named, "lines": [line.figures() for line in lines]}))
 
 
 def _caption(record: Record) -> str:

@@ -88,7 +88,7 @@ def folder_of_run() -> Path:
 
 
 def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    """The job; in a sweep, its failure is noted and the next one runs. Ctrl-C ends the sweep."""
+    """The job; in a sweep, its failure is noted and the next one runs. Ctrl-C and a note without room end the sweep."""
 
     @functools.wraps(job)
     def survived(cfg: DictConfig) -> Any:
@@ -105,8 +105,11 @@ def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
             code = 1
         hydra = HydraConfig.get()
         note = folder_of_run() / FAILED / f"{hydra.job.num}-{code}.txt"
-        note.parent.mkdir(exist_ok=True)
-        note.write_text(hydra.job.override_dirname)
+        try:
+            note.parent.mkdir(exist_ok=True)
+            note.write_text(hydra.job.override_dirname)
+        except OSError:  # nor could the jobs behind it write
+            raise SystemExit(code) from None
         return FAILED_OBJECTIVE
 
     return survived
@@ -154,18 +157,31 @@ class SweepEnd(Callback):
         """After the last job.
 
         Raises:
-            SystemExit: jobs failed; 2 if all of them by user errors, else 1.
+            SystemExit: jobs failed; 2 if all of them by user errors, or where there are none but figures could not be
+                written, else 1.
         """
         folder = Path(config.hydra.sweep.dir)
-        if self.report and rank() == 0:
-            from .bench.table import show_sweep  # an app without records needs none of it
-
-            show_sweep(Path(config.out or folder))
+        shown = not self.report or rank() > 0 or _show(Path(config.out or folder))
         failed = sorted((folder / FAILED).glob("*.txt"), key=lambda note: int(note.stem.split("-")[0]))
         if not failed:
+            if not shown:
+                raise SystemExit(USER_ERROR)
             return
         ends = [(*note.stem.split("-"), note.read_text()) for note in failed]
         lines = [f"job {int(number) + 1} failed with exit code {code}: {overrides}" for number, code, overrides in ends]
         lines.append(f"{len(failed)} failed; their reasons are above, the other jobs are not affected")
         print_once("\n".join(lines))
         raise SystemExit(USER_ERROR if {code for _, code, _ in ends} == {str(USER_ERROR)} else 1)
+
+
+def _show(folder: Path) -> bool:
+    """The table and the figures of a sweep; False where they can't be written, which Hydra would make a warning of."""
+    from .bench.table import show_sweep  # an app without records needs none of it
+
+    try:
+        show_sweep(folder)
+    except OSError as error:
+        print(f"error: cannot write {error.filename} ({error.strerror}); write elsewhere", file=sys.stderr)
+    else:
+        return True
+    return False

@@ -61,24 +61,25 @@ def tune(config: TuneConfig) -> None:
     if not context.is_main:
         return
     folder = Path(HydraConfig.get().runtime.output_dir)
-    _write(folder, found, tried)
     dtype = str(model.dtype).removeprefix("torch.")
     where = f"{config.model.name}, {dtype}, {model.device}, ranks: {context.world_size}"
     title = f"{len(ids)} prompts of {config.task.name}, {where}, {describe_sampling(session.sampling)}"
+    # On stdout before a disk that is full or read-only can take the minutes of the search with it.
+    console = console_on(sys.stdout, 110)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    if config.output is Output.json:
+        print(json.dumps(found), flush=True)
+    else:
+        console.print(_table(tried, title))
+        for line in _conclusions(adaptive, tried, found["ranks"]):
+            say(line)
+    _write(folder, found, tried)
     free = tried[-2]
     at = (free.tokens_a_step, free.compression)
     picture = tune_plot(adaptive.step_times, _by_budget(tried), at, title, folder / "tune.png")
-    if config.output is Output.json:
-        print(json.dumps(found), flush=True)
-        return
-    console = console_on(sys.stdout, 110)
-    console.print(_table(tried, title))
-    for line in [
-        *_conclusions(adaptive, tried, found["ranks"]),
-        f"use it: python -m launch.generate experiment=tuned --config-dir {folder}",
-        f"figure: {picture}",
-    ]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if config.output is not Output.json:
+        say(f"use it: python -m launch.generate experiment=tuned --config-dir {folder}")
+        say(f"figure: {picture}")
 
 
 def _open(config: TuneConfig) -> Session[TuneConfig]:

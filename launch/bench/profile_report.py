@@ -131,11 +131,11 @@ def draw(report: Report, folder: Path) -> None:
     except ImportError:  # an image may bring torch and transformers alone
         report.note = "no picture: matplotlib is not installed"
         return
-    report.picture = folder / PICTURE
+    path = folder / PICTURE
     points = report.found.step_times
     sizes = [point.num_tokens for point in points]
     step = report.found.step
-    with figure(report.picture, str(report.setting["model"]), 2.6 + 0.17 * len(step.parts), 2) as (_, (times, parts)):
+    with figure(path, str(report.setting["model"]), 2.6 + 0.17 * len(step.parts), 2) as (_, (times, parts)):
         times.plot(sizes, [1e3 * point.seconds for point in points], **look(0, "measured"))
         floor = [1e3 * _floor_s(point) for point in points]
         times.plot(sizes, floor, **look(1, "floor by the ceilings") | {"linestyle": "--"})
@@ -146,7 +146,8 @@ def draw(report: Report, folder: Path) -> None:
         parts.barh(list(step.parts), [1e3 * took for took in step.parts.values()], color=look(0, "")["color"])
         parts.set(xlabel=f"ms of a step of {step.num_tokens} tokens")
         parts.invert_yaxis()
-    report.note = f"picture: {report.picture}"
+    report.picture = path
+    report.note = f"picture: {path}"
 
 
 def _floor_s(point: Point) -> float:
