@@ -85,6 +85,9 @@ class _Text:
 class Journal:
     """Texts of greedy or coupled decoding, which a restart can go on with and give what an undisturbed run gives.
 
+    Logits processors and criteria are told apart by their classes and by attributes that are plain values or arrays.
+    Where they differ in other objects alone, as in a function, give each a journal of its own.
+
     Args:
         path: of the file, which is made, or read and added to; by one process at a time.
         context: the ranks.
