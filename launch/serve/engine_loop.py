@@ -60,7 +60,8 @@ class Ending(NamedTuple):
         reason: of the engine, "stop_string" where the client's stop strings or limits ended it, or "cancelled".
         text: the characters that were held back.
         found: the stop string that ended it, if one did.
-        num_tokens: generated up to the end.
+        num_tokens: up to the end.
+        resumed: those of them that a server before this one generated.
         sequence: of the text.
         prompt_tokens: of the prompt.
         cached: those that were cached before.
@@ -74,6 +75,7 @@ class Ending(NamedTuple):
     text: str = ""
     found: str | None = None
     num_tokens: int = 0
+    resumed: int = 0
     sequence: int = 0
     prompt_tokens: int = 0
     cached: int = 0
@@ -82,6 +84,11 @@ class Ending(NamedTuple):
     decode_s: float = 0.0
     predicted: int = 0
     error: BaseException | None = None
+
+    @property
+    def generated(self) -> int:
+        """Tokens of the steps."""
+        return max(self.num_tokens - self.resumed, 0)
 
 
 Event = Piece | Ending
@@ -330,6 +337,7 @@ class EngineLoop:
             text=watch.flush() if watch else "",
             found=watch.found if watch else None,
             num_tokens=watch.num_tokens if watch else len(text.spec.resumed) + len(output.tokens),
+            resumed=len(text.spec.resumed),
             sequence=text.spec.sequence,
             prompt_tokens=len(text.spec.prompt),
             cached=min(handle.reused, len(text.spec.prompt)),

@@ -122,6 +122,7 @@ class LlamaCompletion:
     def _last(self, ending: Ending) -> dict[str, Any]:
         """What comes with the end."""
         predicted = 0 if self.nothing else ending.num_tokens
+        generated = 0 if self.nothing else ending.generated
         sampling = self.spec.sampling or {"temperature": 0.0}
         return {
             "index": 0,
@@ -139,8 +140,8 @@ class LlamaCompletion:
                 "cache_n": ending.cached,
                 "prompt_n": len(self.prompt) - ending.cached,
                 **_rate("prompt", len(self.prompt) - ending.cached, ending.prefill_s),
-                "predicted_n": predicted,
-                **_rate("predicted", predicted, ending.decode_s),
+                "predicted_n": generated,
+                **_rate("predicted", generated, ending.decode_s),
                 "draft_n": sum(step.num_draft for step in ending.steps),
                 "draft_n_accepted": sum(step.accepted for step in ending.steps),
             },

@@ -55,7 +55,7 @@ class Metrics:
     def ended(self, ending: Ending) -> None:
         """Count a text."""
         self._ended.labels("failed" if ending.error else ending.reason).inc()
-        self._tokens.inc(ending.num_tokens)
+        self._tokens.inc(ending.generated)
         self._prompt_tokens.inc(ending.prompt_tokens - ending.cached)
         self._cached_tokens.inc(ending.cached)
         self._steps.inc(len(ending.steps))
@@ -64,8 +64,8 @@ class Metrics:
             counter.inc(sum(step.num_draft for step in ending.steps))
         for counter in self._accepted:
             counter.inc(sum(step.accepted for step in ending.steps))
-        if ending.num_tokens:
-            self._token.observe(ending.decode_s / ending.num_tokens)
+        if ending.generated:
+            self._token.observe(ending.decode_s / ending.generated)
 
     def text(self) -> bytes:
         """All of them."""

@@ -267,6 +267,9 @@ class TextGroup:
         self._noted = unfinished.begin(name, key, texts=len(wanted), seed=(specs[0].sampling or {}).get("seed"))
         specs = unfinished.resumed(specs, key)
         texts = [replace(text, spec=spec) for text, spec in zip(wanted, specs, strict=True)]
+        for index, spec in enumerate(specs):
+            self._noted.add(index, spec.resumed)
+        self._resumed = {index for index, spec in enumerate(specs) if spec.resumed}  # whose first tokens are noted
         try:
             self._ids = loop.submit([self._live(index, text) for index, text in enumerate(texts)])
         except (Busy, Closing) as error:
@@ -304,7 +307,7 @@ class TextGroup:
             if self._left:
                 for number in self._ids:
                     self._served.loop.cancel(number)
-            if not (self._left and self._served.loop.failure):
+            if not self._left or self._served.loop.takes_texts:  # else the next server may go on with it
                 self._noted.end()
 
     def _note(self, index: int, event: Event) -> None:
@@ -312,7 +315,10 @@ class TextGroup:
         if isinstance(event, Ending):
             self._served.metrics.ended(event)
             return
-        self._noted.add(index, event.tokens)
+        if index in self._resumed:
+            self._resumed.remove(index)
+        else:
+            self._noted.add(index, event.tokens)
         if index in self._waits_for_first:
             self._waits_for_first.remove(index)
             self._served.metrics.first_token(time.perf_counter() - self._began)
@@ -362,7 +368,7 @@ def usage(prompts: Sequence[Sequence[int]], endings: Sequence[Ending], predicted
             "rejected_prediction_tokens": max(predicted * len(endings) - accepted, 0),
         },
         "steps": steps,
-        "tokens_per_step": completion_tokens / steps if steps else 0.0,
+        "tokens_per_step": sum(ending.generated for ending in endings) / steps if steps else 0.0,
         "draft_tokens": sum(step.num_draft for ending in endings for step in ending.steps),
         "accepted_draft_tokens": sum(step.accepted for ending in endings for step in ending.steps),
     }

@@ -8,16 +8,17 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import lp
 from lp.checks import as_float, check_int
+from lp.engine.inputs import eos_ids
 from lp.engine.interrupts import Terminated, sigterm_raises
-from lp.engine.journal import resumable
+from lp.engine.journal import model_name, resumable
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
-from lp.models.digests import model_digests
 from lp.models.loader import Loaded, vocabulary_size
 from lp.optional import is_installed
 from lp.sampling.params import Verifier
@@ -31,7 +32,7 @@ from ..session import check_common, open_model, sampling_of
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
 from .grammars import Grammars
-from .unfinished import UnfinishedRequests, unfinished_folder
+from .unfinished import UnfinishedRequests, only_server, unfinished_folder
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra
 FAILURE_SHOWN_S = 2.0  # after the engine has failed, /health says so as long
@@ -64,20 +65,25 @@ def _serve(config: ServeConfig) -> None:
     fim = given_format(dataclasses.asdict(config.fim))
     builders = decoder_builders(config, [config.decoder.name])
     template = None if config.chat_template is None else read_text(config.chat_template, "chat_template")
-    bound = bind(config.host, config.port) if rank() == 0 else None  # first: loading takes long
-    context, loaded = open_model(config)
-    if template is not None:
-        loaded.tokenizer.chat_template = template
-    decoder = builders[config.decoder.name](loaded.model, context)
-    assert isinstance(decoder, StepDecoder)
-    engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
-    warm_up(engine)
-    grammars = Grammars(loaded.tokenizer, vocabulary_size(loaded.model), ends_slow=context.alone)
-    if bound:
-        with bound:
-            listen(config, bound, loaded, engine, grammars, sampling, fim)
-    else:
-        follow(engine, grammars)
+    with ExitStack() as held:
+        bound = None
+        if rank() == 0:  # first: loading takes long
+            bound = held.enter_context(bind(config.host, config.port))
+            if config.journal:
+                held.enter_context(only_server(Path(config.journal), "journal"))
+        context, loaded = open_model(config)
+        if template is not None:
+            loaded.tokenizer.chat_template = template
+        decoder = builders[config.decoder.name](loaded.model, context)
+        assert isinstance(decoder, StepDecoder)
+        engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
+        warm_up(engine)
+        grammars = Grammars(loaded.tokenizer, vocabulary_size(loaded.model), ends_slow=context.alone)
+        model = resumed_model(loaded, context) if config.journal else None
+        if bound:
+            listen(config, bound, loaded, engine, grammars, sampling, fim, unfinished_requests(config, model))
+        else:
+            follow(engine, grammars)
 
 
 def check(config: ServeConfig) -> None:
@@ -130,6 +136,7 @@ def listen(
     grammars: Grammars,
     sampling: lp.SamplingParams | None,
     fim: FimFormat | None,
+    unfinished: UnfinishedRequests,
 ) -> None:
     """On rank 0: answer requests until the process is asked to end.
 
@@ -143,7 +150,6 @@ def listen(
     from .metrics import Metrics
     from .served import Limits, Served
 
-    unfinished = unfinished_requests(config, loaded)
     failed = threading.Event()
     loop = EngineLoop(engine, grammars, config.max_waiting, failed.set)
     known = fim_format(loaded.tokenizer, fim)
@@ -176,18 +182,24 @@ def listen(
         raise loop.failure
 
 
-def unfinished_requests(config: ServeConfig, loaded: Loaded) -> UnfinishedRequests:
+def resumed_model(loaded: Loaded, context: lp.ParallelContext) -> str | None:
+    """What texts depend on besides their requests, alike on all ranks; None where they can't go on behind tokens."""
+    if not resumable(loaded.model):
+        if context.is_main:
+            print("journal: texts of this model can't go on behind known tokens; seeds are kept", file=sys.stderr)
+        return None
+    return json.dumps([model_name(loaded.model, context), sorted(eos_ids(loaded.model, None))])
+
+
+def unfinished_requests(config: ServeConfig, model: str | None) -> UnfinishedRequests:
     """With tokens in the user's folder; or without in the run's, where torchrun may start the ranks again.
 
     Raises:
         ValueError: the folder can't be made or read.
     """
-    if config.journal is None:
-        return UnfinishedRequests(unfinished_folder())
-    model = json.dumps(model_digests(loaded.model)) if resumable(loaded.model) else None
-    if model is None:
-        print("journal: texts of this model can't go on behind known tokens; ids and seeds are kept", file=sys.stderr)
-    return UnfinishedRequests(Path(config.journal), model, "journal")
+    if config.journal:
+        return UnfinishedRequests(Path(config.journal), model, "journal")
+    return UnfinishedRequests(unfinished_folder())
 
 
 def bind(host: str, port: int) -> socket.socket:

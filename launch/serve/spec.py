@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import LogitsProcessor, SequenceBiasLogitsProcessor
@@ -48,8 +48,8 @@ class TextSpec:
     logprobs: int | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """In JSON's types."""
-        return asdict(self)
+        """In JSON's types; not copied, as prompts are long."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> TextSpec:

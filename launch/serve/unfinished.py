@@ -3,25 +3,30 @@
     {"id": "cmpl-1f0c", "began": 1790000000, "texts": 2, "seed": 7, "key": "9e2b..."}    a request
     {"text": 1, "t": [312, 9]}                    a step's tokens of one of its texts, where the server keeps tokens
 
-A request with kept tokens goes on behind them when a client sends the same again, seed included.
+A request with kept tokens goes on behind them when a client sends the same again, seed included. Until then its file
+stays, for a day at most.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import time
 from typing import Any
 
 from lp.checks import env_int
-from lp.digest import text_digest
+from lp.digest import chain_digest, text_digest
 from lp.errors import UserError
 
 from .spec import TextSpec
+
+START = b'{"id":'  # of a file
+KEPT_S = 24 * 3600  # that tokens wait for a client who asks again
 
 
 class UnfinishedRequest:
@@ -35,7 +40,7 @@ class UnfinishedRequest:
 
     def __init__(self, path: Path | None, facts: dict[str, Any], keeps_tokens: bool) -> None:
         self._path = path
-        self._adds = path is not None and _append(path, facts) and keeps_tokens
+        self._adds = path is not None and _append(path, facts, os.O_CREAT | os.O_EXCL) and keeps_tokens
 
     def add(self, text: int, tokens: Sequence[int]) -> None:
         """A step of one of its texts."""
@@ -60,37 +65,38 @@ class UnfinishedRequests:
         setting: what names the folder, for messages.
 
     Attributes:
-        earlier: requests of the server that had the folder before, oldest first.
+        earlier: requests of servers that had the folder before and did not end, oldest first.
 
     Raises:
-        ValueError: the folder can't be made or read.
+        ValueError: the folder can't be made or read, or has files of something else.
     """
 
     def __init__(self, folder: Path | None, model: str | None = None, setting: str = "LP_RUN_DIR") -> None:
         self._folder = folder
         self._model = model
         self._next = 0
-        self._left: dict[str, list[dict[int, list[int]]]] = {}  # by key, tokens by text; the same may come twice
+        self._left: dict[str, list[tuple[Path, dict[int, list[int]]]]] = {}  # by key; the same may come twice
         self.earlier: list[dict[str, Any]] = []
         if folder is None:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             paths = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
-            for path in paths:
-                self._take(*_read(path))
-            for path in paths:
-                path.unlink()
+            found = [(path, *_read(path)) for path in paths]  # all, before one is deleted
+            for path, facts, tokens in found:
+                self._next = int(path.stem) + 1
+                self._take(path, facts, tokens)
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder} can't keep unfinished requests ({error}); set {setting} to another folder"
-            ) from None
+            raise _unfit(folder, error, setting) from None
 
     def key(self, specs: Sequence[TextSpec]) -> str:
         """A digest of all that the texts of a request depend on; empty where no tokens are kept."""
         if self._model is None or not all(spec.resumable for spec in specs):
             return ""
-        return f"{text_digest(json.dumps([self._model, *(spec.as_data() for spec in specs)])):016x}"
+        prompts = {id(spec.prompt): spec.prompt for spec in specs}  # long, and that of n choices is the same list
+        digests = {place: chain_digest(0, prompt) for place, prompt in prompts.items()}
+        texts = [spec.as_data() | {"prompt": digests[id(spec.prompt)], "prediction": []} for spec in specs]
+        return f"{text_digest(json.dumps([self._model, *texts])):016x}"
 
     def begin(self, name: str, key: str, **facts: Any) -> UnfinishedRequest:
         """Note a request that is taken.
@@ -109,23 +115,52 @@ class UnfinishedRequests:
         """The texts of a request, behind the tokens that they had when it was sent before."""
         if key not in self._left:
             return [*specs]
-        tokens = self._left[key][0]
+        _, tokens = self._left[key][0]
         # The last token comes again, and with it what may have ended the text.
         return [replace(spec, resumed=tokens.get(index, [])[:-1]) for index, spec in enumerate(specs)]
 
     def taken(self, key: str) -> None:
-        """A request with this key has begun."""
+        """A request with this key has begun, whose own file has the tokens now."""
         if key in self._left:
-            self._left[key].pop(0)
+            path, _ = self._left[key].pop(0)
+            with contextlib.suppress(OSError):
+                path.unlink()
             if not self._left[key]:
                 del self._left[key]
 
-    def _take(self, facts: dict[str, Any], tokens: dict[int, list[int]]) -> None:
+    def _take(self, path: Path, facts: dict[str, Any], tokens: dict[int, list[int]]) -> None:
         key = facts.pop("key", "")
-        if tokens and key:
-            self._left.setdefault(key, []).append(tokens)
+        if tokens and key and time() - path.stat().st_mtime < KEPT_S:
+            self._left.setdefault(key, []).append((path, tokens))
             facts["tokens"] = sum(map(len, tokens.values()))
+        else:
+            path.unlink()
         self.earlier.append(facts)
+
+
+@contextlib.contextmanager
+def only_server(folder: Path, setting: str) -> Iterator[None]:
+    """Make a folder for unfinished requests, and keep other servers from it meanwhile: they would delete its files.
+
+    Raises:
+        ValueError: it can't be made, or another server has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _unfit(folder, error, setting) from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"{folder} has the requests of a server that runs; end it, or set {setting} to another folder"
+            raise UserError(message) from None
+        except OSError:  # some file systems have no locks
+            pass
+        yield
+    finally:
+        os.close(handle)
 
 
 def unfinished_folder() -> Path | None:
@@ -134,27 +169,42 @@ def unfinished_folder() -> Path | None:
     return Path(run) / "unfinished" if run and env_int("TORCHELASTIC_MAX_RESTARTS", 0) else None
 
 
-def _append(path: Path, line: dict[str, Any]) -> bool:
-    """Whether all of a line was written: a full disk must not cost the text."""
+def _unfit(folder: Path, error: Exception, setting: str) -> UserError:
+    return UserError(f"{folder} can't keep unfinished requests ({error}); set {setting} to another folder")
+
+
+def _append(path: Path, line: dict[str, Any], flags: int = 0) -> bool:
+    """Whether all of a line was written: a full disk must not cost the text.
+
+    Args:
+        path: of a file that is there, as one that has been deleted must not come again.
+        line: that is added.
+        flags: more of `os.open`.
+    """
     data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-    with contextlib.suppress(OSError), open(path, "ab", buffering=0, opener=_private) as file:
+
+    def opener(name: str, _: int) -> int:
+        return os.open(name, os.O_WRONLY | os.O_APPEND | flags, 0o600)  # no other user may read it
+
+    with contextlib.suppress(OSError), open(path, "ab", buffering=0, opener=opener) as file:
         return file.write(data) == len(data)
     return False
 
 
-def _private(path: str, flags: int) -> int:
-    """No other user may read it."""
-    return os.open(path, flags, 0o600)
-
-
 def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
-    """The facts of a request, and its tokens by text, as far as whole lines have them."""
+    """The facts of a request, and its tokens by text, as far as whole lines have them.
+
+    Raises:
+        ValueError: it is the file of something else.
+    """
+    data = path.read_bytes()
+    if not START.startswith(data[: len(START)]):
+        raise ValueError(f"{path.name} is no request's")
     facts: dict[str, Any] = {"id": "unknown"}  # the machine, or its disk, ended in the middle of the writing
     tokens: dict[int, list[int]] = {}
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-        first, *lines = map(json.loads, path.read_bytes().split(b"\n")[:-1])
-        if isinstance(first, dict) and "id" in first:
-            facts = first
-            for line in lines:
-                tokens.setdefault(int(line["text"]), []).extend(map(int, line["t"]))
+        first, *lines = map(json.loads, data.split(b"\n")[:-1])
+        facts = first
+        for line in lines:
+            tokens.setdefault(int(line["text"]), []).extend(map(int, line["t"]))
     return facts, tokens

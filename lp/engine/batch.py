@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,7 @@ def calls_of_batch(
     news = _one_each("max_new_tokens", max_new_tokens, len(inputs))
     samplings = _one_each("sampling", sampling, len(inputs))
     first = options.get("sequence", 0)
+    options = {name: [*value] if isinstance(value, Iterator) else value for name, value in options.items()}
     calls = []
     for index, (prompt, new, own) in enumerate(zip(inputs, news, samplings, strict=True)):
         call = {**options, "input_ids": prompt, "max_new_tokens": new, "sampling": own, "sequence": first + index}

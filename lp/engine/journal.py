@@ -12,14 +12,16 @@ but not the machine (there is no fsync); all ranks get what it read.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -29,7 +31,7 @@ from lp.digest import text_digest
 from lp.engine.batch import OnBatchTokens, calls_of_batch, generate_together
 from lp.engine.decoder import Decoder
 from lp.engine.engine import MAX_SEQUENCES
-from lp.engine.inputs import Prompt, prompt_ids
+from lp.engine.inputs import Prompt, eos_ids, prompt_ids
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
@@ -38,7 +40,7 @@ from lp.errors import UserError
 from lp.models.digests import model_digests
 from lp.models.recurrent_layers import limits_prompt
 from lp.models.rope import rope_boundary
-from lp.parallel.agreement import shared_seed
+from lp.parallel.agreement import exchange, shared_seed
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import plain_settings
@@ -46,6 +48,7 @@ from lp.sampling.processors import plain_settings
 STARTS = (b'{"text":', b'{"t":', b'{"end":')  # of lines
 NAMED = ("input_ids", "max_new_tokens", "sampling", "on_tokens")  # of a call; the others are options
 CUT = ("interrupted", "cancelled")  # finish reasons of texts that may go on
+OF_ALL_TOKENS = ("output_scores", "output_logits")  # which the file does not have
 OBJECTS = ("logits_processor", "stopping_criteria")  # whose settings are their attributes
 
 
@@ -82,17 +85,20 @@ class _Text:
 class Journal:
     """Texts of greedy or coupled decoding, which a restart can go on with and give what an undisturbed run gives.
 
+    Logits processors and criteria are told apart by their classes and by attributes that are plain values or arrays.
+    Where they differ in other objects alone, as in a function, give each a journal of its own.
+
     Args:
-        path: of the file, which is made, or read and added to.
+        path: of the file, which is made, or read and added to; by one process at a time.
         context: the ranks.
 
     Raises:
-        ValueError: it cannot be read or written, or is no journal.
+        ValueError: it cannot be read or written, is no journal, or another process writes it.
     """
 
     def __init__(self, path: str | Path, context: ParallelContext) -> None:
         self.path, self.context = Path(path), context
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._named = ""  # the text that the next line is of, if it names none
         content = context.share_text(self._opened() if context.is_main else None, "opening a journal")
         assert content is not None
@@ -131,7 +137,8 @@ class Journal:
 
         Raises:
             Interrupted: as in Decoder.generate, with the whole text; the next call goes on behind it.
-            ValueError: rejection sampling, whose text no restart can repeat, or a grammar, which begins with the text.
+            ValueError: rejection sampling, whose text no restart can repeat; a grammar, which begins with the text; or
+                scores, which would be of a part of the tokens.
         """
         call = {**options, "input_ids": ids, "max_new_tokens": max_new_tokens, "sampling": sampling}
         text = self._begin(decoder, {**call, "on_tokens": on_tokens})
@@ -194,12 +201,15 @@ class Journal:
         on_tokens: OnTokens | None = call.get("on_tokens")
         if call.get("grammar") is not None:
             raise UserError("a journal can't go on under a grammar, which begins with the text; leave one of them out")
+        if asked := [name for name in OF_ALL_TOKENS if call.get(name)]:
+            raise UserError(f"{asked[0]} is on, and a journal keeps tokens alone; leave one of them out")
         if sampling is not None and sampling.verifier is Verifier.REJECTION:
             raise UserError("a journal can't go on with verifier 'rejection', which draws anew; use 'coupled'")
         ids = prompt_ids(decoder.model, call["input_ids"])
         new = check_int("max_new_tokens", call["max_new_tokens"], 1, math.inf, "ask for at least one token")
         for key in OBJECTS:
             call[key] = [*call.get(key, ())]  # which may be an iterator, and is read twice
+        call["eos_token_id"] = sorted(eos_ids(decoder.model, call.get("eos_token_id")))
         name = self._name(decoder, ids, new, sampling, {key: call[key] for key in call if key not in NAMED})
         record = self.records.setdefault(name, Record())
         if sampling is not None and sampling.seed is None:
@@ -216,9 +226,12 @@ class Journal:
         if not record.end:
             self._write({"text": name, "seed": record.seed, "kept": len(done)})
             self._named = name
+            record.tokens = list(done)
 
         def write_tokens(tokens: list[int], step: int) -> None:
             self._write_of(name, {"t": tokens})
+            if self.context.alone:  # among ranks, an error may come on one of them a step before the others
+                record.tokens += tokens
             if on_tokens:
                 on_tokens(tokens, step)
 
@@ -229,7 +242,7 @@ class Journal:
     def _ended(self, text: _Text, output: GenerationOutput) -> GenerationOutput:
         """Make the output the whole text's, and note its end, if it has come."""
         output.tokens, output.resumed = [*text.done, *output.tokens], len(text.done)
-        text.record.tokens = output.tokens
+        text.record.tokens = list(output.tokens)
         if output.finish_reason not in CUT:
             text.record.end = output.finish_reason
             self._write_of(text.name, {"end": text.record.end})
@@ -240,7 +253,7 @@ class Journal:
     ) -> str:
         """A digest of the model and of what was asked; neither of W, N, G nor of ranks, which change no text."""
         if decoder.model not in self._models:
-            self._models[decoder.model] = json.dumps(model_digests(decoder.model))
+            self._models[decoder.model] = model_name(decoder.model, self.context)
         model, chosen = self._models[decoder.model], sampling and asdict(sampling)
         settings = [plain_settings(vars(each)) for key in OBJECTS for each in options[key]]
         asked = sorted((key, repr(plain_settings(value))) for key, value in options.items())
@@ -249,16 +262,21 @@ class Journal:
     def _opened(self) -> str:
         """What the file holds, as JSON for all ranks; from here on it ends with a whole line."""
         try:
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - for as long as the run lasts
-            *lines, cut = self.path.read_bytes().split(b"\n") if self.path.is_file() else [b""]
+            self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 - for as long as the run lasts
+            if not _locked(self._file):  # lines of two processes would be taken for each other's
+                raise UserError("is being written by another run; wait for it, or give another path")
+            self._file.seek(0)
+            *lines, cut = self._file.readall().split(b"\n") if self.path.is_file() else [b""]
             if not any(start.startswith(cut[: len(start)]) for start in STARTS):
-                raise UserError("ends with what no journal has")
+                raise ValueError("ends with what no journal has")
             records = _read(lines)
             if cut:  # of a line that was written last; not before the others are known to be a journal's
                 self._file.truncate(self._file.tell() - len(cut))
             return json.dumps({name: asdict(record) for name, record in records.items()})
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); give a path in a folder that exists and is yours"
+        except UserError as error:
+            reason = str(error)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             reason = "is no journal of lp; give another path, or delete it"
         return json.dumps({"error": f"journal {self.path} {reason}"})
@@ -280,6 +298,17 @@ class Journal:
             self._file = None
 
 
+def model_name(model: PreTrainedModel, context: ParallelContext) -> str:
+    """A digest of a model, of which each rank may have a part; the same on all ranks, which call this together.
+
+    Args:
+        model: of this rank, or its part.
+        context: the ranks; how many of them share steps changes nothing.
+    """
+    digests = exchange(context, "naming a model", [*model_digests(model).values()]).tolist()
+    return json.dumps(sorted({tuple(each) for each in digests}))
+
+
 def resumable(model: PreTrainedModel) -> bool:
     """Whether a text goes on as it would have where its first tokens are given as a part of the prompt.
 
@@ -287,6 +316,15 @@ def resumable(model: PreTrainedModel) -> bool:
     length, or recurrent layers that take a prompt in parts of a certain size.
     """
     return not (rope_boundary(model.config.get_text_config()) or limits_prompt(model))
+
+
+def _locked(file: FileIO) -> bool:
+    """Whether no other process has this file; from here on this one has it, until it closes the file or ends."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)  # some file systems have no locks
+    return True
 
 
 def _read(lines: Sequence[bytes]) -> dict[str, Record]:

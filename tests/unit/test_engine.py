@@ -220,6 +220,17 @@ def test_a_batch_of_other_lengths(model: Any) -> None:
     assert decoder.generate_batch([]) == []
 
 
+def test_what_can_be_read_once_is_of_every_text_of_a_batch(model: Any) -> None:
+    """An iterator of criteria that the first text uses up would leave the others without them."""
+
+    class Ends(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.tensor([input_ids.shape[1] >= 6])
+
+    outputs = lp.LookaheadDecoder(model, FIXED).generate_batch([[1], [2, 3]], 9, stopping_criteria=iter([Ends()]))
+    assert [(len(output.tokens), output.finish_reason) for output in outputs] == [(5, "criteria"), (4, "criteria")]
+
+
 def test_a_full_context_ends_a_text(model: Any) -> None:
     ids = drawn_text(random.Random(2), CONTEXT - 6)
     (output, other) = lp.LookaheadDecoder(model, FIXED).generate_batch([ids, ids[:9]], 50)

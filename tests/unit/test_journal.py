@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from transformers import StoppingCriteria
 
 import lp
 from lp.engine.journal import Journal
+from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_switches
@@ -171,6 +176,71 @@ def test_models_with_a_rotary_boundary_begin_anew(tmp_path: Path) -> None:
     output = Journal(tmp_path / "j", ALONE).generate(decoder, ids, 30)
     assert (output.tokens, output.resumed) == (plain.tokens, 0)
     assert Journal(tmp_path / "j", ALONE).generate(decoder, ids, 30).tokens == plain.tokens
+
+
+def test_ranks_that_divide_a_model_go_on(tmp_path: Path) -> None:
+    """Each has other weights: a text that each named by its own would be known to rank 0 alone."""
+    model, config = tiny_model(), lp.LookaheadConfig(window_size=2, ngram_size=3, guess_set_size=2)
+    expected = lp.AutoregressiveDecoder(model).generate([1, 2, 3], 20).tokens
+
+    def started(world: int, steps: int) -> list[tuple[list[int], int] | None]:
+        def body(context: ParallelContext) -> tuple[list[int], int] | None:
+            decoder = lp.LookaheadDecoder(divide(copy.deepcopy(model), context.replica), config, context)
+            try:
+                output = Journal(tmp_path / "j", context).generate(
+                    decoder, [1, 2, 3], 20, on_tokens=_killed_after(steps)
+                )
+            except Killed:
+                return None
+            return output.tokens, output.resumed
+
+        return run_lockstep(world, body, tp=2)
+
+    assert started(2, 3) == [None, None]
+    outputs = started(4, 10**6)
+    assert outputs[0] is not None and outputs[0][1] > 0
+    assert outputs == [(expected, outputs[0][1])] * 4
+
+
+def test_the_model_s_own_end_is_part_of_the_question(tmp_path: Path) -> None:
+    """It is no part of the weights: a text without it would be given where one that it ends is asked for."""
+    model = tiny_model()
+    decoder = lp.LookaheadDecoder(model)
+    whole = Journal(tmp_path / "j", ALONE).generate(decoder, [1, 2, 3], 20).tokens
+    model.generation_config.eos_token_id = whole[7]
+    output = Journal(tmp_path / "j", ALONE).generate(decoder, [1, 2, 3], 20)
+    assert output.tokens == decoder.generate([1, 2, 3], 20).tokens == whole[: whole.index(whole[7]) + 1]
+
+
+def test_the_same_journal_goes_on_after_an_error(tmp_path: Path) -> None:
+    """A device that is full, or a callback that fails, must not cost what the file has."""
+    decoder = lp.LookaheadDecoder(tiny_model())
+    journal = Journal(tmp_path / "j", ALONE)
+    with pytest.raises(Killed):
+        journal.generate(decoder, [1, 2, 3], 40, on_tokens=_killed_after(3))
+    output = journal.generate(decoder, [1, 2, 3], 40)
+    assert output.tokens == decoder.generate([1, 2, 3], 40).tokens and output.resumed > 0
+    output.tokens.clear()  # the caller's
+    assert len(journal.generate(decoder, [1, 2, 3], 40).tokens) == 40
+
+
+@pytest.mark.parametrize("name", ["output_scores", "output_logits"])
+def test_scores_are_refused(tmp_path: Path, name: str) -> None:
+    """They would be of the tokens behind the restart, and be taken for those of the first."""
+    with pytest.raises(ValueError, match=f"{name} is on, and a journal keeps tokens alone"):
+        Journal(tmp_path / "j", ALONE).generate(lp.LookaheadDecoder(tiny_model()), [1], 3, **{name: True})
+
+
+def test_a_journal_of_another_process_is_refused(tmp_path: Path) -> None:
+    """Lines of two processes in turn would be tokens of texts that neither generated."""
+    path = tmp_path / "j"
+    script = "import fcntl, sys; file = open(sys.argv[1], 'ab'); fcntl.lockf(file, fcntl.LOCK_EX); print(); input()"
+    with subprocess.Popen([sys.executable, "-c", script, path], stdin=PIPE, stdout=PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline()
+        with pytest.raises(ValueError, match="is being written by another run; wait for it, or give another path"):
+            Journal(path, ALONE)
+        other.communicate(b"\n")
+    assert Journal(path, ALONE).records == {}, "it has ended"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

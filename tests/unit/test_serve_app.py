@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import launch.serve.server
+from launch.schema import ServeConfig
 from launch.serve import serve
-from launch.serve.server import PACKAGES, bind
-from launch.serve.unfinished import UnfinishedRequests
+from launch.serve.server import PACKAGES, bind, unfinished_requests
+from launch.serve.unfinished import UnfinishedRequests, only_server
 from lp.errors import UserError
 from tests.unit.conftest import Ran
 
@@ -27,6 +28,7 @@ BAD = {
     "api_key=''": "api_key is empty",
     "chat_template=nowhere.jinja": "chat_template",
     "hostt=x": "unknown config key 'hostt'; did you mean 'host'?",
+    "journal=/dev/null/folder": "/dev/null/folder can't keep unfinished requests",
     "host=no.such.host.example": "host= is an address of this machine",
 }
 
@@ -99,6 +101,34 @@ def test_requests_that_did_not_end_are_found_again(tmp_path: Path) -> None:
     UnfinishedRequests(None).begin("a", "").end()
     with pytest.raises(UserError, match=r"can't keep unfinished requests .* set LP_RUN_DIR to another folder"):
         UnfinishedRequests(paths[1])
+
+
+def test_a_folder_of_another_server(start_app: Callable[..., Ran], tmp_path: Path) -> None:
+    """It would delete the other's files, and each would add its tokens to requests of the other."""
+    folder = tmp_path / "kept"
+    with only_server(folder, "journal"):
+        ran = start_app(serve, "serve", "port=0", f"journal={folder}", "model.name=./none")
+    assert ran.code == 2 and "has the requests of a server that runs; end it, or set journal" in ran.err, ran.err
+    with only_server(folder, "journal"):
+        assert not [*folder.iterdir()]
+
+
+def test_files_of_something_else_stay(tmp_path: Path) -> None:
+    """A data set in numbered files, whose folder is given by mistake, must not be deleted."""
+    UnfinishedRequests(tmp_path).begin("a", "")
+    other = tmp_path / "7.jsonl"
+    other.write_text('{"question": "1 + 1?"}\n')
+    with pytest.raises(UserError, match=r"can't keep unfinished requests \(7\.jsonl is no request's\)"):
+        UnfinishedRequests(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "7.jsonl"]
+    assert other.read_text() == '{"question": "1 + 1?"}\n'
+
+
+def test_no_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`journal=` turns it off; it must not take the current folder."""
+    monkeypatch.chdir(tmp_path)
+    unfinished_requests(ServeConfig(journal=""), None).begin("a", "")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_address_that_is_not_ours() -> None:

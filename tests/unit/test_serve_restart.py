@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lp
+from launch.serve.server import resumed_model
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
+from lp.digest import chain_digest
 from lp.models.loader import Loaded
+from lp.parallel.context import ParallelContext
 from tests.conftest import LONG
 from tests.serving import serving
 
@@ -136,6 +141,89 @@ def test_what_does_not_go_on(loaded: Loaded, tmp_path: Path, monkeypatch: pytest
     assert len(another.earlier) == 2 and longer(another) == 0
     left = UnfinishedRequests(tmp_path / "b", "model")
     assert [longer(left), longer(left)] == [1, 0]
+
+
+def test_a_server_that_is_asked_to_end_keeps_tokens(loaded: Loaded, tmp_path: Path) -> None:
+    """The ordinary restart, where a text has no time to end; its figures are of the steps that were made."""
+    request = {"prompt": "x = [", "max_tokens": 1500, "temperature": 0.9, "seed": 5, "logit_bias": {"2": -100}}
+    with serving(loaded.model, loaded.tokenizer, unfinished=UnfinishedRequests(tmp_path, "model")) as running:
+        client = running.openai()
+        chunks = client.completions.create(model="demo", stream=True, **request)
+        next(chunks)
+        assert not running.served.loop.close(0.1)
+        running.served.loop.abandon()
+        with pytest.raises(openai.APIError, match="the server ended before the text did"):
+            list(chunks)
+    (undisturbed,) = asked(loaded, UnfinishedRequests(None), [request])
+    with serving(loaded.model, loaded.tokenizer, unfinished=UnfinishedRequests(tmp_path, "model")) as running:
+        (facts,) = running.served.unfinished.earlier
+        made = running.openai().completions.create(model="demo", **request)
+        metrics = running.http().get("/metrics").text
+    assert [(choice.text, choice.finish_reason) for choice in made.choices] == undisturbed[0]
+    tokens = made.usage.completion_tokens - (facts["tokens"] - 1)
+    assert 0 < tokens < made.usage.completion_tokens == undisturbed[1]
+    assert made.usage.tokens_per_step == tokens / made.usage.steps
+    assert f"lp_generated_tokens_total {tokens:.1f}" in metrics
+    assert not [*tmp_path.iterdir()]
+
+
+def test_tokens_stay_until_a_client_asks_again(tmp_path: Path) -> None:
+    """A server that fails again before that must not lose them; a client who never asks must not fill the disk."""
+    spec = TextSpec(prompt=[1, 2, 3], max_new_tokens=12)
+    requests = UnfinishedRequests(tmp_path, "model")
+    key = requests.key([spec])
+    requests.begin("a", key, texts=1).add(0, [4, 5, 6])
+    for _ in range(2):
+        again = UnfinishedRequests(tmp_path, "model")
+        assert [facts["id"] for facts in again.earlier] == ["a"]
+        assert [text.resumed for text in again.resumed([spec], key)] == [[4, 5]]
+    noted = again.begin("b", key, texts=1)
+    assert len([*tmp_path.iterdir()]) == 2, "of a name of its own"
+    again.taken(key)
+    noted.end()
+    assert not [*tmp_path.iterdir()]
+    again.begin("c", key, texts=1).add(0, [4, 5, 6])
+    (path,) = tmp_path.iterdir()
+    os.utime(path, (0, 0))
+    assert UnfinishedRequests(tmp_path, "model").resumed([spec], key) == [spec]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_step_behind_the_end_makes_no_file(tmp_path: Path) -> None:
+    """The client leaves while the engine's thread is about to note a step: nobody would delete a file made then."""
+    noted = UnfinishedRequests(tmp_path, "model").begin("a", "key", texts=1)
+    noted.end()
+    noted._adds = True  # as the engine's thread has seen it
+    noted.add(0, [4, 5])
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_names_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of other tokens never; a prediction changes none. A long prompt, shared by choices, is read once."""
+
+    read: list[list[int]] = []
+
+    def digest(previous: int, tokens: list[int]) -> int:
+        read.append(tokens)
+        return chain_digest(previous, tokens)
+
+    monkeypatch.setattr("launch.serve.unfinished.chain_digest", digest)
+    requests = UnfinishedRequests(tmp_path, "model")
+    spec = TextSpec(prompt=[1, 2, 3], max_new_tokens=12)
+    specs = [replace(spec, sequence=index) for index in range(64)]
+    key = requests.key(specs)
+    assert len(read) == 1 and spec.as_data()["prompt"] is spec.prompt
+    others = [replace(spec, prompt=[1, 2, 4]), replace(spec, max_new_tokens=13), replace(spec, presence_penalty=0.5)]
+    assert len({key, *(requests.key([*specs[:-1], other]) for other in others)}) == 4
+    assert requests.key([replace(spec, prediction=[7]) for spec in specs]) == key
+
+
+def test_the_model_s_own_end_names_a_request(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens behind a new EOS would be shown."""
+    before = resumed_model(loaded, ParallelContext())
+    assert before and before == resumed_model(loaded, ParallelContext())
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", 7)
+    assert resumed_model(loaded, ParallelContext()) != before
 
 
 def test_tokens_of_a_request_that_is_refused_are_kept(tmp_path: Path) -> None:
