@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -182,16 +183,16 @@ def test_bodies_are_bounded(http: Any) -> None:
 
 @pytest.fixture(scope="module")
 def small_server() -> Iterator[Running]:
-    """One text at a time, and one that may wait; with a key and a time limit."""
-    with serving(*lp.load("demo"), max_sequences=1, max_waiting=1, api_key="s3cret", timeout_s=2.0) as running:
+    """One text at a time, and one that may wait; with a key."""
+    with serving(*lp.load("demo"), max_sequences=1, max_waiting=1, api_key="s3cret") as running:
         yield running
 
 
 LONG = {"prompt": "def f(x):\n", "max_tokens": 2000, "temperature": 1.0, "ignore_eos": True, "stream": True}
 
 
-def eventually(true: Callable[[], bool], within_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + within_s
+def eventually(true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
     while not true() and time.monotonic() < deadline:
         time.sleep(0.01)
     return true()
@@ -264,10 +265,11 @@ def test_prompts_to_score_are_bounded(small_server: Running, monkeypatch: pytest
             assert eventually(lambda: slow.calls == 1)
             second = pool.submit(http.post, COMPLETE, json=body, headers=headers)
             assert eventually(lambda: len(loop._scorings) == 1)
-            with pytest.raises(httpx.ReadTimeout):
-                http.post(COMPLETE, json=body, headers=headers, timeout=0.3)
-            assert len(loop._scorings) == 2
-            refused = http.post(COMPLETE, json=body, headers=headers, timeout=1.0)
+            third = HTTPConnection(small_server.url.removeprefix("http://"))
+            third.request("POST", COMPLETE, json.dumps(body), {**headers, "Content-Type": "application/json"})
+            assert eventually(lambda: len(loop._scorings) == 2)
+            refused = http.post(COMPLETE, json=body, headers=headers)
+            third.close()
             assert refused.status_code == 429 and refused.headers["Retry-After"] == "1"
             assert eventually(lambda: not loop._scorings[1].wanted)
         finally:
@@ -330,7 +332,7 @@ def test_a_client_that_leaves_frees_its_sequence(small_server: Running, stream: 
     steps: list[int] = []
     with httpx.Client(base_url=small_server.url, headers={"Authorization": "Bearer s3cret"}) as http:
         try:
-            with http.stream("POST", COMPLETE, json=LONG | {"stream": stream}, timeout=0.5) as answer:
+            with http.stream("POST", COMPLETE, json=LONG | {"stream": stream}, timeout=30 if stream else 0.5) as answer:
                 for line in answer.iter_lines():
                     if line:
                         break
@@ -344,34 +346,31 @@ def test_a_client_that_leaves_frees_its_sequence(small_server: Running, stream: 
 
         loop.engine._end = counted
     try:
-        assert eventually(lambda: loop.texts == 0, 2.0)
+        assert eventually(lambda: loop.texts == 0)
     finally:
         del loop.engine._end
     assert loop.engine.running == 0 and all(count < 500 for count in steps)
 
 
-def test_a_text_that_takes_too_long_ends(small_server: Running) -> None:
+def test_a_text_that_takes_too_long_ends() -> None:
     """With 504; in a stream, which has its status already, with an event."""
-    http = small_server.http()
-    key = {"Authorization": "Bearer s3cret"}
-    slow = threading.Event()
-    step = small_server.served.loop.engine.step
+    with serving(*lp.load("demo"), timeout_s=0.5) as running:
+        loop = running.served.loop
+        step = loop.engine.step
 
-    def slowed() -> bool:
-        slow.wait(0.05)
-        return step()
+        def slowed() -> bool:
+            time.sleep(0.05)
+            return step()
 
-    small_server.served.loop.engine.step = slowed
-    try:
-        whole = http.post(COMPLETE, json=LONG | {"stream": False}, headers=key)
-        streamed = http.post(COMPLETE, json=LONG, headers=key).text
-    finally:
-        del small_server.served.loop.engine.step
-        slow.set()
-    assert whole.status_code == 504 and "not done within 2 s" in whole.json()["error"]["message"]
-    last = json.loads(streamed.strip().splitlines()[-1].removeprefix("data: "))
-    assert "not done within 2 s" in last["error"]["message"]
-    assert eventually(lambda: small_server.served.loop.texts == 0)
+        loop.engine.step = slowed
+        whole = running.http().post(COMPLETE, json=LONG | {"stream": False})
+        streamed = running.http().post(COMPLETE, json=LONG)
+        assert whole.status_code == 504 and "not done within 0.5 s" in whole.json()["error"]["message"]
+        assert streamed.status_code in (200, 504)  # on a busy machine no token may have come in time
+        if streamed.status_code == 200:
+            last = json.loads(streamed.text.strip().splitlines()[-1].removeprefix("data: "))
+            assert "not done within 0.5 s" in last["error"]["message"]
+        assert eventually(lambda: loop.texts == 0)
 
 
 def test_a_failed_engine_says_so() -> None:
