@@ -39,7 +39,6 @@ WARM_UP_TOKENS = 8
 # An idle connection stays open for longer than clients keep theirs (httpx 5 s, load balancers 60 s): a request that is
 # sent while the server closes the connection is lost.
 KEEP_ALIVE_S = 75
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(config: ServeConfig) -> None:
@@ -159,7 +158,7 @@ def listen(
         unfinished=unfinished,
         fim=FimPrompts(loaded.tokenizer, known) if known else None,
     )
-    app = build_app(served, config.api_key, config.max_body_bytes)
+    app = build_app(served, config.api_key, config.max_body_bytes, config.host)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
     server = DrainingServer(settings, loop, config.drain_s)
     watcher = threading.Thread(target=_end_after_failure, args=(failed, server), daemon=True)
@@ -210,6 +209,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _announce(config: ServeConfig, bound: socket.socket, name: str, sampling: lp.SamplingParams | None) -> None:
+    from .api import LOOPBACK
+
     host, port = bound.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(
