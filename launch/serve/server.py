@@ -224,7 +224,10 @@ def _report(earlier: list[dict[str, Any]]) -> None:
     """The requests that a server before this one did not finish."""
     for request in earlier:
         facts = ", ".join(f"{name} {value}" for name, value in request.items() if name != "id" and value is not None)
-        print(f"unfinished before the restart: request {request['id']} ({facts})", file=sys.stderr)
+        line = f"request {request['id']} ({facts})"
+        if not line.isprintable():  # a file that somebody has changed must not steer the terminal
+            line = repr(line)
+        print(f"unfinished before the restart: {line}", file=sys.stderr)
 
 
 def _end_after_failure(failed: threading.Event, server: Any) -> None:

@@ -153,7 +153,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
     tokens: dict[int, list[int]] = {}
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         first, *lines = map(json.loads, path.read_bytes().split(b"\n")[:-1])
-        if isinstance(first, dict) and "id" in first:
+        if isinstance(first, dict) and "id" in first and isinstance(first.get("key", ""), str):
             facts = first
             for line in lines:
                 tokens.setdefault(int(line["text"]), []).extend(map(int, line["t"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,18 @@ def test_what_does_not_go_on(loaded: Loaded, tmp_path: Path, monkeypatch: pytest
     assert len(another.earlier) == 2 and longer(another) == 0
     left = UnfinishedRequests(tmp_path / "b", "model")
     assert [longer(left), longer(left)] == [1, 0]
+
+
+def test_a_journal_that_somebody_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines are read as far as they are a server's, and shown without what steers a terminal."""
+    from launch.serve.server import _report
+
+    for number, first in enumerate([{"id": "a", "key": [1]}, {"id": "b", "key": {}}, {"id": "\x1b[31m\nc"}]):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(first) + '\n{"text": 0, "t": [1, 2]}\n')
+    _report(UnfinishedRequests(tmp_path, "model").earlier)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.count("request unknown") for line in lines] == [1, 1, 0]
+    assert all(line.isprintable() for line in lines) and "\\x1b[31m\\nc" in lines[2]
 
 
 def test_tokens_of_a_request_that_is_refused_are_kept(tmp_path: Path) -> None:
