@@ -194,6 +194,8 @@ def _drop_stdout() -> None:
 def explain(error: Exception) -> str:
     """One line that names the key and the remedy."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if _is_of_key(error, cause):
+        return "api_key= cannot be read, and is not shown here; give the key in the environment, as LP_API_KEY"
     if isinstance(error, OverrideParseException):
         return _unreadable(str(error.override))
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
@@ -210,6 +212,13 @@ def explain(error: Exception) -> str:
     if "value for argument 'prompt=" in str(error):  # Hydra takes a comma for the values of a sweep
         return f"{_one_line(error)}; or give the text as it is: --prompt TEXT"
     return _one_line(error)
+
+
+def _is_of_key(error: Exception, cause: BaseException) -> bool:
+    """Whether a message would show the server's API key."""
+    if isinstance(error, HydraException) and "api_key=" in f"{getattr(error, 'override', '')} {error}":
+        return True
+    return getattr(cause, "full_key", None) == "api_key"
 
 
 def _unreadable(override: str) -> str:

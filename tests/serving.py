@@ -84,7 +84,7 @@ def serving(
     from launch.serve.grammars import Grammars
     from launch.serve.metrics import Metrics
     from launch.serve.served import Limits, Served
-    from launch.serve.server import bind
+    from launch.serve.server import KEEP_ALIVE_S, bind
     from launch.serve.unfinished import UnfinishedRequests
 
     decoder = decoder or partial(lp.LookaheadDecoder, model, step_times=STEP_TIMES)
@@ -105,9 +105,15 @@ def serving(
     )
     app = build_app(served, api_key, max_body_bytes)
     socket = bind("127.0.0.1", 0)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
+    server = uvicorn.Server(settings)
     thread = threading.Thread(target=server.run, args=([socket],), daemon=True)
     socket.listen()  # who comes before uvicorn has started waits
     loop.start()

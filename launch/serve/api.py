@@ -1,9 +1,10 @@
-"""The application: routes, and around them the API key, the bound of bodies, and errors in OpenAI's form."""
+"""The application: routes, and around them key, names of the server, bound of bodies, and errors in OpenAI's form."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from lp.errors import UserError
 
-from .errors import ApiError, of_validation
+from .errors import SHOWN, ApiError, of_validation
 from .llamacpp import llamacpp_routes
 from .openai import openai_routes
 from .served import Served
@@ -25,13 +26,20 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-def build_app(served: Served, api_key: str | None = None, max_body_bytes: int = 4 << 20) -> Any:
+PORT = re.compile(r":[0-9]*$")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def build_app(
+    served: Served, api_key: str | None = None, max_body_bytes: int = 4 << 20, host: str = LOOPBACK[0]
+) -> Any:
     """The ASGI application.
 
     Args:
         served: the model.
         api_key: that clients must give; None: none.
         max_body_bytes: of a request.
+        host: where the server listens. Without a key, a server of LOOPBACK answers to these names alone.
     """
     app = FastAPI(title="lp", docs_url=None, redoc_url=None, openapi_url=None)
     for router in (openai_routes(served), llamacpp_routes(served), status_routes(served)):
@@ -40,8 +48,9 @@ def build_app(served: Served, api_key: str | None = None, max_body_bytes: int = 
     app.add_exception_handler(UserError, _user_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(Exception, _failure)
-    return Guard(app, served, api_key, max_body_bytes)
+    return Guard(app, served, api_key, max_body_bytes, by_any_name=api_key is not None or host not in LOOPBACK)
 
 
 async def _api_error(request: Request, error: Exception) -> JSONResponse:
@@ -56,6 +65,10 @@ async def _user_error(request: Request, error: Exception) -> JSONResponse:
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     return await _api_error(request, of_validation(error.errors()))
+
+
+async def _too_deep(request: Request, error: Exception) -> JSONResponse:
+    return await _api_error(request, ApiError(400, "the body has too many levels of lists and objects; send fewer"))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -75,20 +88,24 @@ async def _failure(request: Request, error: Exception) -> JSONResponse:
 
 
 class Guard:
-    """Lets requests in: with the key, if there is one, and with a body that is not too large.
+    """Lets requests in: with the key, if there is one, by a name of the server's, with a body that is not too large.
 
     Args:
         app: what is behind it.
         served: whose metrics count responses.
         api_key, max_body_bytes: as of `build_app`.
+        by_any_name: whichever name a client calls the server by.
     """
 
     BODY_TIMEOUT_S = 30.0  # for a whole body: a client that sends it byte by byte must not hold a connection for ever
 
-    def __init__(self, app: FastAPI, served: Served, api_key: str | None, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: FastAPI, served: Served, api_key: str | None, max_body_bytes: int, by_any_name: bool
+    ) -> None:
         self.app = app
         self.served = served
         self.max_body_bytes = max_body_bytes
+        self.by_any_name = by_any_name
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -104,6 +121,7 @@ class Guard:
 
         try:
             self._check_key(scope)
+            self._check_name(scope)
             body = await self._body(scope, receive)
         except ApiError as error:
             await JSONResponse(error.body(), error.status)(scope, receive, counted)
@@ -127,6 +145,15 @@ class Guard:
         given = dict(scope["headers"]).get(b"authorization", b"")
         if not hmac.compare_digest(given, b"Bearer " + self._key):
             raise ApiError(401, "this server needs its API key; send it as Authorization: Bearer KEY")
+
+    def _check_name(self, scope: Message) -> None:
+        """A web page can let its own name lead to this machine, and would be of the server's own origin then."""
+        given = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        name = PORT.sub("", given).strip("[]").lower()
+        if not (self.by_any_name or not name or name in LOOPBACK):
+            names = ", ".join(LOOPBACK)
+            message = f"this server is not called {name[:SHOWN]!r}; call it by one of {names}, or give it an api_key"
+            raise ApiError(403, message)
 
     async def _body(self, scope: Message, receive: Receive) -> bytes | None:
         length = dict(scope["headers"]).get(b"content-length", b"0")

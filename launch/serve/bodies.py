@@ -22,10 +22,13 @@ from pydantic import (
 
 from lp.errors import UserError
 
+from .errors import SHOWN
+
 MOST_CHOICES = 128
 MOST_STOPS = 16
 MOST_LOGPROBS = 20
 MOST_DIGITS = 18  # of a token id
+MOST_TOKENS = 1 << 17  # to decode at once, while which nothing else runs: a third of a second
 
 
 def _whole(text: str) -> str:
@@ -41,10 +44,12 @@ Text = Annotated[str, StringConstraints(strict=True), AfterValidator(_whole)]
 StopString = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=1024), AfterValidator(_whole)]
 Int = Annotated[int, Field(strict=True)]
 Bool = Annotated[bool, Field(strict=True)]
-TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
 
-Texts = Annotated[list[Text], Field(min_length=1)]
-TokenLists = Annotated[list[TokenIds], Field(min_length=1)]
+# Every list stops at its first bad item: pydantic makes an error of each, and of a million takes seconds and gigabytes.
+Names = Annotated[list[Text], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_fast=True, min_length=1)]
+TokenLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
 
 
 def _listed(value: Any) -> Any:
@@ -54,7 +59,7 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Stops = Annotated[list[StopString], BeforeValidator(_listed), Field(max_length=MOST_STOPS)]
+Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS), BeforeValidator(_listed)]
 
 
 class Fields(BaseModel):
@@ -99,12 +104,19 @@ class Sampled(Body):
     seed: Int | None = None
     ignore_eos: Bool = False
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for token in value or ():
+    def _first_bad(cls, value: Any) -> Any:
+        """Refuse the first bad one, as of lists."""
+        for token, bias in value.items() if isinstance(value, dict) else ():
             if not token.isascii() or not token.isdecimal() or len(token) > MOST_DIGITS:
-                raise UserError(f"the key {token!r} is no token id; give ids, as in {{'50256': -100}}")
+                raise UserError(f"the key {token[:SHOWN]!r} is no token id; give ids, as in {{'50256': -100}}")
+            if not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                shown = repr(bias)[:SHOWN]
+                raise UserError(
+                    f"logit_bias of token {token} is {shown}; give a number greater than or equal to -100 and less "
+                    "than or equal to 100"
+                )
         return value
 
 
@@ -182,9 +194,7 @@ class CompletionBody(OpenAI):
     """/v1/completions."""
 
     REFUSED = {**OpenAI.REFUSED, "prompt_embeds": "give a text or token ids"}
-    prompt: (
-        Text | TokenIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[TokenIds], Field(min_length=1)]
-    )
+    prompt: Text | TokenIds | Texts | TokenLists
     suffix: Text | None = None
     max_tokens: Annotated[Int, Field(ge=0)] | None = None
     logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -217,7 +227,7 @@ class ContentPart(Fields):
         return self
 
 
-Content = Text | list[ContentPart]
+Content = Text | Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 def plain_text(content: Content | None) -> str:
@@ -249,7 +259,7 @@ class Message(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Text | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
 
     @model_validator(mode="after")
@@ -288,18 +298,21 @@ class ChatBody(OpenAI):
     REFUSED = {
         **OpenAI.REFUSED,
         "functions": "give tools",
+        "chat_template": "the server has its own, by its setting chat_template",
+        "continue_final_message": "give the text so far to /v1/completions",
+        "documents": "give chat_template_kwargs.documents",
         "function_call": "give tool_choice",
         "audio": "this model writes text",
         "web_search_options": "this server has no search",
     }
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Annotated[Int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     n_predict: Annotated[Int, Field(ge=-1)] | None = None
     logprobs: Bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     prediction: Prediction | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -350,14 +363,14 @@ class LlamaCpp(Body):
     seed: Int = -1
     stop: Stops = []
     stream: Bool = False
-    samplers: list[Text] | Text | None = None
+    samplers: Names | Text | None = None
     cache_prompt: Bool = True
     n_indent: Annotated[Int, Field(ge=0)] = 0
     t_max_predict_ms: Annotated[float, Field(ge=0)] = 0
     ignore_eos: Bool = False
     grammar: Text = ""
     json_schema: dict[str, Any] | None = None
-    response_fields: list[Text] | None = None
+    response_fields: Names | None = None
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
@@ -395,7 +408,7 @@ class InfillBody(LlamaCpp):
     prompt: Text = ""
     input_prefix: Text
     input_suffix: Text
-    input_extra: list[ExtraBody] = []
+    input_extra: Annotated[list[ExtraBody], Field(fail_fast=True)] = []
 
 
 class TokenizeBody(Body):
@@ -409,4 +422,4 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """/detokenize."""
 
-    tokens: list[Annotated[int, Field(strict=True, ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_fast=True, max_length=MOST_TOKENS)]

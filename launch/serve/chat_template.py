@@ -99,13 +99,14 @@ def answer(
         parsed = tokenizer.parse_response([*tokens], format, prefix=[*prompt], tools=told)
         calls = [_call(call["function"]) for call in parsed.get("tool_calls") or []]
         content, reasoning = parsed.get("content") or None, parsed.get("reasoning_content")
-    except (ValueError, TypeError, KeyError, AttributeError):  # nobody has checked what a model writes
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls[:1] if body.parallel_tool_calls is False else calls
+        json.dumps(message, ensure_ascii=False).encode()  # half a character, which no response can have
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # nobody has checked what a model writes
         return {"role": "assistant", "content": text}
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls[:1] if body.parallel_tool_calls is False else calls
     return message
 
 

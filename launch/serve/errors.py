@@ -7,7 +7,7 @@ from typing import Any
 
 SHOWN = 80  # characters of a value in a message
 UNIONS = ("prompt", "content")  # fields of several types, each of which has an error of its own
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded", 503: "service_unavailable"}
 
 

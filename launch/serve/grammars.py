@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,7 +83,6 @@ class _WatchedMatcher:
         self._matcher = matcher
         self.accept = matcher.accept
         self.rollback = matcher.rollback
-        self.forced = matcher.forced
 
     @property
     def ended(self) -> bool:
@@ -94,13 +94,27 @@ class _WatchedMatcher:
         Raises:
             ValueError: it took too long.
         """
-        began = time.thread_time()
-        self._matcher.allowed(mask)
-        if (taken := time.thread_time() - began) > LONGEST_MASK_S:
-            raise UserError(
-                f"the grammar took {taken:.2f} s to say which tokens may follow, of at most {LONGEST_MASK_S:g}; write "
-                "it with fewer repeats within repeats"
-            )
+        with _in_time("which tokens may follow"):
+            self._matcher.allowed(mask)
+
+    def forced(self) -> list[int]:
+        """As of the matcher.
+
+        Raises:
+            ValueError: it took too long.
+        """
+        with _in_time("which tokens must follow"):
+            return self._matcher.forced()
+
+
+@contextmanager
+def _in_time(what: str) -> Iterator[None]:
+    began = time.thread_time()
+    yield
+    if (taken := time.thread_time() - began) > LONGEST_MASK_S:
+        raise UserError(
+            f"the grammar took {taken:.2f} s to say {what}, of at most {LONGEST_MASK_S:g}; write it with fewer repeats"
+        )
 
 
 def check_size(kind: str, text: str) -> None:

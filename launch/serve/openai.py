@@ -156,6 +156,7 @@ class Completion(_Answer):
             prompts, ends = [self._gap(body.suffix)], served.fim.ends if served.fim else []
         else:
             prompts, ends = self._given(), []
+        served.check_count(len(prompts) * body.n)
         self.prompts = [served.checked(prompt, "prompt") for prompt in prompts]
         self.echoes = [self._text(prompt) if body.echo else "" for prompt in self.prompts for _ in range(body.n)]
         if body.max_tokens == 0:

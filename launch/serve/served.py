@@ -72,6 +72,7 @@ class Served:
     unfinished: UnfinishedRequests = field(default_factory=lambda: UnfinishedRequests(None))
     fim: FimPrompts | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    _pieces: dict[int, str] = field(default_factory=dict)
 
     @property
     def short_name(self) -> str:
@@ -167,6 +168,16 @@ class Served:
                 raise ApiError(400, message, "logit_bias")
         return biases
 
+    def check_count(self, texts: int) -> None:
+        """Refuse a request for more texts than there may be at a time, whether or not they have tokens to generate.
+
+        Raises:
+            ApiError: 400.
+        """
+        if texts > self.loop.max_texts:
+            message = f"the request is for {texts} texts; this server takes {self.loop.max_texts} at a time"
+            raise ApiError(400, message, "n")
+
     async def check_grammar(self, grammar: tuple[str, str] | None) -> None:
         """Compile a grammar, which may take long, while other requests go on.
 
@@ -189,7 +200,9 @@ class Served:
 
     def piece(self, token: int) -> str:
         """The characters of one token; of an incomplete one, what stands for it."""
-        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        if token not in self._pieces:  # a prompt's log probabilities name twenty of them for every token
+            self._pieces[token] = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        return self._pieces[token]
 
     async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[Logprob]:
         """Of every token but the first.
@@ -259,9 +272,7 @@ class TextGroup:
         self._began = time.perf_counter()
         self._waits_for_first = set(range(len(wanted)))
         loop = served.loop
-        if len(wanted) > loop.max_texts:
-            message = f"the request is for {len(wanted)} texts; this server takes {loop.max_texts} at a time"
-            raise ApiError(400, message, "n")
+        served.check_count(len(wanted))
         specs, unfinished = [text.spec for text in wanted], served.unfinished
         key = unfinished.key(specs)
         self._noted = unfinished.begin(name, key, texts=len(wanted), seed=(specs[0].sampling or {}).get("seed"))

@@ -40,7 +40,6 @@ WARM_UP_TOKENS = 8
 # An idle connection stays open for longer than clients keep theirs (httpx 5 s, load balancers 60 s): a request that is
 # sent while the server closes the connection is lost.
 KEEP_ALIVE_S = 75
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(config: ServeConfig) -> None:
@@ -165,7 +164,7 @@ def listen(
         unfinished=unfinished,
         fim=FimPrompts(loaded.tokenizer, known) if known else None,
     )
-    app = build_app(served, config.api_key, config.max_body_bytes)
+    app = build_app(served, config.api_key, config.max_body_bytes, config.host)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
     server = DrainingServer(settings, loop, config.drain_s)
     watcher = threading.Thread(target=_end_after_failure, args=(failed, server), daemon=True)
@@ -222,6 +221,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _announce(config: ServeConfig, bound: socket.socket, name: str, sampling: lp.SamplingParams | None) -> None:
+    from .api import LOOPBACK
+
     host, port = bound.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(
@@ -235,7 +236,10 @@ def _report(earlier: list[dict[str, Any]]) -> None:
     """The requests that a server before this one did not finish."""
     for request in earlier:
         facts = ", ".join(f"{name} {value}" for name, value in request.items() if name != "id" and value is not None)
-        print(f"unfinished before the restart: request {request['id']} ({facts})", file=sys.stderr)
+        line = f"request {request['id']} ({facts})"
+        if not line.isprintable():  # a file that somebody has changed must not steer the terminal
+            line = repr(line)
+        print(f"unfinished before the restart: {line}", file=sys.stderr)
 
 
 def _end_after_failure(failed: threading.Event, server: Any) -> None:

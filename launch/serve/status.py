@@ -71,10 +71,11 @@ def status_routes(served: Served) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        ids = await asyncio.to_thread(served.encode, body.content, body.add_special)
-        if body.with_pieces:
-            return {"tokens": [{"id": token, "piece": served.piece(token)} for token in ids]}
-        return {"tokens": ids}
+        def tokens() -> list[Any]:
+            ids = served.encode(body.content, body.add_special)
+            return [{"id": token, "piece": served.piece(token)} for token in ids] if body.with_pieces else ids
+
+        return {"tokens": await asyncio.to_thread(tokens)}
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:

@@ -204,7 +204,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
     tokens: dict[int, list[int]] = {}
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         first, *lines = map(json.loads, data.split(b"\n")[:-1])
-        facts = first
-        for line in lines:
-            tokens.setdefault(int(line["text"]), []).extend(map(int, line["t"]))
+        if isinstance(first.get("key", ""), str):
+            facts = first
+            for line in lines:
+                tokens.setdefault(int(line["text"]), []).extend(map(int, line["t"]))
     return facts, tokens

@@ -70,6 +70,8 @@ def load(
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
     offline = not Path(source).expanduser().is_dir() and not _hub_answers()
     config = _config(source, trust_remote_code, offline)
+    if not (attn_implementation or trust_remote_code):
+        _check_attention(source, config)
     check_supported(config)
     kwargs: dict[str, Any] = {
         "dtype": DTYPES.get(dtype, "auto"),
@@ -179,6 +181,17 @@ def _config(source: str, trust_remote_code: bool, offline: bool) -> Any:
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
         raise UserError(f"{source!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
     return config
+
+
+def _check_attention(source: str, config: Any) -> None:
+    """Refuse a config that names a repository of the hub as its attention: transformers would run that one's code."""
+    for each in (config, config.get_text_config()):
+        named = str(getattr(each, "_attn_implementation", None) or "")
+        if "/" in named:
+            raise UserError(
+                f"the config of {source!r} asks for the attention {named!r}, which is code from the hub; choose "
+                "attn_implementation=sdpa, or model.trust_remote_code=true if you trust it"
+            )
 
 
 def _hub_answers() -> bool:

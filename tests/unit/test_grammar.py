@@ -18,7 +18,7 @@ from transformers import SuppressTokensLogitsProcessor
 
 import lp
 from launch.bench.json_tasks import drawn_schema
-from launch.serve.grammars import Grammars
+from launch.serve.grammars import Grammars, Watched
 from lp.draft.grammar_drafts import GrammarDrafts, GrownTree
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
@@ -283,6 +283,29 @@ def test_a_grammar_that_is_hard_to_follow_ends_its_text_alone(
     assert refused.result().status_code == 400
     assert "the grammar took" in refused.result().json()["error"]["message"]
     assert http.post("/v1/completions", json=asked).json()["choices"] == expected
+
+
+class Instant:
+    """A grammar that allows everything, and its own matcher."""
+
+    text = ""
+
+    def matcher(self, eos: Any) -> Any:
+        return self
+
+    accept = rollback = allowed = lambda self, _: True
+
+    def forced(self) -> list[int]:
+        return [5]
+
+
+def test_what_must_follow_is_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of counts one after another force a text of millions of characters, looked up in every step."""
+    matcher = Watched(Instant()).matcher([])
+    assert matcher.forced() == [5]
+    monkeypatch.setattr("launch.serve.grammars.LONGEST_MASK_S", -1.0)
+    with pytest.raises(lp.UserError, match="to say which tokens must follow"):
+        matcher.forced()
 
 
 @pytest.mark.parametrize(

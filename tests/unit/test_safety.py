@@ -23,25 +23,33 @@ from tests.unit.conftest import Ran
 OBJECT_COLLECTIVES = {name for name in dir(dist) if "_object" in name}
 RUNS_TEXT = {"launch/bench/pass_at_1/limited.py": ["exec"]}  # programs that models write, in a process with limits
 CARRIERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}  # whose data may hold code
+ARCHIVES = {"zipfile", "tarfile"}  # whose names may lead out of a folder
+UNPACKERS = {
+    *("torch.save", "torch.load", "torch.jit.load", "torch.hub.load", "np.load", "numpy.load"),
+    "shutil.unpack_archive",
+}
 
 
 def unsafe(source: str) -> Iterator[str]:
-    """Names in a piece of code that bring in pickles or run text."""
+    """Names in a piece of code that bring in pickles, unpack archives or run text."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in CARRIERS)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in CARRIERS:
-            yield str(node.module)
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in CARRIERS | ARCHIVES)
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (name for name in names if name in UNPACKERS or name.split(".")[-1] in OBJECT_COLLECTIVES)
+            if (node.module or "").split(".")[0] in CARRIERS | ARCHIVES:
+                yield str(node.module)
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
-            if name in ("torch.save", "torch.load", "np.load", "numpy.load") or node.attr in OBJECT_COLLECTIVES:
+            if name in UNPACKERS or node.attr in OBJECT_COLLECTIVES:
                 yield name
         elif isinstance(node, ast.Name) and node.id in ("eval", "exec", "__import__"):
             yield node.id
 
 
-def test_no_pickle_in_the_code() -> None:
-    """One object collective or torch.load is enough to run what another machine sent."""
+def test_no_pickle_or_archive_in_the_code() -> None:
+    """One object collective or torch.load is enough to run what another machine sent, one archive to write anywhere."""
     files = [path for folder in ("lp", "launch") for path in (ROOT / folder).rglob("*.py")]
     found = {str(path.relative_to(ROOT)): [*unsafe(path.read_text())] for path in files}
     assert {path: names for path, names in found.items() if names} == RUNS_TEXT
@@ -53,6 +61,12 @@ def test_no_pickle_in_the_code() -> None:
         "import pickle",
         "from pickle import loads",
         "torch.load(path)",
+        "from torch import load",
+        "from numpy import load as read",
+        "import tarfile",
+        "from zipfile import ZipFile",
+        "shutil.unpack_archive(path)",
+        "from torch.distributed import gather_object",
         "torch.save(x, path)",
         "dist.all_gather_object(a, b)",
         "dist.broadcast_object_list([x])",
@@ -106,6 +120,18 @@ def test_code_of_a_checkpoint_runs_only_when_asked(
     with pytest.raises(ValueError, match="cannot load"):  # it has a config alone
         load(folder, trust_remote_code=True)
     assert marker.exists(), "the test would not have noticed"
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_config_names_no_kernel_of_the_hub(key: str, tiny_folder: Path, tmp_path: Path) -> None:
+    """With the package kernels, transformers fetches such a repository and runs it, whatever trust_remote_code says."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: "someone/kernel"}))
+    with pytest.raises(ValueError, match="asks for the attention 'someone/kernel', which is code from the hub"):
+        load(folder)
+    assert load(folder, attn_implementation="sdpa").model.config._attn_implementation == "sdpa"
 
 
 def test_task_ids_name_no_file(

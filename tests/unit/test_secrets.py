@@ -32,6 +32,52 @@ def test_an_error_of_another_setting(
     assert SECRET not in repr(ServeConfig(api_key=SECRET))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        f"api_key={SECRET}(", f"api_key={SECRET},x", f"+api_key={SECRET})", f"++api_key=a,{SECRET}",
+        f"api_key=[{SECRET}]", f"api_key={{{SECRET}:1}}", f"api_key=${{{SECRET}}}",
+    ],
+)  # fmt: skip
+def test_a_key_that_cannot_be_read(given: str, start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra's messages show the override, and with it the key; a key with a bracket or a comma is none to Hydra."""
+    monkeypatch.setattr("launch.serve.server.is_installed", lambda package: True)
+    ran = start_app(serve, "serve", "port=0", given)
+    assert ran.code == 2 and "LP_API_KEY" in ran.err and SECRET not in ran.out + ran.err
+
+
+def test_prompts_and_texts_are_in_no_log_and_no_file(
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Taken and refused, whole and streamed; a journal has token ids alone."""
+    from launch.serve.unfinished import UnfinishedRequest, UnfinishedRequests
+
+    monkeypatch.setattr(UnfinishedRequest, "end", lambda self: None)  # its files stay
+    answers = []
+    with (
+        caplog.at_level(logging.DEBUG),
+        serving(*lp.load("demo"), unfinished=UnfinishedRequests(tmp_path, "model")) as running,
+    ):
+        http = running.http()
+        for more in ({}, {"stream": True}, {"max_tokens": 0}, {"model": SECRET}, {"logit_bias": {SECRET: 1}}):
+            wanted = {"max_tokens": 12, "temperature": 0} | more
+            answers.append(http.post("/v1/completions", json={"prompt": f"x = '{SECRET}'\n", **wanted}))
+            messages = [{"role": "user", "content": SECRET}]
+            answers.append(http.post("/v1/chat/completions", json={"messages": messages, **wanted}))
+        answers.append(http.post("/tokenize", json={"content": SECRET, "with_pieces": True}))
+        answers.append(http.post("/v1/completions", content=SECRET))
+        text = answers[0].json()["choices"][0]["text"].strip()
+    assert len(text) > 8 and {answer.status_code for answer in answers} == {200, 400, 404}
+    logs = [record.getMessage() for record in caplog.records if not re.match("httpx|httpcore", record.name)]
+    files = [path.read_text() for path in tmp_path.iterdir()]
+    assert len(files) > 2
+    for said in (*capfd.readouterr(), *logs, *files):
+        assert SECRET not in said and text not in said
+
+
 def test_what_a_server_answers_and_logs(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
     """With the key and without it, taken and refused."""
     right = {"Authorization": f"Bearer {SECRET}"}

@@ -48,6 +48,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETE, {"prompt": "a", "n": 0}, 400, "n", "n is 0; input should be greater than or equal to 1"),
     (COMPLETE, {"prompt": "a", "n": 129}, 400, "n", "less than or equal to 128"),
     (COMPLETE, {"prompt": ["a"] * 80}, 400, "n", "for 80 texts; this server takes 72 at a time"),
+    (COMPLETE, {"prompt": [[5]] * 40, "n": 2, "echo": True, "max_tokens": 0}, 400, "n", "for 80 texts; this server"),
     (COMPLETE, {"prompt": "a", "best_of": 3}, 400, None, "best_of is 3 and n is 1; texts are not ranked"),
     (COMPLETE, {"prompt": "a", "seed": 1.5}, 400, "seed", "seed is 1.5; "),
     (COMPLETE, {"prompt": "a", "stop": ["x", ""]}, 400, "stop", "at least 1 character"),
@@ -60,6 +61,14 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETE, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "is no token id"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"4096": 1}}, 400, "logit_bias", "vocabulary is 0..4095"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"1": 101}}, 400, "logit_bias", "less than or equal to 100"),
+    (
+        COMPLETE,
+        {"prompt": "a", "logit_bias": {"1": "x"}},
+        400,
+        "logit_bias",
+        "logit_bias of token 1 is 'x'; give a number",
+    ),
+    (COMPLETE, '{"prompt": "a", "logit_bias": {"1": NaN}}', 400, "logit_bias", "logit_bias of token 1 is nan"),
     (COMPLETE, {"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty", "less than or equal to 2"),
     (COMPLETE, {"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty", "greater than 0"),
     (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "suffix", "demo has no tokens for fill-in-the-middle"),
@@ -104,6 +113,15 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
         "chat_template_kwargs",
         "chat_template_kwargs has 'chat_template', which",
     ),
+    (CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, 400, None, "chat_template is not supported; the server has"),
+    (CHAT, {"messages": USER, "continue_final_message": True}, 400, None, "continue_final_message is not supported"),
+    (
+        CHAT,
+        {"messages": USER, "documents": [{"text": "a"}]},
+        400,
+        None,
+        "documents is not supported; give chat_template_",
+    ),
     (LLAMA, {"prompt": "a", "logit_bias": [[5, False]]}, 400, None, "logit_bias is not supported; /v1/completions"),
     (LLAMA, {"prompt": "a", "n_predict": -2}, 400, "n_predict", "greater than or equal to -1"),
     (LLAMA, {"prompt": "a", "min_p": 1}, 400, "min_p", "less than 1"),
@@ -112,6 +130,7 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (INFILL, {"input_prefix": "a", "input_suffix": "b"}, 501, None, "demo has no tokens for fill-in-the-middle"),
     ("/tokenize", {"content": 3}, 400, "content", "content has a wrong type: input should be a valid string"),
     ("/detokenize", {"tokens": [5000]}, 400, "tokens", "vocabulary is 0..4095"),
+    ("/detokenize", {"tokens": [5] * (1 << 17) + [5]}, 400, "tokens", "at most 131072 items"),
     ("/v1/embeddings", {"input": "a"}, 404, None, "there is no path '/v1/embeddings'"),
 ]
 
@@ -166,6 +185,75 @@ def test_other_methods_and_types_are_refused(http: Any) -> None:
     form = http.post(COMPLETE, content='{"prompt": "a"}', headers={"Content-Type": "text/plain"})
     assert form.status_code == 400 and "Content-Type: application/json" in form.json()["error"]["message"]
     assert "access-control-allow-origin" not in http.options(COMPLETE, headers={"Origin": "http://x"}).headers
+
+
+def test_bodies_of_no_type_are_refused(http: Any) -> None:
+    """A page of another site may send those without asking, which starts texts here."""
+    for content_type in ({}, {"Content-Type": "text/plain; application/json"}, {"Content-Type": "x/json"}):
+        answer = http.post(COMPLETE, content='{"prompt": "a", "max_tokens": 1}', headers=content_type)
+        assert answer.status_code == 400 and "no JSON object" in answer.json()["error"]["message"], content_type
+
+
+@pytest.mark.parametrize("depth", range(900, 1000, 3))
+def test_bodies_of_many_levels(depth: int, http: Any) -> None:
+    """A body that can just be read was an error of the server where it was written again for the grammar's compiler."""
+    deep = "[" * depth + "]" * depth
+    bodies = [
+        (LLAMA, f'{{"prompt": "a", "json_schema": {{"a": {deep}}}}}'),
+        (COMPLETE, f'{{"prompt": "a", "response_format": {{"type": "json_object", "schema": {{"a": {deep}}}}}}}'),
+        (CHAT, f'{{"messages": [], "tools": [{{"type": "function", "function": {{"name": "f", "a": {deep}}}}}]}}'),
+    ]
+    for path, body in bodies:
+        assert post(http, path, body).status_code == 400, path
+
+
+def lists_of(schema: Any) -> Iterator[dict[str, Any]]:
+    """The lists in a schema of pydantic's core."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield schema
+        for each in schema.values():
+            yield from lists_of(each)
+    elif isinstance(schema, list | tuple):
+        for each in schema:
+            yield from lists_of(each)
+
+
+def test_the_first_bad_item_is_enough() -> None:
+    """A million of them in one body took 12 s, in which the server did nothing else, and more than a gigabyte."""
+    from launch.serve import bodies
+
+    names = ["CompletionBody", "ChatBody", "LlamaCpp", "InfillBody", "TokenizeBody", "DetokenizeBody"]
+    lists = [each for name in names for each in lists_of(getattr(bodies, name).__pydantic_core_schema__)]
+    assert len(lists) >= 20 and all(each.get("fail_fast") for each in lists)
+    wrong = {"logit_bias": {str(token): 101 for token in range(1000)}, "stop": [1] * 1000, "prompt": [-1] * 1000}
+    with pytest.raises(ValueError) as error:
+        bodies.CompletionBody.model_validate(wrong)
+    assert error.value.error_count() < 10  # type: ignore[attr-defined]
+
+
+def test_names_of_the_server(demo_server: Running, http: Any) -> None:
+    """A web page whose own name leads here is of the server's own origin, and could read what it answers."""
+    for path in ("/", "/health", "/v1/models"):
+        for name in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"):
+            answer = http.get(path, headers={"Host": name})
+            assert answer.status_code == 403, (path, name)
+            assert "call it by one of 127.0.0.1, ::1, localhost, or give it an api_key" in answer.text
+        for name in ("localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000", "[::1]"):
+            assert http.get(path, headers={"Host": name}).status_code == 200, (path, name)
+
+
+def test_any_name_with_a_key_or_another_address(demo_server: Running, small_server: Running) -> None:
+    """A proxy passes on the name that its clients use."""
+    from fastapi.testclient import TestClient
+
+    from launch.serve.api import build_app
+
+    there = {"Host": "models.example", "Authorization": "Bearer s3cret"}
+    assert small_server.http().get("/v1/models", headers=there).status_code == 200
+    for host in ("0.0.0.0", "10.0.0.1"):
+        client = TestClient(build_app(demo_server.served, host=host))
+        assert client.get("/v1/models", headers=there).status_code == 200
 
 
 def test_bodies_are_bounded(http: Any) -> None:
@@ -323,6 +411,21 @@ def test_a_long_prompt_is_encoded_beside_others(demo_server: Running, monkeypatc
     ]:
         assert http.post(path, json=body).status_code == 200, path
     assert answered == [200] * 3
+
+
+def test_pieces_are_decoded_beside_others(demo_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a megabyte take seconds, in which streams got nothing and /health did not answer."""
+    from launch.serve.served import Served
+
+    answered: list[int] = []
+
+    def slow(self: Any, token: int) -> str:
+        answered.append(httpx.get(f"{demo_server.url}/health", timeout=5.0).status_code)
+        return "x"
+
+    monkeypatch.setattr(Served, "piece", slow)
+    answer = demo_server.http().post("/tokenize", json={"content": "a", "with_pieces": True})
+    assert answer.json() == {"tokens": [{"id": 65, "piece": "x"}]} and answered == [200]
 
 
 @pytest.mark.parametrize("stream", [True, False])

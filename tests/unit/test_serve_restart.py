@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -224,6 +225,18 @@ def test_the_model_s_own_end_names_a_request(loaded: Loaded, monkeypatch: pytest
     assert before and before == resumed_model(loaded, ParallelContext())
     monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", 7)
     assert resumed_model(loaded, ParallelContext()) != before
+
+
+def test_a_journal_that_somebody_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines are read as far as they are a server's, and shown without what steers a terminal."""
+    from launch.serve.server import _report
+
+    for number, first in enumerate([{"id": "a", "key": [1]}, {"id": "b", "key": {}}, {"id": "\x1b[31m\nc"}]):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(first) + '\n{"text": 0, "t": [1, 2]}\n')
+    _report(UnfinishedRequests(tmp_path, "model").earlier)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.count("request unknown") for line in lines] == [1, 1, 0]
+    assert all(line.isprintable() for line in lines) and "\\x1b[31m\\nc" in lines[2]
 
 
 def test_tokens_of_a_request_that_is_refused_are_kept(tmp_path: Path) -> None:

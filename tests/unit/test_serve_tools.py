@@ -66,9 +66,16 @@ def test_calls_are_parsed() -> None:
     assert len(answered(call + call, parallel_tool_calls=False)["tool_calls"]) == 1
 
 
-@pytest.mark.parametrize("call", ['{"name": "f", "argum', "{bad}", "[1]", '{"arguments": {}}', '{"name": 3}', "3"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "f", "argum', "{bad}", "[1]", '{"arguments": {}}', '{"name": 3}', "3",
+        '{"name": "f", "arguments": {"x": "\\ud800"}}', '{"name": "f\\ud800"}',
+        '{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
+    ],
+)  # fmt: skip
 def test_what_is_no_call_is_text(call: str) -> None:
-    """A call that is cut off, or malformed, was an error of the server, whose client lost the text."""
+    """A call cut off, malformed, or with half a character was an error of the server, whose client lost the text."""
     text = f"<tool_call>{call}</tool_call>" if call.endswith(("}", "]", "3")) else f"<tool_call>{call}"
     assert answered(text) == {"role": "assistant", "content": text}
 
