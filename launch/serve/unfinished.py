@@ -199,7 +199,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
     """
     data = path.read_bytes()
     if not START.startswith(data[: len(START)]):
-        raise ValueError(f"{path.name} is no request's")
+        raise UserError(f"{path.name} is no request's")
     facts: dict[str, Any] = {"id": "unknown"}  # the machine, or its disk, ended in the middle of the writing
     tokens: dict[int, list[int]] = {}
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

@@ -264,19 +264,18 @@ class Journal:
         try:
             self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 - for as long as the run lasts
             if not _locked(self._file):  # lines of two processes would be taken for each other's
-                raise UserError("is being written by another run; wait for it, or give another path")
+                reason = "is being written by another run; wait for it, or give another path"
+                return json.dumps({"error": f"journal {self.path} {reason}"})
             self._file.seek(0)
             *lines, cut = self._file.readall().split(b"\n") if self.path.is_file() else [b""]
             if not any(start.startswith(cut[: len(start)]) for start in STARTS):
-                raise ValueError("ends with what no journal has")
+                raise UserError("ends with what no journal has")
             records = _read(lines)
             if cut:  # of a line that was written last; not before the others are known to be a journal's
                 self._file.truncate(self._file.tell() - len(cut))
             return json.dumps({name: asdict(record) for name, record in records.items()})
         except OSError as error:
             reason = f"cannot be written ({error.strerror}); give a path in a folder that exists and is yours"
-        except UserError as error:
-            reason = str(error)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             reason = "is no journal of lp; give another path, or delete it"
         return json.dumps({"error": f"journal {self.path} {reason}"})
