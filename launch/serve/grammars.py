@@ -22,6 +22,7 @@ KINDS = ("json_schema", "regex", "ebnf")
 MOST_CHARACTERS = 32768
 MOST_LEVELS = 64
 MOST_RULES = 400
+MOST_COUNTED = 64  # properties of an object that has bounds of how many: time grows with their fourth power
 # Of this thread's own time, so that a busy machine ends no text; hundreds of times what a usual schema takes.
 LONGEST_MASK_S = 0.25
 
@@ -125,19 +126,30 @@ def check_size(kind: str, text: str) -> None:
     """
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"{kind} has {len(text)} characters, of at most {MOST_CHARACTERS}; ask for less of the form")
-    if kind == "json_schema" and (levels := _levels(json.loads(text))) > MOST_LEVELS:
-        raise UserError(f"{kind} is nested {levels} levels deep, of at most {MOST_LEVELS}; name parts in $defs")
+    if kind == "json_schema":
+        _check_schema(json.loads(text))
     if kind == "ebnf" and (rules := text.count("::=")) > MOST_RULES:
         raise UserError(f"{kind} has {rules} rules, of at most {MOST_RULES}; write it with fewer")
     if not is_followed_quickly(kind, text):
         raise UserError(f"{kind} has counts and loops within counts, which take long to follow; write it with fewer")
 
 
-def _levels(value: Any) -> int:
-    """How deep objects and lists are nested."""
+def _check_schema(schema: Any) -> None:
     levels = 0
-    inner = [value]
+    inner = [schema]
     while inner := [each for each in inner if isinstance(each, dict | list)]:
         levels += 1
+        for each in inner:
+            if isinstance(each, dict) and {"minProperties", "maxProperties"} & each.keys():
+                _check_counted(each.get("properties"))
         inner = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
-    return levels
+    if levels > MOST_LEVELS:
+        raise UserError(f"json_schema is nested {levels} levels deep, of at most {MOST_LEVELS}; name parts in $defs")
+
+
+def _check_counted(properties: Any) -> None:
+    if isinstance(properties, dict) and len(properties) > MOST_COUNTED:
+        raise UserError(
+            f"json_schema has an object of {len(properties)} properties with minProperties or maxProperties, of at most "
+            f"{MOST_COUNTED}; leave these out, or name fewer"
+        )

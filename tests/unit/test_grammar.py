@@ -319,6 +319,11 @@ def test_what_must_follow_is_found_in_time(monkeypatch: pytest.MonkeyPatch) -> N
             "json_schema is nested 100 levels deep",
             "json_schema",
         ),
+        (
+            json.dumps({"items": {"properties": {f"p{n}": {} for n in range(240)}, "minProperties": 2}}),
+            "json_schema has an object of 240 properties with minProperties or maxProperties, of at most 64",
+            "json_schema",
+        ),
     ],
 )
 def test_grammars_are_bounded(demo: Any, text: str, message: str, kind: str) -> None:
