@@ -150,6 +150,6 @@ def _check_schema(schema: Any) -> None:
 def _check_counted(properties: Any) -> None:
     if isinstance(properties, dict) and len(properties) > MOST_COUNTED:
         raise UserError(
-            f"json_schema has an object of {len(properties)} properties with minProperties or maxProperties, of at most "
-            f"{MOST_COUNTED}; leave these out, or name fewer"
+            f"json_schema has an object of {len(properties)} properties with minProperties or maxProperties, of "
+            f"at most {MOST_COUNTED}; leave these out, or name fewer"
         )
