@@ -135,8 +135,9 @@ def test_the_final_number(text: str, number: str | None) -> None:
 def test_a_program_cannot_harm_or_pass_by_accident(program: str, outcome: str) -> None:
     """An evaluation that hangs, fills the memory, dies with its program, or takes an early exit for success."""
     start = time.monotonic()
-    assert run_program(program, seconds=2, memory_bytes=512 << 20).outcome == outcome
-    assert time.monotonic() - start < 10
+    seconds = 2 if "no end" in outcome else 40  # a busy machine is no fault of the program
+    assert run_program(program, seconds=seconds, memory_bytes=512 << 20).outcome == outcome
+    assert time.monotonic() - start < 50
 
 
 def test_what_programs_need_still_works() -> None:
