@@ -21,7 +21,7 @@ from lp.attention.base import AttentionBackend
 from lp.draft.layout import ancestors
 from lp.errors import UserError
 from lp.models.captured_steps import CapturedSteps
-from lp.models.kv_cache import StaticKVCache
+from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.model_lock import lock_of
 from lp.models.recurrent_layers import NO_LIMIT
 from lp.models.vocabulary import embedded_tokens
@@ -77,6 +77,7 @@ def check_tree_mask(runner: StepRunner) -> None:
 
     Raises:
         ValueError: the model cannot run such a step, or runs it with other results; names the architecture.
+        OutOfMemoryError: the device is full, which says nothing about the model.
     """
     with lock_of(runner.original):
         passed = vars(runner.original).setdefault(_MARK, set())
@@ -111,6 +112,8 @@ def _mean_error(runner: StepRunner) -> float:
             tree_logits = _tree_logits(runner, prefix, nodes)
     except torch.OutOfMemoryError:
         raise
+    except CacheTooLarge as full:
+        raise torch.OutOfMemoryError(str(full)) from full
     except Exception as failure:
         reason = str(failure).strip().split("\n")[0]
         raise UserError(
