@@ -326,7 +326,7 @@ def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, tab
         text += f"\n{method} on {ranks} ranks: projected {', '.join(f'{error:+.1%}' for error in each)} off the "
         text += "measured speed-up"
         text += f" in {len(each)} runs, by {median(map(abs, each)):.1%} in the median.\n" if len(each) > 1 else ".\n"
-    # First, since a disk that is full or read-only must not take what was measured with it.
+    # Printed before files are written: a disk that is full or read-only must not lose what was measured.
     if table:
         Console(width=200).print(text, markup=False, highlight=False)
     else:

@@ -88,7 +88,7 @@ def folder_of_run() -> Path:
 
 
 def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    """The job; in a sweep, its failure is noted and the next one runs. Ctrl-C and a note without room end the sweep."""
+    """The job; in a sweep, its failure is noted and the next one runs. Ctrl-C ends the sweep, as does a full disk."""
 
     @functools.wraps(job)
     def survived(cfg: DictConfig) -> Any:
@@ -157,8 +157,8 @@ class SweepEnd(Callback):
         """After the last job.
 
         Raises:
-            SystemExit: jobs failed; 2 if all of them by user errors, or where there are none but figures could not be
-                written, else 1.
+            SystemExit: 2 where all jobs that failed did so by user errors, or none failed and the figures could not be
+                written; 1 where a job failed otherwise.
         """
         folder = Path(config.hydra.sweep.dir)
         shown = not self.report or rank() > 0 or _show(Path(config.out or folder))

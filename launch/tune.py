@@ -64,7 +64,7 @@ def tune(config: TuneConfig) -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     where = f"{config.model.name}, {dtype}, {model.device}, ranks: {context.world_size}"
     title = f"{len(ids)} prompts of {config.task.name}, {where}, {describe_sampling(session.sampling)}"
-    # On stdout before a disk that is full or read-only can take the minutes of the search with it.
+    # Printed before files are written: a disk that is full or read-only must not lose the minutes of the search.
     console = console_on(sys.stdout, 110)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if config.output is Output.json:
