@@ -194,6 +194,8 @@ def _drop_stdout() -> None:
 def explain(error: Exception) -> str:
     """One line that names the key and the remedy."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
+        return unknown_key(str(cause.full_key), cause.object_type)  # without a value
     if _is_of_key(error, cause):
         return "api_key= cannot be read, and is not shown here; give the key in the environment, as LP_API_KEY"
     if isinstance(error, OverrideParseException):
@@ -201,8 +203,6 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         return f"{_one_line(error)}{closest(option, error.options, f'{group}=')}"
-    if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
-        return unknown_key(str(cause.full_key), cause.object_type)
     if isinstance(cause, MissingMandatoryValue) and cause.full_key:  # None within a debugger
         return f"{cause.full_key} is missing; give {cause.full_key}=..."
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not a ListConfig" in str(cause):
@@ -216,7 +216,7 @@ def explain(error: Exception) -> str:
 
 def _is_of_key(error: Exception, cause: BaseException) -> bool:
     """Whether a message would show the server's API key."""
-    if isinstance(error, HydraException) and "api_key=" in f"{getattr(error, 'override', '')} {error}":
+    if isinstance(error, HydraException) and "api_key" in f"{getattr(error, 'override', '')} {error}":
         return True
     return getattr(cause, "full_key", None) == "api_key"
 

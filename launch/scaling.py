@@ -326,21 +326,22 @@ def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, tab
         text += f"\n{method} on {ranks} ranks: projected {', '.join(f'{error:+.1%}' for error in each)} off the "
         text += "measured speed-up"
         text += f" in {len(each)} runs, by {median(map(abs, each)):.1%} in the median.\n" if len(each) > 1 else ".\n"
-    # Printed before files are written: a disk that is full or read-only must not lose what was measured.
-    if table:
-        Console(width=200).print(text, markup=False, highlight=False)
-    else:
-        projected = sum(line.kind == PROJECTED for line in lines)
-        counts = {MEASURED: len(lines) - projected, PROJECTED: projected}
-        named = {f"{method}@{ranks}": each for (method, ranks), each in off.items()}
-        figures = [line.figures() for line in lines]
-        print(json.dumps({"folder": str(folder), **counts, "errors": named, "lines": figures}), flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "scaling.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*lines[0].figures()])
-        writer.writeheader()
-        writer.writerows(line.figures() for line in lines)
-    (folder / "scaling.md").write_text(text, encoding="utf-8")
+    figures = [line.figures() for line in lines]
+    try:
+        if table:
+            Console(width=200).print(text, markup=False, highlight=False)
+        else:
+            projected = sum(line.kind == PROJECTED for line in lines)
+            counts = {MEASURED: len(lines) - projected, PROJECTED: projected}
+            named = {f"{method}@{ranks}": each for (method, ranks), each in off.items()}
+            print(json.dumps({"folder": str(folder), **counts, "errors": named, "lines": figures}), flush=True)
+    finally:  # a reader that has left, or a disk that is full, must not take what was measured with it
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "scaling.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*figures[0]])
+            writer.writeheader()
+            writer.writerows(figures)
+        (folder / "scaling.md").write_text(text, encoding="utf-8")
     scaling_plots(lines, caption, folder)
     if table:
         print(f"written to {folder}")

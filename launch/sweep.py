@@ -88,7 +88,10 @@ def folder_of_run() -> Path:
 
 
 def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    """The job; in a sweep, its failure is noted and the next one runs. Ctrl-C ends the sweep, as does a full disk."""
+    """The job; in a sweep, its failure is noted and the next one runs.
+
+    Ctrl-C ends the sweep, and so does a failure that cannot be noted.
+    """
 
     @functools.wraps(job)
     def survived(cfg: DictConfig) -> Any:
@@ -108,7 +111,8 @@ def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
         try:
             note.parent.mkdir(exist_ok=True)
             note.write_text(hydra.job.override_dirname)
-        except OSError:  # nor could the jobs behind it write
+        except OSError as error:  # nor could the jobs behind it write
+            print_once(f"the sweep ends here: cannot write {note} ({error.strerror})")
             raise SystemExit(code) from None
         return FAILED_OBJECTIVE
 
@@ -157,15 +161,15 @@ class SweepEnd(Callback):
         """After the last job.
 
         Raises:
-            SystemExit: 2 where all jobs that failed did so by user errors, or none failed and the figures could not be
-                written; 1 where a job failed otherwise.
+            SystemExit: 2 where all jobs that failed did so by user errors, 1 where a job failed otherwise; where none
+                failed and the table or the figures could not be written, what any app ends with then.
         """
         folder = Path(config.hydra.sweep.dir)
-        shown = not self.report or rank() > 0 or _show(Path(config.out or folder))
+        code = _show(Path(config.out or folder)) if self.report and rank() == 0 else 0
         failed = sorted((folder / FAILED).glob("*.txt"), key=lambda note: int(note.stem.split("-")[0]))
         if not failed:
-            if not shown:
-                raise SystemExit(USER_ERROR)
+            if code:
+                raise SystemExit(code)
             return
         ends = [(*note.stem.split("-"), note.read_text()) for note in failed]
         lines = [f"job {int(number) + 1} failed with exit code {code}: {overrides}" for number, code, overrides in ends]
@@ -174,14 +178,15 @@ class SweepEnd(Callback):
         raise SystemExit(USER_ERROR if {code for _, code, _ in ends} == {str(USER_ERROR)} else 1)
 
 
-def _show(folder: Path) -> bool:
-    """The table and the figures of a sweep; False where they can't be written, which Hydra would make a warning of."""
+def _show(folder: Path) -> int:
+    """The table and the figures of a sweep; an exit code, as Hydra would make a warning of an error."""
+    from .app import reported  # which imports this module
     from .bench.table import show_sweep  # an app without records needs none of it
 
     try:
-        show_sweep(folder)
-    except OSError as error:
-        print(f"error: cannot write {error.filename} ({error.strerror}); write elsewhere", file=sys.stderr)
-    else:
-        return True
-    return False
+        with reported():
+            show_sweep(folder)
+            sys.stdout.flush()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0

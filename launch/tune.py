@@ -64,16 +64,17 @@ def tune(config: TuneConfig) -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     where = f"{config.model.name}, {dtype}, {model.device}, ranks: {context.world_size}"
     title = f"{len(ids)} prompts of {config.task.name}, {where}, {describe_sampling(session.sampling)}"
-    # Printed before files are written: a disk that is full or read-only must not lose the minutes of the search.
     console = console_on(sys.stdout, 110)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    if config.output is Output.json:
-        print(json.dumps(found), flush=True)
-    else:
-        console.print(_table(tried, title))
-        for line in _conclusions(adaptive, tried, found["ranks"]):
-            say(line)
-    _write(folder, found, tried)
+    try:
+        if config.output is Output.json:
+            print(json.dumps(found), flush=True)
+        else:
+            console.print(_table(tried, title))
+            for line in _conclusions(adaptive, tried, found["ranks"]):
+                say(line)
+    finally:  # a reader that has left, or a disk that is full, must not take the minutes of the search with it
+        _write(folder, found, tried)
     free = tried[-2]
     at = (free.tokens_a_step, free.compression)
     picture = tune_plot(adaptive.step_times, _by_budget(tried), at, title, folder / "tune.png")

@@ -1,4 +1,7 @@
-"""A disk that becomes read-only: from some write on, nothing in a folder is opened, made, moved or removed."""
+"""A disk that becomes read-only: from some write on, nothing in a folder is opened, made, moved or removed.
+
+What is open already can be written.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.li
 
 
 class ReadOnlyFolder:
-    """A folder whose disk takes nothing any more.
+    """A folder in which, from some write on, nothing is opened for writing, made, moved or removed.
 
     Python's audit events tell of every file that Python opens, whichever library asks for it; what a library
     opens without Python, as safetensors does, is told by the rename that follows.
@@ -40,7 +43,7 @@ class ReadOnlyFolder:
         Raises:
             OSError: EROFS.
         """
-        paths = args[:2] if event in ("os.rename", "os.link") else args[:1]
+        paths = args[:2] if event in ("os.rename", "os.link") else args[1:2] if event == "os.symlink" else args[:1]
         for path in paths:
             if isinstance(path, str | bytes | os.PathLike) and self._is_below(os.fsdecode(path)):
                 self.writes += 1

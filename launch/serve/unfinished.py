@@ -4,7 +4,7 @@
     {"text": 1, "t": [312, 9]}                    a step's tokens of one of its texts, where the server keeps tokens
 
 A request with kept tokens goes on behind them when a client sends the same again, seed included. Until then its file
-stays, for a day at most.
+stays. Files that are a day old are deleted when a server starts, and when it takes a request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from lp.checks import env_int
 from lp.digest import chain_digest, text_digest
@@ -25,7 +25,7 @@ from lp.errors import UserError
 
 from .spec import TextSpec
 
-START = b'{"id":'  # of a file
+START, BEHIND_NAME = b'{"id":"', b'","began":'  # of a file's first line
 KEPT_S = 24 * 3600  # that tokens wait for a client who asks again
 
 
@@ -56,6 +56,18 @@ class UnfinishedRequest:
                 self._path.unlink()
 
 
+class _Left(NamedTuple):
+    """A request of a server before this one."""
+
+    path: Path
+    tokens: dict[int, list[int]]  # by text
+    written: float  # when its file was, in seconds since 1970
+
+    @property
+    def is_old(self) -> bool:
+        return time() - self.written >= KEPT_S
+
+
 class UnfinishedRequests:
     """A folder with a file for each request, from when it is taken until it has ended or its client has left.
 
@@ -75,7 +87,7 @@ class UnfinishedRequests:
         self._folder = folder
         self._model = model
         self._next = 0
-        self._left: dict[str, list[tuple[Path, dict[int, list[int]]]]] = {}  # by key; the same may come twice
+        self._left: dict[str, list[_Left]] = {}  # by key; the same may come twice
         self.earlier: list[dict[str, Any]] = []
         if folder is None:
             return
@@ -113,29 +125,40 @@ class UnfinishedRequests:
 
     def resumed(self, specs: Sequence[TextSpec], key: str) -> list[TextSpec]:
         """The texts of a request, behind the tokens that they had when it was sent before."""
+        self._forget_old()
         if key not in self._left:
             return [*specs]
-        _, tokens = self._left[key][0]
+        tokens = self._left[key][0].tokens
         # The last token comes again, and with it what may have ended the text.
         return [replace(spec, resumed=tokens.get(index, [])[:-1]) for index, spec in enumerate(specs)]
 
     def taken(self, key: str) -> None:
         """A request with this key has begun, whose own file has the tokens now."""
         if key in self._left:
-            path, _ = self._left[key].pop(0)
-            with contextlib.suppress(OSError):
-                path.unlink()
-            if not self._left[key]:
-                del self._left[key]
+            self._forget(key, self._left[key][0])
 
     def _take(self, path: Path, facts: dict[str, Any], tokens: dict[int, list[int]]) -> None:
         key = facts.pop("key", "")
-        if tokens and key and time() - path.stat().st_mtime < KEPT_S:
-            self._left.setdefault(key, []).append((path, tokens))
+        left = _Left(path, tokens, path.stat().st_mtime)
+        if tokens and key and not left.is_old:
+            self._left.setdefault(key, []).append(left)
             facts["tokens"] = sum(map(len, tokens.values()))
         else:
             path.unlink()
         self.earlier.append(facts)
+
+    def _forget_old(self) -> None:
+        for key, same in [*self._left.items()]:
+            for left in [*same]:
+                if left.is_old:
+                    self._forget(key, left)
+
+    def _forget(self, key: str, left: _Left) -> None:
+        with contextlib.suppress(OSError):
+            left.path.unlink()
+        self._left[key].remove(left)
+        if not self._left[key]:
+            del self._left[key]
 
 
 @contextlib.contextmanager
@@ -198,7 +221,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
         ValueError: it is the file of something else.
     """
     data = path.read_bytes()
-    if not START.startswith(data[: len(START)]):
+    if not _begins_request(data.partition(b"\n")[0]):
         raise UserError(f"{path.name} is no request's")
     facts: dict[str, Any] = {"id": "unknown"}  # the machine, or its disk, ended in the middle of the writing
     tokens: dict[int, list[int]] = {}
@@ -209,3 +232,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
             for line in lines:
                 tokens.setdefault(int(line["text"]), []).extend(map(int, line["t"]))
     return facts, tokens
+
+
+def _begins_request(line: bytes) -> bool:
+    """Whether it is the first line of a request's file, or the beginning of one."""
+    _, quote, behind = line[len(START) :].partition(b'"')
+    return START.startswith(line[: len(START)]) and BEHIND_NAME.startswith((quote + behind)[: len(BEHIND_NAME)])

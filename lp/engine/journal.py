@@ -318,7 +318,10 @@ def resumable(model: PreTrainedModel) -> bool:
 
 
 def _locked(file: FileIO) -> bool:
-    """Whether no other process has this file; from here on this one has it, until it closes the file or ends."""
+    """Whether no other process has this file; from here on this one has it.
+
+    Until it ends, or closes the file, whichever object of it opened that: such are the locks of lockf.
+    """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -20,6 +20,7 @@ from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
 from lp.engine.batch import BatchDecoder
 from lp.engine.decode_loop import Beginning, Generation, cache_slots
+from lp.engine.memory import remedy_named
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.step_timing import GivenStepTimes, KnownStepTimes
@@ -61,6 +62,7 @@ class LookaheadDecoder(BatchDecoder):
             config of no draft source, or of one that can't be used here.
     """
 
+    @remedy_named()
     def __init__(
         self,
         model: PreTrainedModel,

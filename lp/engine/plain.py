@@ -17,6 +17,7 @@ from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.engine.batch import BatchDecoder
 from lp.engine.decode_loop import Beginning, Generation, cache_slots
+from lp.engine.memory import remedy_named
 from lp.engine.output import GenerationOutput, StepTimer
 from lp.engine.request import Request
 from lp.models.kv_cache import StaticKVCache
@@ -39,6 +40,7 @@ class PlainDecoder(BatchDecoder):
         ValueError: a model that `LookaheadDecoder` refuses; `AutoregressiveDecoder` takes it.
     """
 
+    @remedy_named()
     def __init__(
         self,
         model: PreTrainedModel,

@@ -113,7 +113,7 @@ def _mean_error(runner: StepRunner) -> float:
     except torch.OutOfMemoryError:
         raise
     except CacheTooLarge as full:
-        raise torch.OutOfMemoryError(str(full)) from full
+        raise torch.OutOfMemoryError(f"the device is full: {full}") from full
     except Exception as failure:
         reason = str(failure).strip().split("\n")[0]
         raise UserError(

@@ -73,9 +73,22 @@ def test_a_device_that_is_full_while_a_decoder_is_made() -> None:
     seen = copy.deepcopy(model)
     for number in places(lambda: lp.LookaheadDecoder(seen, CONFIG))[:: 1 if LONG else 6]:
         full = copy.deepcopy(model)
-        with pytest.raises(torch.OutOfMemoryError), Allocations(number):
+        with pytest.raises(torch.OutOfMemoryError) as error, Allocations(number):
             lp.LookaheadDecoder(full, CONFIG)
+        assert str(error.value).count(REMEDY) == 1
         assert lp.LookaheadDecoder(full, CONFIG).generate(IDS, NEW, SAMPLING).tokens == expected, number
+
+
+def test_a_cache_without_room_is_no_reason_against_fused_layers() -> None:
+    """While they were tried, it was taken for a step that the model can't run, and they were never tried again."""
+    model = tiny_model()
+    full = copy.deepcopy(model)
+    with Allocations() as seen:
+        assert lp.LookaheadDecoder(model, CONFIG).runner.fused
+    number = min(number for (file, _, _), number in seen.sites.items() if file.endswith("kv_cache.py"))
+    with pytest.raises(torch.OutOfMemoryError, match=r"the device is full: a KV cache"), Allocations(number):
+        lp.LookaheadDecoder(full, CONFIG)
+    assert lp.LookaheadDecoder(full, CONFIG).runner.fused
 
 
 def test_a_gpu_that_is_full_while_steps_are_captured_and_replayed(gpu: SimulatedCuda) -> None:
@@ -87,7 +100,7 @@ def test_a_gpu_that_is_full_while_steps_are_captured_and_replayed(gpu: Simulated
     def run() -> list[int]:
         return lp.LookaheadDecoder(on_gpu, CONFIG, capture="graph").generate(IDS, NEW, SAMPLING).tokens
 
-    failing = places(run, every=10)  # a second each
+    failing = places(run, every=10)  # a run that captures its steps takes a second
     for number in failing[:: 1 if LONG else 15]:
         lp.release(on_gpu)  # so that steps are captured again
         with contextlib.suppress(torch.OutOfMemoryError, lp.UserError), Allocations(number):

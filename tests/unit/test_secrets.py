@@ -36,7 +36,8 @@ def test_an_error_of_another_setting(
     "given",
     [
         f"api_key={SECRET}(", f"api_key={SECRET},x", f"+api_key={SECRET})", f"++api_key=a,{SECRET}",
-        f"api_key=[{SECRET}]", f"api_key={{{SECRET}:1}}", f"api_key=${{{SECRET}}}",
+        f"api_key=[{SECRET}]", f"api_key={{{SECRET}:1}}", f"api_key=${{{SECRET}}}", f"api_key@x={SECRET}",
+        f"api_key ={SECRET}(", f"~api_key:{SECRET}",
     ],
 )  # fmt: skip
 def test_a_key_that_cannot_be_read(given: str, start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def test_requests_that_did_not_end_are_found_again(tmp_path: Path) -> None:
     noted[1].end()
     paths = sorted(folder.iterdir())
     assert len(paths) == 2 and first.earlier == []
-    paths[1].write_text('{"id": ')  # and no more
+    paths[1].write_text('{"id":"')  # and no more
     found = UnfinishedRequests(folder).earlier
     assert [request.pop("began", 0) > 0 for request in found] == [True, False]
     assert found == [{"id": "a", "texts": 2, "seed": 7}, {"id": "unknown"}]
@@ -113,15 +113,16 @@ def test_a_folder_of_another_server(start_app: Callable[..., Ran], tmp_path: Pat
         assert not [*folder.iterdir()]
 
 
-def test_files_of_something_else_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ['{"question":"1 + 1?"}', '{"id":0,"question":"1 + 1?"}', '{"id":"a","n":1}'])
+def test_files_of_something_else_stay(line: str, tmp_path: Path) -> None:
     """A data set in numbered files, whose folder is given by mistake, must not be deleted."""
     UnfinishedRequests(tmp_path).begin("a", "")
     other = tmp_path / "7.jsonl"
-    other.write_text('{"question": "1 + 1?"}\n')
+    other.write_text(line + "\n")
     with pytest.raises(UserError, match=r"can't keep unfinished requests \(7\.jsonl is no request's\)"):
         UnfinishedRequests(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "7.jsonl"]
-    assert other.read_text() == '{"question": "1 + 1?"}\n'
+    assert other.read_text() == line + "\n"
 
 
 def test_no_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

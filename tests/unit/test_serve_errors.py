@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
@@ -201,7 +202,6 @@ def test_bodies_of_many_levels(depth: int, http: Any) -> None:
     bodies = [
         (LLAMA, f'{{"prompt": "a", "json_schema": {{"a": {deep}}}}}'),
         (COMPLETE, f'{{"prompt": "a", "response_format": {{"type": "json_object", "schema": {{"a": {deep}}}}}}}'),
-        (CHAT, f'{{"messages": [], "tools": [{{"type": "function", "function": {{"name": "f", "a": {deep}}}}}]}}'),
     ]
     for path, body in bodies:
         assert post(http, path, body).status_code == 400, path
@@ -433,14 +433,13 @@ def test_a_client_that_leaves_frees_its_sequence(small_server: Running, stream: 
     """In the next step: the engine takes no other one for it."""
     loop = small_server.served.loop
     steps: list[int] = []
-    with httpx.Client(base_url=small_server.url, headers={"Authorization": "Bearer s3cret"}) as http:
-        try:
-            with http.stream("POST", COMPLETE, json=LONG | {"stream": stream}, timeout=30 if stream else 0.5) as answer:
-                for line in answer.iter_lines():
-                    if line:
-                        break
-        except httpx.TimeoutException:
-            assert not stream  # nothing came in half a second
+    client = HTTPConnection(small_server.url.removeprefix("http://"))
+    with contextlib.closing(client):
+        headers = {"Authorization": "Bearer s3cret", "Content-Type": "application/json"}
+        client.request("POST", COMPLETE, json.dumps(LONG | {"stream": stream}), headers)
+        if stream:
+            assert client.getresponse().readline()
+        assert eventually(lambda: loop.engine.running == 1)
         ended = loop.engine._end
 
         def counted(text: Any, *reasons: Any) -> None:

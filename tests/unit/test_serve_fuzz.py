@@ -89,6 +89,17 @@ def check(client: httpx.Client, method: str, path: str, **sent: Any) -> int:
         return response.status_code
 
 
+def test_tools_of_many_levels(client: httpx.Client) -> None:
+    """A body that can just be read was an error of the server where the chat template wrote it again."""
+    statuses = set()
+    for depth in range(900, 1000, 3):
+        tool = {"type": "function", "function": {"name": "f", "a": 0}}
+        body = json.dumps(SOUND["/v1/chat/completions"] | {"tools": [tool], "max_tokens": 1})
+        deep = body.replace('"a": 0', f'"a": {"[" * depth}{"]" * depth}')
+        statuses.add(check(client, "POST", "/v1/chat/completions", content=deep))
+    assert 400 in statuses
+
+
 def test_the_description_has_every_path(described: dict[str, Any]) -> None:
     """A new endpoint must be drawn, too."""
     paths = {path for path in described["paths"] if "{" not in path}

@@ -150,7 +150,8 @@ def test_a_server_that_is_asked_to_end_keeps_tokens(loaded: Loaded, tmp_path: Pa
     with serving(loaded.model, loaded.tokenizer, unfinished=UnfinishedRequests(tmp_path, "model")) as running:
         client = running.openai()
         chunks = client.completions.create(model="demo", stream=True, **request)
-        next(chunks)
+        for _ in range(4):  # tokens of several steps
+            next(chunks)
         assert not running.served.loop.close(0.1)
         running.served.loop.abandon()
         with pytest.raises(openai.APIError, match="the server ended before the text did"):
@@ -168,7 +169,7 @@ def test_a_server_that_is_asked_to_end_keeps_tokens(loaded: Loaded, tmp_path: Pa
     assert not [*tmp_path.iterdir()]
 
 
-def test_tokens_stay_until_a_client_asks_again(tmp_path: Path) -> None:
+def test_tokens_stay_until_a_client_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that fails again before that must not lose them; a client who never asks must not fill the disk."""
     spec = TextSpec(prompt=[1, 2, 3], max_new_tokens=12)
     requests = UnfinishedRequests(tmp_path, "model")
@@ -184,6 +185,14 @@ def test_tokens_stay_until_a_client_asks_again(tmp_path: Path) -> None:
     noted.end()
     assert not [*tmp_path.iterdir()]
     again.begin("c", key, texts=1).add(0, [4, 5, 6])
+    (path,) = tmp_path.iterdir()
+    runs = UnfinishedRequests(tmp_path, "model")
+    day = 24 * 3600
+    monkeypatch.setattr("launch.serve.unfinished.time", lambda: path.stat().st_mtime + day - 1)
+    assert runs.resumed([], "another") == [] and path.exists()
+    monkeypatch.setattr("launch.serve.unfinished.time", lambda: os.stat(tmp_path).st_mtime + day + 60)
+    assert runs.resumed([spec], key) == [spec] and not path.exists(), "a server that runs for longer"
+    again.begin("d", key, texts=1).add(0, [4, 5, 6])
     (path,) = tmp_path.iterdir()
     os.utime(path, (0, 0))
     assert UnfinishedRequests(tmp_path, "model").resumed([spec], key) == [spec]
@@ -231,8 +240,9 @@ def test_a_journal_that_somebody_has_changed(tmp_path: Path, capsys: pytest.Capt
     """Its lines are read as far as they are a server's, and shown without what steers a terminal."""
     from launch.serve.server import _report
 
-    for number, first in enumerate([{"id": "a", "key": [1]}, {"id": "b", "key": {}}, {"id": "\x1b[31m\nc"}]):
-        (tmp_path / f"{number}.jsonl").write_text(json.dumps(first) + '\n{"text": 0, "t": [1, 2]}\n')
+    for number, changed in enumerate([{"key": [1]}, {"key": {}}, {"id": "\x1b[31m\nc"}]):
+        first = json.dumps({"id": "a", "began": 1, **changed}, separators=(",", ":"))
+        (tmp_path / f"{number}.jsonl").write_text(first + '\n{"text": 0, "t": [1, 2]}\n')
     _report(UnfinishedRequests(tmp_path, "model").earlier)
     lines = capsys.readouterr().err.splitlines()
     assert [line.count("request unknown") for line in lines] == [1, 1, 0]
