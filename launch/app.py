@@ -1,43 +1,30 @@
-"""What every app starts with: Hydra around a task, and errors as a user wants to read them.
-
-A user error is one line on stderr and exit code 2, as is a disk that is full or read-only, or a run folder that cannot
-be made; a rank that was lost is one line and exit code 1, Ctrl-C is exit code 130, SIGTERM 0 where the app ends as
-asked; anything else is a bug and has its traceback. HYDRA_FULL_ERROR=1 shows every traceback.
-"""
+"""What every app starts with: Hydra around a task. HYDRA_FULL_ERROR=1 shows every traceback."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import importlib
 import os
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaConfBaseException
 
-from lp.engine.interrupts import asked_to_end
-from lp.errors import RankLost, UserError
+from lp.errors import UserError
 
-from .arguments import closest
-from .once import print_once, rank
-from .schema import register, settings, unknown_key
-from .sweep import INTERRUPTED, READER_LEFT, USER_ERROR, leave_objective, relaunch, surviving
+from .errors import reported
+from .once import rank
+from .schema import register, settings
+from .sweep import leave_objective, relaunch, surviving
 
 CONF = Path(__file__).resolve().parent.parent / "conf"  # beside launch/, in a clone as in site-packages/lp
-LOST = 1
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 PLUGINS = "LP_PLUGINS"  # an environment variable: modules of the user's, separated by commas
-OURS = ("lp", "launch", "__main__")
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printing and exiting with 1
 
 
@@ -137,99 +124,3 @@ def _remove_if_empty(run_dir: Path) -> None:
             folder.rmdir()
             if folder == outputs:
                 break
-
-
-@contextlib.contextmanager
-def reported() -> Iterator[None]:
-    """Turn a user error into one line and an exit code.
-
-    Raises:
-        SystemExit: 2 after a user error, or where a device is full, 1 after the loss of a rank, 130 after Ctrl-C, 0
-            after SIGTERM.
-    """
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise SystemExit(0 if asked_to_end(error) else INTERRUPTED) from None
-    except BrokenPipeError:  # the reader left, as in `| head`
-        _drop_stdout()
-        raise SystemExit(READER_LEFT) from None
-    except RankLost as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(LOST) from None
-    except (HydraException, OmegaConfBaseException, UserError) as error:
-        print_once(f"error: {explain(error)}")
-        raise SystemExit(USER_ERROR) from None
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which need not have been imported
-            raise
-        print(f"error: {error}", file=sys.stderr)  # whichever rank has no room
-        raise SystemExit(USER_ERROR) from None
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            _drop_stdout()
-            remedy = "make room, or write elsewhere"
-        elif error.errno == errno.EROFS:
-            remedy = "write elsewhere"
-        elif _raised_by_hydra(error):
-            remedy = "give a folder that can be made, as in hydra.run.dir=runs/1"
-        else:
-            raise
-        file = f"{error.filename} " if error.filename else ""
-        print_once(f"error: cannot write {file}({error.strerror}); {remedy}")
-        raise SystemExit(USER_ERROR) from None
-
-
-def _raised_by_hydra(error: Exception) -> bool:
-    """Whether it comes from Hydra, which makes the run's folder, and not from what Hydra runs."""
-    names = [str(frame.f_globals["__name__"]).split(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [name for name in names if name in ("hydra", *OURS)][-1:] == ["hydra"]
-
-
-def _drop_stdout() -> None:
-    """Python's own flush at exit must not fail once more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def explain(error: Exception) -> str:
-    """One line that names the key and the remedy."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
-        return unknown_key(str(cause.full_key), cause.object_type)  # without a value
-    if _is_of_key(error, cause):
-        return "api_key= cannot be read, and is not shown here; give the key in the environment, as LP_API_KEY"
-    if isinstance(error, OverrideParseException):
-        return _unreadable(str(error.override))
-    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{_one_line(error)}{closest(option, error.options, f'{group}=')}"
-    if isinstance(cause, MissingMandatoryValue) and cause.full_key:  # None within a debugger
-        return f"{cause.full_key} is missing; give {cause.full_key}=..."
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not a ListConfig" in str(cause):
-        return f'{cause.full_key} takes a list, as in {cause.full_key}=\'["a","b"]\''
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
-        return f"{cause.full_key}: {str(cause).splitlines()[0]}; --cfg job shows every key with its value"
-    if "value for argument 'prompt=" in str(error):  # Hydra takes a comma for the values of a sweep
-        return f"{_one_line(error)}; or give the text as it is: --prompt TEXT"
-    return _one_line(error)
-
-
-def _is_of_key(error: Exception, cause: BaseException) -> bool:
-    """Whether a message would show the server's API key."""
-    if isinstance(error, HydraException) and "api_key" in f"{getattr(error, 'override', '')} {error}":
-        return True
-    return getattr(cause, "full_key", None) == "api_key"
-
-
-def _unreadable(override: str) -> str:
-    key = override.partition("=")[0]
-    if key == "prompt":
-        return f"cannot read the override {override!r}; give the text as it is: --prompt TEXT, or prompt_file=FILE"
-    return (
-        f"cannot read the override {override!r}; quote a value that has special characters twice, "
-        f"as in {key}='\"def f(x):\"'"
-    )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split("Config search path")[0].split())

@@ -24,10 +24,10 @@ from .bench.session import Bench, ModelCache, on_main, open_bench
 from .bench.summary import totals
 from .bench.table import ProgressBar, console_on, print_totals, summary
 from .cli import start
+from .errors import INTERRUPTED
 from .schema import BenchmarkConfig, Output
 from .session import WARM_UP_TOKENS
 from .stream import on_rank_0
-from .sweep import INTERRUPTED
 
 
 def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> float | None:

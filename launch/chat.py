@@ -22,10 +22,10 @@ from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
 from lp.sampling.grammar import Grammar
 
-from .app import explain
 from .builders import decoder_builders
 from .chat_input import Keyboard
 from .cli import start
+from .errors import explain
 from .history import History
 from .report import describe_sampling
 from .schema import ChatConfig

@@ -17,8 +17,9 @@ from typing import Any
 
 import lp
 
-from .app import reported, run
+from .app import run
 from .arguments import closest, take_prompt
+from .errors import reported
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def main(args: Sequence[str] | None = None) -> None:
         args: None takes those of the command line.
 
     Raises:
-        SystemExit: 2 after a user error; launch/app.py has the other codes.
+        SystemExit: 2 after a user error; launch/errors.py has the other codes.
     """
     args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):

@@ -22,11 +22,9 @@ from omegaconf import DictConfig
 from lp.checks import check_int
 from lp.errors import UserError
 
+from .errors import INTERRUPTED, READER_LEFT, USER_ERROR, reported
 from .once import print_once, rank
 
-USER_ERROR = 2
-INTERRUPTED = 130
-READER_LEFT = 141
 OBJECTIVE = "LP_OBJECTIVE"  # names the file in which a launch leaves what its task returned
 OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 FAILED = "failed"  # the folder of a sweep with a file for every failed job
@@ -180,7 +178,6 @@ class SweepEnd(Callback):
 
 def _show(folder: Path) -> int:
     """The table and the figures of a sweep; an exit code, as Hydra would make a warning of an error."""
-    from .app import reported  # which imports this module
     from .bench.table import show_sweep  # an app without records needs none of it
 
     try:

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import lp
-from launch.app import DISK_FULL
 from launch.bench.plots import figure
 from launch.bench.records import RecordFile
+from launch.errors import DISK_FULL
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
 from lp.budget.step_times_cache import StepTimesFile, read_step_times

@@ -20,7 +20,7 @@ import launch.profile
 import launch.scaling
 import launch.tune
 import lp
-from launch.app import explain, reported
+from launch.errors import explain, reported
 from launch.once import print_once
 from launch.session import journal_path
 from lp.checks import check_int

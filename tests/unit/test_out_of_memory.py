@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import lp
-from launch.app import reported
+from launch.errors import reported
 from lp.engine.memory import REMEDY, with_remedy
 from tests.allocations import MESSAGE, Allocations
 from tests.conftest import LONG
