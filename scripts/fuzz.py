@@ -40,6 +40,7 @@ from tests.shrinking import shrink
 from tests.tiny_models import MATRIX
 
 CHUNK = 10  # cases of a line of the ledger
+CHUNKS_OF_A_PROCESS = 100  # FastAPI keeps every server of a process, and with it its model: 4 GB in 6000 cases
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def run_all(draws: Draws, chunks: Iterator[tuple[int, int]], processes: int) -> 
                 return
             yield draws.run(*chunk)
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=quiet) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, initializer=quiet, max_tasks_per_child=CHUNKS_OF_A_PROCESS) as pool:
         running = {pool.submit(draws.run, *chunk) for chunk, _ in zip(chunks, range(2 * processes), strict=False)}
         while running:
             done = next(as_completed(running))
