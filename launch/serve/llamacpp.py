@@ -148,8 +148,11 @@ class LlamaCompletion:
         }
 
     def _chosen(self, data: dict[str, Any]) -> dict[str, Any]:
-        """The fields that the client asks for: `timings/prompt_n` is a field of a field, and keeps its name."""
-        if self.body.response_fields is None:
+        """The fields that the client asks for, all where it names none.
+
+        `timings/prompt_n` is a field of a field, and keeps its name.
+        """
+        if not self.body.response_fields:
             return data
         chosen = {}
         for path in self.body.response_fields:

@@ -56,6 +56,8 @@ def test_a_rank_lost_behind_any_step(
         assert other.exitcode not in (None, 0), launch.output()
         said = re.findall(r"RankLost: (.+) does not answer, so (.+) stops", launch.output())
         assert said == [(f"rank {victim}", f"rank {1 - victim}")], launch.output()
+        launch.processes[victim].kill()  # one that is stopped has the journal until then
+        launch.processes[victim].join(60)
         decoder = lp.LookaheadDecoder(tiny_model(), CONFIG)
         again = Journal(tmp_path / f"{victim}-{at}" / "journal.jsonl", lp.ParallelContext.single("cpu"))
         output = again.generate(decoder, IDS, NEW, SAMPLING)

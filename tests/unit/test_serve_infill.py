@@ -234,6 +234,7 @@ def test_infill_has_the_decoders_tokens(infill_server: Running) -> None:
     assert data["content"] == expected and data["stop_type"] == "limit" and data["tokens_predicted"] == 24
     again = http.post("/infill", json=asked).json()
     assert again["content"] == expected and again["timings"]["cache_n"] >= len(ids) - 2
+    assert http.post("/infill", json={**asked, "response_fields": []}).json().keys() == data.keys(), "as llama.cpp"
 
 
 def test_an_infill_that_does_not_fit_is_cut(infill_server: Running) -> None:
