@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+PATHS = {"os.rename": slice(0, 2), "os.link": slice(0, 2), "os.symlink": slice(1, 2)}  # among an event's arguments
 EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.link", "os.truncate")
 
 
@@ -43,8 +44,7 @@ class ReadOnlyFolder:
         Raises:
             OSError: EROFS.
         """
-        paths = args[:2] if event in ("os.rename", "os.link") else args[1:2] if event == "os.symlink" else args[:1]
-        for path in paths:
+        for path in args[PATHS.get(event, slice(0, 1))]:
             if isinstance(path, str | bytes | os.PathLike) and self._is_below(os.fsdecode(path)):
                 self.writes += 1
                 if self.writes > self._after:

@@ -318,9 +318,9 @@ def resumable(model: PreTrainedModel) -> bool:
 
 
 def _locked(file: FileIO) -> bool:
-    """Whether no other process has this file; from here on this one has it.
+    """Take the file's lock; False where another process has it.
 
-    Until it ends, or closes the file, whichever object of it opened that: such are the locks of lockf.
+    This process loses the lock when it closes the file, even one that other code has opened and closed meanwhile.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -60,6 +60,7 @@ class LookaheadDecoder(BatchDecoder):
     Raises:
         ValueError: a model whose architecture or attention takes no tree mask, or whose steps can't be captured; a
             config of no draft source, or of one that can't be used here.
+        torch.OutOfMemoryError: the device is full; says what to lower.
     """
 
     @remedy_named()

@@ -38,6 +38,7 @@ class PlainDecoder(BatchDecoder):
 
     Raises:
         ValueError: a model that `LookaheadDecoder` refuses; `AutoregressiveDecoder` takes it.
+        torch.OutOfMemoryError: the device is full; says what to lower.
     """
 
     @remedy_named()

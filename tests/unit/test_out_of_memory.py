@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,12 @@ def test_a_device_that_is_full_while_a_decoder_is_made() -> None:
             lp.LookaheadDecoder(full, CONFIG)
         assert str(error.value).count(REMEDY) == 1
         assert lp.LookaheadDecoder(full, CONFIG).generate(IDS, NEW, SAMPLING).tokens == expected, number
+
+
+def test_a_device_that_is_full_while_a_plain_decoder_is_made() -> None:
+    model = tiny_model()
+    with pytest.raises(torch.OutOfMemoryError, match=re.escape(REMEDY)), Allocations(0):
+        lp.PlainDecoder(model)
 
 
 def test_a_cache_without_room_is_no_reason_against_fused_layers() -> None:
