@@ -42,7 +42,7 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if uses_tools(body) and body.tools else None
     try:
         return chat_tokens(tokenizer, [_for_template(message) for message in body.messages], tools=tools, **given)
-    except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from None
 
 

@@ -94,7 +94,7 @@ def test_tools_of_many_levels(client: httpx.Client) -> None:
     """A body that can just be read was an error of the server where the chat template wrote it again."""
     statuses = set()
     for depth in range(900, 1000, 3):
-        tool = {"type": "function", "function": {"name": "f", "a": 0}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"a": 0}}}
         body = json.dumps(SOUND["/v1/chat/completions"] | {"tools": [tool], "max_tokens": 1})
         deep = body.replace('"a": 0', f'"a": {"[" * depth}{"]" * depth}')
         statuses.add(check(client, "POST", "/v1/chat/completions", content=deep))
