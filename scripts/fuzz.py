@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def run_all(draws: Draws, chunks: Iterator[tuple[int, int]], processes: int) -> 
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn, initializer=quiet, max_tasks_per_child=CHUNKS_OF_A_PROCESS) as pool:
-        running = {pool.submit(draws.run, *chunk) for chunk, _ in zip(chunks, range(2 * processes), strict=False)}
+        running = {pool.submit(draws.run, *chunk) for chunk in islice(chunks, 2 * processes)}
         while running:
             done = next(as_completed(running))
             running.remove(done)

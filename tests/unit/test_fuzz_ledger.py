@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from scripts import fuzz
 from tests.drawn_cases import FEATURES, drawn, features, pairs
 from tests.fuzz_ledger import Ledger, met_pairs, report
 
@@ -30,6 +34,15 @@ def test_every_case_runs_once_whatever_was_killed(tmp_path: Path) -> None:
         ledger.add(SETTINGS | {"first": first, "cases": count})
     assert numbers(Ledger(path), 100) == []
     assert sum(line["cases"] for line in Ledger(path).lines if line["commit"] == "abc") == 100
+
+
+def test_several_processes_leave_no_chunk_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that is taken and not run is missing from every run, and the counts say less than was asked for."""
+    monkeypatch.setattr(fuzz, "ProcessPoolExecutor", lambda processes, *_, **__: ThreadPoolExecutor(processes))
+    draws = fuzz.Draws(seed=0, share=0.1, archs=None, until=None)
+    for chunks in (3, 9):
+        lines = fuzz.run_all(draws, ((first, 0) for first in range(chunks)), processes=2)
+        assert sorted(line["first"] for line in lines) == [*range(chunks)]
 
 
 def test_pairs_that_no_case_had_are_named(tmp_path: Path) -> None:
