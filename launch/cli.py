@@ -16,10 +16,11 @@ from importlib import import_module
 from typing import Any
 
 import lp
+from lp.errors import UserError
 
 from .app import run
 from .arguments import closest, take_prompt
-from .errors import reported
+from .errors import names_key, reported
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ def start(name: str, args: Sequence[str]) -> None:
 
     with reported():
         overrides = take_prompt(args, positional=name == "generate") if app.prompts else list(args)
+        options = [each.partition("=")[0] for each in overrides if each.startswith("-")]
+        if any(map(names_key, options)):  # argparse would show its value
+            raise UserError("the API key is not given as an option; give it in the environment, as LP_API_KEY")
     sys.argv = [f"lp {name}", *overrides]  # where Hydra reads them
     run(task, name)
 

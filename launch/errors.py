@@ -108,10 +108,17 @@ def explain(error: Exception) -> str:
 
 
 def _is_of_key(error: Exception, cause: BaseException) -> bool:
-    """Whether a message would show the server's API key."""
-    if isinstance(error, HydraException) and "api_key" in f"{getattr(error, 'override', '')} {error}":
+    """Whether a message would show the server's API key, however its name was written."""
+    override = str(getattr(error, "override", None) or "")  # as it was typed
+    of_prompt = override.startswith("prompt=") or "argument 'prompt=" in str(error)
+    if isinstance(error, HydraException) and not of_prompt and names_key(f"{override} {error}"):
         return True
     return getattr(cause, "full_key", None) == "api_key"
+
+
+def names_key(text: str) -> bool:
+    """Whether the server's API key is named, in whichever spelling: `api_key`, `--api-key`, `LP_API_KEY`."""
+    return "apikey" in text.lower().replace("_", "").replace("-", "")
 
 
 def _unreadable(override: str) -> str:

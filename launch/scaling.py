@@ -23,7 +23,6 @@ from statistics import median
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from rich.console import Console
 
 import lp
 from lp.checks import check_int
@@ -60,6 +59,7 @@ from .bench.session import (
     settings_of,
 )
 from .bench.summary import markdown, short
+from .bench.table import PipeConsole
 from .builders import PLAIN
 from .cli import start
 from .nodes import Leader, Nodes, follow, leading
@@ -329,7 +329,7 @@ def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, tab
     figures = [line.figures() for line in lines]
     try:
         if table:
-            Console(width=200).print(text, markup=False, highlight=False)
+            PipeConsole(width=200).print(text, markup=False, highlight=False)
         else:
             projected = sum(line.kind == PROJECTED for line in lines)
             counts = {MEASURED: len(lines) - projected, PROJECTED: projected}

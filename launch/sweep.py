@@ -110,7 +110,8 @@ def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
             note.parent.mkdir(exist_ok=True)
             note.write_text(hydra.job.override_dirname)
         except OSError as error:  # nor could the jobs behind it write
-            print_once(f"the sweep ends here: cannot write {note} ({error.strerror})")
+            reason = f"cannot write {note} ({error.strerror}); give another folder as hydra.sweep.dir="
+            print_once(f"the sweep ends here: {reason}")
             raise SystemExit(code) from None
         return FAILED_OBJECTIVE
 
@@ -160,7 +161,8 @@ class SweepEnd(Callback):
 
         Raises:
             SystemExit: 2 where all jobs that failed did so by user errors, 1 where a job failed otherwise; where none
-                failed and the table or the figures could not be written, what any app ends with then.
+                failed and the table or the figures could not be written, what any app ends with then. 130 after
+                Ctrl-C.
         """
         folder = Path(config.hydra.sweep.dir)
         code = _show(Path(config.out or folder)) if self.report and rank() == 0 else 0
@@ -173,6 +175,8 @@ class SweepEnd(Callback):
         lines = [f"job {int(number) + 1} failed with exit code {code}: {overrides}" for number, code, overrides in ends]
         lines.append(f"{len(failed)} failed; their reasons are above, the other jobs are not affected")
         print_once("\n".join(lines))
+        if code == INTERRUPTED:
+            raise SystemExit(code)
         raise SystemExit(USER_ERROR if {code for _, code, _ in ends} == {str(USER_ERROR)} else 1)
 
 
@@ -186,4 +190,11 @@ def _show(folder: Path) -> int:
             sys.stdout.flush()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
+    except OSError as error:
+        place = error.filename or folder
+        print(f"error: cannot write {place} ({error.strerror}); give another folder as out=", file=sys.stderr)
+        return USER_ERROR
+    except Exception:
+        traceback.print_exc()
+        return 1
     return 0

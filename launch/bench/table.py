@@ -58,10 +58,22 @@ class ProgressBar:
         return f"S = {self._tokens / self._steps:.2f}" if self._steps else "S = ?"
 
 
+class PipeConsole(Console):
+    """A console that raises BrokenPipeError where the reader of a pipe has left; rich's ends the process with 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while a BrokenPipeError is handled.
+
+        Raises:
+            BrokenPipeError: that one.
+        """
+        raise
+
+
 def console_on(file: TextIO, width: int) -> Console:
     """A console on this file, so many characters wide where it is no terminal."""
-    console = Console(file=file)
-    return console if console.is_terminal else Console(file=file, width=width)
+    console = PipeConsole(file=file)
+    return console if console.is_terminal else PipeConsole(file=file, width=width)
 
 
 def empty_table(heads: Sequence[str], left: Sequence[str], **look: Any) -> Table:

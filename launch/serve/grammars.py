@@ -22,7 +22,7 @@ KINDS = ("json_schema", "regex", "ebnf")
 MOST_CHARACTERS = 32768
 MOST_LEVELS = 64
 MOST_RULES = 400
-MOST_COUNTED = 64  # properties of an object that has bounds of how many: time grows with their fourth power
+MOST_COUNTED = 64  # properties of objects that have bounds of how many: time grows with the fourth power of an object's
 # Of this thread's own time, so that a busy machine ends no text; hundreds of times what a usual schema takes.
 LONGEST_MASK_S = 0.25
 
@@ -135,21 +135,18 @@ def check_size(kind: str, text: str) -> None:
 
 
 def _check_schema(schema: Any) -> None:
-    levels = 0
+    levels = counted = 0
     inner = [schema]
     while inner := [each for each in inner if isinstance(each, dict | list)]:
         levels += 1
         for each in inner:
             if isinstance(each, dict) and {"minProperties", "maxProperties"} & each.keys():
-                _check_counted(each.get("properties"))
+                counted += len(properties) if isinstance(properties := each.get("properties"), dict) else 0
         inner = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
     if levels > MOST_LEVELS:
         raise UserError(f"json_schema is nested {levels} levels deep, of at most {MOST_LEVELS}; name parts in $defs")
-
-
-def _check_counted(properties: Any) -> None:
-    if isinstance(properties, dict) and len(properties) > MOST_COUNTED:
+    if counted > MOST_COUNTED:
         raise UserError(
-            f"json_schema has an object of {len(properties)} properties with minProperties or maxProperties, of "
-            f"at most {MOST_COUNTED}; leave these out, or name fewer"
+            f"json_schema has {counted} properties in objects with minProperties or maxProperties, of at most "
+            f"{MOST_COUNTED}; leave these out, or name fewer"
         )

@@ -288,7 +288,8 @@ class TextGroup:
             if isinstance(error, Closing):
                 raise closing(loop) from None
             raise busy(f"{loop.texts} texts are waiting, of {loop.max_texts}") from None
-        unfinished.taken(key)
+        if self._noted.has_tokens:
+            unfinished.taken(key)
 
     def _live(self, index: int, text: Wanted) -> LiveText:
         watch = TextWatch(self._served.tokenizer, text.spec.prompt, text.stop, text.min_indent, text.time_limit_s)

@@ -33,14 +33,19 @@ class UnfinishedRequest:
     """The file of a request, or nothing where none is kept.
 
     Args:
-        path: of the file, which is made; None: nothing is kept.
+        path: of the file, which is made; None, or where somebody else has made it: nothing is kept.
         facts: its first line.
         keeps_tokens: whether tokens are added.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any], keeps_tokens: bool) -> None:
-        self._path = path
+        self._path = path = None if path is None or path.exists() else path
         self._adds = path is not None and _append(path, facts, os.O_CREAT | os.O_EXCL) and keeps_tokens
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether all tokens that were added are in the file."""
+        return self._adds
 
     def add(self, text: int, tokens: Sequence[int]) -> None:
         """A step of one of its texts."""
@@ -221,7 +226,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
         ValueError: it is the file of something else.
     """
     data = path.read_bytes()
-    if not _begins_request(data.partition(b"\n")[0]):
+    if not _begins_request(data):
         raise UserError(f"{path.name} is no request's")
     facts: dict[str, Any] = {"id": "unknown"}  # the machine, or its disk, ended in the middle of the writing
     tokens: dict[int, list[int]] = {}
@@ -234,7 +239,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
     return facts, tokens
 
 
-def _begins_request(line: bytes) -> bool:
-    """Whether it is the first line of a request's file, or the beginning of one."""
+def _begins_request(data: bytes) -> bool:
+    """Whether the first line is that of a request's file; without a line end, it may be the beginning of one."""
+    line, line_end, _ = data.partition(b"\n")
     _, quote, behind = line[len(START) :].partition(b'"')
-    return START.startswith(line[: len(START)]) and BEHIND_NAME.startswith((quote + behind)[: len(BEHIND_NAME)])
+    start, behind_name = line[: len(START)], (quote + behind)[: len(BEHIND_NAME)]
+    if line_end:
+        return (start, behind_name) == (START, BEHIND_NAME)
+    return START.startswith(start) and BEHIND_NAME.startswith(behind_name)

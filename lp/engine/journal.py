@@ -16,6 +16,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -45,7 +46,10 @@ from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import plain_settings
 
-STARTS = (b'{"text":', b'{"t":', b'{"end":')  # of lines
+HEX = re.compile(rb"[0-9a-f]")
+# How lines begin, with a 0 for each character that may be a hexadecimal digit, and what else they are made of.
+STARTS = tuple(HEX.sub(b"0", start) for start in (b'{"text":"0123456789abcdef","seed":', b'{"t":[', b'{"end":"'))
+IN_LINES = re.compile(rb'[a-z0-9_{}\[\]":,]*')
 NAMED = ("input_ids", "max_new_tokens", "sampling", "on_tokens")  # of a call; the others are options
 CUT = ("interrupted", "cancelled")  # finish reasons of texts that may go on
 OF_ALL_TOKENS = ("output_scores", "output_logits")  # which the file does not have
@@ -268,7 +272,7 @@ class Journal:
                 return json.dumps({"error": f"journal {self.path} {reason}"})
             self._file.seek(0)
             *lines, cut = self._file.readall().split(b"\n") if self.path.is_file() else [b""]
-            if not any(start.startswith(cut[: len(start)]) for start in STARTS):
+            if not _begins_line(cut):
                 raise UserError("ends with what no journal has")
             records = _read(lines)
             if cut:  # of a line that was written last; not before the others are known to be a journal's
@@ -327,6 +331,13 @@ def _locked(file: FileIO) -> bool:
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)  # some file systems have no locks
     return True
+
+
+def _begins_line(cut: bytes) -> bool:
+    """Whether this may be a line of a journal that was cut off, and nothing that somebody else has written."""
+    masked = HEX.sub(b"0", cut)
+    begins = any(start.startswith(masked[: len(start)]) for start in STARTS)
+    return begins and IN_LINES.fullmatch(cut) is not None
 
 
 def _read(lines: Sequence[bytes]) -> dict[str, Record]:

@@ -185,13 +185,15 @@ def _config(source: str, trust_remote_code: bool, offline: bool) -> Any:
 
 def _check_attention(source: str, config: Any) -> None:
     """Refuse a config that names a repository of the hub as its attention: transformers would run that one's code."""
-    for each in (config, config.get_text_config()):
-        named = str(getattr(each, "_attn_implementation", None) or "")
-        if "/" in named:
-            raise UserError(
-                f"the config of {source!r} asks for the attention {named!r}, which is code from the hub; choose "
-                "attn_implementation=sdpa, or model.trust_remote_code=true if you trust it"
-            )
+    named = str(getattr(config, "_attn_implementation", None) or "")
+    if "/" in named:
+        raise UserError(
+            f"the config of {source!r} asks for the attention {named!r}, which is code from the hub; choose "
+            "attn_implementation=sdpa, or model.trust_remote_code=true if you trust it"
+        )
+    for part in getattr(config, "sub_configs", ()):  # of the text, the images, ...
+        if (inner := getattr(config, part, None)) is not None:
+            _check_attention(source, inner)
 
 
 def _hub_answers() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from transformers import AutoConfig
 
 import lp
 from lp.models.loader import load
@@ -132,6 +133,10 @@ def test_a_config_names_no_kernel_of_the_hub(key: str, tiny_folder: Path, tmp_pa
     with pytest.raises(ValueError, match="asks for the attention 'someone/kernel', which is code from the hub"):
         load(folder)
     assert load(folder, attn_implementation="sdpa").model.config._attn_implementation == "sdpa"
+    parts = AutoConfig.for_model("gemma3").to_dict() | {key: {"vision_config": "someone/kernel"}}
+    (folder / "config.json").write_text(json.dumps(parts))
+    with pytest.raises(ValueError, match="asks for the attention 'someone/kernel', which is code from the hub"):
+        load(folder)
 
 
 def test_task_ids_name_no_file(

@@ -13,6 +13,7 @@ import pytest
 import lp
 from launch.bench.session import ModelCache
 from launch.benchmark import benchmark
+from launch.cli import main
 from launch.schema import ServeConfig
 from launch.serve import serve
 from tests.serving import serving
@@ -37,7 +38,7 @@ def test_an_error_of_another_setting(
     [
         f"api_key={SECRET}(", f"api_key={SECRET},x", f"+api_key={SECRET})", f"++api_key=a,{SECRET}",
         f"api_key=[{SECRET}]", f"api_key={{{SECRET}:1}}", f"api_key=${{{SECRET}}}", f"api_key@x={SECRET}",
-        f"api_key ={SECRET}(", f"~api_key:{SECRET}",
+        f"api_key ={SECRET}(", f"~api_key:{SECRET}", f"LP_API_KEY={SECRET}(", f"apikey={SECRET},",
     ],
 )  # fmt: skip
 def test_a_key_that_cannot_be_read(given: str, start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +46,21 @@ def test_a_key_that_cannot_be_read(given: str, start_app: Callable[..., Ran], mo
     monkeypatch.setattr("launch.serve.server.is_installed", lambda package: True)
     ran = start_app(serve, "serve", "port=0", given)
     assert ran.code == 2 and "LP_API_KEY" in ran.err and SECRET not in ran.out + ran.err
+
+
+def test_a_key_given_as_an_option(capfd: pytest.CaptureFixture[str]) -> None:
+    """The spelling of other servers: argparse's message shows the options that it does not know."""
+    for option in (f"--api-key={SECRET}", f"--api_key={SECRET}"):
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "port=0", option])
+        said = "".join(capfd.readouterr())
+        assert ended.value.code == 2 and "LP_API_KEY" in said and SECRET not in said
+
+
+def test_a_prompt_about_keys_has_a_prompt_s_remedy(launch_generate: Callable[..., Ran]) -> None:
+    for prompt in ("prompt=def connect(api_key, host):", "prompt=api_key,host"):
+        ran = launch_generate(prompt)
+        assert ran.code == 2 and "--prompt TEXT" in ran.err and "LP_API_KEY" not in ran.err, ran.err
 
 
 def test_prompts_and_texts_are_in_no_log_and_no_file(

@@ -113,7 +113,13 @@ def test_a_folder_of_another_server(start_app: Callable[..., Ran], tmp_path: Pat
         assert not [*folder.iterdir()]
 
 
-@pytest.mark.parametrize("line", ['{"question":"1 + 1?"}', '{"id":0,"question":"1 + 1?"}', '{"id":"a","n":1}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('{"question":"1 + 1?"}', '{"id":0,"question":"1 + 1?"}', '{"id":"a","n":1}'),
+        *('{\n  "question": "1 + 1?"\n}', '\n{"question":"1 + 1?"}', '{"id":"a\n'),
+    ],
+)
 def test_files_of_something_else_stay(line: str, tmp_path: Path) -> None:
     """A data set in numbered files, whose folder is given by mistake, must not be deleted."""
     UnfinishedRequests(tmp_path).begin("a", "")
@@ -123,6 +129,18 @@ def test_files_of_something_else_stay(line: str, tmp_path: Path) -> None:
         UnfinishedRequests(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "7.jsonl"]
     assert other.read_text() == line + "\n"
+
+
+def test_a_file_that_has_come_meanwhile_stays(tmp_path: Path) -> None:
+    """Somebody has put it into the folder: the request under its number must neither write nor delete it."""
+    requests = UnfinishedRequests(tmp_path, "model")
+    other = tmp_path / "0.jsonl"
+    other.write_text("mine")
+    noted = requests.begin("a", "key")
+    noted.add(0, [1])
+    assert not noted.has_tokens
+    noted.end()
+    assert other.read_text() == "mine"
 
 
 def test_no_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

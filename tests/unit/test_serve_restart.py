@@ -188,15 +188,32 @@ def test_tokens_stay_until_a_client_asks_again(tmp_path: Path, monkeypatch: pyte
     (path,) = tmp_path.iterdir()
     runs = UnfinishedRequests(tmp_path, "model")
     day = 24 * 3600
-    monkeypatch.setattr("launch.serve.unfinished.time", lambda: path.stat().st_mtime + day - 1)
-    assert runs.resumed([], "another") == [] and path.exists()
-    monkeypatch.setattr("launch.serve.unfinished.time", lambda: os.stat(tmp_path).st_mtime + day + 60)
-    assert runs.resumed([spec], key) == [spec] and not path.exists(), "a server that runs for longer"
+    with monkeypatch.context() as patch:
+        patch.setattr("launch.serve.unfinished.time", lambda: path.stat().st_mtime + day - 1)
+        assert runs.resumed([], "another") == [] and path.exists()
+        patch.setattr("launch.serve.unfinished.time", lambda: os.stat(tmp_path).st_mtime + day + 60)
+        assert runs.resumed([spec], key) == [spec] and not path.exists(), "a server that runs for longer"
     again.begin("d", key, texts=1).add(0, [4, 5, 6])
     (path,) = tmp_path.iterdir()
     os.utime(path, (0, 0))
-    assert UnfinishedRequests(tmp_path, "model").resumed([spec], key) == [spec]
-    assert not [*tmp_path.iterdir()]
+    started = UnfinishedRequests(tmp_path, "model")
+    assert not [*tmp_path.iterdir()], "of a server that was started a day later"
+    assert started.resumed([spec], key) == [spec]
+
+
+def test_a_full_disk_keeps_what_was_there(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request goes on, and its own file can't be written: until it has ended, the old one has the only tokens."""
+    request = {"prompt": "x = [", "max_tokens": 12, "temperature": 0.9, "seed": 5}
+    undisturbed = asked(loaded, UnfinishedRequests(None), [request])
+    with monkeypatch.context() as patch:
+        killed_behind(patch, 4, 1)
+        asked(loaded, UnfinishedRequests(tmp_path, "model"), [request])
+    (path,) = tmp_path.iterdir()
+    kept = path.read_bytes()
+    monkeypatch.setattr("launch.serve.unfinished._append", lambda *args: False)
+    again = asked(loaded, UnfinishedRequests(tmp_path, "model"), [request])
+    assert [answer[:3] for answer in again] == [answer[:3] for answer in undisturbed]
+    assert again[0][3] < undisturbed[0][3] and path.read_bytes() == kept
 
 
 def test_a_step_behind_the_end_makes_no_file(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""What a sweep says and ends with when its table or its figures can't be shown."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hydra._internal.callbacks import Callbacks
+from omegaconf import OmegaConf
+
+from launch.bench.table import console_on
+from launch.errors import INTERRUPTED, LOST, READER_LEFT, USER_ERROR, reported
+
+FAILURES: dict[str, tuple[BaseException, int, str]] = {
+    "folder of somebody else": (PermissionError(errno.EACCES, "Permission denied", "a.png"), USER_ERROR, "as out="),
+    "a folder there": (IsADirectoryError(errno.EISDIR, "Is a directory", "a.png"), USER_ERROR, "as out="),
+    "read-only": (OSError(errno.EROFS, "Read-only file system", "a.png"), USER_ERROR, "write elsewhere"),
+    "bug": (RuntimeError("a bug"), LOST, "Traceback"),
+    "Ctrl-C": (KeyboardInterrupt(), INTERRUPTED, ""),
+}
+
+
+@pytest.mark.parametrize("failed", [True, False])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_figures_that_fail(
+    failure: str, failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra makes a warning of a callback's error: the list of failed jobs would be lost, and the exit code 0."""
+    error, code, said = FAILURES[failure]
+
+    def show(folder: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("launch.bench.table.show_sweep", show)
+    if failed:
+        (tmp_path / "failed").mkdir()
+        (tmp_path / "failed" / "0-1.txt").write_text("W=1")
+    end = {"_target_": "launch.sweep.SweepEnd", "report": True}
+    config = OmegaConf.create({"out": None, "hydra": {"sweep": {"dir": str(tmp_path)}, "callbacks": {"end": end}}})
+    with pytest.raises(SystemExit) as ended:
+        Callbacks(config).on_multirun_end(config=config)
+    stderr = capsys.readouterr().err
+    assert ended.value.code == (1 if failed and code != INTERRUPTED else code)
+    assert said in stderr and ("job 1 failed with exit code 1: W=1" in stderr) == failed
+
+
+def test_a_table_whose_reader_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich ends the process with 1 by itself: a job of a sweep would be noted as failed."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as ended, reported():
+            console_on(pipe, 100).print("a table")
+    assert ended.value.code == READER_LEFT
