@@ -5,6 +5,7 @@ A message that says `<|im_end|>` would otherwise end its turn, and could begin o
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
 from collections.abc import Sequence
@@ -15,33 +16,58 @@ from transformers import PreTrainedTokenizerBase
 from lp.errors import UserError
 
 
-def chat_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], **given: Any) -> list[int]:
+def literal_copy(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy that takes special tokens as text.
+
+    A tokenizer has this as a setting of its own, which a call changes: other threads would encode with it.
+    """
+    literal = copy.deepcopy(tokenizer)
+    literal("x", split_special_tokens=True)
+    return literal
+
+
+def chat_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Any],
+    literal: PreTrainedTokenizerBase | None = None,
+    /,
+    **given: Any,
+) -> list[int]:
     """Token ids of messages in the tokenizer's chat template, up to the answer.
 
     Args:
         messages: as `apply_chat_template` takes them.
+        literal: its `literal_copy`, where several threads encode; None: the tokenizer itself.
         given: more of its arguments.
 
     Raises:
         ValueError: a special token in a text that the tokenizer can't take as text.
         Exception: what the template has against them.
     """
-    hidden = HiddenTokens(tokenizer)
+    hidden = HiddenTokens(tokenizer, literal)
     text = tokenizer.apply_chat_template(
         hidden.hide([*messages]), add_generation_prompt=True, tokenize=False, **hidden.hide(given)
     )
     return hidden.encode(str(text))
 
 
-def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def text_tokens(
+    tokenizer: PreTrainedTokenizerBase, text: str, literal: PreTrainedTokenizerBase | None = None
+) -> list[int]:
     """Token ids of a text that may have no special tokens but those that the tokenizer puts around it.
+
+    Args:
+        text: as users wrote it.
+        literal: as of `chat_tokens`.
 
     Raises:
         ValueError: as of `chat_tokens`.
     """
     if not HiddenTokens(tokenizer).found(text):
         return list(tokenizer(text, verbose=False)["input_ids"])
-    return list(tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"])
+    return list(
+        (tokenizer if literal is None else literal)(text, split_special_tokens=True, verbose=False)["input_ids"]
+    )
 
 
 class HiddenTokens:
@@ -49,10 +75,12 @@ class HiddenTokens:
 
     Args:
         tokenizer: of the model.
+        literal: as of `chat_tokens`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, literal: PreTrainedTokenizerBase | None = None) -> None:
         self._tokenizer = tokenizer
+        self._literal = tokenizer if literal is None else literal
         added = tokenizer.added_tokens_decoder
         self._ids = {str(token): index for index, token in added.items() if token.special}
         longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
@@ -100,7 +128,7 @@ class HiddenTokens:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
 
     def _as_text(self, text: str) -> list[int]:
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        encoded = self._literal(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         ids = list(encoded["input_ids"])
         for token in self._special.findall(text):
             if self._ids[token] in ids:

@@ -19,11 +19,18 @@ from .errors import ApiError
 SET_HERE = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]:
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: PreTrainedTokenizerBase | None = None
+) -> list[int]:
     """Token ids of the messages, up to the answer.
 
     A tokenizer without a chat template belongs to a model that only continues text: there the messages are the text,
     each in a new line. Special tokens in what clients sent are text.
+
+    Args:
+        tokenizer: of the model.
+        body: of the request.
+        literal: the tokenizer's `literal_copy`, where several threads encode.
 
     Raises:
         ApiError: 400: the template refuses them, or its own settings.
@@ -38,10 +45,11 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody) -> list[int]
         for message in body.messages:
             text += "\n" if text and not text.endswith("\n") else ""
             text += plain_text(message.content)
-        return text_tokens(tokenizer, text)
+        return text_tokens(tokenizer, text, literal)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if uses_tools(body) and body.tools else None
+    messages = [_for_template(message) for message in body.messages]
     try:
-        return chat_tokens(tokenizer, [_for_template(message) for message in body.messages], tools=tools, **given)
+        return chat_tokens(tokenizer, messages, literal, tools=tools, **given)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from None
 

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.logprob_sampler import Logprob
 
+from ..chat_tokens import literal_copy
 from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
 from .errors import ApiError
 from .fim import FimPrompts
@@ -73,6 +75,11 @@ class Served:
     fim: FimPrompts | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _pieces: dict[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def literal_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Takes special tokens as text."""
+        return literal_copy(self.tokenizer)
 
     @property
     def short_name(self) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from launch.chat_tokens import chat_tokens, text_tokens
+import lp
+from launch.chat_tokens import chat_tokens, literal_copy, text_tokens
 from launch.history import History
 from launch.serve.bodies import ChatBody
 from launch.serve.chat_template import chat_prompt
 from lp.models.loader import DEMO_MODEL
+from tests.serving import serving
 
 START, END = "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -61,6 +64,32 @@ def test_other_texts_have_the_tokens_that_they_had(tokenizer: Any) -> None:
         messages = [{"role": "user", "content": content}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert chat_tokens(tokenizer, messages) == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_no_thread_changes_the_tokenizer_of_the_others() -> None:
+    """Special tokens as text are a setting of the tokenizer itself: a request beside would have it, or not any more."""
+    loaded = lp.load("demo")
+    end = loaded.tokenizer.eos_token
+    with serving(loaded.model, loaded.tokenizer) as running:
+        for template in (None, "{{ messages[0].content }}" + end):
+            loaded.tokenizer.chat_template = template
+            asked = {"messages": [{"role": "user", "content": f"a {end} b"}], "max_tokens": 1}
+            answer = running.http().post("/v1/chat/completions", json=asked)
+            assert answer.status_code == 200, answer.text
+            assert loaded.tokenizer.backend_tokenizer.encode_special_tokens is False
+            assert running.served.literal_tokenizer.backend_tokenizer.encode_special_tokens is True
+
+
+def test_threads_encode_beside_each_other(tokenizer: Any) -> None:
+    """With the setting changed under it, a chat without special tokens lost those of its template."""
+    literal = literal_copy(tokenizer)
+    texts = [f"{'a' * 500} {special}" for special in (END, "", START, "b")]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    alone = [chat_tokens(tokenizer, chat, literal) for chat in chats]
+    assert alone == [chat_tokens(tokenizer, chat) for chat in chats]
+    with ThreadPoolExecutor(4) as pool:
+        together = pool.map(lambda chat: [chat_tokens(tokenizer, chat, literal) for _ in range(100)], chats)
+        assert [*together] == [[ids] * 100 for ids in alone]
 
 
 def test_every_field_that_a_client_fills(tokenizer: Any) -> None:
