@@ -15,6 +15,7 @@ from lp.errors import UserError
 from .schema import SHAPE_KEYS, Common, decoder_choices, frozen
 
 PLAIN = "plain"  # one token a step on the same engine: what speeds are compared with
+ALONE = "@1"  # ends the name of a method that runs on rank 0 alone
 ORACLE = "autoregressive"  # one token a step without that engine: what tokens are compared with
 METHODS = ("lookahead_auto", PLAIN, "prompt_lookup")  # compared with the one chosen
 Builder = Callable[[Any, lp.ParallelContext], Decoder]

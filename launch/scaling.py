@@ -47,7 +47,6 @@ from .bench.scaling import (
     with_efficiency,
 )
 from .bench.session import (
-    ALONE,
     Bench,
     ModelCache,
     check_divisible,
@@ -60,7 +59,7 @@ from .bench.session import (
 )
 from .bench.summary import markdown, short
 from .bench.table import PipeConsole
-from .builders import PLAIN
+from .builders import ALONE, PLAIN
 from .cli import start
 from .nodes import Leader, Nodes, follow, leading
 from .schema import Output, ScalingConfig, frozen

@@ -32,8 +32,9 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-CONTEXT:])
-        self._whole = len(self._tokens)  # so many of them end with a character, not inside one
-        self._shown = self._decode()
+        text = self._decode()
+        self._shown = text.rstrip(UNFINISHED)  # the prompt may end inside a character
+        self._whole = len(self._tokens) if self._shown == text else 0  # so many end with a character, not inside one
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text these tokens complete; the bytes of an unfinished character wait for the next call."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from ..builders import ORACLE, PLAIN
+from ..builders import ALONE, ORACLE, PLAIN
 from .projection import Link, Projected
 from .records import Record
 from .summary import Total, spread, totals
@@ -165,7 +165,8 @@ def with_efficiency(lines: Sequence[Line]) -> list[Line]:
     alone = {line.series: line.speedup for line in lines if line.ranks == line.tp}
     found = []
     for line in lines:
-        base = alone.get(line.series, 1.0)
+        single = replace(line, method=line.method + ALONE).series
+        base = alone.get(line.series) or alone.get(single) or 1.0
         efficiency = line.speedup / base / (line.ranks // line.tp) if line.speedup and base else None
         found.append(replace(line, efficiency=efficiency))
     return found

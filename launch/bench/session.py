@@ -26,7 +26,7 @@ from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
-from ..builders import METHODS, ORACLE, PLAIN, decoder_names, guess_set_sizes
+from ..builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, guess_set_sizes
 from ..schema import BenchmarkConfig
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
@@ -42,7 +42,6 @@ from .records import Record, digest, slug
 
 T = TypeVar("T")
 Once = Callable[[list[int], int], GenerationOutput]
-ALONE = "@1"  # ends the name of a method that runs on rank 0 alone
 VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
 
 

@@ -106,7 +106,9 @@ def answer(
     try:
         parsed = tokenizer.parse_response([*tokens], format, prefix=[*prompt], tools=told)
         calls = [_call(call["function"]) for call in parsed.get("tool_calls") or []]
-        content, reasoning = parsed.get("content") or None, parsed.get("reasoning_content")
+        # Of what only calls, null, as in OpenAI's answers; any other must be one that a client may send back.
+        content = parsed.get("content") or (None if calls else "")
+        reasoning = parsed.get("reasoning_content")
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning

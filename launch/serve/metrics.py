@@ -56,7 +56,8 @@ class Metrics:
         """Count a text."""
         self._ended.labels("failed" if ending.error else ending.reason).inc()
         self._tokens.inc(ending.generated)
-        self._prompt_tokens.inc(ending.prompt_tokens - ending.cached)
+        if ending.steps:  # else it has waited, and its client has left
+            self._prompt_tokens.inc(ending.prompt_tokens - ending.cached)
         self._cached_tokens.inc(ending.cached)
         self._steps.inc(len(ending.steps))
         self._drafted_steps.inc(sum(step.num_draft > 0 for step in ending.steps))

@@ -102,7 +102,7 @@ def check(config: ServeConfig) -> None:
     check_int("max_waiting", config.max_waiting, 0, float("inf"), "0 refuses what can't begin at once")
     check_int("max_body_bytes", config.max_body_bytes, 1, float("inf"), "try 4194304")
     check_int("drain_s", config.drain_s, 0, float("inf"), "0 ends texts at once")
-    if (as_float(config.timeout_s) or 0.0) < 0:
+    if (timeout_s := as_float(config.timeout_s)) is None or timeout_s < 0:
         raise UserError(f"timeout_s is {config.timeout_s!r}; it must be a number >= 0; 0 is no limit")
     if config.api_key is not None and not (config.api_key and config.api_key.isascii()):
         raise UserError("api_key is empty or has other characters than ASCII's; give a key, or api_key=null")

@@ -15,9 +15,10 @@ from lp.errors import UserError
 
 MOST_REPEATS = 1000  # of counts within counts, as 20 lists of 50 items
 COUNTS = ("minItems", "minLength", "minProperties")  # of JSON schemas
-# What has no rules, groups or counts: strings and classes of EBNF, escapes and classes of regular expressions.
-LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\])*\]|\\.|#[^\n]*')
-CLASSES = re.compile(r"\[(?:\\.|[^\]\\])*\]|\\.")
+# What has no rules, groups or counts: strings and classes of EBNF, escapes and classes of regular expressions. A class
+# that is not closed goes to the end: else each "[" would be one that is looked for up to there.
+CLASSES = re.compile(r"\[(?:\\(?s:.)|[^\]\\])*+(?:\]|\\?\Z)|\\.")
+LITERALS = re.compile(rf'"(?:\\.|[^"\\\n])*"|{CLASSES.pattern}|#[^\n]*')
 RULE = re.compile(r"([\w.-]+)\s*::=")
 NAME = re.compile(r"[\w.-]+")
 COUNTED = re.compile(r"\((?:\?[:=!])?|\)|\{(\d+)(?:,(\d*))?\}|[*+?]")
@@ -29,7 +30,7 @@ def schema_is_bounded(text: str) -> bool:
     try:
         schema = json.loads(text)
         return _schema_repeats(schema, schema, {}) <= MOST_REPEATS
-    except (ValueError, TypeError, KeyError, RecursionError):  # the compiler says what is wrong with it
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):  # the compiler says what is wrong with it
         return False
 
 

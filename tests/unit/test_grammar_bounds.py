@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -102,6 +103,21 @@ def test_rules(rules: str, bounded: bool) -> None:
 def test_what_is_hard_to_follow(kind: str, text: str, quickly: bool) -> None:
     """One look at the tokens that may follow took a minute, in which no other text went on."""
     assert is_followed_quickly(kind, text) is quickly
+
+
+@pytest.mark.parametrize("text", ["[" * 32_000, "[\\\n" * 10_000, "[" * 32_000 + "\\"])
+def test_classes_that_are_not_closed_are_looked_at_once(text: str) -> None:
+    """The end of each was looked for up to that of the text: no other thread had a turn for seconds."""
+    began = time.thread_time()
+    regex_is_bounded(text)
+    is_followed_quickly("regex", text)
+    is_followed_quickly("ebnf", f"root ::= {text}")
+    assert time.thread_time() - began < 1.0
+
+
+def test_a_count_beyond_all_floats() -> None:
+    """It was an OverflowError, of a server an error of its own."""
+    assert not schema_is_bounded(f'{{"type": "array", "minItems": 1{"0" * 400}}}')
 
 
 @pytest.mark.parametrize(

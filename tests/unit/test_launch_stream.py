@@ -44,6 +44,17 @@ def test_split_characters_are_held_back(tokenizer: PreTrainedTokenizerBase, text
         assert "\N{REPLACEMENT CHARACTER}" in text or not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
 
 
+def test_a_prompt_that_ends_inside_a_character(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Of token ids: the character is shown whole, once, when the model completes it; nothing behind it is lost."""
+    text = "é€😀"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) > 7
+    for cut in range(len(ids)):
+        whole = tokenizer.decode(ids[:cut]).rstrip("\N{REPLACEMENT CHARACTER}")
+        for _ in range(5):
+            assert "".join(_stream(tokenizer, ids[:cut], ids[cut:])) == text[len(whole) :], cut
+
+
 def test_any_tokens_give_the_text_of_all_of_them(tokenizer: PreTrainedTokenizerBase) -> None:
     """A model that emits broken bytes must neither lose text nor print any twice."""
     prompt = tokenizer("x = ")["input_ids"]

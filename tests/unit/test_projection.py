@@ -150,6 +150,16 @@ def _projected(ranks: int, compute_s: float) -> Projected:
     )
 
 
+def test_efficiency_is_of_the_same_method_on_one_rank() -> None:
+    """In a launch of several ranks the single one is NAME@1: against plain decoding, a method that is slower there
+    looked as if it scaled badly."""
+    figures = {"kind": MEASURED, "link": None, "W": 4, "G": 4, "tokens_per_s": 1.0, "compression": 2.0}
+    figures |= {"num_tokens": 9.0, "forward_ms": 1.0, "exchange_ms": 0.0, "host_ms": 0.0}
+    speedups = {("lookahead", 2): 0.8, ("lookahead@1", 1): 0.5, ("plain", 1): 1.0, ("jacobi", 2): 0.6}
+    lines = [Line(method=name, ranks=ranks, speedup=x, **figures) for (name, ranks), x in speedups.items()]
+    assert [line.efficiency for line in with_efficiency(lines)] == pytest.approx([0.8, 1.0, 1.0, 0.3])
+
+
 def test_lines_add_up_prompts_and_say_what_they_are() -> None:
     free = {"free": Link(base_us=0, hop_us=0, gb_s=1, source="")}
     lines = [

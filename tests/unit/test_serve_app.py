@@ -25,6 +25,7 @@ BAD = {
     "max_waiting=-1": "max_waiting is -1; it must be an integer >= 0",
     "port=70000": "port is 70000; it must be an integer in [0, 65535]",
     "timeout_s=-1": "timeout_s is -1.0; it must be a number >= 0",
+    "timeout_s=nan": "timeout_s is nan; it must be a number >= 0",
     "api_key=''": "api_key is empty",
     "chat_template=nowhere.jinja": "chat_template",
     "hostt=x": "unknown config key 'hostt'; did you mean 'host'?",

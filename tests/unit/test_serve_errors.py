@@ -516,6 +516,19 @@ def test_metrics_count(demo_server: Running, http: Any) -> None:
     assert 0 < after["lp_cache_slots_free"] <= after["lp_cache_slots"]
 
 
+def test_a_prompt_that_was_never_cached_is_not_counted(small_server: Running) -> None:
+    """Its client has left while it waited: prompts would seem to be cached faster than they are."""
+    from launch.serve.engine_loop import Ending
+
+    def cached() -> list[str]:
+        text = small_server.served.metrics.text().decode()
+        return [line for line in text.splitlines() if line.startswith("lp_prompt_tokens_total ")]
+
+    before = cached()
+    small_server.served.metrics.ended(Ending(reason="cancelled", prompt_tokens=600))
+    assert before and cached() == before
+
+
 @pytest.mark.parametrize("drain_s", [0, 30])
 def test_a_server_that_is_asked_to_end(drain_s: int) -> None:
     """While texts have time to end it answers, but takes no more; when that is up, their clients are told."""

@@ -66,6 +66,16 @@ def test_calls_are_parsed() -> None:
     assert len(answered(call + call, parallel_tool_calls=False)["tool_calls"]) == 1
 
 
+@pytest.mark.parametrize("text", ["", "<tool_call>" + '{"name": "f", "arguments": {}}' + "</tool_call>"])
+def test_an_answer_may_be_sent_back(text: str) -> None:
+    """As the history of the next request: one without content or calls was refused, and the chat was stuck."""
+    from launch.serve.bodies import ChatBody
+
+    message = answered(text)
+    assert ChatBody.model_validate({"messages": [*USER, message, *USER]}).messages[1].content == message["content"]
+    assert message["content"] == (None if text else "")
+
+
 @pytest.mark.parametrize(
     "call",
     [
