@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import lp
@@ -12,7 +13,7 @@ from lp.engine.decoder import Decoder
 from lp.engine.lookahead import MEASURE
 from lp.errors import UserError
 
-from .schema import SHAPE_KEYS, Common, decoder_choices, frozen
+from .schema import POOL_KEYS, SHAPE_KEYS, Common, decoder_choices, frozen
 
 PLAIN = "plain"  # one token a step on the same engine: what speeds are compared with
 ALONE = "@1"  # ends the name of a method that runs on rank 0 alone
@@ -51,9 +52,18 @@ def guess_set_sizes(config: Common, names: Iterable[str]) -> dict[str, int]:
     Raises:
         ValueError: a value out of range.
     """
+    settings = draft_configs(config, names).items()
+    return {name: each.guess_set_size for name, each in settings if hasattr(each, "guess_set_size")}
+
+
+def draft_configs(config: Common, names: Iterable[str]) -> dict[str, DraftConfig]:
+    """The settings of each of these decoders that drafts.
+
+    Raises:
+        ValueError: a value out of range.
+    """
     choices = decoder_choices()
-    having = [name for name in names if name in choices and choices[name].has("guess_set_size")]
-    return {name: _settings(name, config).guess_set_size for name in having}  # type: ignore[attr-defined]
+    return {name: _settings(name, config) for name in names if name in choices}
 
 
 def _builder(name: str, config: Common) -> Builder:
@@ -69,10 +79,15 @@ def _builder(name: str, config: Common) -> Builder:
 
 
 def _settings(name: str, config: Common) -> DraftConfig:
-    """As the user set the decoder that was chosen; of the others, the defaults and the run's W, N and G."""
+    """As the user set the decoder that was chosen; of the others, the defaults, and the run's W, N, G and pool."""
     choice = decoder_choices()[name]
     if config.decoder.name == name:
         return frozen(choice.config, config.decoder)
-    shape = {field: getattr(config, key) for field, key in SHAPE_KEYS.items() if choice.has(field)}
-    given = {field: value for field, value in shape.items() if value is not None}
+    given = {field: value for field, value in shape_and_pool(config).items() if choice.has(field)}
     return choice.config(**{**choice.values, **given})
+
+
+def shape_and_pool(config: Common) -> dict[str, Any]:
+    """The run's W, N, G and pool, as fields of a draft source's config; without those that are null."""
+    values = {field: attrgetter(key)(config) for field, key in (SHAPE_KEYS | POOL_KEYS).items()}
+    return {field: value for field, value in values.items() if value is not None}

@@ -19,15 +19,16 @@ from rich.table import Table
 import lp
 from lp.budget.step_times import StepTimes
 from lp.engine.lookahead import MEASURE
+from lp.errors import UserError
 
 from .bench.compare import alternate
 from .bench.plots import tune_plot
 from .bench.table import console_on, empty_table
 from .bench.tune import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
-from .builders import PLAIN
+from .builders import PLAIN, shape_and_pool
 from .cli import start
 from .report import describe_sampling
-from .schema import Output, TuneConfig
+from .schema import POOL_KEYS, Output, TuneConfig
 from .session import WARM_UP_TOKENS, Session, checked, open_model, seeded
 
 
@@ -43,16 +44,17 @@ def tune(config: TuneConfig) -> None:
     plain = session.decoders[PLAIN]
     ids = [session.encode(prompt) for _, prompt in session.fitting()]
 
-    def build(shape: lp.LookaheadConfig | None) -> lp.LookaheadDecoder:
-        again = MEASURE if config.measure_step_times and shape is None else None
+    def build(shape: lp.LookaheadConfig) -> lp.LookaheadDecoder:
+        again = MEASURE if config.measure_step_times and shape.adaptive else None
         decoder = lp.LookaheadDecoder(model, shape, context, config.attention.name, config.attention.capture, again)
         alternate({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)}, 1)  # Ctrl-C ends it too
         return decoder
 
-    adaptive = build(None)
+    pool = {field: value for field, value in shape_and_pool(config).items() if field in POOL_KEYS}
+    adaptive = build(lp.LookaheadConfig(adaptive=True, **pool))
     run = partial(session.run, tokens=config.max_new_tokens)
     assert adaptive.step_times is not None
-    tried = search(build, plain, adaptive, run, ids, config.repeats, session.of_rank_0)
+    tried = search(build, plain, adaptive, run, ids, config.repeats, session.of_rank_0, pool)
     found: dict[str, Any] = {
         "step_times": asdict(adaptive.step_times),
         "settings": [t.as_dict() for t in tried],
@@ -85,6 +87,12 @@ def tune(config: TuneConfig) -> None:
 
 def _open(config: TuneConfig) -> Session[TuneConfig]:
     prompts, sampling, builders = checked(config, [PLAIN])
+    if config.pool.scope != lp.PoolScope.REQUEST:
+        raise UserError(
+            f"pool.scope is {config.pool.scope!r}, with which a setting's speed is that of the prompts before it too; "
+            "take pool.scope=request"
+        )
+    lp.LookaheadConfig(**shape_and_pool(config))  # refused before the model is loaded
     context, loaded = open_model(config)
     return Session(
         config=config,
@@ -141,6 +149,7 @@ def _write(folder: Path, found: dict[str, Any], tried: list[SettingResult]) -> N
         "# @package _global_\n# The best fixed setting that launch.tune found.\n"
         "defaults:\n  - override /decoder: lookahead\n\n"
         f"W: {best.window_size}\nN: {best.ngram_size}\nG: {best.guess_set_size}\n"
+        f"pool:\n  mib: {best.pool_mib}\n  model_ngrams: {json.dumps(best.pool_model_ngrams)}\n"
         f"decoder:\n  draft_depth: {best.draft_depth}\n  num_logits: {best.num_logits}\n",
         encoding="utf-8",
     )

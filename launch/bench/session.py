@@ -26,7 +26,7 @@ from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
-from ..builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, guess_set_sizes
+from ..builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes
 from ..schema import BenchmarkConfig
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
@@ -197,11 +197,7 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
                 f"prompt_tokens is {config.prompt_tokens} with task {config.task.name}, whose questions are put into a "
                 "chat template; take a task of texts to continue, such as humaneval, or task.chat=false"
             )
-    if config.repeats > 1 and getattr(config.decoder, "pool_scope", None) == lp.PoolScope.SESSION:
-        raise UserError(
-            f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
-            "take repeats=1, or pool.scope=request"
-        )
+    check_sessions(config, methods)
     context, loaded = models.open(config)
     sampling = seeded(sampling, context)
     settings = settings_of(config, methods, sampling, context.world_size, loaded.model.num_parameters())
@@ -281,6 +277,30 @@ def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
         what = f"method {whole[0]!r}" if whole else "quality=true"
         raise UserError(
             f"{what} needs the whole model on a rank, and parallel.tp is {config.parallel.tp}; leave it out"
+        )
+
+
+def check_sessions(config: BenchmarkConfig, methods: Iterable[str]) -> None:
+    """Refuse a pool that has a text before its method is measured on it.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    own = draft_configs(config, map(_bare, methods))
+    keeping = [
+        name
+        for name in methods
+        if isinstance(each := own.get(_bare(name)), lp.LookaheadConfig) and each.pool_scope is lp.PoolScope.SESSION
+    ]
+    if config.repeats > 1 and keeping:
+        raise UserError(
+            f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
+            "take repeats=1, or pool.scope=request"
+        )
+    if config.pool.file is not None and len(keeping) > 1:
+        raise UserError(
+            f"pool.file is {config.pool.file!r} for {' and '.join(keeping)}, each of which would begin with what the "
+            "other wrote; name one of them in methods, or take pool.file=null"
         )
 
 

@@ -97,14 +97,18 @@ def search(
     prompts: Sequence[list[int]],
     rounds: int,
     from_rank_0: FromRank0,
+    pool: Mapping[str, Any],
 ) -> list[SettingResult]:
     """The token budget first, without a window; then columns, N, depth and K around the best, one at a time; then the
     best fixed setting, the adaptive budget and plain decoding once more, side by side.
 
+    Args:
+        pool: fields of LookaheadConfig that every setting has.
+
     Returns:
         All settings; the last three are those side by side, the best fixed one first.
     """
-    base = LookaheadConfig(window_size=0, ngram_size=2)
+    base = LookaheadConfig(window_size=0, ngram_size=2, **pool)
     first = {_name(c): c for c in (replace(base, guess_set_size=g) for g in BUDGETS)}
     tried = time_settings(first, {name: build(c) for name, c in first.items()}, run, prompts, rounds, from_rank_0)
     best = _fastest(tried)
@@ -123,7 +127,11 @@ def search(
     ]
     best = _fastest(tried)
     assert best is not None
-    last: dict[str, LookaheadConfig | None] = {_name(best): best, ADAPTIVE: LookaheadConfig(adaptive=True), PLAIN: None}
+    last: dict[str, LookaheadConfig | None] = {
+        _name(best): best,
+        ADAPTIVE: LookaheadConfig(adaptive=True, **pool),
+        PLAIN: None,
+    }
     decoders = {_name(best): build(best), ADAPTIVE: adaptive, PLAIN: plain}
     return tried + time_settings(last, decoders, run, prompts, rounds, from_rank_0)
 

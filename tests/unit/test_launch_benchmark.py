@@ -24,6 +24,7 @@ from launch.bench.records import load_records
 from launch.bench.session import ModelCache, on_main, open_bench, settings_of
 from launch.bench.summary import caption, totals
 from launch.benchmark import benchmark
+from launch.builders import draft_configs
 from launch.schema import BenchmarkConfig
 from lp.engine.decoder import Decoder
 from lp.engine.interrupts import Terminated
@@ -113,6 +114,20 @@ def test_records_say_which_g_was_used(
     assert ran.code == 0, ran.err
     found = settings_of(configs[0], methods, None, 1, 1)
     assert (found["G"], found["decoder"]["guess_set_size"]) == (shown, of_decoder)
+
+
+def test_every_method_has_the_pool_that_the_records_name(start_app: Callable[..., Ran]) -> None:
+    """pool.* reached the chosen decoder alone: the one beside it was measured with defaults under the same settings."""
+    configs: list[BenchmarkConfig] = []
+    names = ["lookahead", "lookahead_auto", "prompt_lookup"]
+    asked = ["W=4", "pool.mib=64", "pool.model_ngrams=off", "pool.scope=session"]
+    assert start_app(configs.append, "benchmark", *asked).code == 0
+    drafting: dict[str, Any] = draft_configs(configs[0], names)
+    for name in names[:2]:
+        found = drafting[name]
+        assert found.window_size == 4, name
+        assert (found.pool_mib, found.pool_model_ngrams, found.pool_scope) == (64, "off", "session"), name
+    assert settings_of(configs[0], names, None, 1, 1)["decoder"]["pool_mib"] == 64
 
 
 def test_records_hold_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:
@@ -249,6 +264,14 @@ def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path
         (["methods=[accelerate_pp]"], "needs two; torch sees"),
         (["parallel.nproc=0"], "parallel.nproc is 0"),
         (["repeats=2", "pool.scope=session"], "take repeats=1, or pool.scope=request"),
+        (
+            ["repeats=2", "pool.scope=session", "decoder=prompt_lookup", "methods=[lookahead_auto]"],
+            "take repeats=1, or pool.scope=request",
+        ),
+        (
+            ["repeats=1", "pool.scope=session", "pool.file=p.pool", "methods=[lookahead,lookahead_auto]"],
+            "pool.file is 'p.pool' for lookahead and lookahead_auto",
+        ),
         (["task=mbpp", "task.path=nowhere", "task.hub=null"], "task mbpp has no file nowhere"),
     ],
 )

@@ -64,6 +64,29 @@ def test_tune_writes_what_generate_loads(
     assert len(lines) == 1 and json.loads(lines[0]) == json.loads((tmp_path / "tune.json").read_text())
 
 
+def test_the_pool_is_the_users(
+    start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every setting was measured with a pool of 16 MiB and the model's n-grams, whatever pool.* said."""
+    built: list[lp.LookaheadConfig] = []
+
+    def shortened(build: Callable[..., Any], plain: Any, adaptive: Any, *rest: Any) -> list[SettingResult]:
+        built.append(adaptive.config)
+        return search(build, plain, adaptive, *rest)
+
+    monkeypatch.setattr("launch.tune.search", shortened)
+    asked = [f"model.name={tiny_folder}", "model=hf", "prompt=x", "max_new_tokens=4", f"hydra.run.dir={tmp_path}"]
+    ran = start_app(tune, "tune", *asked, "pool.mib=3", "pool.model_ngrams=off")
+    assert ran.code == 0, ran.err
+    tried = json.loads((tmp_path / "tune.json").read_text())["settings"]
+    pools = [(each["config"]["pool_mib"], each["config"]["pool_model_ngrams"]) for each in tried if each["config"]]
+    assert set(pools) == {(3, "off")} and (built[0].pool_mib, built[0].pool_model_ngrams) == (3, "off")
+    assert 'pool:\n  mib: 3\n  model_ngrams: "off"\n' in (tmp_path / "experiment" / "tuned.yaml").read_text()
+    for pool, said in (("pool.scope=session", "pool.scope is 'session'"), ("pool.mib=0", "pool_mib is 0")):
+        ran = start_app(tune, "tune", "model.name=./none", pool)
+        assert (ran.code, ran.err.count("error: ")) == (2, 1) and said in ran.err
+
+
 def test_a_prompt_without_room_does_not_end_the_search(
     start_app: Callable[..., Ran], tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -131,7 +154,7 @@ def test_ranks_choose_by_one_clock() -> None:
             return GenerationOutput([1, 2], "length", [StepStats(5, 4, 1, took, 0.0, 0.0)], decode_s=took)
 
         anyone: Any = None  # decoders are what `run` makes of them
-        return search(lambda c: anyone, anyone, anyone, run, [[1], [2]], 1, from_rank_0)
+        return search(lambda c: anyone, anyone, anyone, run, [[1], [2]], 1, from_rank_0, {})
 
     one, other = run_lockstep(2, searched)
     assert one == other and len(one) == len(BUDGETS) + 6 + 3
