@@ -20,6 +20,10 @@ from lp.errors import UserError
 Record = dict[str, Any]
 
 
+class NoRecordsError(UserError):
+    """There are no records where some were expected."""
+
+
 def digest(value: Any) -> str:
     """Ten hex digits that tell settings or prompts apart."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
@@ -34,13 +38,14 @@ def load_records(path: str | Path) -> list[Record]:
     """The records of a file, or of all files in a folder, sorted by name; the last line counts only with its end.
 
     Raises:
-        ValueError: no records there, or a line that is no record, named by its number.
+        NoRecordsError: no records there.
+        ValueError: a line that is no record, named by its number.
     """
     path = Path(path)
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     records = [record for file in files if file.is_file() for record, _ in _lines(file, file.read_bytes())]
     if not records:
-        raise UserError(f"{path} holds no records; give the folder that launch.benchmark wrote to")
+        raise NoRecordsError(f"{path} holds no records; give the folder that launch.benchmark wrote to")
     return records
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .records import Record, load_records
+from .records import NoRecordsError, Record, load_records
 from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
 
 
@@ -104,12 +104,16 @@ def summary(found: Sequence[Total]) -> dict[str, Any]:
 
 
 def show_sweep(folder: Path) -> None:
-    """One table of all jobs, if any of them wrote records, then plots and a report in the folder."""
+    """One table of all jobs, if any of them wrote records, then plots and a report in the folder.
+
+    Raises:
+        ValueError: a file there that has no records.
+    """
     from .report import write_report  # matplotlib takes a while, and a run without a sweep needs none
 
     try:
         found = ordered(totals(load_records(folder)))
-    except ValueError:  # every job failed
+    except NoRecordsError:  # every job failed
         return
     console = console_on(sys.stdout, 160)
     print_totals(found, console)

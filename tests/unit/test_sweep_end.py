@@ -47,6 +47,21 @@ def test_figures_that_fail(
     assert said in stderr and ("job 1 failed with exit code 1: W=1" in stderr) == failed
 
 
+def test_a_file_of_somebody_else_among_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sweep ended with exit code 0, without a table, figures or a word, as if no job had written anything."""
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "mine"}\n')
+    end = {"_target_": "launch.sweep.SweepEnd", "report": True}
+    config = OmegaConf.create({"out": None, "hydra": {"sweep": {"dir": str(tmp_path)}, "callbacks": {"end": end}}})
+    with pytest.raises(SystemExit) as ended:
+        Callbacks(config).on_multirun_end(config=config)
+    stderr = capsys.readouterr().err
+    assert ended.value.code == USER_ERROR and stderr.count("\n") == 1
+    assert "texts.jsonl, line 1 is no record" in stderr and "move the file away" in stderr
+    (tmp_path / "texts.jsonl").unlink()
+    Callbacks(config).on_multirun_end(config=config)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_table_whose_reader_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """rich ends the process with 1 by itself: a job of a sweep would be noted as failed."""
     read, write = os.pipe()
