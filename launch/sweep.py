@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -146,7 +147,7 @@ class SweepEnd(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the first job: those that failed when the same folder was swept before are run again."""
         self.jobs = count_jobs(config)
-        for note in (Path(config.hydra.sweep.dir) / FAILED).glob("*.txt"):
+        for note in _notes(Path(config.hydra.sweep.dir)):
             note.unlink()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -166,7 +167,7 @@ class SweepEnd(Callback):
         """
         folder = Path(config.hydra.sweep.dir)
         code = _show(Path(config.out or folder)) if self.report and rank() == 0 else 0
-        failed = sorted((folder / FAILED).glob("*.txt"), key=lambda note: int(note.stem.split("-")[0]))
+        failed = sorted(_notes(folder), key=lambda note: int(note.stem.split("-")[0]))
         if not failed:
             if code:
                 raise SystemExit(code)
@@ -178,6 +179,11 @@ class SweepEnd(Callback):
         if code == INTERRUPTED:
             raise SystemExit(code)
         raise SystemExit(USER_ERROR if {code for _, code, _ in ends} == {str(USER_ERROR)} else 1)
+
+
+def _notes(folder: Path) -> list[Path]:
+    """Of failed jobs, in a sweep's folder, where others may have files too."""
+    return [note for note in (folder / FAILED).glob("*.txt") if re.fullmatch(r"[0-9]+-[0-9]+", note.stem)]
 
 
 def _show(folder: Path) -> int:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from launch.bench.table import console_on
 from launch.errors import INTERRUPTED, LOST, READER_LEFT, USER_ERROR, reported
+from launch.sweep import SweepEnd
 
 FAILURES: dict[str, tuple[BaseException, int, str]] = {
     "folder of somebody else": (PermissionError(errno.EACCES, "Permission denied", "a.png"), USER_ERROR, "as out="),
@@ -45,6 +46,23 @@ def test_figures_that_fail(
     stderr = capsys.readouterr().err
     assert ended.value.code == (1 if failed and code != INTERRUPTED else code)
     assert said in stderr and ("job 1 failed with exit code 1: W=1" in stderr) == failed
+
+
+def test_files_beside_the_notes_of_failed_jobs_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every text file in a folder `failed` was deleted when a sweep began; one made meanwhile lost the sweep's end."""
+    folder = tmp_path / "failed"
+    folder.mkdir()
+    for name in ("my notes.txt", "1-a.txt", "7-1.txt"):
+        (folder / name).write_text("W=1")
+    hydra = {"sweep": {"dir": str(tmp_path)}, "sweeper": {}, "overrides": {"task": ["W=1,2"]}}
+    config = OmegaConf.create({"out": None, "hydra": hydra})
+    SweepEnd().on_multirun_start(config)
+    assert sorted(path.name for path in folder.iterdir()) == ["1-a.txt", "my notes.txt"]
+    SweepEnd().on_multirun_end(config)
+    (folder / "0-2.txt").write_text("W=1")
+    with pytest.raises(SystemExit, match="2"):
+        SweepEnd().on_multirun_end(config)
+    assert capsys.readouterr().err.startswith("job 1 failed with exit code 2: W=1\n1 failed; ")
 
 
 def test_a_file_of_somebody_else_among_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
