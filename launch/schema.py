@@ -378,6 +378,11 @@ def mirror(config: type, name: str, values: Mapping[str, Any] | None = None) -> 
     return make_dataclass(f"{config.__name__}Schema", members)
 
 
+# The choices of two config groups; of the decoders, those that draft nothing.
+UNDRAFTED: dict[str, type] = {"plain": PlainSchema, "autoregressive": AutoregressiveSchema}
+SAMPLINGS: dict[str, type] = {"greedy": GreedySchema, "sample": mirror(SamplingParams, "sample")}
+
+
 @dataclass(frozen=True)
 class DecoderChoice:
     """One choice of the config group `decoder`.
@@ -423,7 +428,8 @@ def settings(cfg: DictConfig) -> Any:
     """The config of a job as the dataclass of its app, interpolations resolved.
 
     Raises:
-        ValueError: a key that the schema does not know; Hydra's `+key=value` lets it in.
+        ValueError: a key that the schema does not know; Hydra's `+key=value` lets it in. Or the name of another choice
+            of a group than the one whose keys these are.
         OmegaConfBaseException: a missing or unreadable value.
     """
     ranks = env_int("WORLD_SIZE", 1, low=1)
@@ -433,6 +439,7 @@ def settings(cfg: DictConfig) -> Any:
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, Common)
     _refuse_extras(config, "")
+    _refuse_other_names(config)
     return config
 
 
@@ -445,6 +452,17 @@ def unknown_key(key: str, schema: Any) -> str:
     suggestion = closest(name, known, prefix) or ";"
     message = f"unknown config key {key!r}{suggestion} known here: {', '.join(known)}"
     return f"{message}; {hint}" if hint else message
+
+
+def _refuse_other_names(config: Common) -> None:
+    for group, choices in (("decoder", [*UNDRAFTED, *decoder_choices()]), ("sampling", [*SAMPLINGS])):
+        node: Any = getattr(config, group)
+        schema: Any = type(node)
+        if not hasattr(schema, "__dataclass_fields__"):
+            continue
+        name, own = node.name, schema().name
+        if name != own and name in choices:  # one that there is not is refused where it is looked up, with a list
+            raise UserError(f"{group}.name is {name!r} with the settings of {group}={own}; choose with {group}={name}")
 
 
 def _refuse_extras(node: Any, prefix: str) -> None:
@@ -469,13 +487,12 @@ def register() -> None:
         "attention": AttentionSchema,
         "parallel": ParallelSchema,
         "task": TaskSchema,
-        "greedy": GreedySchema,
-        "sample": mirror(SamplingParams, "sample"),
+        **SAMPLINGS,
     }
     decoders = {name: choice.schema(name) for name, choice in decoder_choices().items()}
     groups: dict[str, dict[str, Any]] = {
         "schema": schemas,
-        "decoder": {"plain": PlainSchema, "autoregressive": AutoregressiveSchema, **decoders},
+        "decoder": {**UNDRAFTED, **decoders},
         "attention": {name: AttentionSchema(name=name) for name in attention_choices()},
         "model": {name: ModelSchema(name=name, dtype="bfloat16") for name in SHAPES},
     }

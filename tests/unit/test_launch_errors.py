@@ -72,6 +72,13 @@ BAD = {
     "stop_strings=x": "stop_strings takes a list, as in stop_strings='[",
     "stop_strings=['']": "stop_strings has an empty string",
     "decoder.name=none": "decoder.name is 'none'",
+    "decoder.name=prompt_lookup": "choose with decoder=prompt_lookup",
+    "decoder.name=plain": "decoder.name is 'plain' with the settings of decoder=lookahead_auto; choose with decoder=",
+    "decoder=prompt_lookup decoder.name=lookahead": "choose with decoder=lookahead\n",
+    "decoder=plain decoder.name=lookahead": "choose with decoder=lookahead\n",
+    "decoder=lookahead decoder.name=lookahead_auto": "choose with decoder=lookahead_auto\n",
+    "sampling.name=sample": "sampling.name is 'sample' with the settings of sampling=greedy; choose with sampling=sam",
+    "sampling=sample sampling.name=greedy": "choose with sampling=greedy\n",
     "model.dtype=int3": "dtype is 'int3'; it must be one of",
     "model.device=toaster": "model.device is 'toaster'; it must be auto, cpu",
     "model.device=meta": "torch cannot compute on device 'meta'",
@@ -152,6 +159,8 @@ def test_what_the_other_apps_cannot_use(start_app: Callable[..., Ran]) -> None:
         _assert_user_error(ran, f"decoder is 'lookahead_auto'{said}")
     ran = start_app(launch.profile.profile_model, "profile", "parallel.tp=2", "model.name=./none")
     _assert_user_error(ran, "parallel.tp is 2, but launch.profile measures models that are whole on every rank")
+    ran = start_app(launch.scaling.scaling, "scaling", "decoder=plain", "decoder.name=lookahead", "project=true")
+    _assert_user_error(ran, "choose with decoder=lookahead\n")
     for seconds in ("inf", "-1"):  # waited for other nodes with no end, or a traceback
         ran = start_app(launch.scaling.scaling, "scaling", f"parallel.timeout_s={seconds}", "model.name=./none")
         _assert_user_error(ran, f"timeout_s is {float(seconds)}; it must be a number in [1, 86400]")
