@@ -328,6 +328,8 @@ def read_prompts(config: Tasked) -> list[Prompt]:
 
 
 def _by_id(prompts: list[Prompt], ids: list[str]) -> list[Prompt]:
+    if not ids:
+        raise UserError("task.ids is [], which leaves no prompt; name at least one, or task.ids=null for all")
     by_id = {prompt.task_id: prompt for prompt in prompts}
     for task_id in ids:
         if task_id not in by_id:

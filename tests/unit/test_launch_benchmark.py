@@ -272,6 +272,7 @@ def test_every_method_runs_beside_the_others(bench: Callable[..., Ran], tmp_path
             ["repeats=1", "pool.scope=session", "pool.file=p.pool", "methods=[lookahead,lookahead_auto]"],
             "pool.file is 'p.pool' for lookahead and lookahead_auto",
         ),
+        (["task.ids=[]"], "task.ids is [], which leaves no prompt"),
         (["task=mbpp", "task.path=nowhere", "task.hub=null"], "task mbpp has no file nowhere"),
     ],
 )

@@ -90,6 +90,7 @@ BAD = {
     "prompt_file=none.txt": "prompt_file none.txt does not exist",
     "task=humaneval task.path=none.jsonl": "task humaneval has no file none.jsonl; set LP_DATA",
     "task=showcase task.ids=[builtin/06_merge_sort]": "did you mean 'builtin/06_merge_sorted'?",
+    "task.ids=[]": "task.ids is [], which leaves no prompt; name at least one, or task.ids=null for all",
     "prompt=a prompt_file=b": "prompt and prompt_file are both given",
     "model.name=./none": "model folder './none' does not exist",
 }
