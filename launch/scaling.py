@@ -62,7 +62,7 @@ from .bench.table import PipeConsole
 from .builders import ALONE, PLAIN
 from .cli import start
 from .nodes import Leader, Nodes, follow, leading
-from .schema import Output, ScalingConfig, frozen
+from .schema import SHAPE_KEYS, Output, ScalingConfig, frozen
 from .session import checked, sampling_of
 from .sweep import folder_of_run, relaunch
 
@@ -122,7 +122,9 @@ def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache)
             leader.launch(ranks, partial(launch_benchmark, config, _folder_of(folder, ranks, tp)), tp=tp)
         found = [_records_of_one_setting(_folder_of(folder, *split)) for split in splits]
         lines += [line for records in found for line in measured_lines(records)]
-        caption = "; ".join([_caption(found[0][0]), *remarks([record for records in found for record in records])])
+        caption = "; ".join(
+            [_caption(found[0][0], config), *remarks([record for records in found for record in records])]
+        )
     if config.project:
         bench = open_bench(replace(config, methods=[LOOKAHEAD, PLAIN]), models)
         with _threads_of_a_rank(config):
@@ -190,7 +192,7 @@ def check_folder(config: ScalingConfig, folder: Path) -> None:
         if not any(place.glob("*.jsonl")):
             continue
         found = _records_of_one_setting(place)[0]["settings"]
-        of_launch = replace(config, parallel=replace(config.parallel, tp=tp))
+        of_launch = _at(config, ranks, tp)
         wanted = settings_of(of_launch, _methods(config, ranks, tp), sampling_of(config), ranks, 0)
         wanted = json.loads(json.dumps(wanted))
         known = {name for name in wanted if name not in LATE}  # the others are known when a launch runs
@@ -201,6 +203,21 @@ def check_folder(config: ScalingConfig, folder: Path) -> None:
                 f"{place} has records with {name}={short(found.get(name))}, and this run has {short(wanted[name])}; "
                 "give another out=, or move them away"
             )
+
+
+def _at(config: ScalingConfig, ranks: int, tp: int) -> ScalingConfig:
+    """The config as a launch of so many ranks reads it, where W and G may be given per rank."""
+    sizes = {}
+    of_decoder = {}
+    for name, key in SHAPE_KEYS.items():
+        per_rank = getattr(config, f"{key}_per_rank", None)
+        if per_rank is None:
+            continue
+        sizes[key] = per_rank * ranks
+        if getattr(config.decoder, name, None) == getattr(config, key):  # not one that the user gave the decoder
+            of_decoder[name] = sizes[key]
+    parallel = replace(config.parallel, tp=tp)
+    return replace(config, parallel=parallel, decoder=replace(config.decoder, **of_decoder), **sizes)
 
 
 def splits_of(config: ScalingConfig) -> list[tuple[int, int]]:
@@ -346,10 +363,13 @@ def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, tab
         print(f"written to {folder}")
 
 
-def _caption(record: Record) -> str:
+def _caption(record: Record, config: ScalingConfig) -> str:
+    """What all launches share; W and G of one of them only where they are not given per rank."""
     settings = record["settings"]
     versions = record["versions"]
-    shape = f"W={settings['W']} N={settings['N']} G={short(settings['G'])}"
+    w = f"W={settings['W']}" if config.W_per_rank is None else f"W_per_rank={config.W_per_rank}"
+    g = f"G={short(settings['G'])}" if config.G_per_rank is None else f"G_per_rank={config.G_per_rank}"
+    shape = f"{w} N={settings['N']} {g}"
     model = f"model {settings['model']} ({settings['parameters'] / 1e6:.1f} M parameters), {settings['dtype']}"
     return f"{record['hardware']}, torch {versions['torch']}, {model}, {shape}, task {settings['task']}"
 

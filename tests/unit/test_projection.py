@@ -17,10 +17,11 @@ import lp
 from launch.bench.projection import Link, Projected, Projection
 from launch.bench.report import read_lines
 from launch.bench.scaling import MEASURED, Line, errors, errors_of_runs, medians, projected_lines, with_efficiency
-from launch.bench.session import Bench
+from launch.bench.session import Bench, settings_of
 from launch.schema import ScalingConfig
 from lp.engine.decode_loop import Generation
 from lp.engine.output import StepStats
+from lp.errors import UserError
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import LockstepContext, run_lockstep
 from tests.tiny_models import tiny_model
@@ -324,6 +325,32 @@ def test_a_folder_of_another_setting_is_refused_before_anything_is_measured(
     ran = scale("ranks=[1]", "methods=[lookahead,plain]", f"out={tmp_path}", "max_new_tokens=9")
     assert ran.code == 2 and "has records with max_new_tokens=8, and this run has 9" in ran.err and not launched
     assert scale("ranks=[1]", "methods=[lookahead,plain]", f"out={tmp_path}").code == 0 and launched == [1]
+
+
+def test_weak_scaling_goes_on_from_its_records(
+    start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """W of two ranks was taken for that of one, so a run could not go on; the caption had the first launch's W."""
+    configs: list[Any] = []
+    methods = ["lookahead", "plain"]
+    asked = ["W_per_rank=8", "G_per_rank=6", "limit=1", f"methods=[{','.join(methods)}]", "repeats=1"]
+    record: dict[str, Any] = {"index": 0, "method": "lookahead", "prompt_digest": "x"}
+    record |= {"versions": {"torch": "1"}, "hardware": "2 cores"}
+    for ranks in (1, 2):
+        with monkeypatch.context() as launched:
+            launched.setenv("WORLD_SIZE", str(ranks))
+            ran = start_app(configs.append, "benchmark", *asked)
+        assert ran.code == 0, ran.err
+        record["settings"] = settings_of(configs[-1], methods, None, ranks, 1)
+        assert record["settings"]["W"] == record["settings"]["decoder"]["window_size"] == 8 * ranks
+        (tmp_path / f"ranks-{ranks}").mkdir()
+        (tmp_path / f"ranks-{ranks}" / "x.jsonl").write_text(json.dumps(record) + "\n")
+    assert start_app(configs.append, "scaling", *asked, "ranks=[1,2]").code == 0
+    launch.scaling.check_folder(configs[-1], tmp_path)
+    assert "W_per_rank=8 N=2 G_per_rank=6" in launch.scaling._caption(record, configs[-1])
+    assert start_app(configs.append, "scaling", *asked, "ranks=[2]", "G_per_rank=7").code == 0
+    with pytest.raises(UserError, match="ranks-2 has records with G=12, and this run has 14"):
+        launch.scaling.check_folder(configs[-1], tmp_path)
 
 
 def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
