@@ -176,6 +176,12 @@ def test_tables_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for _ in range(2):
         main([*pool, "--methods", "lookahead 8"])
     assert len(results.read_text().splitlines()) == 1
+    other = tmp_path / "other.jsonl"  # figures of another model, or of steps of another size, passed for this run's
+    for name, value in (("model", "/other"), ("num_tokens", 9), ("max_new_tokens", 5)):
+        line = json.loads(results.read_text()) | {name: value, "steps": 1}
+        other.write_text(json.dumps(line) + "\n")
+        main(["pool", str(texts), str(other), *pool[3:], "--methods", "lookahead 8"])
+        assert len(other.read_text().splitlines()) == 2, name
     assert "| method | tiny, T = 0 | host, us |" in capsys.readouterr().out
 
     main(["accept_probs", str(texts), "--num-tokens", "8", "--max-new-tokens", "6"])
@@ -191,6 +197,20 @@ def test_tables_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     args = ["methods", str(tmp_path / "methods.jsonl"), "--tasks", str(prompts), "--temperatures", "0"]
     main([*args, "--only", "plain", "--max-new-tokens", "4"])
     assert "| method | tiny |" in capsys.readouterr().out
+    # Everything is done already, by another model or with other lengths: its figures passed for this run's.
+    same = ["--only", "plain", "--max-new-tokens", "4"]
+    for other, said in (
+        ([*same, "--model", "/other"], "model is 'demo', and this run has '/other'"),
+        ([*same[:2], "--max-new-tokens", "64"], "max_new_tokens is 4, and this run has 64"),
+        ([*same, "--fixed", "4,2,8,8"], "fixed is [], and this run has ['4,2,8,8']"),
+        (same[2:], "only is ['plain'], and this run has []"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([*args, *other])
+        assert said in capsys.readouterr().err
+    main([*args, *same])
+    main([*args[:2], "--report"])
+    assert capsys.readouterr().out.count("| method | tiny |") == 2
     args = ["scaling_law", str(tmp_path / "law.jsonl"), str(tmp_path / "law.png"), "--task", str(prompts)]
     for _ in range(2):
         main([*args, "--ngrams", "3", "--widths", "1", "2", "--guesses", "4", "--max-new-tokens", "4"])

@@ -3,9 +3,9 @@
     python scripts/tables.py methods results.jsonl --tasks data/humaneval.jsonl data/gsm8k.jsonl --limit 10
 
 Each line of the file is one prompt at one temperature: seconds, tokens and steps of every method. A run stops after
-`--seconds` and goes on from the file when started again; `--report` only prints. Rates are tokens over seconds of all
-prompts; behind them the median over prompts of the adaptive decoder's rate to that method's, and the least and most.
-Prefill included.
+`--seconds` and goes on from the file when started again with the same settings; `--report` only prints. Rates are
+tokens over seconds of all prompts; behind them the median over prompts of the adaptive decoder's rate to that method's,
+and the least and most. Prefill included.
 """
 
 from __future__ import annotations
@@ -144,6 +144,28 @@ def jobs(args: argparse.Namespace, done: set[tuple[str, int, float]]) -> list[Jo
     return sorted(left, key=lambda job: job[0])
 
 
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What every line of a file shares."""
+    names = ("model", "dtype", "threads", "max_new_tokens", "fixed", "only")
+    return {name: getattr(args, name) for name in names}
+
+
+def check_same(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Refuse a file of other settings, whose figures would pass for those of this run.
+
+    Raises:
+        ValueError: names the setting that differs.
+    """
+    for line in results:
+        for name, value in settings_of(args).items():
+            if name not in line or line[name] != value:
+                found = repr(line[name]) if name in line else "unknown"
+                raise UserError(
+                    f"{args.results} has lines of which {name} is {found}, and this run has {value!r}; give another "
+                    "file, or --report to print it"
+                )
+
+
 def measure_all(args: argparse.Namespace, left: list[Job]) -> None:
     """Measure until the time is up."""
     loaded = load_model(args)
@@ -158,7 +180,8 @@ def measure_all(args: argparse.Namespace, left: list[Job]) -> None:
             break
         ids = list(loaded.tokenizer(prompt)["input_ids"])
         results = measure(runs, ids, args.max_new_tokens, temperature, index)
-        append_result(args.results, {"task": task, "index": index, "temperature": temperature, "methods": results})
+        line = {"task": task, "index": index, "temperature": temperature, **settings_of(args), "methods": results}
+        append_result(args.results, line)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,6 +199,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     results = read_results(args.results)
+    if args.tasks and not args.report:
+        check_same(results, args)
     left = jobs(args, {(line["task"], line["index"], line["temperature"]) for line in results})
     if left and not args.report:
         measure_all(args, left)

@@ -5,8 +5,8 @@
         --tasks humaneval mtbench
 
 The texts are those of `tables.py texts`. One line of results a text and method, written as it is measured; what is
-there already is not measured again, so a run may be interrupted, and two may share the work by --part. Each result
-tells whether the tokens equal the text's.
+there already of the same model, --num-tokens and --max-new-tokens is not measured again, so a run may be interrupted,
+and two may share the work by --part. Each result tells whether the tokens equal the text's.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ def measure(decoder: lp.Decoder, text: Text, name: str, max_new_tokens: int) -> 
         "task": text.task,
         "index": text.index,
         "temperature": text.temperature,
-        "max_new_tokens": max_new_tokens,
         "tokens": len(output.tokens),
         "steps": output.steps,
         "num_tokens": sum(step.num_tokens for step in steps),
@@ -157,16 +156,18 @@ def run(args: argparse.Namespace) -> None:
         and text.temperature in args.temperatures
         and text.task in (args.tasks or [text.task])
     ]
-    key_names = ("method", "task", "index", "temperature", "max_new_tokens")
-    done = {tuple(result[name] for name in key_names): result for result in read_results(args.results)}
+    shared = {name: getattr(args, name) for name in ("model", "dtype", "num_tokens", "max_new_tokens")}
+    results = [result for result in read_results(args.results) if shared.items() <= result.items()]
+    key_names = ("method", "task", "index", "temperature")
+    done = {tuple(result[name] for name in key_names): result for result in results}
     part, parts = map(int, args.part.split("/"))
     model = load_model(args).model
     decoders = {name: builds[name](model) for name in names}
     for text in progress(texts[part::parts], "texts"):
         for name, decoder in decoders.items():
-            key = (name, *text.key, args.max_new_tokens)
+            key = (name, *text.key)
             if key not in done:
-                done[key] = measure(decoder, text, name, args.max_new_tokens)
+                done[key] = measure(decoder, text, name, args.max_new_tokens) | shared
                 append_result(args.results, done[key])
-    keys = {(name, *text.key, args.max_new_tokens) for name in names for text in texts}
+    keys = {(name, *text.key) for name in names for text in texts}
     print_table([result for key, result in done.items() if key in keys], names)
