@@ -382,8 +382,7 @@ class LlamaCpp(Body):
     @property
     def top(self) -> dict[str, Any]:
         """What the samplers of its chain leave out, as fields of lp.SamplingParams; none for greedy decoding."""
-        chain = self.samplers if isinstance(self.samplers, list) else None
-        on = (lambda name: True) if chain is None else (lambda name: name in chain)
+        on = self.samples_by
         return {
             "temperature": self.temperature if on("temperature") else 1.0,
             "top_k": max(self.top_k, 0) if on("top_k") else 0,
@@ -392,6 +391,10 @@ class LlamaCpp(Body):
             "typical_p": min(self.typical_p, 1.0) if on("typ_p") or on("typical_p") else 1.0,
             "repetition_penalty": self.repeat_penalty if on("penalties") else 1.0,
         }
+
+    def samples_by(self, name: str) -> bool:
+        """Whether the sampler is in the chain, which has all of them where none is given by names."""
+        return not isinstance(self.samplers, list) or name in self.samplers
 
 
 class ExtraBody(Fields):

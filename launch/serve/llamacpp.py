@@ -83,8 +83,8 @@ class LlamaCompletion:
             max_new_tokens=served.new_tokens(prompt, max(wanted, 1)),  # the prompt alone is cached by one token
             sampling=served.sampled(body.top, None if body.seed == -1 else body.seed),
             eos=served.ends(ends or [], body.ignore_eos),
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty if body.samples_by("penalties") else 0.0,
+            frequency_penalty=body.frequency_penalty if body.samples_by("penalties") else 0.0,
             grammar=body.grammar_given,
         )
         self.nothing = wanted == 0

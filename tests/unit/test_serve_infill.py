@@ -267,6 +267,18 @@ def test_tabbys_requests(demo_server: Running) -> None:
     assert whole["content"] == expected and whole["stop"] is True
 
 
+def test_a_chain_without_penalties_has_none(demo_server: Running) -> None:
+    """It switched repeat_penalty off alone: another text than llama.cpp's, which leaves out all three."""
+    http = demo_server.http()
+    asked: dict[str, Any] = {"prompt": "def fibonacci(n):\n", "n_predict": 20, "seed": 3, "samplers": ["temperature"]}
+    penalties = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "repeat_penalty": 2.0}
+    without = http.post("/completion", json=asked).json()["content"]
+    assert http.post("/completion", json=asked | penalties).json()["content"] == without
+    asked["samplers"] = ["penalties", "temperature"]
+    for name, value in penalties.items():
+        assert http.post("/completion", json=asked | {name: value}).json()["content"] != without, name
+
+
 def test_null_is_nothing(demo_server: Running) -> None:
     """llama.cpp takes null for its default, and so do clients that send every field."""
     http = demo_server.http()
