@@ -5,7 +5,8 @@
 
 Requests of mixed lengths come from several clients, some of which leave, and some requests are malformed. The output
 has a sample of all processes of the server every `--every` seconds. Ends with the slope of each quantity, its interval
-of 95 %, a verdict, and one JSON line. Exit code 1: something grew, a request failed, or the time did not decide it.
+of 95 %, a verdict, and one JSON line. Exit code 1: something grew, a request failed, or the time did not decide it; 2:
+too short a time for a verdict.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from launch.bench.load import draw_requests, send_all
 from launch.bench.prompts import load_builtin
-from launch.bench.soak import Sample, take_sample, verdict
+from launch.bench.soak import Sample, check_count, take_sample, verdict
 from launch.bench.tables.serve_load import address
+from lp.errors import UserError
 
 REQUESTS = 50  # drawn at a time
 END_S = 60.0  # for the server to end
@@ -74,6 +76,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("soak.jsonl"), help="of the samples")
     parser.add_argument("overrides", nargs="*", help="of launch.serve")
     args = parser.parse_args()
+    try:
+        check_count(int(min(3600 * args.hours / max(args.every, 1e-3), 1e9)))  # before the load; hours may be inf
+        return run(args)
+    except UserError as error:  # each sample took longer than --every
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the server, send the load, and print the verdict; the exit code."""
     import openai
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM ended it"))  # and so the server

@@ -106,6 +106,17 @@ class Slope(NamedTuple):
         return (self.per_hour - self.margin) * scale, (self.per_hour + self.margin) * scale
 
 
+def check_count(samples: int) -> None:
+    """Refuse a run that decides nothing.
+
+    Raises:
+        UserError: fewer than 2 samples a block.
+    """
+    kept = samples - int(samples * WARM_UP)
+    if kept < 2 * BLOCKS:
+        raise UserError(f"{kept} samples behind the warm-up; {2 * BLOCKS} are needed: take a longer time")
+
+
 def slope(samples: Sequence[Sample], name: str) -> Slope:
     """The slope of what samples hold, behind the warm-up.
 
@@ -116,9 +127,8 @@ def slope(samples: Sequence[Sample], name: str) -> Slope:
     Raises:
         UserError: fewer than 2 samples a block.
     """
+    check_count(len(samples))
     kept = samples[int(len(samples) * WARM_UP) :]
-    if len(kept) < 2 * BLOCKS:
-        raise UserError(f"{len(kept)} samples behind the warm-up; {2 * BLOCKS} are needed: take a longer time")
     ends = [len(kept) * block // BLOCKS for block in range(BLOCKS + 1)]
     blocks = [kept[start:end] for start, end in itertools.pairwise(ends)]
     hours = [sum(each.t_s for each in block) / len(block) / 3600 for block in blocks]

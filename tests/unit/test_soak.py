@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.bench.soak import BLOCKS, Sample, descendants, slope, take_sample, verdict
+from scripts import soak
 from tests.conftest import ROOT, Processes
 
 MIB = 1 << 20
@@ -48,6 +49,24 @@ def test_the_interval_holds_the_slope() -> None:
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="take a longer time"):
         slope(samples()[: 2 * BLOCKS], "threads")
+
+
+def test_too_short_a_run_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It sent its whole load, and ended in a traceback instead of a verdict."""
+    script = [sys.executable, str(ROOT / "scripts/soak.py"), "--output", str(tmp_path / "soak.jsonl")]
+    ran = subprocess.run([*script, "--hours", "0.03"], capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (2, "", 1), ran.stderr
+    assert ran.stderr.startswith("error: 16 samples behind the warm-up; 24 are needed: take a longer time")
+
+    def slow(args: object) -> int:
+        verdict(samples()[:9])
+        return 0
+
+    monkeypatch.setattr(soak, "run", slow)
+    monkeypatch.setattr(sys, "argv", ["soak.py"])
+    assert soak.main() == 2 and capsys.readouterr().err.startswith("error: 7 samples behind the warm-up")
 
 
 def test_a_sample_has_all_processes(processes: Processes) -> None:
