@@ -33,6 +33,7 @@ from .bench.baselines import BASELINES
 from .bench.machine import remarks
 from .bench.plots import scaling_plots
 from .bench.projection import Link, Projection, Run, check_projectable
+from .bench.quality import check_rouge
 from .bench.records import Record, digest, load_records
 from .bench.scaling import (
     MEASURED,
@@ -170,6 +171,8 @@ def check(config: ScalingConfig) -> Nodes:
     prompts, _, _ = checked(config, own_names(methods))
     if config.pass_at_1:
         check_pass_at_1(config, prompts)
+    if config.quality:
+        check_rouge(prompt.reference for prompt in prompts)
     for ranks, tp in splits_of(config):
         check_divisible(replace(config, parallel=replace(config.parallel, tp=tp)), _methods(config, ranks, tp))
     check_int("runs", config.runs, 1, 100, "give how often to measure and project")

@@ -6,12 +6,13 @@ L: tokens of prompt and text, V: vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from lp.errors import UserError
+from lp.optional import is_installed
 
 from .compare import Difference
 
@@ -40,16 +41,25 @@ def distinct(tokens: Sequence[int], n: int) -> float | None:
     return len(set(grams)) / len(grams) if grams else None
 
 
+def check_rouge(references: Iterable[str | None]) -> None:
+    """Refuse references that nothing here can compare a text with.
+
+    Raises:
+        ValueError: rouge-score is not installed.
+    """
+    if any(references) and not is_installed("rouge_score"):
+        raise UserError("ROUGE needs the package rouge-score; pip install rouge-score")
+
+
 def rouge(text: str, reference: str) -> dict[str, float]:
     """F-measures with stemming, as the summarisation papers report them.
 
     Raises:
         ValueError: rouge-score is not installed.
     """
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError:
-        raise UserError("ROUGE needs the package rouge-score; pip install rouge-score") from None
+    check_rouge([reference])
+    from rouge_score.rouge_scorer import RougeScorer
+
     scores = RougeScorer(list(ROUGE), use_stemmer=True).score(reference, text)
     return {name: scores[name].fmeasure for name in ROUGE}
 

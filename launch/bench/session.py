@@ -37,7 +37,7 @@ from .machine import machine_now
 from .origin import origin
 from .pass_at_1 import check_limits, check_prompts, judge
 from .prompts import Prompt
-from .quality import assess
+from .quality import assess, check_rouge
 from .records import Record, digest, slug
 
 T = TypeVar("T")
@@ -190,6 +190,8 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     prompts, sampling, builders = checked(config, own_names(methods))
     if config.pass_at_1:
         check_pass_at_1(config, prompts)
+    if config.quality:
+        check_rouge(prompt.reference for prompt in prompts)
     if config.prompt_tokens is not None:
         check_int("prompt_tokens", config.prompt_tokens, 1, float("inf"), "try 2048, or null for prompts as they are")
         if config.task.chat:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from launch.bench.compare import Difference
 from launch.bench.quality import assess, distinct, perplexity, rouge
+from launch.bench.session import ModelCache
+from launch.benchmark import benchmark
+from launch.scaling import scaling
 from tests.tiny_models import VOCABULARY, tiny_model
+from tests.unit.conftest import Ran
 
 
 def test_perplexity_is_that_of_the_text_alone() -> None:
@@ -35,6 +42,23 @@ def test_rouge() -> None:
     assert (
         scores["rouge1"] == pytest.approx(2 / 3) and scores["rouge2"] == 0 and scores["rougeL"] == pytest.approx(1 / 3)
     )
+
+
+def test_a_missing_package_is_refused_before_the_model(
+    start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was refused when the first prompt had been measured by all methods."""
+    monkeypatch.setattr("launch.bench.quality.is_installed", lambda name: False)
+    task = tmp_path / "t.jsonl"
+    asked = ["task=humaneval", f"task.path={task}", "model=hf", "model.name=./none", f"out={tmp_path / 'out'}"]
+    refused = {'{"prompt": "a", "reference": "b"}': "ROUGE needs", '{"prompt": "a"}': "'./none' does not exist"}
+    for line, said in refused.items():
+        task.write_text(line + "\n")
+        ran = start_app(partial(benchmark, models=ModelCache()), "benchmark", *asked, "quality=true")
+        assert ran.code == 2 and said in ran.err
+    task.write_text('{"prompt": "a", "reference": "b"}\n')
+    ran = start_app(scaling, "scaling", *asked, "quality=true", "ranks=[1]")
+    assert ran.code == 2 and "ROUGE needs" in ran.err
 
 
 def test_assessed_text_says_where_it_parts() -> None:
