@@ -55,7 +55,7 @@ class Decoder(ABC):
         *,
         logits_processor: Iterable[LogitsProcessor] = (),
         eos_token_id: Eos | None = None,
-        stop_strings: Sequence[str] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Iterable[StoppingCriteria] = (),
         on_tokens: OnTokens | None = None,
@@ -77,7 +77,7 @@ class Decoder(ABC):
             padding: left padding of the prompt, which processors and criteria see and the model does not.
             sequence: index of this sequence in a batch, which sampled noise depends on.
             eos_token_id: one or several; None takes the model's, an empty tuple none.
-            stop_strings: end after the token that completes one of them; needs `tokenizer`.
+            stop_strings: one or several; end after the token that completes one of them; needs `tokenizer`.
             stopping_criteria: transformers' criteria, asked after every token, without scores. Among ranks that share
                 steps, rank 0's result counts; plain decoding, which shares none, asks each rank's own.
             on_tokens: called once a step with (new tokens, step) before the next one starts; among ranks that share
@@ -132,7 +132,7 @@ class Decoder(ABC):
         *,
         logits_processor: Iterable[LogitsProcessor] = (),
         eos_token_id: Eos | None = None,
-        stop_strings: Sequence[str] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         stopping_criteria: Iterable[StoppingCriteria] = (),
         on_tokens: OnTokens | None = None,

@@ -51,7 +51,7 @@ class Stopping:
         max_new_tokens: int,
         room: int | None,
         prompt: list[int],
-        stop_strings: Sequence[str] | None,
+        stop_strings: str | Iterable[str] | None,
         tokenizer: PreTrainedTokenizerBase | None,
         criteria: Iterable[StoppingCriteria],
         device: torch.device,
@@ -59,13 +59,13 @@ class Stopping:
         """Check and gather the stops of one call.
 
         Raises:
-            ValueError: stop strings without a tokenizer.
+            ValueError: stop strings without a tokenizer, or that are none.
         """
         strings = None
-        if stop_strings:
+        if asked := _listed(stop_strings):
             if tokenizer is None:
-                raise UserError(f"stop_strings is {list(stop_strings)!r} but no tokenizer was given; pass tokenizer=")
-            strings = StopStringCriteria(tokenizer, list(stop_strings))
+                raise UserError(f"stop_strings is {asked!r} but no tokenizer was given; pass tokenizer=")
+            strings = StopStringCriteria(tokenizer, asked)
         return cls(eos, max_new_tokens, room, prompt, strings, list(criteria), device)
 
     @property
@@ -99,3 +99,22 @@ class Stopping:
         if count >= self.max_new_tokens:
             return Stop.MAX_LENGTH
         return Stop.CONTEXT if self.room is not None and count >= self.room else Stop.NONE
+
+
+def _listed(stop_strings: str | Iterable[str] | None) -> list[str]:
+    """All of them; one string is one of them, as in transformers.
+
+    Raises:
+        ValueError: something is no string, or an empty one.
+    """
+    if stop_strings is None:
+        return []
+    if not isinstance(stop_strings, Iterable):
+        raise UserError(f"stop_strings is {stop_strings!r}; give a string, or a list of strings")
+    listed = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
+    for each in listed:
+        if not isinstance(each, str):
+            raise UserError(f"stop_strings has {each!r}, which is no string; give strings alone")
+        if not each:
+            raise UserError("stop_strings has an empty string, which every text ends with; leave it out")
+    return listed

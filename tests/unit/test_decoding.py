@@ -14,7 +14,7 @@ import lp
 from lp.engine.stopping import Stopping
 from lp.models.runner import ModelRunner
 from tests.conftest import LONG
-from tests.tiny_models import CONTEXT, VOCABULARY, plain_greedy, tiny_model
+from tests.tiny_models import CONTEXT, VOCABULARY, letters, plain_greedy, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=5, ngram_size=4, guess_set_size=5)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
@@ -173,6 +173,10 @@ def test_bad_shapes_are_refused(name: str, value: Any) -> None:
         (PROMPT, {"max_new_tokens": 0}, "max_new_tokens is 0"),
         (PROMPT, {"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),
         (PROMPT, {"stop_strings": ["x"]}, "no tokenizer"),
+        (PROMPT, {"stop_strings": "xyz"}, r"\['xyz'\] but no tokenizer"),
+        (PROMPT, {"stop_strings": 5}, "stop_strings is 5; give a string"),
+        (PROMPT, {"stop_strings": ["x", 5]}, "stop_strings has 5, which is no string"),
+        (PROMPT, {"stop_strings": ""}, "stop_strings has an empty string"),
     ],
 )
 @pytest.mark.parametrize("make", DECODERS)
@@ -180,6 +184,17 @@ def test_bad_calls_are_refused(make: Any, ids: Any, kwargs: dict[str, Any], mess
     """Every decoder refuses the same calls in the same words."""
     with pytest.raises(ValueError, match=message):
         make(tiny_model()).generate(ids, **kwargs)
+
+
+@pytest.mark.parametrize("make", DECODERS)
+def test_a_string_is_one_stop_string(make: Any) -> None:
+    """Taken as a list of its letters, it ends the text at the first of them, and `generate` ends it later."""
+    model, tokenizer = tiny_model(), letters(VOCABULARY)
+    stop = tokenizer.decode(plain_greedy(model, PROMPT, 20))[-6:]
+    expected = plain_greedy(model, PROMPT, 40, stop_strings=stop, tokenizer=tokenizer)
+    output = make(model).generate(PROMPT, 40, stop_strings=stop, tokenizer=tokenizer)
+    assert (output.tokens, output.finish_reason) == (expected, "stop_string")
+    assert len(expected) > 2
 
 
 def test_an_unknown_kernel_is_refused_not_wrong() -> None:
