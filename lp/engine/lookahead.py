@@ -213,7 +213,7 @@ class LookaheadDecoder(BatchDecoder):
             self.capture_steps(generation)
             with self.context.stepping(generation.message_shape.size):
                 output = generation.run()
-        if self._step_times and request.sampler.processors.known:  # others, such as a grammar's, take time of their own
+        if self._step_times and request.sampler.prefix_free:  # other processors, as a grammar's, take time of their own
             self._step_times.observe(output.step_stats)
         self.ended(output.step_stats)
         return output

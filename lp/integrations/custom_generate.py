@@ -5,6 +5,7 @@ B: prompts of the batch, L: length of the padded prompts, T: tokens of the longe
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -265,7 +266,8 @@ def _of_prompt(processor: LogitsProcessor, index: int) -> LogitsProcessor:
     """A processor prepared for the batch, for one of its sequences."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, torch.Tensor):
-        return RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=int(ignored[index]))
+        processor = copy(processor)  # of its own class, which may do more
+        processor.prompt_ignore_length = int(ignored[index])
     return processor
 
 

@@ -19,7 +19,7 @@ from lp.errors import UserError
 from lp.sampling.grammar import GrammarProcessor
 from lp.to_device import to_device
 
-# Functions of the scores alone: one call serves nodes of any prefix.
+# Functions of the scores alone: one call serves nodes of any prefix. A subclass may look at the prefix.
 PREFIX_FREE = (
     tf.TemperatureLogitsWarper,
     tf.TopKLogitsWarper,
@@ -80,20 +80,19 @@ class BranchProcessors:
     Attributes:
         temperature: product of the temperatures: all that is applied to a node that no walk can reach.
         full_vocabulary_temperature: the same where nothing else is applied; 0 where other processors are.
-        prefix_free: whether every processor is a function of the scores alone.
-        known: whether every one is transformers' own of these, and not a subclass: its settings say what it does.
+        prefix_free: whether every processor is a function of the scores alone: one of transformers' own, and not a
+            subclass, so that its settings say what it does.
         shardable: whether a part of the vocabulary, and the k best scores of all of it, are enough for every one.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], padding: Sequence[int] = ()) -> None:
         self._processors = check_processors(processors)
         self._padding = list(padding)
-        temperatures = [p.temperature for p in self._processors if isinstance(p, tf.TemperatureLogitsWarper)]
+        temperatures = [p.temperature for p in self._processors if type(p) is tf.TemperatureLogitsWarper]
         self.temperature = math.prod(temperatures)
         self.full_vocabulary_temperature = self.temperature if len(temperatures) == len(self._processors) else 0.0
-        self.prefix_free = all(isinstance(processor, PREFIX_FREE) for processor in self._processors)
-        self._sees_prefix = any(not isinstance(p, (*PREFIX_FREE, GrammarProcessor)) for p in self._processors)
-        self.known = all(type(processor) in PREFIX_FREE for processor in self._processors)
+        self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self._processors)
+        self._sees_prefix = any(type(p) not in (*PREFIX_FREE, GrammarProcessor) for p in self._processors)
         self.shardable = all(type(p) in (tf.TemperatureLogitsWarper, tf.TopKLogitsWarper) for p in self._processors)
 
     def __len__(self) -> int:

@@ -77,7 +77,7 @@ class Sampler:
     @property
     def capture_key(self) -> Hashable | None:
         """What a graph of `sample_all` depends on; None: the host has a part in every step, and there can be none."""
-        return (type(self).__name__, repr(self.processors.settings())) if self.processors.known else None
+        return (type(self).__name__, repr(self.processors.settings())) if self.processors.prefix_free else None
 
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     QuantizedCache,
+    RepetitionPenaltyLogitsProcessor,
     StaticCache,
     StopStringCriteria,
 )
@@ -56,6 +58,22 @@ def test_greedy_batch_equals_generate(model: PreTrainedModel, asked: dict[str, A
     """Processors must see the padded prefix of their own branch, and rows of a batch end on their own."""
     asked = {"max_new_tokens": 40, "attention_mask": MASK} | asked
     assert model.generate(IDS, **asked, **LOOKAHEAD).tolist() == model.generate(IDS, **asked).tolist()
+
+
+class _Bans(RepetitionPenaltyLogitsProcessor):
+    """The penalty, and never the last but one token again."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        penalized: torch.Tensor = super().__call__(input_ids, scores)
+        return penalized.scatter(1, input_ids[:, -2:-1], -math.inf)
+
+
+def test_a_subclass_of_the_penalty_stays_what_it_is(model: PreTrainedModel) -> None:
+    """Replaced by transformers' own penalty for each prompt of the batch, it was left out without a word."""
+    asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK}
+    bans = [_Bans(1.4, prompt_ignore_length=torch.tensor([3, 0]))]
+    expected = model.generate(IDS, **asked, logits_processor=bans).tolist()
+    assert model.generate(IDS, **asked, **LOOKAHEAD, logits_processor=bans).tolist() == expected
 
 
 @pytest.mark.parametrize("eos", [None, 50], ids="eos={}".format)

@@ -22,7 +22,7 @@ from lp.sampling.penalties import CountPenalty
 from lp.sampling.processors import BranchProcessors
 from lp.sampling.sampler import CoupledSampler, RejectionSampler, Sampler
 from tests.chi_square import joint, lumped, p_value
-from tests.tiny_models import VOCABULARY, tiny_model
+from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
 
 LONG = bool(os.environ.get("LP_TEST_LONG"))
 CASES, DRAWS, DRAWS_OF_PAIRS = (200, 6000, 2000) if LONG else (25, 750, 500)
@@ -324,6 +324,26 @@ def test_unknown_processors_are_refused_unless_declared() -> None:
     expected = lp.AutoregressiveDecoder(model).generate([1, 2], 30, logits_processor=[custom]).tokens
     assert lp.LookaheadDecoder(model).generate([1, 2], 30, logits_processor=[custom]).tokens == expected
     assert all(a != b for a, b in pairwise(expected))
+
+
+class _Anneals(tf.TemperatureLogitsWarper):
+    """Colder with every token, and never the last but one again."""
+
+    def __init__(self) -> None:
+        super().__init__(1.5)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        cooled = scores / (1 + 0.1 * input_ids.shape[1])
+        return cooled.scatter(1, input_ids[:, -2:-1], -math.inf)
+
+
+def test_a_subclass_of_a_warper_is_given_its_prefix() -> None:
+    """Taken for the warper it derives from, it saw one token of its prefix, and gave other tokens."""
+    model, ids = tiny_model(), [5, 9, 3, 5, 9, 3, 7]
+    expected = plain_greedy(model, ids, 30, logits_processor=tf.LogitsProcessorList([_Anneals()]))
+    assert expected != plain_greedy(model, ids, 30)
+    for decoder in (lp.AutoregressiveDecoder(model), lp.PlainDecoder(model), lp.LookaheadDecoder(model)):
+        assert decoder.generate(ids, 30, logits_processor=[_Anneals()]).tokens == expected
 
 
 def test_penalties_count_generated_tokens_alone() -> None:
