@@ -5,7 +5,9 @@ B: prompts of the batch, L: length of the padded prompts, T: tokens of the longe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,7 +100,7 @@ def generate(
     sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
     shape: dict[str, Any] = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
     decoder = LookaheadDecoder(model, LookaheadConfig(**shape))
-    eos = getattr(config, "_eos_token_tensor", None)
+    stops = _Stops.of(stopping_criteria or (), config)
     if streamer is not None:
         streamer.put(input_ids.cpu())
 
@@ -112,7 +114,7 @@ def generate(
             "max_new_tokens": new,
             "sampling": sampling,
             "logits_processor": [_of_prompt(processor, index) for processor in logits_processor or ()],
-            "eos_token_id": () if eos is None else eos.flatten().tolist(),
+            "eos_token_id": stops.eos,
             "stopping_criteria": criteria,
             "on_tokens": None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
             "padding": ids[:padding],
@@ -125,12 +127,11 @@ def generate(
         """One prompt alone takes captured steps, where there are any."""
         return [decoder.generate(**calls[0])] if len(calls) == 1 else generate_together(decoder, calls)
 
-    criteria = [c for c in stopping_criteria or () if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
-    new = config.max_length - input_ids.shape[1]
+    new = max(stops.max_length - input_ids.shape[1], 1)  # criteria are asked behind a token
     try:
-        outputs = decode([call(index, new, criteria) for index in range(len(input_ids))])
-        if eos is None and not any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria):
-            # transformers pads behind EOS alone; without one, a sequence that met a criterion goes on with the batch.
+        outputs = decode([call(index, new, stops.criteria) for index in range(len(input_ids))])
+        if not stops.pads and not any(isinstance(criterion, MaxTimeCriteria) for criterion in stops.criteria):
+            # transformers pads where there may be EOS; else, a sequence that met a criterion goes on with the batch.
             longest = max(len(output.tokens) for output in outputs)
             ended = [index for index, output in enumerate(outputs) if output.finish_reason == "criteria"]
             short = [index for index in ended if len(outputs[index].tokens) < longest]
@@ -154,6 +155,41 @@ def generate(
         scores=_by_step([output.scores for output in outputs], input_ids.device),
         logits=_by_step([output.logits for output in outputs], input_ids.device),
     )
+
+
+@dataclass(frozen=True)
+class _Stops:
+    """When texts end.
+
+    Attributes:
+        eos: token ids.
+        max_length: of the prompt, padding included, and what is generated.
+        criteria: all others, subclasses of transformers' criteria among them.
+        pads: a sequence that has ended is padded, as transformers does where a criterion has an `eos_token_id`.
+    """
+
+    eos: list[int]
+    max_length: int
+    criteria: list[StoppingCriteria]
+    pads: bool
+
+    @classmethod
+    def of(cls, criteria: Iterable[StoppingCriteria], config: GenerationConfig) -> _Stops:
+        """Those of a call: what the config says of EOS and length is left out where the caller gave such a criterion.
+
+        Transformers hands over the caller's criterion in the place of the one that it makes of the config.
+        """
+        given = list(criteria)
+        eos = [criterion.eos_token_id for criterion in given if type(criterion) is EosTokenCriteria]
+        if not eos and getattr(config, "_eos_token_tensor", None) is not None:
+            eos = [config._eos_token_tensor]
+        lengths = [criterion.max_length for criterion in given if type(criterion) is MaxLengthCriteria]
+        return cls(
+            [token for ids in eos for token in ids.flatten().tolist()],
+            min(lengths, default=config.max_length),
+            [criterion for criterion in given if type(criterion) not in (EosTokenCriteria, MaxLengthCriteria)],
+            bool(eos) or any(hasattr(criterion, "eos_token_id") for criterion in given),
+        )
 
 
 def _replaced(

@@ -16,11 +16,14 @@ from transformers import (
     AutoTokenizer,
     Cache,
     DynamicCache,
+    EosTokenCriteria,
     GenerationConfig,
+    MaxLengthCriteria,
     PreTrainedModel,
     QuantizedCache,
     RepetitionPenaltyLogitsProcessor,
     StaticCache,
+    StoppingCriteria,
     StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -95,6 +98,45 @@ def test_criteria_and_dict(model: PreTrainedModel, eos: int | None) -> None:
         if eos is None:
             torch.testing.assert_close(output.scores, expected.scores, rtol=1e-6, atol=1e-6)  # float32's roundings
     assert uneven == 4  # one row met it before the other
+
+
+class _Shorter(MaxLengthCriteria):
+    """Ends texts at 13 tokens, whatever its limit is."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 13)
+
+
+class _Multiples(EosTokenCriteria):
+    """Ends texts at tokens that are none of its own."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] % 7 == 3
+
+
+@pytest.mark.parametrize("eos", [None, 53, [50, 33]], ids="eos={}".format)
+@pytest.mark.parametrize(
+    "criteria",
+    [
+        [MaxLengthCriteria(15)],
+        [MaxLengthCriteria(70)],  # which takes the place of max_new_tokens
+        [MaxLengthCriteria(3)],  # shorter than the prompt
+        [MaxLengthCriteria(20), MaxLengthCriteria(15)],
+        [EosTokenCriteria(36)],
+        [EosTokenCriteria([36, 33])],
+        [EosTokenCriteria(36), EosTokenCriteria(47)],
+        [MaxLengthCriteria(30), EosTokenCriteria(36)],
+        [_Shorter(60)],
+        [_Multiples(36)],
+    ],
+)
+def test_criteria_of_length_and_eos(
+    model: PreTrainedModel, eos: int | list[int] | None, criteria: list[StoppingCriteria]
+) -> None:
+    """Left out as if they said what the generation config says, they let texts go on where `generate` ends them."""
+    asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK, "eos_token_id": eos, "pad_token_id": 1}
+    asked |= {"repetition_penalty": 1.4, "stopping_criteria": criteria}
+    assert model.generate(IDS, **asked, **LOOKAHEAD).tolist() == model.generate(IDS, **asked).tolist()
 
 
 def test_a_time_limit_lets_no_row_go_on(model: PreTrainedModel) -> None:
