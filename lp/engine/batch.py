@@ -94,7 +94,7 @@ def generate_together(
         max_sequences: that take a step together.
 
     Raises:
-        Interrupted: as of `BatchDecoder.generate_batch`.
+        Interrupted: as of `BatchDecoder.generate_batch`; where a text has failed too, that is the cause.
         BaseException: what a text failed with.
     """
     if not calls:
@@ -112,14 +112,18 @@ def generate_together(
     engine.run(stops_at_failure=True)
     for handle in handles:
         engine.cancel(handle)  # if it has not ended
-    outputs = [handle.result() for handle in handles]
+    # A signal that came with a failure must not cost the tokens of all texts.
+    failure = next((handle.error for handle in handles if handle.error), None)
+    outputs = [handle.output or GenerationOutput(handle.tokens, "cancelled", []) for handle in handles]
     cut = [output for output in outputs if output.finish_reason in ("interrupted", "cancelled")]
+    if failure and not engine.signal:
+        raise failure
     if not cut and not engine.signal:
         return outputs
     error = Interrupted((cut or outputs)[0], engine.signal)
     error.outputs = outputs
     error.finished = [output for output in outputs if output not in cut]
-    raise error
+    raise error from failure
 
 
 def _one_each(name: str, given: Any, count: int) -> list[Any]:

@@ -189,7 +189,8 @@ class Decoder(ABC):
             device=self.model.device,
         )
         if recorded:
-            sampler = RecordingSampler(sampler, recorded)
+            no_logits = torch.empty(0, vocabulary_size(self.model), dtype=self.model.dtype, device=self.model.device)
+            sampler = RecordingSampler(sampler, recorded, no_logits)
         limit = len(prompt) + min(max_new_tokens, stopping.room or max_new_tokens) - 1
         boundary = rope_boundary(self.model.config.get_text_config())
         most = embedded_tokens(self.model) - 1

@@ -287,7 +287,9 @@ class Engine:
             self._cancelled.append(handle)
         elif handle in self._waiting:
             self._waiting.remove(handle)
-            handle.end(GenerationOutput([], "cancelled", []))
+            output = GenerationOutput([], "cancelled", [])
+            self.decoder.complete(output, handle.request)
+            handle.end(output)
         elif handle.generation in self._running:
             text = handle.generation
             assert text is not None

@@ -20,18 +20,19 @@ class RecordingSampler(Sampler):
     Args:
         inner: samples.
         names: what to record: "logits", "scores", or both.
+        no_logits: (0, V), of a text that has taken no step.
     """
 
     capture_key = None  # what it records is the step's own
 
-    def __init__(self, inner: Sampler, names: Iterable[str]) -> None:
+    def __init__(self, inner: Sampler, names: Iterable[str], no_logits: torch.Tensor) -> None:
         super().__init__(inner.processors)
         self.inner = inner
         self.uses_drafts = inner.uses_drafts
         self.noise_key = inner.noise_key
         self.full_vocabulary_temperature = inner.full_vocabulary_temperature
         self._recorded: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        self._step: dict[str, torch.Tensor] = {}
+        self._step = dict.fromkeys(("logits", "scores"), no_logits)
 
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]

@@ -78,6 +78,37 @@ def test_a_row_that_goes_on_with_its_batch_raises_too(model: PreTrainedModel) ->
     assert 5 <= len(short.tokens) < 24 and len(whole.tokens) == 24
 
 
+def test_scores_of_a_prompt_that_is_being_cached(model: PreTrainedModel) -> None:
+    """A text that has no scores yet raised in the place of Interrupted, and the tokens of all others were lost."""
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, prompt_logits=False))
+
+    def interrupt(index: int, tokens: list[int], step: int) -> None:
+        if not index and step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(lp.Interrupted) as caught:
+        decoder.generate_batch([PROMPT, PROMPT * 20], 40, on_tokens=interrupt, output_scores=True, prefill_chunk=9)
+    first, second = caught.value.outputs
+    assert first.tokens and first.scores is not None and len(first.scores) == len(first.tokens)
+    assert not second.tokens and second.scores is not None and len(second.scores) == 0
+
+
+def test_a_signal_and_a_failure_in_one_step(model: PreTrainedModel) -> None:
+    """The failure was raised, and what all texts had come to was lost; now it is the cause of Interrupted."""
+    decoder, failure = lp.LookaheadDecoder(model), ValueError("no more")
+
+    def fail(index: int, tokens: list[int], step: int) -> None:
+        if index and step == 2:
+            signal.raise_signal(signal.SIGINT)
+            raise failure
+
+    with pytest.raises(lp.Interrupted) as caught:
+        decoder.generate_batch([PROMPT, PROMPT[::-1]], 40, on_tokens=fail)
+    assert caught.value.__cause__ is failure and caught.value.signal == signal.SIGINT
+    for prompt, output in zip([PROMPT, PROMPT[::-1]], caught.value.outputs, strict=True):
+        assert output.tokens and output.tokens == plain_greedy(model, prompt, 40)[: len(output.tokens)]
+
+
 class _Streamer(BaseStreamer):
     """Sends SIGINT after so many calls."""
 

@@ -139,6 +139,23 @@ def test_rows_of_a_text_that_was_stopped_at_once(model: PreTrainedModel, monkeyp
     assert output.logits is not None and output.logits.shape == (0, VOCABULARY)
 
 
+@pytest.mark.parametrize("name", ["scores", "logits"])
+def test_rows_of_a_text_that_is_cancelled_before_a_step(model: PreTrainedModel, name: str) -> None:
+    """While its prompt is being cached there is nothing to take the width from: cancelling it gave a KeyError."""
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, prompt_logits=False))
+    engine = lp.Engine(decoder, 1, prefill_chunk=4)
+    asked = {f"output_{name}": True}
+    caching, waiting = engine.submit([1, 2, 3] * 9, 9, **asked), engine.submit([1, 2], 9, **asked)
+    other = engine.submit([1, 2], 9)
+    engine.step()
+    for handle in (caching, waiting):
+        engine.cancel(handle)
+        rows = getattr(handle.result(), name)
+        assert rows.shape == (0, VOCABULARY) and rows.dtype == torch.promote_types(model.dtype, torch.float32)
+    engine.run()
+    assert len(other.result().tokens) == 9
+
+
 @pytest.mark.parametrize("name", ["output_scores", "output_logits"])
 def test_several_ranks_refuse(model: PreTrainedModel, name: str) -> None:
     """A rank has the rows that it computed; the others' would be missing without a word."""
