@@ -210,8 +210,7 @@ class AdaptiveBudget:
         others = self.company.other_tokens
         if self.company.texts == 1:
             return times.step_s(others + num_tokens)
-        own_work = times.step_s(1) - times.plain_s
-        return self._plain_s + own_work + times.step_s(others + num_tokens) - times.step_s(others + 1)
+        return self._plain_s + times.own_work_s + times.step_s(others + num_tokens) - times.step_s(others + 1)
 
     def price(self, base_tokens: int, least_tokens: int) -> TokenPrice:
         """What the next step's draft tokens cost a rank.

@@ -99,6 +99,14 @@ class StepTimes:
             return float(self.seconds_by_tokens[num_tokens])
         return float(self.seconds_by_tokens[-1] * num_tokens / self.max_tokens)
 
+    @property
+    def own_work_s(self) -> float:
+        """What guessing and learning take a text's own host: a step of one token beyond a plain one.
+
+        Plain steps that seem slower, as a busy machine's may, tell nothing of it: it is not less than 0.
+        """
+        return max(self.step_s(1) - self.plain_s, 0.0)
+
     @cached_property
     def marginal_seconds(self) -> np.ndarray:
         """By tokens: the least that each further token costs, on average, in the best larger step. (max_tokens + 1,)

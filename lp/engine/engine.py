@@ -489,7 +489,7 @@ class Engine:
         total = sum(text.last_tokens for text in texts)
         rate = 0.0
         if times and texts:
-            others_work_s = (len(texts) - 1) * (times.step_s(1) - times.plain_s)
+            others_work_s = (len(texts) - 1) * times.own_work_s
             rate = sum(text.budget.tokens_per_step for text in texts) / (times.step_s(total) + others_work_s)
         for text in texts:
             text.budget.company = Company(len(texts), total - text.last_tokens + prompt_tokens, rate)

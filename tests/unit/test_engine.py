@@ -25,6 +25,20 @@ FIXED = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 FLAT = lp.StepTimes.constant(0.01, 64)
 
 
+@pytest.mark.parametrize("plain_s", [0.02, 0.03])
+def test_plain_steps_that_seem_slower_than_others(plain_s: float) -> None:
+    """As a busy machine may time them: what two texts gain a second was divided by zero, or less than nothing."""
+    model, prompts = tiny_model(), [[1, 2, 3], [4, 5, 6]]
+    times = lp.StepTimes((1, 64), (0.01, 0.01), plain_s)
+    engine = Engine(lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=True), step_times=times), 2, 400)
+    handles = [engine.submit(prompt, 20, eos_token_id=()) for prompt in prompts]
+    for _ in range(4):
+        engine.step()
+        assert all(text.budget.company.tokens_per_s >= 0 for text in engine._running)
+    engine.run()
+    assert [handle.result().tokens for handle in handles] == [plain_greedy(model, prompt, 20) for prompt in prompts]
+
+
 def test_texts_are_sampled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one they have the same tokens, and the host's time for each of them is felt in every step."""
     together: list[int] = []

@@ -87,6 +87,12 @@ def test_impossible_step_times_are_refused(
         StepTimes(num_tokens, seconds, plain_s)
 
 
+def test_own_work_is_not_negative() -> None:
+    """A plain step that was timed on a busier machine made the host's work of a batch less than nothing."""
+    assert StepTimes((1, 64), (0.03, 0.04), 0.01).own_work_s == pytest.approx(0.02)
+    assert StepTimes((1, 64), (0.03, 0.04), 0.05).own_work_s == 0
+
+
 def test_affordable_tokens() -> None:
     """The size of the pool depends on them: they bound what the steps of a text can leave in it."""
     assert StepTimes((1, 17, 120), (1.0, 2.0, 30.0), 1.0).affordable_tokens == 17
