@@ -336,6 +336,8 @@ def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], gener
         generator: of the uniform draws.
     """
     for draft in drafts:
+        if draft >= len(probabilities):  # in a prompt: a model may embed more tokens than it can give
+            continue
         if float(torch.rand((), generator=generator, dtype=torch.float64)) < float(probabilities[draft]):
             return draft
         probabilities[draft] = 0

@@ -77,6 +77,21 @@ def test_rejection_draws_nothing_for_what_no_walk_reaches() -> None:
     assert len(set(sampler.sample(scores, range(40), [[]] * 40, [[]] * 40).tolist())) == 4
 
 
+@pytest.mark.parametrize("verifier", [lp.Verifier.COUPLED, lp.Verifier.REJECTION])
+def test_draft_tokens_that_the_head_cannot_give(verifier: lp.Verifier) -> None:
+    """Of a model that embeds more tokens than its head has, such as an image's, rejection sampling gave IndexError."""
+    model = tiny_model()
+    embedding = model.get_input_embeddings().weight
+    model.get_input_embeddings().weight = torch.nn.Parameter(torch.cat([embedding, embedding[:3]]))
+    model.get_input_embeddings().num_embeddings = VOCABULARY + 3
+    prompt = [token for first in range(VOCABULARY) for token in (first, VOCABULARY + first % 3)]
+    output = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4)).generate(
+        prompt, 40, lp.SamplingParams(seed=3, verifier=verifier), eos_token_id=()
+    )
+    assert sum(step.num_draft for step in output.step_stats)
+    assert len(output.tokens) == 40 and max(output.tokens) < VOCABULARY
+
+
 def test_noise_depends_on_every_part_of_its_key() -> None:
     """Noise shared by two positions or sequences would repeat text; noise that depends on V would not reproduce."""
     base = gumbel(7, 0, 100, 4096, CPU)
