@@ -6,6 +6,7 @@ P: int64s of a text's message, R: ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
@@ -93,9 +94,9 @@ class ForestStep:
         """Logits by text, what nodes of most texts sampled, and what the model failed with: it fails for all texts."""
         try:
             logits = dict(zip(passes, self.passes.forward([*passes.values()]), strict=True)) if passes else {}
-            return logits, self._sampled_together(parts, logits), None
         except Exception as error:
             return dict.fromkeys(passes, NO_LOGITS), {}, error
+        return logits, self._sampled_together(parts, logits), None
 
     def _sampled_together(
         self, parts: dict[Generation, StepPart], logits: dict[Generation, torch.Tensor]
@@ -108,7 +109,8 @@ class ForestStep:
         sampled: dict[Generation, Sampled] = {}
         for texts in groups.values():
             if len(texts) > 1:
-                sampled |= self._sampled_of(texts, parts, logits)
+                with suppress(Exception):  # such as a warper's: these are sampled one by one, and fail where it is
+                    sampled |= self._sampled_of(texts, parts, logits)
         return sampled
 
     def _sampled_of(

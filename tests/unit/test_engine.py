@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import MinPLogitsWarper, StoppingCriteria
 
 import lp
 from lp.engine import forest_step
@@ -23,6 +23,28 @@ from tests.tiny_models import ARCHITECTURES, CONTEXT, VOCABULARY, drawn_text, pl
 
 FIXED = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 FLAT = lp.StepTimes.constant(0.01, 64)
+
+
+def test_a_warper_that_fails_fails_the_texts_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled together, they had its error taken for the model's: every text of the step failed."""
+    model = tiny_model()
+    warped, other = lp.SamplingParams(seed=3, min_p=0.1), lp.SamplingParams(seed=3)
+    expected = lp.AutoregressiveDecoder(model).generate([1, 2, 3], 20, other, eos_token_id=()).tokens
+    calls: list[int] = []
+
+    def fail(self: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 4:
+            raise ZeroDivisionError("from the warper")
+        return scores
+
+    monkeypatch.setattr(MinPLogitsWarper, "__call__", fail)
+    engine = Engine(lp.LookaheadDecoder(model, FIXED), 4, 400)
+    handles = [engine.submit([1, 2, 3], 20, sampling, eos_token_id=()) for sampling in (warped, warped, other, None)]
+    engine.run()
+    assert [type(handle.error) for handle in handles] == [ZeroDivisionError] * 2 + [type(None)] * 2
+    assert handles[2].result().tokens == expected
+    assert handles[3].result().tokens == plain_greedy(model, [1, 2, 3], 20)
 
 
 @pytest.mark.parametrize("plain_s", [0.02, 0.03])
