@@ -427,10 +427,13 @@ class Generation:
         return gathered
 
     def finish_learning(self) -> None:
-        """Let the source learn what it has yet to learn of the last step."""
+        """Let the source learn what it has yet to learn of the last step; also where this rank has failed since.
+
+        All ranks completed that step, and a session's tables must stay the same on all.
+        """
         if self._merge:
             merge, self._merge = self._merge, None
-            self._attempt(merge)
+            self._attempt(merge, in_any_case=True)
 
     def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
         """What this rank's message begins with."""
@@ -542,8 +545,12 @@ class Generation:
         self.stats.append(StepStats(*counts, *seconds, columns or 0, plain, self.last_tokens))
         return reason
 
-    def _attempt(self, work: Callable[[], T]) -> T | None:
+    def _attempt(self, work: Callable[[], T], in_any_case: bool = False) -> T | None:
         """Do what may fail on this rank alone: the next header says so, or the others would wait for their time-out.
+
+        Args:
+            work: what to do.
+            in_any_case: also where this rank has failed before.
 
         Returns:
             What the work returns; None where it failed, now or before.
@@ -552,7 +559,8 @@ class Generation:
             Exception: what the work raised, where there is no other rank, or where those of the replica don't know.
         """
         try:
-            if not self.failure or self.context.replica.size > 1:  # whose ranks can't compute without this one
+            replica_computes = self.context.replica.size > 1  # whose ranks can't compute without this one
+            if in_any_case or replica_computes or not self.failure:
                 return work()
         except RanksParted:  # the others have it too
             raise

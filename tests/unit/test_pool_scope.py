@@ -151,6 +151,30 @@ def test_ranks_share_one_session(tmp_path: Path, sampling: lp.SamplingParams | N
     assert [path.name for path in tmp_path.iterdir()] == ["pool"]
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_ranks_share_one_session_behind_a_failure(together: bool) -> None:
+    """What a step left to learn is learned on the rank whose callback fails, too, or every later call fails."""
+    model, ids = tiny_model(), drawn_text(random.Random(1), 30)
+
+    def body(context: ParallelContext) -> tuple[list[int], int]:
+        decoder = lp.LookaheadDecoder(model, config_of(), context)
+        decoder.merges_late = True  # as on a GPU
+
+        def fail(step: int) -> None:
+            if step == 2 and context.rank == 1:
+                raise ValueError("the callback")
+
+        with pytest.raises((ValueError, lp.Interrupted)):
+            if together:
+                decoder.generate_batch([ids, ids[1:]], 30, on_tokens=lambda index, tokens, step: fail(step))
+            else:
+                decoder.generate(ids, 30, on_tokens=lambda tokens, step: fail(step))
+        return decoder.generate(ids, 30).tokens, digest(decoder)
+
+    (tokens, left), other = run_lockstep(2, body)
+    assert (tokens, left) == other and tokens == plain_greedy(model, ids, 30)
+
+
 def test_a_request_gets_no_larger_pool_than_it_can_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clearing 16 MiB takes a hundredth of a short text."""
     sizes: list[int] = []
