@@ -181,8 +181,9 @@ class Engine:
         self._waiting: deque[Handle] = deque()
         self._running: dict[Generation, Handle] = {}
         self._of_last_pass: weakref.ref[Generation] | None = None  # where a pass takes one text
-        self._signals = DeferredSignals()
-        self._stopped_by = Stop.NONE  # why texts ended in the last run
+        self._signals = DeferredSignals()  # that end texts
+        self._signals_of_step = DeferredSignals()  # that are raised behind a step, and end none
+        self._stopped_by = Stop.NONE  # why texts ended in the last step
         self.signal = 0
         self._borrowed: _Borrowed | None = None
         self._in_step = False  # also once a step was cut off
@@ -231,12 +232,15 @@ class Engine:
 
         Raises:
             KeyboardInterrupt: SIGINT or SIGTERM came, and the step is finished; texts go on with the next one. Among
-                ranks they end, as in `run`.
+                ranks they end, as in `run`, in the step whose messages tell the others, which may be the next one.
             RuntimeError: called by a callback of a step, or after a step that was cut off by an error.
         """
-        with self._signals:
+        alone = self.decoder.steps_with.alone
+        signals = self._signals_of_step if alone else self._signals
+        with signals:
             left = self._step()
-        if received := self._take_signal():
+        told = alone or Stop.INTERRUPTED in self._stopped_by or not left  # else other ranks would wait in the next step
+        if told and (received := signals.take()):
             raise interruption(received)
         return left
 
@@ -246,6 +250,7 @@ class Engine:
                 "this engine is within a step, or an error has cut one off; step between steps, or make another engine"
             )
         self._in_step = True
+        self._stopped_by = Stop.NONE
         with self.decoder.computing():
             self._admit()
             stops = self._advance()
@@ -266,17 +271,11 @@ class Engine:
         Args:
             stops_at_failure: return when a text fails, too.
         """
-        self._stopped_by = Stop.NONE
         ends = Stop.INTERRUPTED | Stop.FAILED if stops_at_failure else Stop.INTERRUPTED
         with self._signals:
             while self._step() and not self._stopped_by & ends:
                 pass
-        self.signal = self._take_signal()
-
-    def _take_signal(self) -> int:
-        """The signal that has come, which ends no later text."""
-        received, self._signals.received = self._signals.received, 0
-        return received
+        self.signal = self._signals.take()
 
     def cancel(self, handle: Handle) -> None:
         """End a text as it is; its output has the finish reason "cancelled". Nothing happens if it has ended.

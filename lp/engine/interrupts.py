@@ -82,6 +82,11 @@ class DeferredSignals:
         """Whether one has come."""
         return bool(self.received)
 
+    def take(self) -> int:
+        """The number of the signal that has come, 0 for none; it counts no more."""
+        received, self.received = self.received, 0
+        return received
+
     def __enter__(self) -> DeferredSignals:
         self._outermost.append(not self._before)
         if self._outermost[-1] and threading.current_thread() is threading.main_thread():

@@ -422,6 +422,27 @@ def test_sizes_of_a_batch_are_checked(model: Any, monkeypatch: pytest.MonkeyPatc
     assert [output.tokens for output in decoder.generate_batch(prompts, 5)] == expected, "one after the other"
 
 
+@pytest.mark.parametrize("make", [lp.PlainDecoder, lambda model: lp.LookaheadDecoder(model, FIXED)])
+def test_a_signal_before_a_step_computes_ends_no_text(make: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that catches Ctrl-C and steps on had a text with 1 of 30 tokens."""
+    engine = Engine(make(model))
+    handle = engine.submit([1, 2, 3], 30, eos_token_id=())
+    engine.step()
+    advance = engine._advance
+
+    def interrupted() -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return advance()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    while engine.step():
+        pass
+    assert (handle.result().finish_reason, len(handle.result().tokens)) == ("length", 30)
+
+
 def test_a_signal_that_is_ignored_ends_nothing(model: Any) -> None:
     """A process whose end is another one's affair, as that of a rank that a server has started."""
     engine = Engine(lp.LookaheadDecoder(model, FIXED))

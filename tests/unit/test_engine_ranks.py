@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from typing import Any
 
 import pytest
@@ -162,6 +163,33 @@ def test_a_batch_ends_alike_where_a_callback_fails_in_the_last_step_of_a_text(mo
             return str(error)
 
     assert run_lockstep(2, body) == [[1, 30], "on one rank"]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_signal_behind_a_header_ends_texts_on_all_ranks(model: Any, last: bool) -> None:
+    """A rank that raised before a message told the others left them waiting for its next step."""
+
+    def body(context: lp.ParallelContext) -> tuple[str, list[int], list[str]]:
+        engine = lp.Engine(lp.LookaheadDecoder(model, FIXED, context))
+
+        def on_tokens(tokens: list[int], step: int) -> None:
+            if context.rank == 1 and (len(handle.tokens) == 40 if last else step == 2):
+                engine._signals.received = signal.SIGTERM  # as its handler does
+
+        handle = engine.submit(IDS, 40, _sampling(1), on_tokens=on_tokens, eos_token_id=())
+        log, left = [], True
+        while left and not handle.done:
+            try:
+                left = engine.step()
+                log.append("step")
+            except KeyboardInterrupt as error:
+                log.append(type(error).__name__)
+        return handle.result().finish_reason, handle.result().tokens, log
+
+    (reason, tokens, log), other = run_lockstep(2, body)
+    assert other == (reason, tokens, [*log[:-1], "Terminated"])
+    assert reason == ("length" if last else "interrupted") and set(log) == {"step"}
+    assert tokens == _alone(model, IDS, 40, 1)[: len(tokens)]
 
 
 def test_engines_with_other_settings_are_refused(model: Any) -> None:
