@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lp.checks import check_int
-from lp.engine.engine import MAX_SEQUENCES, Engine, slots_within_memory
+from lp.engine.engine import MAX_SEQUENCES, Engine, Handle, slots_within_memory
 from lp.engine.inputs import Prompt, prompt_ids
 from lp.engine.interrupts import Interrupted
 from lp.engine.memory import remedy_named
@@ -107,23 +107,42 @@ def generate_together(
         lengths.append(int(min(len(prompt_ids(decoder.model, call["input_ids"])) + new, context)))
     slots = sorted((length + 1 + decoder.most_step_tokens for length in lengths), reverse=True)
     cache_tokens = max(slots[0], slots_within_memory(decoder, sum(slots[:max_sequences])))
-    engine = Engine(decoder, max_sequences, cache_tokens, reuse_prefixes=False)
-    handles = [engine.submit(**call) for call in calls]
-    engine.run(stops_at_failure=True)
-    for handle in handles:
-        engine.cancel(handle)  # if it has not ended
-    # A signal that came with a failure must not cost the tokens of all texts.
-    failure = next((handle.error for handle in handles if handle.error), None)
-    outputs = [handle.output or GenerationOutput(handle.tokens, "cancelled", []) for handle in handles]
+    handles: list[Handle] = []
+    with Engine(decoder, max_sequences, cache_tokens, reuse_prefixes=False) as engine:
+        try:
+            handles += [engine.submit(**call) for call in calls]
+            engine.run(stops_at_failure=True)
+            outputs, failures = _ended(engine, handles)
+        finally:
+            handles.clear()  # in a frame of an error's traceback, its handle would keep both until gc finds the cycle
     cut = [output for output in outputs if output.finish_reason in ("interrupted", "cancelled")]
-    if failure and not engine.signal:
-        raise failure
-    if not cut and not engine.signal:
+    if not (failures or cut or engine.signal):
         return outputs
-    error = Interrupted((cut or outputs)[0], engine.signal)
+    try:
+        if failures and not engine.signal:
+            raise failures[0]
+        raise _interrupted(outputs, cut, engine.signal) from next(iter(failures), None)
+    finally:
+        failures.clear()  # as above
+
+
+def _ended(engine: Engine, handles: Sequence[Handle]) -> tuple[list[GenerationOutput], list[BaseException]]:
+    """The outputs of all texts as far as they are, and what some failed with; those that have not ended are cancelled.
+
+    A signal that came with a failure must not cost the tokens of all texts.
+    """
+    for handle in handles:
+        engine.cancel(handle)
+    outputs = [handle.output or GenerationOutput(handle.tokens, "cancelled", []) for handle in handles]
+    return outputs, [handle.error for handle in handles if handle.error]
+
+
+def _interrupted(outputs: list[GenerationOutput], cut: list[GenerationOutput], signal: int) -> Interrupted:
+    """What to raise where some of the texts were cut."""
+    error = Interrupted((cut or outputs)[0], signal)
     error.outputs = outputs
     error.finished = [output for output in outputs if output not in cut]
-    raise error from failure
+    return error
 
 
 def _one_each(name: str, given: Any, count: int) -> list[Any]:

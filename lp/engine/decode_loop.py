@@ -169,7 +169,10 @@ class Generation:
             BaseException: what a callback raised on this rank.
         """
         if self.failure:
-            raise self.failure
+            try:
+                raise self.failure
+            finally:
+                self.failure = None  # whose traceback has this text: both, and the cache, would stay until gc finds it
         tokens = self.tokens[: self.num_kept]
         output = GenerationOutput(tokens, FINISH_REASON[reason], self.stats, prefill_s, decode_s, self.cache.nbytes())
         output.accepted_prediction = min(getattr(self.source, "accepted_prediction", 0), len(tokens))
@@ -565,13 +568,13 @@ class Generation:
         except RanksParted:  # the others have it too
             raise
         except Exception as error:
-            self.failure = self._explained(error)
-            self.pending_stop |= Stop.FAILED
             replica_waits = self.context.replica.size > 1 and not self.step_pass.announced(error)
             if self.context.alone or replica_waits:  # in the model: it learns that this rank has ended
-                if self.failure is error:
-                    raise
-                raise self.failure from error
+                if isinstance(error, CacheTooLarge):
+                    raise self._explained(error) from error
+                raise
+            self.failure = self._explained(error)
+            self.pending_stop |= Stop.FAILED
         return None
 
     def _explained(self, error: Exception) -> Exception:

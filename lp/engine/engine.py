@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,10 @@ class Handle:
             BaseException: what it failed with.
         """
         if self.error:
-            raise self.error
+            try:
+                raise self.error
+            finally:
+                del self  # in a frame of the error's traceback, it would keep what failed until gc finds the cycle
         if self.output is None:
             raise RuntimeError("this text has not ended; call engine.step() until it is done")
         return self.output
@@ -126,7 +130,7 @@ class Engine:
 
     One thread makes all calls; others hand it what they want, and wake it where `step` has returned False. Callbacks
     may submit and cancel. An exception that leaves `step` or `run`, but for a KeyboardInterrupt behind a step, cuts the
-    step off: the engine is of no more use.
+    step off: the engine is of no more use. As a context manager, it lets go of its memory at the end of the block.
 
     Args:
         decoder: whose steps the texts take.
@@ -188,6 +192,7 @@ class Engine:
         self._borrowed: _Borrowed | None = None
         self._in_step = False  # also once a step was cut off
         self._cancelled: list[Handle] = []  # within the step
+        self._closed = False
 
     def submit(
         self,
@@ -203,7 +208,10 @@ class Engine:
 
         Raises:
             ValueError: as `generate`; a text that needs more cache slots than there are.
+            RuntimeError: the engine is closed.
         """
+        if self._closed:
+            raise RuntimeError("this engine is closed; make another one")
         with remedy_named():
             request = self.decoder.request(self._signals, input_ids, max_new_tokens, sampling, **options)
         if (slots := self._slots(request)) > self.pool.capacity:
@@ -245,6 +253,8 @@ class Engine:
         return left
 
     def _step(self) -> bool:
+        if self._closed:
+            raise RuntimeError("this engine is closed; make another one")
         if self._in_step:
             raise RuntimeError(
                 "this engine is within a step, or an error has cut one off; step between steps, or make another engine"
@@ -257,9 +267,9 @@ class Engine:
         for text, stop in stops.items():
             if stop:
                 self._end(text, stop)
-        errors, self._forest.errors = self._forest.errors, {}
-        for text, error in errors.items():
-            self._fail(text, error)
+        failed = self._forest.errors
+        while failed:  # no variable has an error: a traceback may reach this frame
+            self._fail(*failed.popitem())
         self._in_step = False
         while self._cancelled:
             self.cancel(self._cancelled.pop())
@@ -294,6 +304,21 @@ class Engine:
             assert text is not None
             text.num_kept = len(text.tokens)
             self._end(text, Stop.INTERRUPTED, "cancelled")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Let go of all memory, even where an error's traceback still holds the engine; it is of no more use."""
+        self._closed = True
+        borrowed, self._borrowed = self._borrowed, None
+        if borrowed:
+            borrowed.until.__exit__(kind, error, traceback)
+        self._waiting.clear()
+        self._running.clear()
+        del self.pool, self._prefixes, self._passes, self._forest
 
     def clear_prefixes(self) -> None:
         """Reuse no text that there has been so far, as must be done when weights are changed in place."""

@@ -38,9 +38,9 @@ def remedy_named() -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        if (explained := with_remedy(error)) is error:
+        if with_remedy(error) is error:
             raise
-        raise explained from error
+        raise with_remedy(error) from error  # in no variable: the traceback has this frame, and they would be a cycle
 
 
 def too_large(

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MinPLogitsWarper, StoppingCriteria
+from transformers import LogitsProcessor, MinPLogitsWarper, StoppingCriteria
 
 import lp
 from lp.engine import forest_step
 from lp.engine.engine import Engine, Handle
+from lp.models.captured_forests import pool_for
 from lp.parallel.thread_ranks import run_lockstep
 from tests.engine_calls import Call, check_call, run_calls
 from tests.tiny_models import ARCHITECTURES, CONTEXT, VOCABULARY, drawn_text, plain_greedy, tiny_model
@@ -441,6 +442,68 @@ def test_a_signal_before_a_step_computes_ends_no_text(make: Any, model: Any, mon
     while engine.step():
         pass
     assert (handle.result().finish_reason, len(handle.result().tokens)) == ("length", 30)
+
+
+class _Fails(LogitsProcessor):
+    """Once there are a few tokens."""
+
+    per_branch = True
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = [error]
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 6:
+            raise self.error.pop()
+        return scores
+
+
+@pytest.mark.parametrize("where", ["nowhere", "callback", "step", "memory", "interrupt", "cut off"])
+def test_a_batch_that_failed_leaves_no_memory(model: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A server that tries again would be out of memory: nothing tells Python's gc how large the KV caches are."""
+    pools: list[weakref.ref[Any]] = []
+
+    def noted(*args: Any) -> Any:
+        pool = pool_for(*args)
+        pools.append(weakref.ref(pool))
+        return pool
+
+    def on_tokens(index: int, tokens: list[int], step: int) -> None:
+        if where == "interrupt":
+            signal.raise_signal(signal.SIGINT)
+        if where in ("callback", "cut off"):
+            raise ValueError if where == "callback" else KeyboardInterrupt
+
+    monkeypatch.setattr("lp.engine.engine.pool_for", noted)
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    gc.collect()
+    gc.disable()
+    try:
+        for prompts in ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3]]):
+            error = {"step": ValueError(), "memory": torch.OutOfMemoryError()}.get(where)
+            failing = [_Fails(error)] if error else []
+            del error
+            try:
+                decoder.generate_batch(prompts, 10, on_tokens=on_tokens, logits_processor=failing)
+            except (ValueError, KeyboardInterrupt, torch.OutOfMemoryError):
+                assert where != "nowhere"
+            else:
+                assert where == "nowhere"
+        assert len(pools) == 2 and not any(pool() for pool in pools)
+    finally:
+        gc.enable()
+
+
+def test_a_closed_engine_says_so(model: Any) -> None:
+    """It has no caches any more."""
+    with Engine(lp.LookaheadDecoder(model, FIXED)) as engine:
+        pool = weakref.ref(engine.pool)
+        engine.submit([1, 2, 3], 9)
+        engine.step()
+    assert not pool() and not engine.running
+    for call in (engine.step, engine.run, lambda: engine.submit([1, 2, 3])):
+        with pytest.raises(RuntimeError, match="closed; make another"):
+            call()
 
 
 def test_a_signal_that_is_ignored_ends_nothing(model: Any) -> None:
