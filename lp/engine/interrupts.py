@@ -66,8 +66,9 @@ def sigterm_raises() -> Iterator[None]:
 class DeferredSignals:
     """While entered, the first SIGINT or SIGTERM sets `requested`; a second one of its kind acts as it did before.
 
-    Outside the main thread, where Python allows no handlers, signals act as usual; those that are ignored stay so. It
-    may be entered again within itself, which changes nothing.
+    Outside the main thread, where Python allows no handlers, signals act as usual; those that are ignored stay so, and
+    so do those whose handler is not Python's, which could not be put back. It may be entered again within itself, which
+    changes nothing.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -90,7 +91,8 @@ class DeferredSignals:
     def __enter__(self) -> DeferredSignals:
         self._outermost.append(not self._before)
         if self._outermost[-1] and threading.current_thread() is threading.main_thread():
-            deferred = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            kept = signal.SIG_IGN, None
+            deferred = [number for number in self.SIGNALS if signal.getsignal(number) not in kept]
             self._before = {number: signal.signal(number, self._defer) for number in deferred}
         return self
 

@@ -155,6 +155,27 @@ def test_on_another_thread_after_the_main_one() -> None:
     assert failed == []
 
 
+def test_a_handler_that_is_not_pythons_stays(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program that embeds Python and has handlers of its own, the text was lost behind its last step."""
+    getsignal, setsignal = signal.getsignal, signal.signal
+    replaced: list[int] = []
+
+    def noted(number: int, handler: Any) -> Any:
+        replaced.append(number)
+        before = setsignal(number, handler)
+        return None if number == signal.SIGTERM else before
+
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGTERM else getsignal(number))
+    monkeypatch.setattr(signal, "signal", noted)
+    before = getsignal(signal.SIGTERM)
+    try:
+        output = lp.LookaheadDecoder(model, CONFIG).generate(PROMPT, 10)
+    finally:
+        setsignal(signal.SIGTERM, before)
+    assert output.tokens == plain_greedy(model, PROMPT, 10)
+    assert replaced == [signal.SIGINT] * 2
+
+
 def test_another_thread_leaves_signals_alone(model: PreTrainedModel) -> None:
     """Python has handlers in the main thread only, where a signal acts as usual: the text goes on to its end."""
     before, made = signal.getsignal(signal.SIGINT), list[list[int]]()
