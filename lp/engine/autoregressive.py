@@ -38,6 +38,7 @@ class AutoregressiveDecoder(Decoder):
                 self._pass(chunk, cache, start)
                 start += chunk.shape[1]
         prefill_s = timer.restart()
+        decoding = StepTimer()
         text = list(request.prompt)
         stats: list[StepStats] = []
         inputs = prompt[:, num_prefilled:]
@@ -59,12 +60,13 @@ class AutoregressiveDecoder(Decoder):
             if request.stopping.criteria:  # those of each rank, which may look at the clock
                 reason = Stop(agreed_token(self.context.replica, self.model.device, reason, Stop.NONE)[0])
             if request.on_tokens:
-                request.on_tokens([token], len(stats))
+                with timer.callback:
+                    request.on_tokens([token], len(stats))
             reason = reason or stop
             stats.append(StepStats(1, 0, 0, *timer.seconds()))
             timer.restart()
-        decode_s = sum(step.seconds for step in stats)
-        return GenerationOutput(text[len(request.prompt) :], FINISH_REASON[reason], stats, prefill_s, decode_s)
+        tokens = text[len(request.prompt) :]
+        return GenerationOutput(tokens, FINISH_REASON[reason], stats, prefill_s, decoding.restart())
 
     def _pass(self, inputs: torch.Tensor, cache: DynamicCache, start: int) -> torch.Tensor:
         """The last token's logits; the first one is at position `start`."""

@@ -602,7 +602,8 @@ class Generation:
             reason, self.num_kept = stopping.check(tokens, num_new)
             streamed = tokens[len(tokens) - num_new : self.num_kept]
             if self.request.on_tokens and streamed:
-                self.request.on_tokens(streamed, len(self.stats))
+                with self.timer.callback:
+                    self.request.on_tokens(streamed, len(self.stats))
         except BaseException as error:
             if alone or isinstance(error, RanksParted):
                 raise

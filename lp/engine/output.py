@@ -30,10 +30,11 @@ class StepTimer:
 
     Attributes:
         forward, exchange: entered around the model and around the collectives.
+        callback: entered around the user's own code, whose time is not the step's.
     """
 
     def __init__(self) -> None:
-        self.forward, self.exchange = _Part(), _Part()
+        self.forward, self.exchange, self.callback = _Part(), _Part(), _Part()
         self._started = time.perf_counter()
 
     def restart(self) -> float:
@@ -41,7 +42,7 @@ class StepTimer:
         now = time.perf_counter()
         elapsed_s = now - self._started
         self._started = now
-        self.forward.total_s = self.exchange.total_s = 0.0
+        self.forward.total_s = self.exchange.total_s = self.callback.total_s = 0.0
         return elapsed_s
 
     def count_as_exchange(self, seconds: float) -> None:
@@ -52,7 +53,7 @@ class StepTimer:
     def seconds(self) -> tuple[float, float, float]:
         """In the model, in collectives, and on the host."""
         forward_s, exchange_s = self.forward.total_s, self.exchange.total_s
-        host_s = time.perf_counter() - self._started - forward_s - exchange_s
+        host_s = time.perf_counter() - self._started - forward_s - exchange_s - self.callback.total_s
         return forward_s, exchange_s, host_s
 
 
@@ -63,7 +64,7 @@ class StepStats(NamedTuple):
         num_tokens: tokens this rank computed.
         num_draft: draft tokens of the whole step, beyond the window's.
         accepted: accepted tokens, without the bonus.
-        forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else.
+        forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else but `on_tokens`.
         columns: of the window.
         idle: the token budget left the step plain: nothing was drafted, nothing learned.
         most_tokens: that some rank computed; without padding, like `num_tokens`.

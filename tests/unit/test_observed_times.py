@@ -127,6 +127,19 @@ def test_processors_of_a_text_leave_the_step_times_alone(monkeypatch: pytest.Mon
     assert len(observed) == 1
 
 
+@pytest.mark.parametrize("name", ["lookahead", "oracle"])
+def test_a_slow_callback_leaves_the_step_times_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal that prints slowly would make every step look alike, and the wrong drafts pay."""
+    times = StepTimes((1, 4, 64, 128), (1e-3,) * 4, 1e-3)
+    monkeypatch.setattr(StepTimingDecoder, "measure", lambda decoder: Measurement(times, ()))
+    model = tiny_model()
+    decoder = lp.LookaheadDecoder(model) if name == "lookahead" else lp.AutoregressiveDecoder(model)
+    decoder.generate([1, 2, 3], 8)  # compiles
+    output = decoder.generate([1, 2, 3], 8, on_tokens=lambda tokens, step: time.sleep(0.5))
+    assert max(step.seconds for step in output.step_stats) < 0.5
+    assert output.decode_s > 0.5 * output.steps, "the caller waited for it all the same"
+
+
 def test_a_decoder_says_where_its_step_times_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it nobody finds the file, or learns that there is none because the machine was busy."""
     model = tiny_model()
