@@ -1,7 +1,7 @@
 """What a draft source is: it proposes a draft tree for every step, and learns from what the step sampled.
 
 `lp.draft.registry` tells how to add one.
-n: sampled nodes of a step; K: `num_logits`, the top-k logits of each; L: tokens of the prompt.
+n: sampled nodes of a step; K: `num_logits`, the top-k logits of each; L: tokens of the prompt behind what was cached.
 """
 
 from __future__ import annotations
@@ -156,7 +156,12 @@ class DraftSource(Protocol):
         ...
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """The logits of the prompt's tokens but the last, (L - 1, K). Called only where they are computed."""
+        """The logits of the prompt's tokens but the last, (L - 1, K). Called only where they are computed.
+
+        Args:
+            prompt: its last L tokens; those before them were cached by an earlier text, and have no logits.
+            top_logits: of its tokens.
+        """
         ...
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:

@@ -343,3 +343,25 @@ def test_prompt_rows_leave_their_logits() -> None:
         [20, 21], [22, 23], [22, 23], []
     ]  # fmt: skip
     assert ballot(pool, [4, 5]).sources() == {"logits"}
+
+
+def test_a_prompt_behind_a_cached_prefix_leaves_its_logits_where_they_belong() -> None:
+    """Behind a prefix that an engine reused, they were filed behind the prefix's first tokens."""
+
+    def entries(first: int) -> dict[int, tuple[int, list[int], list[float]]]:
+        pool = pool_of(prompt, prompt_ngrams=False, num_logits=2)
+        pool.begin(prompt[first:], logits_of(rows[first:]))
+        names = ("logits_keys", "logits_positions", "logits_tokens", "logits_values")
+        keys, positions, tokens, values = (np.asarray(getattr(pool._tables, name)) for name in names)
+        return {
+            int(keys[at]): (int(positions[at]), tokens[2 * at :][:2].tolist(), values[2 * at :][:2].tolist())
+            for at in np.flatnonzero(keys)
+        }
+
+    rng = random.Random(2)
+    prompt = [rng.randrange(8) for _ in range(20)]
+    rows = [[(20 + at, 2.0), (50 + at, 1.0)] for at in range(len(prompt) - 1)]
+    whole = entries(0)
+    for first in (1, 7, 18):
+        suffix = entries(first)
+        assert suffix == {key: entry for key, entry in whole.items() if entry[1][0] >= 20 + first}

@@ -108,9 +108,11 @@ class NGramPool:
 
     def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
         """Remember the logits behind the prompt's tokens."""
-        nodes = range(len(prompt) - 1)
-        samples = StepSamples.of(prompt[:-1], nodes, range(-1, len(nodes) - 1), prompt[1:], top_logits)
-        text = _Text(compiled_array(self._text), 1, self._length)
+        first = self._length - len(prompt)  # tokens before these were cached
+        count = len(prompt) - 1
+        positions = range(first, first + count)
+        samples = StepSamples.of(prompt[:-1], positions, range(-1, count - 1), prompt[1:], top_logits)
+        text = _Text(compiled_array(self._text), first + 1, self._length)
         self._merge(text, _compiled_samples(samples), self._predictor.sources & 1 << LOGITS)
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
