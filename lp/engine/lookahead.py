@@ -174,7 +174,10 @@ class LookaheadDecoder(BatchDecoder):
         return self.step_times.max_tokens if self.step_times else step_tokens(self.config)
 
     def check(self, request: Request) -> None:
-        check_same(self.context, f"beginning {self.call}", self._asked(request))
+        if not self.context.alone:
+            check_same(self.context, f"beginning {self.call}", self._asked(request))
+        elif isinstance(self.factory, HasDigests):
+            self.factory.digests(self._model_folder, vocabulary_size(self.model))  # refuses a file that is missing
         if self._step_times:
             self._step_times.update()
 

@@ -183,18 +183,33 @@ class BranchProcessors:
         return list(groups.values())
 
 
-def plain_settings(values: Any) -> Any:
-    """What of a processor's settings reads the same on every rank: no objects, whose names may hold addresses."""
-    if isinstance(values, dict):
-        return sorted((str(key), plain_settings(value)) for key, value in values.items())
+def plain_settings(values: Any, within: tuple[int, ...] = ()) -> Any:
+    """What of a processor's settings reads the same on every rank: no objects, whose names may hold addresses.
+
+    Args:
+        values: any of them.
+        within: identities of the collections that they are in, which one of them may hold again.
+    """
+    if isinstance(values, dict | set | frozenset | list | tuple):
+        return "..." if id(values) in within else _plain_collection(values, (*within, id(values)))
     if isinstance(values, torch.Tensor):
-        if values.numel() <= LARGEST_PLAIN_TENSOR:
-            return values.tolist()
-        return hashlib.sha256(values.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        return _plain_tensor(values)
     if isinstance(values, np.ndarray | np.generic):
         return values.tolist()
-    if isinstance(values, set | frozenset):
-        return [plain_settings(value) for value in sorted(values)]
-    if isinstance(values, list | tuple):
-        return [plain_settings(value) for value in values]
     return values if isinstance(values, int | float | str | None) else type(values).__name__
+
+
+def _plain_collection(values: Any, within: tuple[int, ...]) -> list[Any]:
+    if isinstance(values, dict):
+        return sorted(((str(key), plain_settings(value, within)) for key, value in values.items()), key=repr)
+    plain = [plain_settings(value, within) for value in values]
+    return sorted(plain, key=repr) if isinstance(values, set | frozenset) else plain
+
+
+def _plain_tensor(values: torch.Tensor) -> Any:
+    if values.layout != torch.strided:
+        parts = values.to_sparse_coo().coalesce()
+        return [list(values.shape), _plain_tensor(parts.indices()), _plain_tensor(parts.values())]
+    if values.numel() <= LARGEST_PLAIN_TENSOR:
+        return values.tolist()
+    return hashlib.sha256(values.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()

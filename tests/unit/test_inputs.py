@@ -16,6 +16,7 @@ import lp
 from launch.bench.profile import Plan
 from lp import PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
 from lp.engine.journal import Journal
+from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.processors import plain_settings
 from tests.tiny_models import plain_greedy, tiny_model
 
@@ -246,6 +247,61 @@ def test_settings_of_a_processor_read_the_same() -> None:
     assert plain_settings([True, 0.5, "b", None, object()]) == [True, 0.5, "b", None, "object"]
     assert plain_settings(many) == plain_settings(many.clone()) != plain_settings(many + 1000)
     assert len(plain_settings(many)) == 64
+
+
+class _WithSetting(tf.LogitsProcessor):
+    """Changes nothing."""
+
+    per_branch = True
+
+    def __init__(self, setting: Any) -> None:
+        self.setting = setting
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def _cycle() -> list[Any]:
+    cycle: list[Any] = [1]
+    cycle.append({"again": cycle})
+    return cycle
+
+
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (lambda: {3, "a", (1, 2), None}, ["a", 3, None, [1, 2]]),
+        (lambda: {1: 2, "1": "x"}, [("1", "x"), ("1", 2)]),
+        (_cycle, [1, [("again", "...")]]),
+        (lambda: torch.tensor([0.0, 0.0, 2.0]).to_sparse(), [[3], [[2]], [2.0]]),
+    ],
+    ids=["set", "dict", "cycle", "sparse"],
+)
+def test_odd_settings_of_a_processor_are_no_errors(make: Any, plain: Any) -> None:
+    """A processor that works was refused with a TypeError from within, on one rank too, where nothing is compared."""
+    setting = make()
+    assert plain_settings(setting) == plain
+    model = tiny_model()
+    expected = plain_greedy(model, IDS, 5)
+
+    def body(context: lp.ParallelContext) -> list[int]:
+        decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=2, ngram_size=2), context)
+        return decoder.generate(IDS, 5, logits_processor=[_WithSetting(setting)]).tokens
+
+    assert run_lockstep(2, body) == [expected] * 2
+
+
+def test_one_rank_reads_no_settings() -> None:
+    """It has nobody to compare them with, and they may be of any kind."""
+
+    class Unreadable(dict[str, int]):
+        def items(self) -> Any:
+            raise NotImplementedError
+
+    model = tiny_model()
+    decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=2, ngram_size=2))
+    output = decoder.generate(IDS, 5, logits_processor=[_WithSetting(Unreadable(a=1))])
+    assert output.tokens == plain_greedy(model, IDS, 5)
 
 
 @pytest.mark.parametrize("make", [lp.LookaheadDecoder, lp.AutoregressiveDecoder])
