@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ FINISH_REASON = {
     Stop.CONTEXT: "context",
     Stop.INTERRUPTED: "interrupted",
 }
+ROOM = 8192  # ids of a text that there is room for from the start: 64 KiB
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Stopping:
     stop_strings: StopStringCriteria | None
     criteria: list[StoppingCriteria]
     device: torch.device
+    _ids: torch.Tensor = field(default_factory=lambda: torch.empty(1, 0, dtype=torch.int64), repr=False)
+    _num_ids: int = 0  # of the prompt and the tokens, that are in the tensor
 
     @classmethod
     def build(
@@ -80,6 +83,7 @@ class Stopping:
         Returns:
             The first reason to stop and the tokens to return; (Stop.NONE, len(tokens)) for none.
         """
+        self._num_ids = min(self._num_ids, len(self.prompt) + len(tokens) - new)
         for count in range(len(tokens) - new + 1, len(tokens) + 1):
             reason = self._reason(tokens, count)
             if reason:
@@ -90,15 +94,31 @@ class Stopping:
         if tokens[count - 1] in self.eos:
             return Stop.EOS
         if self.stop_strings or self.criteria:
-            ids = torch.tensor([[*self.prompt, *tokens[:count]]])
+            ids = self._ids_of(tokens, count)
             if self.stop_strings and bool(self.stop_strings(ids, None)):
                 return Stop.STOP_STRING
-            there = ids.to(self.device) if self.criteria else ids
-            if any(bool(torch.as_tensor(criterion(there, None)).all()) for criterion in self.criteria):
-                return Stop.CRITERIA
+            if self.criteria:
+                own = ids.to(self.device, copy=True)  # which they may keep or change
+                if any(bool(torch.as_tensor(criterion(own, None)).all()) for criterion in self.criteria):
+                    return Stop.CRITERIA
         if count >= self.max_new_tokens:
             return Stop.MAX_LENGTH
         return Stop.CONTEXT if self.room is not None and count >= self.room else Stop.NONE
+
+    def _ids_of(self, tokens: Sequence[int], count: int) -> torch.Tensor:
+        """The prompt and so many of the tokens, (1, ids): a view of a tensor to which only new ones are added.
+
+        To convert all of a long text takes as long as a step.
+        """
+        start, end = self._num_ids, len(self.prompt) + count
+        if end > self._ids.shape[1]:
+            grown = self._ids.new_empty(1, max(2 * end, ROOM))
+            grown[:, :start] = self._ids[:, :start]
+            self._ids = grown
+        generated = tokens[max(start - len(self.prompt), 0) : count]
+        self._ids[0, start:end] = torch.tensor([*self.prompt[start:], *generated], dtype=torch.int64)
+        self._num_ids = end
+        return self._ids[:, :end]
 
 
 def _listed(stop_strings: str | Iterable[str] | None) -> list[str]:

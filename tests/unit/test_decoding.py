@@ -13,6 +13,7 @@ from transformers import MaxTimeCriteria
 import lp
 from lp.engine.stopping import Stopping
 from lp.models.runner import ModelRunner
+from lp.parallel.message import Stop
 from tests.conftest import LONG
 from tests.tiny_models import CONTEXT, VOCABULARY, letters, plain_greedy, tiny_model
 
@@ -78,6 +79,39 @@ def test_criteria_get_ids_on_the_models_device() -> None:
     stopping = Stopping.build(frozenset(), 9, None, PROMPT, None, None, [cast(Any, criterion)], torch.device("meta"))
     assert stopping.check([1, 2], 2)[1] == 2
     assert [device.type for device in seen] == ["meta", "meta"]
+
+
+def test_criteria_cost_no_conversion_of_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 100,000 tokens of a prompt, every new token took a hundredth of a second for its stop strings."""
+    converted: list[int] = []
+    seen: list[torch.Tensor] = []
+    tensor = torch.tensor
+
+    def noted(values: Any, **kwargs: Any) -> torch.Tensor:
+        converted.append(tensor(values, **kwargs).numel())
+        return tensor(values, **kwargs)
+
+    def criterion(ids: torch.Tensor, scores: Any) -> bool:
+        assert ids.dtype == torch.int64
+        seen.append(ids.clone())
+        ids.zero_()  # its own affair
+        return False
+
+    monkeypatch.setattr("lp.engine.stopping.ROOM", 1)
+    prompt, rng = [*range(100)], random.Random(1)
+    stopping = Stopping.build(
+        frozenset({7}), 999, None, prompt, None, None, [cast(Any, criterion)], torch.device("cpu")
+    )
+    monkeypatch.setattr(torch, "tensor", noted)
+    tokens: list[int] = []
+    while len(tokens) < 200:
+        new = rng.randrange(1, 5)
+        tokens += [10 + rng.randrange(50) for _ in range(new)]
+        stopping.check(tokens, new)
+    assert [ids.tolist() for ids in seen] == [[[*prompt, *tokens[:count]]] for count in range(1, len(tokens) + 1)]
+    assert sum(converted) == len(prompt) + len(tokens)
+    assert stopping.check([*tokens[:50], 8, 9], 2) == (Stop.NONE, 52), "of another text that begins alike"
+    assert seen[-1].tolist() == [[*prompt, *tokens[:50], 8, 9]]
 
 
 @pytest.mark.parametrize("new", [1, 40])
