@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from numbers import Real
 from typing import Any
@@ -57,6 +57,44 @@ def check_int(name: str, value: object, low: int, high: float, remedy: str) -> i
     return number
 
 
+def check_kind(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Refuse a value that is of none of these types.
+
+    Args:
+        wanted: what to give, such as "lp.SamplingParams, or None for greedy".
+
+    Raises:
+        ValueError: names the value and what to give.
+    """
+    if not isinstance(value, kinds):
+        raise UserError(f"{name} is {value!r}; give {wanted}")
+
+
+def check_callback(name: str, value: object, wanted: str) -> None:
+    """Refuse what can't be called; None is no callback.
+
+    Raises:
+        ValueError: names the value and what to give.
+    """
+    if not (value is None or callable(value)):
+        raise UserError(f"{name} is {value!r}; give {wanted}")
+
+
+def check_callables(name: str, values: Any, wanted: str) -> list[Callable[..., Any]]:
+    """The elements of an iterable of what can be called; None has none, as in transformers.
+
+    Raises:
+        ValueError: names the value and what to give.
+    """
+    elements = [] if values is None else values
+    check_kind(name, elements, Iterable, wanted)
+    called = list(elements)
+    for each in called:
+        if not callable(each):
+            raise UserError(f"{name} has {each!r}; give {wanted}")
+    return called
+
+
 def env_int(name: str, default: int, low: int = 0, high: float = math.inf) -> int:
     """An integer that a launcher has put into the environment.
 
@@ -79,6 +117,16 @@ def check_count(config: object, name: str, low: int, high: float, remedy: str, l
     """
     called = f"{name} ({letter})" if letter else name
     set_field(config, name, check_int(called, getattr(config, name), low, high, remedy))
+
+
+def check_switches(config: object, *names: str) -> None:
+    """Refuse fields of a frozen config that are neither true nor false; the string "false" would be true.
+
+    Raises:
+        ValueError: names the value.
+    """
+    for name in names:
+        check_kind(name, getattr(config, name), bool, "True or False")
 
 
 def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:

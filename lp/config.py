@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from lp.checks import check_choice, check_count, set_field
+from lp.checks import check_choice, check_count, check_kind, check_switches, set_field
 from lp.errors import UserError
 
 DEFAULT_TIMEOUT_S = 120.0  # for which ranks wait for each other
@@ -110,10 +111,13 @@ class LookaheadConfig:
     adaptive: bool = _RESOLVED
 
     def __post_init__(self) -> None:
+        check_switches(self, "prompt_ngrams", "prompt_logits", "output_ngrams", "window_ngrams", "position_guesses")
+        check_switches(self, "renoise", "learn", "window_noise")
         missing = [name for name in (*FIXED_SHAPE, "adaptive") if getattr(self, name) is None]
         if "adaptive" in missing:
             missing.remove("adaptive")
             set_field(self, "adaptive", len(missing) == len(FIXED_SHAPE))
+        check_switches(self, "adaptive")
         defaults = ADAPTIVE_SHAPE if self.adaptive else FIXED_SHAPE
         for name in missing:
             set_field(self, name, defaults[name])
@@ -129,6 +133,8 @@ class LookaheadConfig:
         check_count(self, "num_logits", 0, 32, "try 16, or 0 for none", "K")
         check_count(self, "pool_mib", 1, 1 << 16, "try 16, or 128 for a session")
         check_choice(self, "pool_scope", PoolScope)
+        check_kind("pool_file", self.pool_file, (str, os.PathLike, type(None)), "a path, or None")
+        check_kind("pool_model_ngrams", self.pool_model_ngrams, (str, os.PathLike), "a path, 'auto' or 'off'")
         if self.pool_file is not None and self.pool_scope is not PoolScope.SESSION:
             raise UserError(f"pool_file is {self.pool_file!r}, but every call has a new pool; add pool_scope=session")
         check_count(self, "warmup_steps", 0, math.inf, "leave it 0")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
-from lp.checks import check_int
-from lp.engine.engine import MAX_SEQUENCES, Engine, Handle, slots_within_memory
+from lp.checks import check_callback, check_int, check_kind
+from lp.engine.engine import MAX_SEQUENCES, MOST_SEQUENCES, Engine, Handle, slots_within_memory
 from lp.engine.inputs import Prompt, prompt_ids
 from lp.engine.interrupts import Interrupted
 from lp.engine.memory import remedy_named
@@ -70,9 +70,11 @@ def calls_of_batch(
     Raises:
         ValueError: as many values as prompts are wanted, and there are more or fewer.
     """
+    check_kind("inputs", inputs, Sized, "a list of prompts")
+    check_callback("on_tokens", on_tokens, "a function of (prompt, new tokens, step), or None")
+    first = check_int("sequence", options.get("sequence", 0), 0, 2**63 - 1, "number the sequences of a batch from 0")
     news = _one_each("max_new_tokens", max_new_tokens, len(inputs))
     samplings = _one_each("sampling", sampling, len(inputs))
-    first = options.get("sequence", 0)
     options = {name: [*value] if isinstance(value, Iterator) else value for name, value in options.items()}
     calls = []
     for index, (prompt, new, own) in enumerate(zip(inputs, news, samplings, strict=True)):
@@ -99,7 +101,7 @@ def generate_together(
     """
     if not calls:
         return []
-    check_int("max_sequences", max_sequences, 1, math.inf, f"try {MAX_SEQUENCES}")
+    check_int("max_sequences", max_sequences, 1, MOST_SEQUENCES, f"try {MAX_SEQUENCES}")
     context = context_limit(decoder.model) or math.inf
     lengths = []
     for call in calls:

@@ -32,6 +32,7 @@ from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner, TreePass
 from lp.models.support import logit_rounding
+from lp.models.vocabulary import embedded_tokens
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import check_sampled
@@ -116,6 +117,7 @@ class Generation:
         self.window = LookaheadWindow(budget.columns, config.ngram_size, request.prompt)
         self.num_logits = min(source.num_logits, vocabulary_size(runner.model))
         self.propose_share = share_proposer(source)
+        self._vocabulary = embedded_tokens(runner.model)
         self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
         self.trees = self.message_shape.room(context.world_size)
         self.union = UnionTree(context.world_size, budget.step_tokens)
@@ -411,6 +413,12 @@ class Generation:
             raise UserError(
                 f"{type(self.source).__name__} proposed {len(draft)} draft tokens, which makes a step of "
                 f"{layout.num_tokens} tokens; the budget is {self.message_shape.nodes}: propose no more than asked for"
+            )
+        if layout.nodes.tokens.view(np.uint64).max() >= self._vocabulary:  # where negative ones are the largest
+            wrong = next(token for token in layout.tokens if not 0 <= token < self._vocabulary)
+            raise UserError(
+                f"{type(self.source).__name__} proposed the token {wrong}; the model has 0..{self._vocabulary - 1}: "
+                "propose no others"
             )
         return layout
 

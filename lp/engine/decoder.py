@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from lp.checks import check_int, flat_list
+from lp.checks import check_callables, check_callback, check_int, check_kind, flat_list
 from lp.engine.inputs import Eos, Prompt, check_model, eos_ids, prompt_ids
 from lp.engine.interrupts import DeferredSignals, Interrupted
 from lp.engine.memory import remedy_named
@@ -44,6 +44,7 @@ class Decoder(ABC):
     def __init__(self, model: PreTrainedModel, context: ParallelContext | None = None) -> None:
         check_model(model)
         check_adapter(model)
+        check_kind("context", context, (ParallelContext, type(None)), "lp.ParallelContext, or None for this process")
         self.model, self.context = model, context or ParallelContext(device=model.device)
         check_divided(model, self.context.replica)
 
@@ -53,11 +54,11 @@ class Decoder(ABC):
         max_new_tokens: int = 256,
         sampling: SamplingParams | None = None,
         *,
-        logits_processor: Iterable[LogitsProcessor] = (),
+        logits_processor: Iterable[LogitsProcessor] | None = None,
         eos_token_id: Eos | None = None,
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        stopping_criteria: Iterable[StoppingCriteria] = (),
+        stopping_criteria: Iterable[StoppingCriteria] | None = None,
         on_tokens: OnTokens | None = None,
         prefill_chunk: int = 512,
         padding: Sequence[int] = (),
@@ -130,11 +131,11 @@ class Decoder(ABC):
         max_new_tokens: int,
         sampling: SamplingParams | None,
         *,
-        logits_processor: Iterable[LogitsProcessor] = (),
+        logits_processor: Iterable[LogitsProcessor] | None = None,
         eos_token_id: Eos | None = None,
         stop_strings: str | Sequence[str] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        stopping_criteria: Iterable[StoppingCriteria] = (),
+        stopping_criteria: Iterable[StoppingCriteria] | None = None,
         on_tokens: OnTokens | None = None,
         prefill_chunk: int = 512,
         padding: Sequence[int] = (),
@@ -150,6 +151,8 @@ class Decoder(ABC):
             signals: that end the text.
         """
         prompt = prompt_ids(self.model, input_ids)
+        check_kind("sampling", sampling, (SamplingParams, type(None)), "lp.SamplingParams, or None for greedy")
+        check_callback("on_tokens", on_tokens, "a function of (new tokens, step), or None")
         max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
         prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, "try 512")
         sequence = check_int("sequence", sequence, 0, 2**63 - 1, "number the sequences of a batch from 0")
@@ -171,10 +174,9 @@ class Decoder(ABC):
             stopping_criteria,
             self.model.device,
         )
-        processors = [*logits_processor]
+        processors = check_callables("logits_processor", logits_processor, "a list of transformers' logits processors")
         if grammar is not None:
-            if not stopping.eos:
-                raise UserError("a grammar is given, but no EOS that can end its text; give eos_token_id")
+            self._check_grammar(grammar, stopping.eos)
             processors.append(GrammarProcessor(grammar, sorted(stopping.eos), len(padding) + len(prompt)))
         sampler = build_sampler(
             self._seeded(sampling),
@@ -242,6 +244,20 @@ class Decoder(ABC):
     def noisy_guesses(self) -> bool:
         """Whether nodes that no walk can reach are sampled under the noise too."""
         return True
+
+    def _check_grammar(self, grammar: object, eos: Collection[int]) -> None:
+        """Refuse what is no grammar, and an EOS that cannot end its text."""
+        if not hasattr(grammar, "matcher"):
+            raise UserError(f"grammar is {grammar!r}; give one that lp.GrammarCompiler made, or None")
+        if not eos:
+            raise UserError("a grammar is given, but no EOS that can end its text; give eos_token_id")
+        vocabulary = vocabulary_size(self.model)
+        for token in eos:
+            if not 0 <= token < vocabulary:
+                raise UserError(
+                    f"eos_token_id has {token}, which ends no text with a grammar; the model has the tokens "
+                    f"0..{vocabulary - 1}"
+                )
 
     def _seeded(self, sampling: SamplingParams | None) -> SamplingParams | None:
         """With a seed of None, rank 0 draws one for all; ranks that need none take part too."""

@@ -12,7 +12,6 @@ alone; under one seed, whatever else runs.
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections import deque
@@ -26,7 +25,7 @@ import numpy as np
 import torch
 
 from lp.budget.policy import Company
-from lp.checks import check_int
+from lp.checks import check_int, check_kind
 from lp.engine.decode_loop import Generation
 from lp.engine.forest_step import ForestStep
 from lp.engine.inputs import Prompt
@@ -48,6 +47,7 @@ from lp.parallel.message import Stop
 from lp.sampling.params import SamplingParams
 
 MAX_SEQUENCES = 8  # that take a step together
+MOST_SEQUENCES = 1 << 16  # that may be asked for
 PREFILL_CHUNK = 128  # tokens of prompts in a step that others take part in
 CACHE_SHARE = 0.5  # of the free memory, that the cache may take by default
 LONGEST_TEXT = 32768  # tokens that a place gets by default, where the model's context is longer
@@ -158,10 +158,11 @@ class Engine:
         if not isinstance(decoder, StepDecoder):
             raise UserError(f"{type(decoder).__name__} has no steps to share; give the engine a LookaheadDecoder")
         self.decoder = decoder
-        self.max_sequences = check_int("max_sequences", max_sequences, 1, math.inf, f"try {MAX_SEQUENCES}")
-        self.prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, f"try {PREFILL_CHUNK}")
+        self.max_sequences = check_int("max_sequences", max_sequences, 1, MOST_SEQUENCES, f"try {MAX_SEQUENCES}")
+        self.prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, 2**63 - 1, f"try {PREFILL_CHUNK}")
         if cache_tokens is not None:
-            check_int("cache_tokens", cache_tokens, 1, math.inf, "leave it out to take what the memory allows")
+            check_int("cache_tokens", cache_tokens, 1, 2**40, "leave it out to take what the memory allows")
+        check_kind("reuse_prefixes", reuse_prefixes, bool, "True or False")
         runner = decoder.runner
         with remedy_named(), decoder.computing():
             runner.follow()

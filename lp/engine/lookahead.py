@@ -77,6 +77,8 @@ class LookaheadDecoder(BatchDecoder):
         self.settings: DraftConfig = LookaheadConfig() if config is None else config
         self.factory = source_of(self.settings).factory(self.settings)
         self.config = self.settings.shape()
+        if capture not in list(Capture):
+            raise UserError(f"capture is {capture!r}; it must be one of {[str(choice) for choice in Capture]}")
         self.runner = runner_of(model, attention, Capture(capture))
         self.merges_late = self.runner.beside_host
         self._last: list[StepStats] = []
@@ -84,7 +86,7 @@ class LookaheadDecoder(BatchDecoder):
         making = f"making a {type(self).__name__}"
         if self.context.lp.world_size > 1:  # a rank has nobody else to differ from, and the checksum reads every weight
             check_same(self.context.lp, making, model_digests(model))
-        if isinstance(step_times, str) and step_times != MEASURE:
+        if not (step_times is None or step_times == MEASURE or isinstance(step_times, StepTimes)):
             raise UserError(f"step_times is {step_times!r}; give StepTimes, {MEASURE!r}, or None for those stored")
         self._step_times: GivenStepTimes | None = None
         if self.config.adaptive and isinstance(step_times, StepTimes):

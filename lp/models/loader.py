@@ -37,7 +37,7 @@ class Loaded(NamedTuple):
 
 def load(
     name_or_path: str | Path,
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
@@ -51,7 +51,7 @@ def load(
 
     Args:
         name_or_path: folder with config.json, or a hub name; "demo" is the embedded model.
-        dtype: float64, float32, bfloat16, float16, or "auto" for what the checkpoint says.
+        dtype: float64, float32, bfloat16, float16, as a name or as torch's, or "auto" for what the checkpoint says.
         device: torch device of the weights; None is the context's, or the CPU.
         attn_implementation: transformers' name; None takes sdpa where the model has it.
         trust_remote_code: run code that comes with the checkpoint.
@@ -61,11 +61,12 @@ def load(
     Raises:
         ValueError: no such folder, not a causal LM, an architecture that takes no tree mask, weights that are damaged,
             missing or of other shapes than the config says, a tokenizer that is missing, damaged or larger than the
-            model's vocabulary, a package that is not installed, an unknown dtype, or a model that its ranks cannot
-            divide.
+            model's vocabulary, a package that is not installed, an unknown dtype, a device that torch has not, or
+            a model that its ranks cannot divide.
     """
-    device = device or (context.device if context else "cpu")
+    device = _device(device if device is not None else context.device if context else "cpu")
     source = str(DEMO_MODEL) if str(name_or_path) == "demo" else str(name_or_path)
+    dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
     offline = not Path(source).expanduser().is_dir() and not _hub_answers()
@@ -85,10 +86,10 @@ def load(
         tokenizer = _tokenizer(source, trust_remote_code, offline)
         check_vocabulary(model, tokenizer)
         return Loaded(model.eval(), tokenizer)
-    on_cpu = torch.device(device).type == "cpu"
+    on_cpu = device.type == "cpu"
     quantised = getattr(config, "quantization_config", None) is not None
     if quantised and not on_cpu:
-        kwargs["device_map"] = {"": torch.device(device)}  # such weights may not be moved once they are loaded
+        kwargs["device_map"] = {"": device}  # such weights may not be moved once they are loaded
     castable = dtype in DTYPES and not on_cpu and not quantised and not _keeps_float32(config)
     model = _model(source, config, kwargs | {"dtype": "auto"} if castable else kwargs)
     if castable and not cast_on(device, model, DTYPES[dtype]):
@@ -96,6 +97,23 @@ def load(
     tokenizer = _tokenizer(source, trust_remote_code, offline)
     check_vocabulary(model, tokenizer)
     return Loaded((model if quantised else model.to(device)).eval(), tokenizer)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """A device that torch has.
+
+    Raises:
+        ValueError: it has none of this name, or it is not there.
+    """
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError, TypeError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise UserError(f"device is {device!r}, which torch has not here ({reason}); give cpu, or cuda:0") from error
+    return found
 
 
 def cast_on(device: str | torch.device, model: PreTrainedModel, dtype: torch.dtype) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from lp.checks import check_int, check_kind
 from lp.errors import UserError
 from lp.optional import is_installed
 from lp.sampling.grammar import Matcher
@@ -35,6 +36,8 @@ class GrammarCompiler:
             raise UserError("a grammar needs xgrammar; install the extra: pip install '.[grammar]'")
         import xgrammar
 
+        check_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "the model's, as lp.load(...).tokenizer")
+        vocabulary = check_int("vocabulary", vocabulary, 1, 2**31 - 1, "give model.config.vocab_size")
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary)
         self._compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
         self._spelling = Spelling(tokenizer, info.decoded_vocab)
@@ -47,7 +50,10 @@ class GrammarCompiler:
         Raises:
             ValueError: it is no schema.
         """
-        text = schema if isinstance(schema, str) else json.dumps(schema)
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"json_schema is no JSON ({error}); mend it") from error
         return self._compiled(
             "json_schema",
             text,
@@ -65,6 +71,7 @@ class GrammarCompiler:
         Raises:
             ValueError: it is none.
         """
+        check_kind("regex", pattern, str, "a regular expression as a string")
         return self._compiled(
             "regex", pattern, lambda: self._compiler.compile_regex(pattern), regex_is_bounded(pattern)
         )
@@ -75,6 +82,7 @@ class GrammarCompiler:
         Raises:
             ValueError: they are none, or xgrammar would end the process.
         """
+        check_kind("ebnf", rules, str, "rules as a string")
         check_ebnf(rules)
         return self._compiled("ebnf", rules, lambda: self._compiler.compile_grammar(rules), ebnf_is_bounded(rules))
 

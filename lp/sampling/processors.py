@@ -117,8 +117,10 @@ class BranchProcessors:
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores: torch.Tensor = wide / self.temperature
+        shared = to_device(self._shared_prefix(text), scores.device)
         for nodes in self._groups(branches):
-            prefixes = to_device([self._prefix(text, branches[node]) for node in nodes], scores.device)
+            own_prefixes = to_device([self._own_prefix(branches[node]) for node in nodes], scores.device)
+            prefixes = torch.cat([shared.expand(len(nodes), -1), own_prefixes], -1)
             index = to_device(nodes, scores.device)
             processed = wide[index]
             for processor in self._processors:
@@ -171,8 +173,13 @@ class BranchProcessors:
                 scores = scores / processor.temperature
         return torch.where(reachable[:, None], scores, wide / self.temperature)
 
-    def _prefix(self, text: Sequence[int], branch: Sequence[int] | None) -> list[int]:
-        return [*self._padding, *text, *(branch or ())] if self._sees_prefix else [text[-1]]
+    def _shared_prefix(self, text: Sequence[int]) -> list[int]:
+        """What all nodes have before them; converted once, as it may be long."""
+        return [*self._padding, *text] if self._sees_prefix else [text[-1]]
+
+    def _own_prefix(self, branch: Sequence[int] | None) -> list[int]:
+        """What a node has behind that, up to itself."""
+        return list(branch or ()) if self._sees_prefix else []
 
     def _groups(self, branches: Sequence[Sequence[int] | None]) -> list[list[int]]:
         """Nodes that one call serves: all that can be reached, or those of one depth."""

@@ -251,8 +251,7 @@ def test_rejection_with_processors(ranks: int, asked: dict[str, Any]) -> None:
 def test_faulty_processing_under_rejection_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can tell: processors without the branch, none at all, and drafts that warpers had dropped."""
     if fault == "prefix":
-        prefix = BranchProcessors._prefix
-        monkeypatch.setattr(BranchProcessors, "_prefix", lambda self, text, branch: prefix(self, text, []))
+        monkeypatch.setattr(BranchProcessors, "_own_prefix", lambda self, branch: [0] * len(branch))
         asked: dict[str, Any] = {"processors": [PENALTY]}
     elif fault == "processors":
         monkeypatch.setattr(
