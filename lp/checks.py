@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
 from numbers import Real
 from typing import Any
@@ -80,7 +80,7 @@ def check_callback(name: str, value: object, wanted: str) -> None:
         raise UserError(f"{name} is {value!r}; give {wanted}")
 
 
-def check_callables(name: str, values: Any, wanted: str) -> list[Callable[..., Any]]:
+def check_callables(name: str, values: Any, wanted: str) -> list[Any]:
     """The elements of an iterable of what can be called; None has none, as in transformers.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 
 import torch
 from transformers import DynamicCache
@@ -56,7 +57,8 @@ class AutoregressiveDecoder(Decoder):
             request.sampler.record([0], [0])
             text.append(token)
             inputs = prompt.new_tensor([[token]])
-            reason, _ = request.stopping.check(text[len(request.prompt) :], 1)
+            with timer.callback if request.stopping.criteria else nullcontext():
+                reason, _ = request.stopping.check(text[len(request.prompt) :], 1)
             if request.stopping.criteria:  # those of each rank, which may look at the clock
                 reason = Stop(agreed_token(self.context.replica, self.model.device, reason, Stop.NONE)[0])
             if request.on_tokens:

@@ -7,6 +7,7 @@ grows and computes its own part of the tree, and learns the others' parts from t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -607,7 +608,8 @@ class Generation:
             return Stop.NONE
         reason = Stop.NONE
         try:
-            reason, self.num_kept = stopping.check(tokens, num_new)
+            with self.timer.callback if stopping.criteria else nullcontext():
+                reason, self.num_kept = stopping.check(tokens, num_new)
             streamed = tokens[len(tokens) - num_new : self.num_kept]
             if self.request.on_tokens and streamed:
                 with self.timer.callback:

@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from lp.checks import check_callables, check_callback, check_int, check_kind, flat_list
-from lp.engine.inputs import Eos, Prompt, check_model, eos_ids, prompt_ids
+from lp.checks import check_callback, check_int, check_kind, flat_list
+from lp.engine.inputs import (
+    Eos,
+    Prompt,
+    check_model,
+    check_sampling,
+    eos_ids,
+    listed_criteria,
+    listed_processors,
+    prompt_ids,
+)
 from lp.engine.interrupts import DeferredSignals, Interrupted
 from lp.engine.memory import remedy_named
 from lp.engine.output import GenerationOutput
@@ -151,7 +160,7 @@ class Decoder(ABC):
             signals: that end the text.
         """
         prompt = prompt_ids(self.model, input_ids)
-        check_kind("sampling", sampling, (SamplingParams, type(None)), "lp.SamplingParams, or None for greedy")
+        check_sampling(sampling)
         check_callback("on_tokens", on_tokens, "a function of (new tokens, step), or None")
         max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
         prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, "try 512")
@@ -171,10 +180,10 @@ class Decoder(ABC):
             [*padding, *prompt],
             stop_strings,
             tokenizer,
-            stopping_criteria,
+            listed_criteria(stopping_criteria),
             self.model.device,
         )
-        processors = check_callables("logits_processor", logits_processor, "a list of transformers' logits processors")
+        processors = listed_processors(logits_processor)
         if grammar is not None:
             self._check_grammar(grammar, stopping.eos)
             processors.append(GrammarProcessor(grammar, sorted(stopping.eos), len(padding) + len(prompt)))

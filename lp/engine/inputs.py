@@ -1,4 +1,4 @@
-"""What a caller gives as a prompt or as EOS, as plain token ids."""
+"""What a caller gives: a prompt and EOS as plain token ids, processors and criteria as lists."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, StoppingCriteria
 
-from lp.checks import as_int, flat_list
+from lp.checks import as_int, check_callables, check_kind, flat_list
 from lp.errors import UserError
 from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
+from lp.sampling.params import SamplingParams
 
 Prompt = Sequence[int] | np.ndarray | torch.Tensor
 Eos = int | Iterable[int] | np.ndarray | torch.Tensor
@@ -77,6 +78,33 @@ def eos_ids(model: PreTrainedModel, eos_token_id: Eos | None) -> frozenset[int]:
             raise UserError(f"eos_token_id has {value!r}; give one token id or several, or () for none")
         ids.add(token)
     return frozenset(ids)
+
+
+def check_sampling(sampling: object) -> None:
+    """Refuse what is no SamplingParams, such as a temperature alone.
+
+    Raises:
+        ValueError: names it and what to give.
+    """
+    check_kind("sampling", sampling, (SamplingParams, type(None)), "lp.SamplingParams, or None for greedy")
+
+
+def listed_processors(logits_processor: Iterable[LogitsProcessor] | None) -> list[LogitsProcessor]:
+    """All of them; None is none, as in transformers.
+
+    Raises:
+        ValueError: it is no list, or has what can't be called.
+    """
+    return check_callables("logits_processor", logits_processor, "a list of transformers' logits processors")
+
+
+def listed_criteria(stopping_criteria: Iterable[StoppingCriteria] | None) -> list[StoppingCriteria]:
+    """All of them; None is none, as in transformers.
+
+    Raises:
+        ValueError: it is no list, or has what can't be called.
+    """
+    return check_callables("stopping_criteria", stopping_criteria, "a list of transformers' stopping criteria")
 
 
 def _elements(value: Any) -> list[Any] | None:

@@ -27,12 +27,12 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from lp.checks import check_int
+from lp.checks import check_callback, check_int
 from lp.digest import text_digest
 from lp.engine.batch import OnBatchTokens, calls_of_batch, generate_together
 from lp.engine.decoder import Decoder
 from lp.engine.engine import MAX_SEQUENCES
-from lp.engine.inputs import Prompt, eos_ids, prompt_ids
+from lp.engine.inputs import Prompt, check_sampling, eos_ids, listed_criteria, listed_processors, prompt_ids
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
@@ -202,7 +202,9 @@ class Journal:
             call: the arguments of `decoder.generate`.
         """
         sampling: SamplingParams | None = call["sampling"]
+        check_sampling(sampling)
         on_tokens: OnTokens | None = call.get("on_tokens")
+        check_callback("on_tokens", on_tokens, "a function of (new tokens, step), or None")
         if call.get("grammar") is not None:
             raise UserError("a journal can't go on under a grammar, which begins with the text; leave one of them out")
         if asked := [name for name in OF_ALL_TOKENS if call.get(name)]:
@@ -211,8 +213,9 @@ class Journal:
             raise UserError("a journal can't go on with verifier 'rejection', which draws anew; use 'coupled'")
         ids = prompt_ids(decoder.model, call["input_ids"])
         new = check_int("max_new_tokens", call["max_new_tokens"], 1, math.inf, "ask for at least one token")
-        for key in OBJECTS:
-            call[key] = [*call.get(key, ())]  # which may be an iterator, and is read twice
+        # Which may be iterators, and are read twice.
+        call["logits_processor"] = listed_processors(call.get("logits_processor"))
+        call["stopping_criteria"] = listed_criteria(call.get("stopping_criteria"))
         call["eos_token_id"] = sorted(eos_ids(decoder.model, call.get("eos_token_id")))
         name = self._name(decoder, ids, new, sampling, {key: call[key] for key in call if key not in NAMED})
         record = self.records.setdefault(name, Record())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
-from lp.checks import check_callables, check_kind
+from lp.checks import check_kind
 from lp.errors import UserError
 from lp.parallel.message import Stop
 
@@ -57,13 +57,13 @@ class Stopping:
         prompt: list[int],
         stop_strings: str | Iterable[str] | None,
         tokenizer: PreTrainedTokenizerBase | None,
-        criteria: Iterable[StoppingCriteria] | None,
+        criteria: list[StoppingCriteria],
         device: torch.device,
     ) -> Stopping:
         """Check and gather the stops of one call.
 
         Raises:
-            ValueError: stop strings without a tokenizer, or that are none; criteria that are none.
+            ValueError: stop strings without a tokenizer, or that are none.
         """
         strings = None
         if asked := _listed(stop_strings):
@@ -71,8 +71,7 @@ class Stopping:
                 raise UserError(f"stop_strings is {asked!r} but no tokenizer was given; pass tokenizer=")
             check_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "the model's, as lp.load(...).tokenizer")
             strings = StopStringCriteria(tokenizer, asked)
-        asked_criteria = check_callables("stopping_criteria", criteria, "a list of transformers' stopping criteria")
-        return cls(eos, max_new_tokens, room, prompt, strings, asked_criteria, device)
+        return cls(eos, max_new_tokens, room, prompt, strings, criteria, device)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import lp
 from lp.config import windowless
 from lp.draft import registry
 from lp.draft.tree import DraftTree
+from lp.engine.journal import Journal
 from lp.errors import UserError
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.processors import BranchProcessors
@@ -52,23 +53,32 @@ def decoder(model: tf.PreTrainedModel) -> lp.LookaheadDecoder:
         ({"grammar": ToyGrammar(0, 5), "eos_token_id": -1}, "eos_token_id has -1, which ends no text"),
     ],
 )
-@pytest.mark.parametrize("call", ["generate", "generate_batch", "plain"])
-def test_arguments_of_a_call(decoder: lp.LookaheadDecoder, call: str, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("call", ["generate", "generate_batch", "plain", "journal"])
+def test_arguments_of_a_call(
+    decoder: lp.LookaheadDecoder, call: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """A journal refuses a grammar whatever it is."""
+    if call == "journal" and "grammar" in options:
+        message = "a journal can't go on under a grammar"
     with pytest.raises(UserError, match=message):
         if call == "generate":
             decoder.generate(IDS, 4, **options)
+        elif call == "journal":
+            Journal(tmp_path / "journal.jsonl", decoder.context).generate(decoder, IDS, 4, **options)
         elif call == "plain":
             lp.PlainDecoder(decoder.model).generate(IDS, 4, **options)
         else:
             decoder.generate_batch([IDS], 4, **options)
 
 
-def test_none_is_no_processor_and_no_criterion(decoder: lp.LookaheadDecoder) -> None:
+def test_none_is_no_processor_and_no_criterion(decoder: lp.LookaheadDecoder, tmp_path: Path) -> None:
     """As in transformers' `generate`."""
     tokens = plain_greedy(decoder.model, IDS, 8)
     none: dict[str, Any] = {"logits_processor": None, "stopping_criteria": None}
     assert decoder.generate(IDS, 8, **none).tokens == tokens
     assert [output.tokens for output in decoder.generate_batch([IDS], 8, **none)] == [tokens]
+    journal = Journal(tmp_path / "journal.jsonl", decoder.context)
+    assert journal.generate(decoder, IDS, 8, **none).tokens == tokens
 
 
 @pytest.mark.parametrize(

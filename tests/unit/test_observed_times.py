@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 
 import lp
 from lp.budget.measure import Measurement
@@ -127,15 +128,25 @@ def test_processors_of_a_text_leave_the_step_times_alone(monkeypatch: pytest.Mon
     assert len(observed) == 1
 
 
+class _Sleeps(StoppingCriteria):
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5)
+        return False
+
+
 @pytest.mark.parametrize("name", ["lookahead", "oracle"])
-def test_a_slow_callback_leaves_the_step_times_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", ["callback", "criterion"])
+def test_what_the_user_runs_leaves_the_step_times_alone(name: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal that prints slowly would make every step look alike, and the wrong drafts pay."""
     times = StepTimes((1, 4, 64, 128), (1e-3,) * 4, 1e-3)
     monkeypatch.setattr(StepTimingDecoder, "measure", lambda decoder: Measurement(times, ()))
     model = tiny_model()
     decoder = lp.LookaheadDecoder(model) if name == "lookahead" else lp.AutoregressiveDecoder(model)
     decoder.generate([1, 2, 3], 8)  # compiles
-    output = decoder.generate([1, 2, 3], 8, on_tokens=lambda tokens, step: time.sleep(0.5))
+    if slow == "callback":
+        output = decoder.generate([1, 2, 3], 8, on_tokens=lambda tokens, step: time.sleep(0.5))
+    else:
+        output = decoder.generate([1, 2, 3], 8, stopping_criteria=[_Sleeps()])
     assert max(step.seconds for step in output.step_stats) < 0.5
     assert output.decode_s > 0.5 * output.steps, "the caller waited for it all the same"
 
