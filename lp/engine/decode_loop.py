@@ -254,7 +254,12 @@ class Generation:
             self.cache.commit(range(count))
 
         end = self.cache.length + count
-        self._attempt(take)
+        try:
+            self._attempt(take)
+        finally:
+            failure = (
+                None  # raised there, it has this frame, which would keep it and the cache until gc finds the cycle
+            )
         self.cache.length = end  # as on the other ranks, if it failed: the message of the first step tells them
         if self.prefilled:
             self._begin_source(self._reused, self._packed)
@@ -281,7 +286,10 @@ class Generation:
                 raise failure
             return self.step_pass.message(logits, part.layout, part.header, self.text, part.num_logits, sampled)
 
-        message = self._attempt(sample)
+        try:
+            message = self._attempt(sample)
+        finally:
+            failure = None  # as above
         return self._failed_message(part) if message is None else message
 
     def _failed_message(self, part: StepPart) -> torch.Tensor:

@@ -130,7 +130,8 @@ class Engine:
 
     One thread makes all calls; others hand it what they want, and wake it where `step` has returned False. Callbacks
     may submit and cancel. An exception that leaves `step` or `run`, but for a KeyboardInterrupt behind a step, cuts the
-    step off: the engine is of no more use. As a context manager, it lets go of its memory at the end of the block.
+    step off: the engine is of no more use. As a context manager, it cancels what has not ended, and lets go of its
+    memory, at the end of the block.
 
     Args:
         decoder: whose steps the texts take.
@@ -211,8 +212,7 @@ class Engine:
             ValueError: as `generate`; a text that needs more cache slots than there are.
             RuntimeError: the engine is closed.
         """
-        if self._closed:
-            raise RuntimeError("this engine is closed; make another one")
+        self._check_open()
         with remedy_named():
             request = self.decoder.request(self._signals, input_ids, max_new_tokens, sampling, **options)
         if (slots := self._slots(request)) > self.pool.capacity:
@@ -241,21 +241,26 @@ class Engine:
 
         Raises:
             KeyboardInterrupt: SIGINT or SIGTERM came, and the step is finished; texts go on with the next one. Among
-                ranks they end, as in `run`, in the step whose messages tell the others, which may be the next one.
+                ranks those that run end, as in `run`, in the step whose messages tell the others, which may be the next
+                one; all ranks raise.
             RuntimeError: called by a callback of a step, or after a step that was cut off by an error.
         """
         alone = self.decoder.steps_with.alone
         signals = self._signals_of_step if alone else self._signals
         with signals:
             left = self._step()
-        told = alone or Stop.INTERRUPTED in self._stopped_by or not left  # else other ranks would wait in the next step
-        if told and (received := signals.take()):
+        all_raise = not alone and Stop.INTERRUPTED in self._stopped_by
+        received = signals.take() if alone or all_raise or not left else 0  # else other ranks wait in the next step
+        if received or all_raise:
             raise interruption(received)
         return left
 
-    def _step(self) -> bool:
+    def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed; make another one")
+
+    def _step(self) -> bool:
+        self._check_open()
         if self._in_step:
             raise RuntimeError(
                 "this engine is within a step, or an error has cut one off; step between steps, or make another engine"
@@ -299,6 +304,7 @@ class Engine:
             self._waiting.remove(handle)
             output = GenerationOutput([], "cancelled", [])
             self.decoder.complete(output, handle.request)
+            output.attention = ""  # which has computed nothing
             handle.end(output)
         elif handle.generation in self._running:
             text = handle.generation
@@ -312,8 +318,15 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let go of all memory, even where an error's traceback still holds the engine; it is of no more use."""
+        """Cancel what has not ended, and let go of all memory, even where an error's traceback holds the engine.
+
+        It is of no more use then.
+        """
+        if self._closed:
+            return
         self._closed = True
+        for handle in (*self._waiting, *self._running.values()):  # which their owners hold, and they the caches
+            handle.end(GenerationOutput(handle.tokens, "cancelled", []))
         borrowed, self._borrowed = self._borrowed, None
         if borrowed:
             borrowed.until.__exit__(kind, error, traceback)
@@ -322,7 +335,12 @@ class Engine:
         del self.pool, self._prefixes, self._passes, self._forest
 
     def clear_prefixes(self) -> None:
-        """Reuse no text that there has been so far, as must be done when weights are changed in place."""
+        """Reuse no text that there has been so far, as must be done when weights are changed in place.
+
+        Raises:
+            RuntimeError: the engine is closed.
+        """
+        self._check_open()
         self._prefixes.clear()
         for handle in self._running.values():
             handle.reusable = False

@@ -65,6 +65,7 @@ class ForestStep:
             )
         self._each(parts, Generation.finish_learning)
         self._each(chunks, lambda text: text.take_chunk(len(chunks[text].tokens), logits[text], failure))
+        failure = None  # raised above, it has this frame, which would keep it and all caches until gc finds the cycle
         gathered = self._exchanged({text: own for text, own in messages.items() if text not in self.errors})
         return self._each(gathered, lambda text: text.end_step(parts[text], gathered[text]))
 

@@ -93,15 +93,20 @@ class DeferredSignals:
         if self._outermost[-1] and threading.current_thread() is threading.main_thread():
             kept = signal.SIG_IGN, None
             deferred = [number for number in self.SIGNALS if signal.getsignal(number) not in kept]
-            self._before = {number: signal.signal(number, self._defer) for number in deferred}
+            self._before = {number: signal.getsignal(number) for number in deferred}  # before _defer can be called
+            for number in deferred:
+                signal.signal(number, self._defer)
         return self
 
     def __exit__(self, *exc: object) -> None:
         if not self._outermost.pop():
             return
-        before, self._before = self._before, {}  # entered on another thread the next time, it has none
-        for number, handler in before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        try:
+            with contextlib.ExitStack() as restored:  # all of them, also where one that is put back is called at once
+                for number, handler in self._before.items():
+                    restored.callback(signal.signal, number, handler)  # type: ignore[arg-type]
+        finally:
+            self._before = {}  # entered on another thread the next time, it has none
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number

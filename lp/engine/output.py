@@ -64,7 +64,8 @@ class StepStats(NamedTuple):
         num_tokens: tokens this rank computed.
         num_draft: draft tokens of the whole step, beyond the window's.
         accepted: accepted tokens, without the bonus.
-        forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else but `on_tokens`.
+        forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else but the caller's
+            own `on_tokens` and criteria.
         columns: of the window.
         idle: the token budget left the step plain: nothing was drafted, nothing learned.
         most_tokens: that some rank computed; without padding, like `num_tokens`.
@@ -111,8 +112,8 @@ class GenerationOutput:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cache_bytes: int = 0
-    logits: torch.Tensor | None = field(default=None, repr=False)
-    scores: torch.Tensor | None = field(default=None, repr=False)
+    logits: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    scores: torch.Tensor | None = field(default=None, repr=False, compare=False)
     resumed: int = 0
     reused: int = 0
     accepted_prediction: int = 0

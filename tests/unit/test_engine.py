@@ -17,7 +17,8 @@ from transformers import LogitsProcessor, MinPLogitsWarper, StoppingCriteria
 import lp
 from lp.engine import forest_step
 from lp.engine.engine import Engine, Handle
-from lp.models.captured_forests import pool_for
+from lp.models.captured_forests import CapturedForests, pool_for
+from lp.models.kv_pool import KVPool
 from lp.parallel.thread_ranks import run_lockstep
 from tests.engine_calls import Call, check_call, run_calls
 from tests.tiny_models import ARCHITECTURES, CONTEXT, VOCABULARY, drawn_text, plain_greedy, tiny_model
@@ -458,10 +459,27 @@ class _Fails(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("where", ["nowhere", "callback", "step", "memory", "interrupt", "cut off"])
+PLACES = ["nowhere", "callback", "step", "memory", "interrupt", "cut off", "first pass", "later pass"]
+
+
+@pytest.mark.parametrize("where", PLACES)
 def test_a_batch_that_failed_leaves_no_memory(model: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A server that tries again would be out of memory: nothing tells Python's gc how large the KV caches are."""
     pools: list[weakref.ref[Any]] = []
+    caches: list[weakref.ref[Any]] = []  # whose tensors are views of the pool's
+    passes = []
+    allocate, forward = KVPool.allocate, CapturedForests.forward
+
+    def noted_cache(pool: KVPool, slots: int) -> Any:
+        cache = allocate(pool, slots)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    def failing_forward(forests: CapturedForests, trees: Any) -> Any:
+        passes.append(len(trees))
+        if where == "first pass" or (where == "later pass" and len(passes) > 3):
+            raise torch.OutOfMemoryError
+        return forward(forests, trees)
 
     def noted(*args: Any) -> Any:
         pool = pool_for(*args)
@@ -475,11 +493,13 @@ def test_a_batch_that_failed_leaves_no_memory(model: Any, monkeypatch: pytest.Mo
             raise ValueError if where == "callback" else KeyboardInterrupt
 
     monkeypatch.setattr("lp.engine.engine.pool_for", noted)
+    monkeypatch.setattr(KVPool, "allocate", noted_cache)
+    monkeypatch.setattr(CapturedForests, "forward", failing_forward)
     decoder = lp.LookaheadDecoder(model, FIXED)
     gc.collect()
     gc.disable()
     try:
-        for prompts in ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3]]):
+        for prompts in ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3]] * (2 if where == "later pass" else 1)):
             error = {"step": ValueError(), "memory": torch.OutOfMemoryError()}.get(where)
             failing = [_Fails(error)] if error else []
             del error
@@ -489,19 +509,26 @@ def test_a_batch_that_failed_leaves_no_memory(model: Any, monkeypatch: pytest.Mo
                 assert where != "nowhere"
             else:
                 assert where == "nowhere"
-        assert len(pools) == 2 and not any(pool() for pool in pools)
+        assert len(pools) == 2 and len(caches) >= 3
+        assert not any(held() for held in [*pools, *caches])
     finally:
         gc.enable()
 
 
 def test_a_closed_engine_says_so(model: Any) -> None:
-    """It has no caches any more."""
-    with Engine(lp.LookaheadDecoder(model, FIXED)) as engine:
+    """It has no caches any more, whoever holds its texts, and these have ended."""
+    with Engine(lp.LookaheadDecoder(model, FIXED), max_sequences=1) as engine:
         pool = weakref.ref(engine.pool)
-        engine.submit([1, 2, 3], 9)
+        handle, waits = engine.submit([1, 2, 3], 9), engine.submit([1, 2, 3], 9)
         engine.step()
-    assert not pool() and not engine.running
-    for call in (engine.step, engine.run, lambda: engine.submit([1, 2, 3])):
+        engine.step()
+        assert handle.generation is not None
+        cache = weakref.ref(handle.generation.cache)
+    assert not pool() and not cache() and not engine.running
+    assert handle.result().finish_reason == waits.result().finish_reason == "cancelled"
+    assert handle.result().tokens and not waits.result().tokens
+    engine.__exit__(None, None, None)
+    for call in (engine.step, engine.run, engine.clear_prefixes, lambda: engine.submit([1, 2, 3])):
         with pytest.raises(RuntimeError, match="closed; make another"):
             call()
 

@@ -170,25 +170,32 @@ def test_a_signal_behind_a_header_ends_texts_on_all_ranks(model: Any, last: bool
     """A rank that raised before a message told the others left them waiting for its next step."""
 
     def body(context: lp.ParallelContext) -> tuple[str, list[int], list[str]]:
-        engine = lp.Engine(lp.LookaheadDecoder(model, FIXED, context))
+        engine = lp.Engine(lp.LookaheadDecoder(model, FIXED, context), max_sequences=1)
 
         def on_tokens(tokens: list[int], step: int) -> None:
             if context.rank == 1 and (len(handle.tokens) == 40 if last else step == 2):
                 engine._signals.received = signal.SIGTERM  # as its handler does
 
         handle = engine.submit(IDS, 40, _sampling(1), on_tokens=on_tokens, eos_token_id=())
+        waits = engine.submit(IDS[:5], 9, _sampling(2))
         log, left = [], True
-        while left and not handle.done:
+        while left:
             try:
                 left = engine.step()
                 log.append("step")
             except KeyboardInterrupt as error:
                 log.append(type(error).__name__)
+                break
+        while engine.step():
+            pass
+        assert waits.result().finish_reason == ("interrupted" if last else "length"), "it ran when others were told"
+        assert waits.result().tokens == ([] if last else _alone(model, IDS[:5], 9, 2))
         return handle.result().finish_reason, handle.result().tokens, log
 
     (reason, tokens, log), other = run_lockstep(2, body)
-    assert other == (reason, tokens, [*log[:-1], "Terminated"])
-    assert reason == ("length" if last else "interrupted") and set(log) == {"step"}
+    assert other == (reason, tokens, log)
+    assert reason == ("length" if last else "interrupted")
+    assert log.pop() == "Terminated" and set(log) == {"step"}
     assert tokens == _alone(model, IDS, 40, 1)[: len(tokens)]
 
 

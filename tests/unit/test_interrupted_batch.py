@@ -93,6 +93,25 @@ def test_scores_of_a_prompt_that_is_being_cached(model: PreTrainedModel) -> None
     assert not second.tokens and second.scores is not None and len(second.scores) == 0
 
 
+@pytest.mark.parametrize("scores", [True, False])
+def test_prompts_that_wait_for_a_place(model: PreTrainedModel, scores: bool) -> None:
+    """Outputs were told apart by their values, and tensors have no truth: an error in the place of Interrupted."""
+    decoder = lp.LookaheadDecoder(model)
+
+    def interrupt(index: int, tokens: list[int], step: int) -> None:
+        if index == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(lp.Interrupted) as caught:
+        decoder.generate_batch([PROMPT] * 5, 10, on_tokens=interrupt, output_scores=scores, max_sequences=1)
+    first, second, *waiting = caught.value.outputs
+    assert first.tokens == plain_greedy(model, PROMPT, 10) and second.tokens and second.attention
+    assert [output is first for output in caught.value.finished] == [True]
+    for output in waiting:
+        assert (output.tokens, output.finish_reason, output.attention) == ([], "cancelled", "")
+        assert (output.scores is not None and len(output.scores) == 0) if scores else output.scores is None
+
+
 def test_a_signal_and_a_failure_in_one_step(model: PreTrainedModel) -> None:
     """The failure was raised, and what all texts had come to was lost; now it is the cause of Interrupted."""
     decoder, failure = lp.LookaheadDecoder(model), ValueError("no more")

@@ -82,6 +82,58 @@ def test_the_rows_of_the_tokens_are_kept_too(model: PreTrainedModel) -> None:
     assert output.scores is not None and output.scores.argmax(-1).tolist() == output.tokens != []
 
 
+@pytest.mark.parametrize("during", ["installing", "restoring"])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_handlers_change(
+    number: signal.Signals, during: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python calls the handlers of signals that have come before it installs another one: a KeyError, and no text."""
+    before, honest = {each: signal.getsignal(each) for each in SIGNALS}, signal.signal
+    fired = []
+
+    def change(changed: int, handler: Any) -> Any:
+        restoring = handler in before.values()
+        if changed == number and not fired and restoring == (during == "restoring"):
+            fired.append(changed)
+            if not restoring:
+                honest(changed, handler)
+            signal.raise_signal(changed)
+            if not restoring:
+                return before[number]
+        return honest(changed, handler)
+
+    monkeypatch.setattr(signal, "signal", change)
+    with pytest.raises(lp.Interrupted) as caught:
+        lp.LookaheadDecoder(model, CONFIG).generate(PROMPT, 20)
+    assert fired and caught.value.signal == number
+    assert caught.value.output.tokens == plain_greedy(model, PROMPT, 20)[: len(caught.value.output.tokens)]
+    assert {each: signal.getsignal(each) for each in SIGNALS} == before
+
+
+def test_all_handlers_are_put_back_where_one_is_called_at_once() -> None:
+    """SIGTERM would have stayed deferred for ever."""
+
+    def acts(number: int, frame: Any) -> None:
+        raise InterruptedError
+
+    before = {each: signal.signal(each, acts) for each in SIGNALS}
+    try:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError), DeferredSignals():
+            honest = signal.signal
+
+            def change(number: int, handler: Any) -> Any:
+                replaced = honest(number, handler)
+                if handler is acts and number == signal.SIGTERM:
+                    signal.raise_signal(number)
+                return replaced
+
+            patch.setattr(signal, "signal", change)
+        assert [signal.getsignal(each) for each in SIGNALS] == [acts, acts]
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 def test_the_first_signal_is_the_one_that_counts() -> None:
     """Ctrl-C at a launcher comes as SIGINT from the terminal, then as SIGTERM from the launcher."""
     with DeferredSignals() as held:
