@@ -66,6 +66,12 @@ def draft_configs(config: Common, names: Iterable[str]) -> dict[str, DraftConfig
     return {name: _settings(name, config) for name in names if name in choices}
 
 
+def has_pool(names: Iterable[str]) -> bool:
+    """Whether one of these decoders has an n-gram pool."""
+    choices = decoder_choices()
+    return any(choices[name].has(field) for name in names if name in choices for field in POOL_KEYS)
+
+
 def _builder(name: str, config: Common) -> Builder:
     attention, capture = config.attention.name, config.attention.capture
     if name == ORACLE:

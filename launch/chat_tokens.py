@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import secrets
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,20 +17,43 @@ from transformers import PreTrainedTokenizerBase
 from lp.errors import UserError
 
 
-def literal_copy(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy that takes special tokens as text.
+class LiteralCopy:
+    """A copy of a tokenizer that takes special tokens as text; made when it is first needed.
 
     A tokenizer has this as a setting of its own, which a call changes: other threads would encode with it.
+
+    Args:
+        tokenizer: of the model.
     """
-    literal = copy.deepcopy(tokenizer)
-    literal("x", split_special_tokens=True)
-    return literal
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._copy: PreTrainedTokenizerBase | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> PreTrainedTokenizerBase:
+        """The copy.
+
+        Raises:
+            ValueError: there is none of this tokenizer.
+        """
+        with self._lock:
+            if self._copy is None:
+                try:
+                    literal = copy.deepcopy(self._tokenizer)
+                except Exception as error:  # the tokenizers library has no class for it
+                    raise UserError(
+                        f"a text has a special token, which this tokenizer can't take as text ({error}); leave it out"
+                    ) from error
+                literal("x", split_special_tokens=True)
+                self._copy = literal
+            return self._copy
 
 
 def chat_tokens(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Any],
-    literal: PreTrainedTokenizerBase | None = None,
+    literal: LiteralCopy | None = None,
     /,
     **given: Any,
 ) -> list[int]:
@@ -37,7 +61,7 @@ def chat_tokens(
 
     Args:
         messages: as `apply_chat_template` takes them.
-        literal: its `literal_copy`, where several threads encode; None: the tokenizer itself.
+        literal: its copy, where several threads encode; None: the tokenizer itself.
         given: more of its arguments.
 
     Raises:
@@ -51,9 +75,7 @@ def chat_tokens(
     return hidden.encode(str(text))
 
 
-def text_tokens(
-    tokenizer: PreTrainedTokenizerBase, text: str, literal: PreTrainedTokenizerBase | None = None
-) -> list[int]:
+def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, literal: LiteralCopy | None = None) -> list[int]:
     """Token ids of a text that may have no special tokens but those that the tokenizer puts around it.
 
     Args:
@@ -65,9 +87,8 @@ def text_tokens(
     """
     if not HiddenTokens(tokenizer).found(text):
         return list(tokenizer(text, verbose=False)["input_ids"])
-    return list(
-        (tokenizer if literal is None else literal)(text, split_special_tokens=True, verbose=False)["input_ids"]
-    )
+    takes_as_text = tokenizer if literal is None else literal.get()
+    return list(takes_as_text(text, split_special_tokens=True, verbose=False)["input_ids"])
 
 
 class HiddenTokens:
@@ -78,9 +99,9 @@ class HiddenTokens:
         literal: as of `chat_tokens`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, literal: PreTrainedTokenizerBase | None = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, literal: LiteralCopy | None = None) -> None:
         self._tokenizer = tokenizer
-        self._literal = tokenizer if literal is None else literal
+        self._literal = literal
         added = tokenizer.added_tokens_decoder
         self._ids = {str(token): index for index, token in added.items() if token.special}
         longest_first = sorted(filter(None, self._ids), key=len, reverse=True)
@@ -128,7 +149,8 @@ class HiddenTokens:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
 
     def _as_text(self, text: str) -> list[int]:
-        encoded = self._literal(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        takes_as_text = self._tokenizer if self._literal is None else self._literal.get()
+        encoded = takes_as_text(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         ids = list(encoded["input_ids"])
         for token in self._special.findall(text):
             if self._ids[token] in ids:

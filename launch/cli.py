@@ -91,6 +91,8 @@ def start(name: str, args: Sequence[str]) -> None:
         options = [each.partition("=")[0] for each in overrides if each.startswith("-")]
         if any(map(names_key, options)):  # argparse would show its value
             raise UserError("the API key is not given as an option; give it in the environment, as LP_API_KEY")
+        # Behind an option argparse takes no more overrides, and its message shows them.
+        overrides.sort(key=lambda each: each.startswith("-") or not names_key(each.partition("=")[0]))
     sys.argv = [f"lp {name}", *overrides]  # where Hydra reads them
     run(task, name)
 

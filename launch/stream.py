@@ -32,17 +32,18 @@ class Detokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-CONTEXT:])
-        text = self._decode()
-        self._shown = text.rstrip(UNFINISHED)  # the prompt may end inside a character
-        self._whole = len(self._tokens) if self._shown == text else 0  # so many end with a character, not inside one
+        self._shown = self._decode()
+        self._whole = 0 if self._shown.endswith(UNFINISHED) else len(self._tokens)  # so many end with a character
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text these tokens complete; the bytes of an unfinished character wait for the next call."""
         self._tokens += tokens
         text = self._decode()
         finished = text.rstrip(UNFINISHED)
+        while self._shown.endswith(UNFINISHED) and not text.startswith(self._shown):
+            self._shown = self._shown[:-1]  # the prompt's last character, which is completed now
         new = finished[len(self._shown) :]
-        self._shown = finished
+        self._shown = max(self._shown, finished, key=len)
         if finished == text and len(self._tokens) > self._whole:
             self._forget()
         return new

@@ -198,7 +198,8 @@ def _show(folder: Path) -> int:
         return end.code if isinstance(end.code, int) else 1
     except OSError as error:
         place = error.filename or folder
-        print(f"error: cannot write {place} ({error.strerror}); give another folder as out=", file=sys.stderr)
+        reason = error.strerror or error
+        print(f"error: cannot read or write {place} ({reason}); give another folder as out=", file=sys.stderr)
         return USER_ERROR
     except Exception:
         traceback.print_exc()

@@ -77,6 +77,8 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="of launch.serve")
     args = parser.parse_args()
     try:
+        if not args.hours > 0:
+            raise UserError(f"--hours is {args.hours}; it must be a number > 0; try 2")
         check_count(int(min(3600 * args.hours / max(args.every, 1e-3), 1e9)))  # before the load; hours may be inf
         return run(args)
     except UserError as error:  # each sample took longer than --every

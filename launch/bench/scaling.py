@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
@@ -162,11 +163,17 @@ def projected_lines(
 
 def with_efficiency(lines: Sequence[Line]) -> list[Line]:
     """The lines with it, each against its own series' single rank, or plain decoding."""
-    alone = {line.series: line.speedup for line in lines if line.ranks == line.tp}
+    of_launches = {line.series: line.speedup for line in lines if line.ranks == line.tp and line.speedup}
+    beside: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)  # measured in larger launches
+    for line in lines:
+        if line.method.endswith(ALONE) and line.speedup:
+            beside[line.series, line.W, line.G].append(line.speedup)
     found = []
     for line in lines:
-        single = replace(line, method=line.method + ALONE).series
-        base = alone.get(line.series) or alone.get(single) or 1.0
+        single = replace(line, method=line.method + ALONE).series, line.W, line.G
+        base = of_launches.get(line.series) or median(beside.get(single, [1.0]))
+        if line.ranks == line.tp:
+            base = line.speedup or 1.0
         efficiency = line.speedup / base / (line.ranks // line.tp) if line.speedup and base else None
         found.append(replace(line, efficiency=efficiency))
     return found

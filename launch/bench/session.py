@@ -26,8 +26,8 @@ from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
-from ..builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes
-from ..schema import BenchmarkConfig
+from ..builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes, has_pool
+from ..schema import BenchmarkConfig, PoolSchema
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
 from .baselines import BASELINES, BaselineOptions
@@ -367,6 +367,9 @@ def settings_of(
     settings |= {"gguf": config.gguf} if config.gguf else {}
     settings |= {"pass_at_1": True} if config.pass_at_1 else {}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
+    pool = asdict(config.pool)
+    if pool != asdict(PoolSchema()) and has_pool(map(_bare, methods)):  # the chosen decoder need not be one of them
+        settings |= {"pool": pool}
     return settings | {"threads": torch.get_num_threads()}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..chat_tokens import chat_tokens, text_tokens
+from ..chat_tokens import LiteralCopy, chat_tokens, text_tokens
 from .bodies import ChatBody, Message, plain_text
 from .errors import ApiError
 
@@ -19,9 +19,7 @@ from .errors import ApiError
 SET_HERE = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 
 
-def chat_prompt(
-    tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: PreTrainedTokenizerBase | None = None
-) -> list[int]:
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: LiteralCopy | None = None) -> list[int]:
     """Token ids of the messages, up to the answer.
 
     A tokenizer without a chat template belongs to a model that only continues text: there the messages are the text,
@@ -30,7 +28,7 @@ def chat_prompt(
     Args:
         tokenizer: of the model.
         body: of the request.
-        literal: the tokenizer's `literal_copy`, where several threads encode.
+        literal: the tokenizer's, where several threads encode.
 
     Raises:
         ApiError: 400: the template refuses them, or its own settings.
@@ -45,7 +43,10 @@ def chat_prompt(
         for message in body.messages:
             text += "\n" if text and not text.endswith("\n") else ""
             text += plain_text(message.content)
-        return text_tokens(tokenizer, text, literal)
+        try:
+            return text_tokens(tokenizer, text, literal)
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if uses_tools(body) and body.tools else None
     messages = [_for_template(message) for message in body.messages]
     try:

@@ -327,7 +327,7 @@ class Chat(_Answer):
         if body.logprobs:
             served.check_logprobs()
         self.tools = tool_format(served.tokenizer, served.model) if uses_tools(body) else None
-        prompt = served.checked(chat_prompt(served.tokenizer, body, served.literal_tokenizer), "messages")
+        prompt = served.checked(chat_prompt(served.tokenizer, body, served.literal), "messages")
         self.prompts = [prompt]
         spec = spec_of(served, body, prompt, body.most_tokens)
         turn = served.tokenizer.eos_token_id if served.tokenizer.chat_template else None

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.logprob_sampler import Logprob
 
-from ..chat_tokens import literal_copy
+from ..chat_tokens import LiteralCopy
 from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
 from .errors import ApiError
 from .fim import FimPrompts
@@ -74,12 +73,11 @@ class Served:
     unfinished: UnfinishedRequests = field(default_factory=lambda: UnfinishedRequests(None))
     fim: FimPrompts | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    literal: LiteralCopy = field(init=False)  # of the tokenizer
     _pieces: dict[int, str] = field(default_factory=dict)
 
-    @cached_property
-    def literal_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Takes special tokens as text."""
-        return literal_copy(self.tokenizer)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "literal", LiteralCopy(self.tokenizer))
 
     @property
     def short_name(self) -> str:

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from lp.errors import UserError
 from .spec import TextSpec
 
 START, BEHIND_NAME = b'{"id":"', b'","began":'  # of a file's first line
+BEGAN = re.compile(BEHIND_NAME + rb"[0-9]+[,}]")
 KEPT_S = 24 * 3600  # that tokens wait for a client who asks again
 
 
@@ -39,8 +41,11 @@ class UnfinishedRequest:
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any], keeps_tokens: bool) -> None:
-        self._path = path = None if path is None or path.exists() else path
-        self._adds = path is not None and _append(path, facts, os.O_CREAT | os.O_EXCL) and keeps_tokens
+        self._path = path
+        try:
+            self._adds = path is not None and _append(path, facts, os.O_CREAT | os.O_EXCL) and keeps_tokens
+        except FileExistsError:
+            self._path, self._adds = None, False
 
     @property
     def has_tokens(self) -> bool:
@@ -208,15 +213,22 @@ def _append(path: Path, line: dict[str, Any], flags: int = 0) -> bool:
         path: of a file that is there, as one that has been deleted must not come again.
         line: that is added.
         flags: more of `os.open`.
+
+    Raises:
+        FileExistsError: it was to be made, and is there.
     """
     data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
     def opener(name: str, _: int) -> int:
         return os.open(name, os.O_WRONLY | os.O_APPEND | flags, 0o600)  # no other user may read it
 
-    with contextlib.suppress(OSError), open(path, "ab", buffering=0, opener=opener) as file:
-        return file.write(data) == len(data)
-    return False
+    try:
+        with open(path, "ab", buffering=0, opener=opener) as file:
+            return file.write(data) == len(data)
+    except FileExistsError:
+        raise
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[int, list[int]]]:
@@ -245,5 +257,5 @@ def _begins_request(data: bytes) -> bool:
     _, quote, behind = line[len(START) :].partition(b'"')
     start, behind_name = line[: len(START)], (quote + behind)[: len(BEHIND_NAME)]
     if line_end:
-        return (start, behind_name) == (START, BEHIND_NAME)
+        return (start, behind_name) == (START, BEHIND_NAME) and BEGAN.match(quote + behind) is not None
     return START.startswith(start) and BEHIND_NAME.startswith(behind_name)

@@ -10,10 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 
 import lp
-from launch.chat_tokens import chat_tokens, literal_copy, text_tokens
+from launch.chat_tokens import LiteralCopy, chat_tokens, text_tokens
 from launch.history import History
 from launch.serve.bodies import ChatBody
 from launch.serve.chat_template import chat_prompt
+from launch.serve.errors import ApiError
 from lp.models.loader import DEMO_MODEL
 from tests.serving import serving
 
@@ -77,12 +78,12 @@ def test_no_thread_changes_the_tokenizer_of_the_others() -> None:
             answer = running.http().post("/v1/chat/completions", json=asked)
             assert answer.status_code == 200, answer.text
             assert loaded.tokenizer.backend_tokenizer.encode_special_tokens is False
-            assert running.served.literal_tokenizer.backend_tokenizer.encode_special_tokens is True
+            assert running.served.literal.get().backend_tokenizer.encode_special_tokens is True
 
 
 def test_threads_encode_beside_each_other(tokenizer: Any) -> None:
     """With the setting changed under it, a chat without special tokens lost those of its template."""
-    literal = literal_copy(tokenizer)
+    literal = LiteralCopy(tokenizer)
     texts = [f"{'a' * 500} {special}" for special in (END, "", START, "b")]
     chats = [[{"role": "user", "content": text}] for text in texts]
     alone = [chat_tokens(tokenizer, chat, literal) for chat in chats]
@@ -90,6 +91,32 @@ def test_threads_encode_beside_each_other(tokenizer: Any) -> None:
     with ThreadPoolExecutor(4) as pool:
         together = pool.map(lambda chat: [chat_tokens(tokenizer, chat, literal) for _ in range(100)], chats)
         assert [*together] == [[ids] * 100 for ids in alone]
+
+
+def test_a_tokenizer_without_a_copy_takes_other_texts(tokenizer: Any) -> None:
+    """One whose parts are Python's can't be copied: every chat failed, also without special tokens."""
+
+    class Uncopied:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            return tokenizer(*args, **options)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise Exception("Custom PreTokenizer cannot be serialized")
+
+    uncopied: Any = Uncopied()
+    literal = LiteralCopy(uncopied)
+    plain, smuggling = ([{"role": "user", "content": text}] for text in ("a", f"a{END}"))
+    assert chat_tokens(uncopied, plain, literal) == chat_tokens(tokenizer, plain)
+    with pytest.raises(ValueError, match=r"can't take as text \(Custom PreTokenizer cannot be serialized\)"):
+        chat_tokens(uncopied, smuggling, literal)
+    body = ChatBody.model_validate({"messages": smuggling})
+    for template in (tokenizer.chat_template, None):
+        uncopied.chat_template = template
+        with pytest.raises(ApiError, match="can't take as text"):
+            chat_prompt(uncopied, body, literal)
 
 
 def test_every_field_that_a_client_fills(tokenizer: Any) -> None:

@@ -130,6 +130,18 @@ def test_every_method_has_the_pool_that_the_records_name(start_app: Callable[...
     assert settings_of(configs[0], names, None, 1, 1)["decoder"]["pool_mib"] == 64
 
 
+def test_records_of_other_pools_are_others(start_app: Callable[..., Ran]) -> None:
+    """Beside a chosen decoder that has no pool: a run with another one went on from the first one's records."""
+    configs: list[BenchmarkConfig] = []
+    for asked in ([], ["pool.mib=64"], ["pool.model_ngrams=off"]):
+        assert start_app(configs.append, "benchmark", "decoder=prompt_lookup", *asked).code == 0
+    names = ["prompt_lookup", "lookahead_auto@1", "plain"]
+    default, *others = [settings_of(config, names, None, 1, 1) for config in configs]
+    assert "pool" not in default and [other["pool"]["mib"] for other in others] == [64, 16]
+    assert others[1]["pool"]["model_ngrams"] == "off"
+    assert all("pool" not in settings_of(config, [names[0], names[2]], None, 1, 1) for config in configs)
+
+
 def test_records_hold_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:
     """A figure without its setting is worth nothing a week later."""
     ran = bench()

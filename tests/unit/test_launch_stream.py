@@ -55,6 +55,17 @@ def test_a_prompt_that_ends_inside_a_character(tokenizer: PreTrainedTokenizerBas
             assert "".join(_stream(tokenizer, ids[:cut], ids[cut:])) == text[len(whole) :], cut
 
 
+@pytest.mark.parametrize("prompt", ["abc\ufffd", "\ufffd" * 3, "\ufffd\u20ac"])
+def test_a_prompt_with_replacement_characters_of_its_own(tokenizer: PreTrainedTokenizerBase, prompt: str) -> None:
+    """As of a file with broken encoding: they came back as if the model had written them."""
+    ids, new = tokenizer(prompt)["input_ids"], tokenizer(" def x")["input_ids"]
+    for _ in range(5):
+        assert "".join(_stream(tokenizer, ids, new)) == " def x"
+    cut = ids[:-1]  # inside a character, where the prompt ends with another one than that
+    text = "".join(_stream(tokenizer, cut, [*ids[-1:], *new]))
+    assert text == prompt[-1] + " def x" if prompt[-1] != "\ufffd" else text.endswith(" def x")
+
+
 def test_any_tokens_give_the_text_of_all_of_them(tokenizer: PreTrainedTokenizerBase) -> None:
     """A model that emits broken bytes must neither lose text nor print any twice."""
     prompt = tokenizer("x = ")["input_ids"]

@@ -161,6 +161,33 @@ def test_efficiency_is_of_the_same_method_on_one_rank() -> None:
     assert [line.efficiency for line in with_efficiency(lines)] == pytest.approx([0.8, 1.0, 1.0, 0.3])
 
 
+def test_efficiency_is_over_the_same_shape() -> None:
+    """Launches of several sizes have a NAME@1 each: that of the last one was the base of all."""
+    figures = {"kind": MEASURED, "link": None, "tokens_per_s": 1.0, "compression": 2.0}
+    figures |= {"num_tokens": 9.0, "forward_ms": 1.0, "exchange_ms": 0.0, "host_ms": 0.0}
+
+    def efficiencies(*found: tuple[str, int, int, float]) -> list[float | None]:
+        lines = [Line(method=name, ranks=r, W=w, G=w, speedup=x, **figures) for name, r, w, x in found]
+        return [line.efficiency for line in with_efficiency(lines)]
+
+    weak = [
+        ("lookahead", 2, 16, 1.0),
+        ("lookahead@1", 1, 16, 0.8),
+        ("lookahead", 4, 32, 1.2),
+        ("lookahead@1", 1, 32, 0.4),
+    ]
+    assert efficiencies(*weak) == pytest.approx([1.0 / 0.8 / 2, 1.0, 1.2 / 0.4 / 4, 1.0])
+    strong = [
+        ("lookahead", 2, 16, 1.0),
+        ("lookahead@1", 1, 16, 0.8),
+        ("lookahead", 4, 16, 1.8),
+        ("lookahead@1", 1, 16, 1.0),
+    ]
+    assert efficiencies(*strong) == pytest.approx([1.0 / 0.9 / 2, 1.0, 1.8 / 0.9 / 4, 1.0])
+    single = [("lookahead", 1, 16, 0.5), ("lookahead", 2, 32, 0.8)]
+    assert efficiencies(*single) == pytest.approx([1.0, 0.8]), "of weak scaling, the launch of one rank"
+
+
 def test_lines_add_up_prompts_and_say_what_they_are() -> None:
     free = {"free": Link(base_us=0, hop_us=0, gb_s=1, source="")}
     lines = [

@@ -57,6 +57,15 @@ def test_a_key_given_as_an_option(capfd: pytest.CaptureFixture[str]) -> None:
         assert ended.value.code == 2 and "LP_API_KEY" in said and SECRET not in said
 
 
+@pytest.mark.parametrize("option", [["--config-dir", "."], ["--cfg", "job"], ["-m"]])
+def test_a_key_behind_an_option(option: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Where an override stands before an option, argparse refuses those behind it, and shows them."""
+    with pytest.raises(SystemExit):
+        main(["serve", "port=70000", *option, f"api_key={SECRET}", "what=1"])
+    said = "".join(capfd.readouterr())
+    assert SECRET not in said, said
+
+
 def test_a_prompt_about_keys_has_a_prompt_s_remedy(launch_generate: Callable[..., Ran]) -> None:
     for prompt in ("prompt=def connect(api_key, host):", "prompt=api_key,host"):
         ran = launch_generate(prompt)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +121,7 @@ def test_a_folder_of_another_server(start_app: Callable[..., Ran], tmp_path: Pat
     "line",
     [
         *('{"question":"1 + 1?"}', '{"id":0,"question":"1 + 1?"}', '{"id":"a","n":1}'),
+        '{"id":"17","began":"1066-10-14","who":"William"}',
         *('{\n  "question": "1 + 1?"\n}', '\n{"question":"1 + 1?"}', '{"id":"a\n'),
     ],
 )
@@ -142,6 +146,23 @@ def test_a_file_that_has_come_meanwhile_stays(tmp_path: Path) -> None:
     assert not noted.has_tokens
     noted.end()
     assert other.read_text() == "mine"
+
+
+def test_a_disk_that_has_gone_costs_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network folder whose handle is stale: every request was an error of the server."""
+
+    def stale(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    requests = UnfinishedRequests(tmp_path, "model")
+    with monkeypatch.context() as patch:
+        for name in ("stat", "open", "unlink"):
+            patch.setattr(os, name, stale)
+        noted = requests.begin("a", "key")
+        noted.add(0, [1])
+        assert not noted.has_tokens
+        noted.end()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_no_name_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,8 +176,12 @@ def test_tables_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for _ in range(2):
         main([*pool, "--methods", "lookahead 8"])
     assert len(results.read_text().splitlines()) == 1
+    result = json.loads(results.read_text())
+    assert result["steps"] < result["num_tokens"] <= 8 * result["steps"], "of all steps, not the setting"
+    a_step = f"{result['tokens'] / result['steps']:.2f} @{result['num_tokens'] / result['steps']:.0f}"
+    assert f"| lookahead 8 | {a_step} |" in capsys.readouterr().out
     other = tmp_path / "other.jsonl"  # figures of another model, or of steps of another size, passed for this run's
-    for name, value in (("model", "/other"), ("num_tokens", 9), ("max_new_tokens", 5)):
+    for name, value in (("model", "/other"), ("most_tokens", 9), ("max_new_tokens", 5)):
         line = json.loads(results.read_text()) | {name: value, "steps": 1}
         other.write_text(json.dumps(line) + "\n")
         main(["pool", str(texts), str(other), *pool[3:], "--methods", "lookahead 8"])

@@ -156,7 +156,8 @@ def run(args: argparse.Namespace) -> None:
         and text.temperature in args.temperatures
         and text.task in (args.tasks or [text.task])
     ]
-    shared = {name: getattr(args, name) for name in ("model", "dtype", "num_tokens", "max_new_tokens")}
+    shared = {name: getattr(args, name) for name in ("model", "dtype", "max_new_tokens")}
+    shared |= {"most_tokens": args.num_tokens}  # a step; num_tokens is what all steps had
     results = [result for result in read_results(args.results) if shared.items() <= result.items()]
     key_names = ("method", "task", "index", "temperature")
     done = {tuple(result[name] for name in key_names): result for result in results}
