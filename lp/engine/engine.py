@@ -29,7 +29,7 @@ from lp.checks import check_int, check_kind
 from lp.engine.decode_loop import Generation
 from lp.engine.forest_step import ForestStep
 from lp.engine.inputs import Prompt
-from lp.engine.interrupts import DeferredSignals, interruption
+from lp.engine.interrupts import DeferredSignals, SignalsOfSteps, interruption
 from lp.engine.memory import remedy_named, with_remedy
 from lp.engine.output import GenerationOutput
 from lp.engine.prefixes import CachedText, Prefixes
@@ -187,7 +187,7 @@ class Engine:
         self._waiting: deque[Handle] = deque()
         self._running: dict[Generation, Handle] = {}
         self._of_last_pass: weakref.ref[Generation] | None = None  # where a pass takes one text
-        self._signals = DeferredSignals()  # that end texts
+        self._signals = SignalsOfSteps()  # that end texts
         self._signals_of_step = DeferredSignals()  # that are raised behind a step, and end none
         self._stopped_by = Stop.NONE  # why texts ended in the last step
         self.signal = 0
@@ -267,6 +267,7 @@ class Engine:
             )
         self._in_step = True
         self._stopped_by = Stop.NONE
+        self._signals.begin_step()
         with self.decoder.computing():
             self._admit()
             stops = self._advance()

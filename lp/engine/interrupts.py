@@ -111,3 +111,24 @@ class DeferredSignals:
     def _defer(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
         signal.signal(number, self._before[number])  # type: ignore[arg-type]
+
+
+class SignalsOfSteps(DeferredSignals):
+    """The same for texts that take steps together: one that comes within a step ends none of them before the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._requested = False
+
+    def begin_step(self) -> None:
+        """What has come ends the texts of this step."""
+        self._requested = bool(self.received)
+
+    @property
+    def requested(self) -> bool:
+        """Whether one had come when the step began."""
+        return self._requested
+
+    def take(self) -> int:
+        self._requested = False
+        return super().take()

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, StoppingCriteria, pipel
 from transformers.generation.streamers import BaseStreamer
 
 import lp
+from lp.engine.decode_loop import Generation
 from tests.tiny_models import plain_greedy
 
 LOOKAHEAD: dict[str, Any] = {"custom_generate": lp.generate, "window_size": 5, "ngram_size": 4, "guess_set_size": 5}
@@ -110,6 +111,26 @@ def test_prompts_that_wait_for_a_place(model: PreTrainedModel, scores: bool) -> 
     for output in waiting:
         assert (output.tokens, output.finish_reason, output.attention) == ([], "cancelled", "")
         assert (output.scores is not None and len(output.scores) == 0) if scores else output.scores is None
+
+
+def test_a_signal_between_the_texts_of_a_step(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended those alone that had not begun the step; the others had no end behind `run`."""
+    honest, begun = Generation.begin_step, list[Generation]()
+
+    def begin_step(text: Generation) -> Any:
+        begun.append(text)
+        if len(begun) == 6:
+            signal.raise_signal(signal.SIGINT)
+        return honest(text)
+
+    monkeypatch.setattr(Generation, "begin_step", begin_step)
+    engine = lp.Engine(lp.LookaheadDecoder(model))
+    texts = [engine.submit(prompt, 40, eos_token_id=()) for prompt in BATCH]
+    engine.run()
+    assert engine.signal == signal.SIGINT and len(begun) == 9 and not engine.running
+    for prompt, text in zip(BATCH, texts, strict=True):
+        assert text.result().finish_reason == "interrupted" and text.tokens
+        assert text.tokens == plain_greedy(model, prompt, 40)[: len(text.tokens)]
 
 
 def test_a_signal_and_a_failure_in_one_step(model: PreTrainedModel) -> None:
