@@ -67,6 +67,25 @@ def take_prompt(args: Sequence[str], positional: bool) -> list[str]:
     return others
 
 
+def overrides_first(args: Sequence[str]) -> list[str]:
+    """Overrides, then Hydra's options: argparse takes them on one side of an option, and shows what it refuses.
+
+    Args:
+        args: without a prompt.
+    """
+    overrides: list[str] = []
+    options: list[str] = []
+    rest = list(args)
+    while rest:
+        arg = rest.pop(0)
+        if arg in WITH_VALUE:
+            options += [arg, *rest[:1]]
+            del rest[:1]
+        else:
+            (options if arg.startswith("-") else overrides).append(arg)
+    return overrides + options
+
+
 def read_stdin() -> str:
     """All of standard input.
 

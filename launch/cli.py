@@ -19,7 +19,7 @@ import lp
 from lp.errors import UserError
 
 from .app import run
-from .arguments import closest, take_prompt
+from .arguments import closest, overrides_first, take_prompt
 from .errors import names_key, reported
 
 
@@ -91,9 +91,7 @@ def start(name: str, args: Sequence[str]) -> None:
         options = [each.partition("=")[0] for each in overrides if each.startswith("-")]
         if any(map(names_key, options)):  # argparse would show its value
             raise UserError("the API key is not given as an option; give it in the environment, as LP_API_KEY")
-        # Behind an option argparse takes no more overrides, and its message shows them.
-        overrides.sort(key=lambda each: each.startswith("-") or not names_key(each.partition("=")[0]))
-    sys.argv = [f"lp {name}", *overrides]  # where Hydra reads them
+    sys.argv = [f"lp {name}", *overrides_first(overrides)]  # where Hydra reads them
     run(task, name)
 
 

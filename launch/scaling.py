@@ -198,13 +198,14 @@ def check_folder(config: ScalingConfig, folder: Path) -> None:
         of_launch = _at(config, ranks, tp)
         wanted = settings_of(of_launch, _methods(config, ranks, tp), sampling_of(config), ranks, 0)
         wanted = json.loads(json.dumps(wanted))
-        known = {name for name in wanted if name not in LATE}  # the others are known when a launch runs
-        differ = sorted(name for name in known if wanted[name] != found.get(name))
+        known = {name for name in (*wanted, *found) if name not in LATE}  # the others are known when a launch runs
+        differ = sorted(name for name in known if wanted.get(name) != found.get(name))
         if differ:
             name = differ[0]
+            theirs, ours = short(found.get(name)), short(wanted.get(name))
             raise UserError(
-                f"{place} has records with {name}={short(found.get(name))}, and this run has {short(wanted[name])}; "
-                "give another out=, or move them away"
+                f"{place} has records with {name}={theirs}, and this run has {ours}; give another out=, or move them "
+                "away"
             )
 
 

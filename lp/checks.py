@@ -119,14 +119,25 @@ def check_count(config: object, name: str, low: int, high: float, remedy: str, l
     set_field(config, name, check_int(called, getattr(config, name), low, high, remedy))
 
 
+def check_switch(name: str, value: Any) -> bool:
+    """True or False, of these, of numpy's, or of 1 and 0.
+
+    Raises:
+        ValueError: names the value; a string is true, whatever it says.
+    """
+    if getattr(value, "ndim", 0) or value not in (True, False):
+        raise UserError(f"{name} is {value!r}; give True or False")
+    return bool(value)
+
+
 def check_switches(config: object, *names: str) -> None:
-    """Refuse fields of a frozen config that are neither true nor false; the string "false" would be true.
+    """Refuse fields of a frozen config that are neither true nor false, and make them Python's own.
 
     Raises:
         ValueError: names the value.
     """
     for name in names:
-        check_kind(name, getattr(config, name), bool, "True or False")
+        set_field(config, name, check_switch(name, getattr(config, name)))
 
 
 def check_choice(config: object, name: str, choices: type[StrEnum]) -> None:

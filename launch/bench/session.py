@@ -368,7 +368,8 @@ def settings_of(
     settings |= {"pass_at_1": True} if config.pass_at_1 else {}
     settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
     pool = asdict(config.pool)
-    if pool != asdict(PoolSchema()) and has_pool(map(_bare, methods)):  # the chosen decoder need not be one of them
+    named = {f"pool_{name}": value for name, value in pool.items()}.items() <= decoder.items()
+    if pool != asdict(PoolSchema()) and not named and has_pool(map(_bare, methods)):
         settings |= {"pool": pool}
     return settings | {"threads": torch.get_num_threads()}
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import lp
 from lp.checks import as_float, check_int
+from lp.engine.engine import MOST_SEQUENCES
 from lp.engine.inputs import eos_ids
 from lp.engine.interrupts import Terminated, sigterm_raises
 from lp.engine.journal import model_name, resumable
@@ -98,7 +99,7 @@ def check(config: ServeConfig) -> None:
     if config.decoder.name == ORACLE:
         raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")
     check_int("port", config.port, 0, 65535, "0 takes any free one")
-    check_int("max_sequences", config.max_sequences, 1, float("inf"), "try 8")
+    check_int("max_sequences", config.max_sequences, 1, MOST_SEQUENCES, "try 8")
     check_int("max_waiting", config.max_waiting, 0, float("inf"), "0 refuses what can't begin at once")
     check_int("max_body_bytes", config.max_body_bytes, 1, float("inf"), "try 4194304")
     check_int("drain_s", config.drain_s, 0, float("inf"), "0 ends texts at once")

@@ -102,7 +102,7 @@ def generate_together(
     """
     if not calls:
         return []
-    check_int("max_sequences", max_sequences, 1, MOST_SEQUENCES, f"try {MAX_SEQUENCES}")
+    max_sequences = check_int("max_sequences", max_sequences, 1, math.inf, f"try {MAX_SEQUENCES}")
     context = context_limit(decoder.model) or math.inf
     lengths = []
     for call in calls:
@@ -111,7 +111,7 @@ def generate_together(
     slots = sorted((length + 1 + decoder.most_step_tokens for length in lengths), reverse=True)
     cache_tokens = max(slots[0], slots_within_memory(decoder, sum(slots[:max_sequences])))
     handles: list[Handle] = []
-    with Engine(decoder, max_sequences, cache_tokens, reuse_prefixes=False) as engine:
+    with Engine(decoder, min(max_sequences, MOST_SEQUENCES), cache_tokens, reuse_prefixes=False) as engine:
         try:
             handles += [engine.submit(**call) for call in calls]
             engine.run(stops_at_failure=True)

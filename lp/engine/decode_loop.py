@@ -257,9 +257,8 @@ class Generation:
         try:
             self._attempt(take)
         finally:
-            failure = (
-                None  # raised there, it has this frame, which would keep it and the cache until gc finds the cycle
-            )
+            # Raised there, it has this frame, which would keep it and the cache until gc finds the cycle.
+            failure = None
         self.cache.length = end  # as on the other ranks, if it failed: the message of the first step tells them
         if self.prefilled:
             self._begin_source(self._reused, self._packed)

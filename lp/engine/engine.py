@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from lp.budget.policy import Company
-from lp.checks import check_int, check_kind
+from lp.checks import check_int, check_switch
 from lp.engine.decode_loop import Generation
 from lp.engine.forest_step import ForestStep
 from lp.engine.inputs import Prompt
@@ -163,7 +163,7 @@ class Engine:
         self.prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, 2**63 - 1, f"try {PREFILL_CHUNK}")
         if cache_tokens is not None:
             check_int("cache_tokens", cache_tokens, 1, 2**40, "leave it out to take what the memory allows")
-        check_kind("reuse_prefixes", reuse_prefixes, bool, "True or False")
+        reuse_prefixes = check_switch("reuse_prefixes", reuse_prefixes)
         runner = decoder.runner
         with remedy_named(), decoder.computing():
             runner.follow()
@@ -242,7 +242,7 @@ class Engine:
         Raises:
             KeyboardInterrupt: SIGINT or SIGTERM came, and the step is finished; texts go on with the next one. Among
                 ranks those that run end, as in `run`, in the step whose messages tell the others, which may be the next
-                one; all ranks raise.
+                one; all ranks raise, but for a signal within the very last step, of which only its own rank knows.
             RuntimeError: called by a callback of a step, or after a step that was cut off by an error.
         """
         alone = self.decoder.steps_with.alone
@@ -325,8 +325,10 @@ class Engine:
         """
         if self._closed:
             return
+        for handle in () if self._in_step else (*self._waiting, *self._running.values()):
+            self.cancel(handle)
         self._closed = True
-        for handle in (*self._waiting, *self._running.values()):  # which their owners hold, and they the caches
+        for handle in (*self._waiting, *self._running.values()):  # of a step that was cut off: others may hold them
             handle.end(GenerationOutput(handle.tokens, "cancelled", []))
         borrowed, self._borrowed = self._borrowed, None
         if borrowed:
@@ -357,9 +359,8 @@ class Engine:
             cache = self._cache_for(handle)
             if cache is None:
                 break
-            self._waiting.popleft()
             decoder = self.decoder
-            by_itself = not self._running and not self._waiting
+            by_itself = not self._running and len(self._waiting) == 1
             if by_itself:
                 cache = self._captured_cache(cache)
             try:
@@ -370,6 +371,7 @@ class Engine:
             except Exception as error:
                 if not decoder.steps_with.alone:
                     raise
+                self._waiting.popleft()
                 self.pool.give_back(self._returned(cache, 0, error))
                 self._stopped_by |= Stop.FAILED
                 handle.end(None, error)
@@ -377,6 +379,7 @@ class Engine:
             handle.generation = text
             handle.admitted_s = handle.first_step_s = time.perf_counter()
             self._running[text] = handle
+            self._waiting.popleft()  # not before: whatever is raised, the engine has the text
 
     def _cache_for(self, handle: Handle) -> StaticKVCache | None:
         """A cache for a text, with what is cached of its prompt; None where it has to wait."""

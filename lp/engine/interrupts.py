@@ -94,8 +94,12 @@ class DeferredSignals:
             kept = signal.SIG_IGN, None
             deferred = [number for number in self.SIGNALS if signal.getsignal(number) not in kept]
             self._before = {number: signal.getsignal(number) for number in deferred}  # before _defer can be called
-            for number in deferred:
-                signal.signal(number, self._defer)
+            try:
+                for number in deferred:
+                    signal.signal(number, self._defer)
+            except BaseException:  # of the handler before, for a signal that came just now
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -38,7 +38,7 @@ class Loaded(NamedTuple):
 def load(
     name_or_path: str | Path,
     dtype: str | torch.dtype = "float32",
-    device: str | torch.device | None = None,
+    device: str | int | torch.device | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     context: ParallelContext | None = None,
@@ -52,7 +52,7 @@ def load(
     Args:
         name_or_path: folder with config.json, or a hub name; "demo" is the embedded model.
         dtype: float64, float32, bfloat16, float16, as a name or as torch's, or "auto" for what the checkpoint says.
-        device: torch device of the weights; None is the context's, or the CPU.
+        device: torch device of the weights, or a GPU's number; None is the context's, or the CPU.
         attn_implementation: transformers' name; None takes sdpa where the model has it.
         trust_remote_code: run code that comes with the checkpoint.
         context: the ranks; those of a replica divide the model among them, and each reads its own part alone.
@@ -99,7 +99,7 @@ def load(
     return Loaded((model if quantised else model.to(device)).eval(), tokenizer)
 
 
-def _device(device: str | torch.device) -> torch.device:
+def _device(device: str | int | torch.device) -> torch.device:
     """A device that torch has.
 
     Raises:

@@ -14,7 +14,7 @@ import pytest
 
 import launch.cli
 import lp
-from launch.arguments import PROMPT, STDIN, take_prompt
+from launch.arguments import PROMPT, STDIN, overrides_first, take_prompt
 from tests.conftest import ROOT
 
 CODE = "def f(a, b=2): return '${x}' # \u65e5\u672c"
@@ -61,6 +61,22 @@ def test_prompts_that_cannot_be(args: list[str], message: str) -> None:
 
 def test_other_apps_take_no_text_by_itself() -> None:
     assert take_prompt(["hello"], positional=False) == ["hello"]
+
+
+@pytest.mark.parametrize(
+    ("args", "ordered"),
+    [
+        (["a=1", "--cfg", "job", "b=2"], ["a=1", "b=2", "--cfg", "job"]),
+        (
+            ["-m", "a=1,2", "~b", "--config-dir", "my-api-keys", "+c=3"],
+            ["a=1,2", "~b", "+c=3", "-m", "--config-dir", "my-api-keys"],
+        ),
+        (["--config-dir=x", "a=1", "-cn"], ["a=1", "--config-dir=x", "-cn"]),
+    ],
+)
+def test_overrides_come_first(args: list[str], ordered: list[str]) -> None:
+    """In their order: Hydra takes them in one piece."""
+    assert overrides_first(args) == ordered
 
 
 def test_the_command_lists_its_apps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -111,6 +112,15 @@ def test_fields_of_a_config(fields: dict[str, Any], message: str) -> None:
         lp.LookaheadConfig(**fields)
 
 
+def test_switches_of_other_libraries() -> None:
+    """Numpy's, as a script that draws settings has them; what is stored reads the same on every rank."""
+    config = lp.LookaheadConfig(learn=np.bool_(False), renoise=np.True_, adaptive=1)  # type: ignore[arg-type]
+    assert (config.learn, config.renoise, config.adaptive) == (False, True, True)
+    assert {type(value) for value in (config.learn, config.renoise, config.adaptive)} == {bool}
+    with pytest.raises(UserError, match=r"learn is array.*; give True or False"):
+        lp.LookaheadConfig(learn=np.array([True]))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -154,10 +164,10 @@ def test_devices_that_are_not_there(device: Any) -> None:
 def test_device_0_is_no_cpu(tiny_folder: Path) -> None:
     """It is the first GPU in transformers; where there is none, that is said."""
     if torch.cuda.is_available():
-        assert lp.load(tiny_folder, device=0).model.device == torch.device("cuda", 0)  # type: ignore[arg-type]
+        assert lp.load(tiny_folder, device=0).model.device == torch.device("cuda", 0)
     else:
         with pytest.raises(UserError, match="device is 0, which torch has not here"):
-            lp.load(tiny_folder, device=0)  # type: ignore[arg-type]
+            lp.load(tiny_folder, device=0)
 
 
 def test_a_dtype_may_be_torchs_own(tiny_folder: Path) -> None:

@@ -517,20 +517,37 @@ def test_a_batch_that_failed_leaves_no_memory(model: Any, monkeypatch: pytest.Mo
 
 def test_a_closed_engine_says_so(model: Any) -> None:
     """It has no caches any more, whoever holds its texts, and these have ended."""
-    with Engine(lp.LookaheadDecoder(model, FIXED), max_sequences=1) as engine:
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    with Engine(decoder, max_sequences=1) as engine:
         pool = weakref.ref(engine.pool)
-        handle, waits = engine.submit([1, 2, 3], 9), engine.submit([1, 2, 3], 9)
+        handle, waits = engine.submit([1, 2, 3], 9, output_scores=True), engine.submit([1, 2, 3], 9)
         engine.step()
         engine.step()
         assert handle.generation is not None
         cache = weakref.ref(handle.generation.cache)
     assert not pool() and not cache() and not engine.running
     assert handle.result().finish_reason == waits.result().finish_reason == "cancelled"
-    assert handle.result().tokens and not waits.result().tokens
+    output = handle.result()
+    assert output.tokens and not waits.result().tokens
+    assert output.scores is not None and len(output.scores) == len(output.tokens) and output.steps == 1
     engine.__exit__(None, None, None)
     for call in (engine.step, engine.run, engine.clear_prefixes, lambda: engine.submit([1, 2, 3])):
         with pytest.raises(RuntimeError, match="closed; make another"):
             call()
+
+
+def test_an_engine_that_is_closed_while_a_text_begins(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was neither among those that wait nor among those that run, and never ended."""
+
+    def begin(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    monkeypatch.setattr(decoder, "begin", begin)
+    with pytest.raises(KeyboardInterrupt), Engine(decoder) as engine:
+        handles = [engine.submit([1, 2, 3], 9) for _ in range(2)]
+        engine.step()
+    assert [handle.result().finish_reason for handle in handles] == ["cancelled"] * 2
 
 
 def test_a_signal_that_is_ignored_ends_nothing(model: Any) -> None:

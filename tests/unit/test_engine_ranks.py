@@ -165,6 +165,29 @@ def test_a_batch_ends_alike_where_a_callback_fails_in_the_last_step_of_a_text(mo
     assert run_lockstep(2, body) == [[1, 30], "on one rank"]
 
 
+def test_a_signal_within_the_last_step(model: Any) -> None:
+    """No message follows that could tell the others; it must not be lost."""
+
+    def body(context: lp.ParallelContext) -> list[Any]:
+        engine = lp.Engine(lp.LookaheadDecoder(model, FIXED, context))
+
+        def on_tokens(tokens: list[int], step: int) -> None:
+            if context.rank == 1 and len(handle.tokens) == 40:
+                engine._signals.received = signal.SIGTERM  # as its handler does
+
+        handle = engine.submit(IDS, 40, _sampling(1), on_tokens=on_tokens, eos_token_id=())
+        ended = "False"
+        try:
+            while engine.step():
+                pass
+        except KeyboardInterrupt as error:
+            ended = type(error).__name__
+        return [ended, handle.result().finish_reason, handle.result().tokens]
+
+    tokens = _alone(model, IDS, 40, 1)
+    assert run_lockstep(2, body) == [["False", "length", tokens], ["Terminated", "length", tokens]]
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_a_signal_behind_a_header_ends_texts_on_all_ranks(model: Any, last: bool) -> None:
     """A rank that raised before a message told the others left them waiting for its next step."""

@@ -110,6 +110,36 @@ def test_a_signal_while_handlers_change(
     assert {each: signal.getsignal(each) for each in SIGNALS} == before
 
 
+@pytest.mark.parametrize("first", SIGNALS)
+def test_a_signal_just_before_its_handler_is_installed(first: signal.Signals) -> None:
+    """It acts as before; a later signal was not deferred any more, for as long as the engine lived."""
+    signals = DeferredSignals()
+
+    def acts(number: int, frame: Any) -> None:
+        raise InterruptedError
+
+    before = {each: signal.signal(each, acts) for each in SIGNALS}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            honest = signal.signal
+
+            def change(number: int, handler: Any) -> Any:
+                if handler is not acts and number == first:
+                    signal.raise_signal(number)
+                return honest(number, handler)
+
+            patch.setattr(signal, "signal", change)
+            with pytest.raises(InterruptedError), signals:
+                pytest.fail("it had come before")
+        assert [signal.getsignal(each) for each in SIGNALS] == [acts, acts]
+        with signals:
+            signal.raise_signal(signal.SIGINT)
+        assert signals.take() == signal.SIGINT
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 def test_all_handlers_are_put_back_where_one_is_called_at_once() -> None:
     """SIGTERM would have stayed deferred for ever."""
 

@@ -140,6 +140,10 @@ def test_records_of_other_pools_are_others(start_app: Callable[..., Ran]) -> Non
     assert "pool" not in default and [other["pool"]["mib"] for other in others] == [64, 16]
     assert others[1]["pool"]["model_ngrams"] == "off"
     assert all("pool" not in settings_of(config, [names[0], names[2]], None, 1, 1) for config in configs)
+    for asked, named in ((["pool.mib=64"], False), (["pool.mib=64", "decoder.pool_mib=8"], True)):
+        assert start_app(configs.append, "benchmark", "decoder=lookahead", *asked).code == 0
+        found = settings_of(configs[-1], ["lookahead", "lookahead_auto"], None, 1, 1)
+        assert ("pool" in found) == named, "the chosen decoder's settings name it, or another one"
 
 
 def test_records_hold_what_was_measured_and_on_what(bench: Callable[..., Ran], tmp_path: Path) -> None:

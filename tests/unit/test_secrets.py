@@ -63,7 +63,13 @@ def test_a_key_behind_an_option(option: list[str], capfd: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["serve", "port=70000", *option, f"api_key={SECRET}", "what=1"])
     said = "".join(capfd.readouterr())
-    assert SECRET not in said, said
+    assert SECRET not in said and "'what'" in said, said
+
+
+def test_an_option_between_a_key_and_other_overrides(capfd: pytest.CaptureFixture[str]) -> None:
+    """The config is asked for by name, with its key; it must not be refused."""
+    main(["serve", f"api_key={SECRET}", "--cfg", "job", "port=8001"])
+    assert "port: 8001" in capfd.readouterr().out
 
 
 def test_a_prompt_about_keys_has_a_prompt_s_remedy(launch_generate: Callable[..., Ran]) -> None:
