@@ -422,7 +422,8 @@ class Generation:
                 f"{type(self.source).__name__} proposed {len(draft)} draft tokens, which makes a step of "
                 f"{layout.num_tokens} tokens; the budget is {self.message_shape.nodes}: propose no more than asked for"
             )
-        if layout.nodes.tokens.view(np.uint64).max() >= self._vocabulary:  # where negative ones are the largest
+        tokens = np.asarray(layout.nodes.tokens).view(np.uint64)  # where negative ones are the largest
+        if tokens.max() >= self._vocabulary:
             wrong = next(token for token in layout.tokens if not 0 <= token < self._vocabulary)
             raise UserError(
                 f"{type(self.source).__name__} proposed the token {wrong}; the model has 0..{self._vocabulary - 1}: "

@@ -111,6 +111,23 @@ def test_compiled_equals_plain(processes: Processes) -> None:
     assert ran.stdout.split() == [str(not COMPILED), *map(str, run_digests(5, 200))]
 
 
+TEXTS = """
+import lp
+from tests.tiny_models import plain_greedy, tiny_model
+model, ids = tiny_model(), [5, 3, 3, 3, 7]
+for config in (lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6), lp.PromptLookupConfig()):
+    decoder = lp.LookaheadDecoder(model, config)
+    assert decoder.generate(ids, 30).tokens == plain_greedy(model, ids, 30)
+    assert [each.tokens for each in decoder.generate_batch([ids, ids[::-1]], 9)][0] == plain_greedy(model, ids, 9)
+"""
+
+
+def test_texts_without_compiled_code(processes: Processes) -> None:
+    """As where numba is not installed: arrays are memoryviews there, which have no methods of numpy's."""
+    ran = processes.run([sys.executable, "-c", TEXTS], {"NUMBA_DISABLE_JIT": "1"})
+    assert ran.returncode == 0, ran.stderr
+
+
 NOISE = "from lp.compiled import U64; from lp.draft.pool import mixture; print(mixture.gumbel(U64(5), 3))"
 
 

@@ -24,7 +24,7 @@ BAD = {
     "decoder=autoregressive": "take decoder=plain instead",
     "sampling.verifier=rejection": "use sampling.verifier=coupled",
     "fim.middle=x": "fim.prefix is not given, but fim.middle is",
-    "max_sequences=0": "max_sequences is 0; it must be an integer >= 1",
+    "max_sequences=0": "max_sequences is 0; it must be an integer in [1, 65536]",
     "max_waiting=-1": "max_waiting is -1; it must be an integer >= 0",
     "port=70000": "port is 70000; it must be an integer in [0, 65535]",
     "timeout_s=-1": "timeout_s is -1.0; it must be a number >= 0",
