@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lp.digest import chain_digest, text_digest
+from lp.errors import UserError
 
 
 def model_digests(model: PreTrainedModel) -> dict[str, int]:
@@ -27,11 +28,13 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Sum of the bytes as integers, weighted by index so that swapped values show."""
+    """Sum of the bytes as integers, each with a weight of its own so that swapped values show; modulo 2^64."""
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    if flat.is_meta:
+        raise UserError("weights are not in memory, but offloaded, and ranks can't compare them; load the model whole")
     total = 0
     for part in words.split(1 << 24):  # int64 copies of a piece at a time
-        weights = torch.arange(1, len(part) + 1, device=part.device) % 65521
-        total = (total + int((part.long() * weights).sum())) % (1 << 62)
+        weights = 2 * torch.arange(len(part), device=part.device) + 1
+        total = (1_000_003 * total + int((part.long() * weights).sum())) % (1 << 62)
     return total

@@ -66,6 +66,8 @@ def load(
     """
     device = _device(device if device is not None else context.device if context else "cpu")
     source = str(DEMO_MODEL) if str(name_or_path) == "demo" else str(name_or_path)
+    if source.startswith("~"):  # which no shell expands in model.name=~/folder
+        source = str(Path(source).expanduser())
     dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")

@@ -28,6 +28,8 @@ SINGLE = "model.safetensors"
 RENAMED = ((".mlp.", ".block_sparse_moe."),)
 GATES = (("gate_proj", "up_proj"), ("w1", "w3"))  # of an expert
 DOWNS = ("down_proj", "w2")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+COMPARED_ROWS = 1024
 _BUILDING = threading.Lock()  # transformers sets torch's default dtype meanwhile, which threads share
 
 
@@ -59,31 +61,74 @@ def load_divided(
         raise UserError(
             f"{source!r} is quantised, which cannot be divided among {replica.size} ranks; use parallel.tp=1"
         )
-    offline = kwargs.pop("local_files_only", False)
+    weights = Checkpoint(source, kwargs.pop("local_files_only", False))
     if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
+        dtype = getattr(config, "dtype", None) or weights.dtype
     assert isinstance(dtype, torch.dtype)
     with _BUILDING, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
-    model.tie_weights()
+    _tie(model, weights)
     _compute_buffers(model, device)
-    weights = Checkpoint(source, offline)
+    in_float32 = _kept_in_float32(model, dtype)
 
-    def fetch(name: str, parameter: nn.Parameter, part: Part | None) -> torch.Tensor:
-        values = weights.read(name, tuple(parameter.shape), part, device, dtype)
-        return values.contiguous()
+    def fetch(name: str, whole: torch.Tensor, part: Part | None) -> torch.Tensor:
+        kept = torch.float32 if in_float32.search(name) else whole.dtype
+        return weights.read(name, tuple(whole.shape), part, device, kept).contiguous()
 
+    for module, name, full_name in _stored_buffers(model):
+        if weights.has(full_name):
+            module._buffers[name] = fetch(full_name, model.get_buffer(full_name), None)
+        elif not _may_be_missing(model, full_name):
+            raise weights.missing(full_name)
     return divided(model, replica, plan, fetch)
+
+
+def _tie(model: PreTrainedModel, weights: Checkpoint) -> None:
+    """Tie weights, but for those of which the checkpoint has two that differ, whatever its config says."""
+    pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
+    model.tie_weights()
+    for name, source in pairs.items():
+        if weights.has(name) and weights.has(source) and not weights.equal(name, source):
+            path, _, last = name.rpartition(".")
+            module = model.get_submodule(path)
+            module._parameters[last] = nn.Parameter(torch.empty_like(module._parameters[last]))
+
+
+def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
+    """Names of weights that transformers has in float32 where the others are of this dtype."""
+    kept = set[str]()
+    if dtype in (torch.float16, torch.bfloat16):
+        kept |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return re.compile("|".join(each.replace("*", ".*") for each in sorted(kept)) or "(?!)")
+
+
+def _stored_buffers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, str]]:
+    """Modules, names and full names of buffers that a checkpoint has, such as the bias of a router."""
+    for path, module in model.named_modules():
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            if module._buffers[name] is not None:
+                yield module, name, f"{path}.{name}" if path else name
+
+
+def _may_be_missing(model: PreTrainedModel, name: str) -> bool:
+    patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _compute_buffers(model: PreTrainedModel, device: str | torch.device) -> None:
     """Give buffers that no checkpoint has, such as rotary frequencies, their values, as transformers does."""
+    initialises: dict[nn.Module, PreTrainedModel] = {}  # the innermost model that a module is in
+    for inner in model.modules():  # outer ones first
+        if isinstance(inner, PreTrainedModel):
+            initialises |= dict.fromkeys(inner.modules(), inner)
     for module in model.modules():
         on_meta = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         for name in on_meta:
             module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
         if on_meta:
-            model._init_weights(module)  # of weights on the meta device it does nothing
+            initialises[module]._init_weights(module)  # of weights on the meta device it does nothing
             for name in on_meta:
                 module._buffers[name] = module._buffers[name].to(device)
 
@@ -104,7 +149,10 @@ class Checkpoint:
         self.offline = offline
         index = self._file(INDEX)
         if index is not None:
-            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            try:
+                names: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"cannot load {source!r}: {INDEX} is damaged ({error}); download it again") from error
             self._files = {file: self._file(file) for file in {*names.values()}}
             self._file_of = names
             return
@@ -136,6 +184,31 @@ class Checkpoint:
         except Exception as error:
             raise UserError(f"cannot load {self.source!r}: {path.name} is damaged or incomplete ({error})") from error
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its first weight of real numbers, as transformers takes it where a config names none."""
+        for name in sorted(self._file_of):
+            with self._opened(self._path(name)) as file:
+                if found := DTYPES.get(file.get_slice(name).get_dtype()):
+                    return found
+        return torch.float32
+
+    def has(self, name: str) -> bool:
+        """Whether there is a weight of this name."""
+        return self._known(name) is not None
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two weights have the same values; a few rows at a time are held."""
+        ours, theirs = self._known(name), self._known(other)
+        assert ours is not None and theirs is not None
+        with self._opened(self._path(ours)) as one, self._opened(self._path(theirs)) as two:
+            a, b = one.get_slice(ours), two.get_slice(theirs)
+            if a.get_shape() != b.get_shape():
+                return False
+            rows = a.get_shape()[0]
+            starts = range(0, rows, COMPARED_ROWS)
+            return all(torch.equal(a[at : at + COMPARED_ROWS], b[at : at + COMPARED_ROWS]) for at in starts)
+
     def read(
         self,
         name: str,
@@ -153,7 +226,7 @@ class Checkpoint:
             return self._read(known, name, shape, part, device, dtype)
         values = torch.empty(_sizes(shape, part), device=device, dtype=dtype) if ".experts." in name else None
         if values is None:
-            raise self._missing(name)
+            raise self.missing(name)
         for expert in range(shape[0]):
             self._read_expert(values[expert], name, expert, shape[1:], part, dtype)
         return values
@@ -192,10 +265,7 @@ class Checkpoint:
         device: str | torch.device,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        path = self._files[self._file_of[stored]]
-        if path is None:
-            raise UserError(f"cannot load {self.source!r}: {self._file_of[stored]} is missing; download it again")
-        with self._opened(path) as file:
+        with self._opened(self._path(stored)) as file:
             values = file.get_slice(stored)
             found = tuple(values.get_shape())
             if found != shape:
@@ -206,6 +276,12 @@ class Checkpoint:
             whole = Part(0, ((0, shape[0]),))
             return (part or whole).of(values).to(device=device, dtype=dtype, copy=True)
 
+    def _path(self, stored: str) -> Path:
+        path = self._files[self._file_of[stored]]
+        if path is None:
+            raise UserError(f"cannot load {self.source!r}: {self._file_of[stored]} is missing; download it again")
+        return path
+
     def _known(self, name: str) -> str | None:
         return next((each for each in _names(name) if each in self._file_of), None)
 
@@ -213,12 +289,14 @@ class Checkpoint:
         for name in names:
             if stored := self._known(name):
                 return stored
-        raise self._missing(wanted)
+        raise self.missing(wanted)
 
-    def _missing(self, name: str) -> UserError:
+    def missing(self, name: str) -> UserError:
+        """The error of a weight that is not there."""
         return UserError(
             f"cannot load {self.source!r}: the weights have no {name}; use a complete checkpoint of a causal LM, "
-            "with the config that belongs to it"
+            "with the config that belongs to it; if transformers loads this one, it converts names, which a load "
+            "among ranks does not: parallel.tp=1"
         )
 
 

@@ -216,7 +216,12 @@ class _Heads(NamedTuple):
     def of(cls, model: PreTrainedModel) -> _Heads:
         config = model.config.get_text_config()
         queries = config.num_attention_heads
-        dimension = getattr(config, "head_dim", None) or config.hidden_size // queries
+        try:
+            dimension = getattr(config, "head_dim", None) or config.hidden_size // queries
+        except RuntimeError as error:  # of transformers, where layers differ
+            raise UserError(
+                f"{type(model).__name__} has heads of several sizes, and ranks divide models of one; use parallel.tp=1"
+            ) from error
         return cls(queries, getattr(config, "num_key_value_heads", None) or queries, dimension)
 
     def check(self, size: int) -> None:

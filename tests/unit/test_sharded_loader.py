@@ -20,7 +20,8 @@ from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.replica import Replica
 from lp.parallel.thread_ranks import run_lockstep
-from tests.tiny_models import drawn_text, letters, plain_greedy, tiny_model
+from tests.mapped import mapped_config
+from tests.tiny_models import drawn_text, letters, plain_greedy, sharpened, tiny_model
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe", "gemma3", "llama_yarn"]
 IDS = drawn_text(random.Random(1), 12)
@@ -48,6 +49,82 @@ def test_parts_read_from_files_are_those_of_the_whole_model(arch: str, tmp_path:
             assert torch.equal(found[name], weight), name
         for name, buffer in expected.named_buffers():
             assert torch.equal(dict(loaded.named_buffers())[name], buffer), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ["deepseek_v3", "lfm2_moe", "gemma4"])
+def test_buffers_of_a_checkpoint(arch: str, dtype: str, tmp_path: Path) -> None:
+    """As the bias of a router: it kept what it is before training, and tokens were others, without a word."""
+    model = tiny_model(arch, dtype=torch.float32)
+    stored = [buffer for name, buffer in model.named_buffers() if name in model.state_dict() and buffer.ndim]
+    assert stored
+    for buffer in stored:
+        buffer.copy_(torch.rand_like(buffer) + 1)
+    saved(tmp_path, model)
+    whole = load(tmp_path, dtype).model
+    found = load(tmp_path, dtype, context=ParallelContext(replica=Replica(0, 2))).model
+    expected = divide(copy.deepcopy(whole), Replica(0, 2))
+    for kind in ("named_parameters", "named_buffers"):
+        ours, theirs = dict(getattr(found, kind)()), dict(getattr(expected, kind)())
+        assert ours.keys() == theirs.keys()
+        for name, values in theirs.items():
+            assert ours[name].dtype == values.dtype and torch.equal(ours[name], values), name
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_a_head_of_its_own_where_the_config_ties_it(same: bool, tmp_path: Path) -> None:
+    """As after fine-tuning: transformers takes what the checkpoint has."""
+    model = tiny_model("llama", tie_word_embeddings=False)
+    if same:
+        model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    saved(tmp_path, model)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+
+    def body(context: ParallelContext) -> tuple[list[int], bool]:
+        loaded = load(tmp_path, "float64", context=context).model
+        tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+        decoder = lp.LookaheadDecoder(loaded, lp.LookaheadConfig(adaptive=False), context)
+        return decoder.generate(IDS, 12).tokens, tied
+
+    assert run_lockstep(2, body, tp=2) == [(plain_greedy(model, IDS, 12), same)] * 2
+
+
+def test_weights_that_stay_in_float32(tmp_path: Path) -> None:
+    """Where a module has a dtype of its own, as a router: rounded, it chooses other experts."""
+    model = sharpened(mapped_config("hunyuan_v1_moe"), 0, torch.float32)
+    saved(tmp_path, model)
+    context = ParallelContext(replica=Replica(0, 2))
+    found = dict(load(tmp_path, "bfloat16", context=context).model.named_parameters())
+    whole = dict(divide(load(tmp_path, "bfloat16").model, Replica(0, 2)).named_parameters())
+    assert {name: values.dtype for name, values in found.items()} == {n: values.dtype for n, values in whole.items()}
+    assert torch.float32 in {values.dtype for values in found.values()}
+    assert all(torch.equal(found[name], values) for name, values in whole.items())
+
+
+def test_auto_is_the_checkpoint_s_dtype(tmp_path: Path) -> None:
+    """Also where its config names none."""
+    saved(tmp_path, tiny_model("llama", dtype=torch.bfloat16))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
+    context = ParallelContext(replica=Replica(0, 2))
+    assert load(tmp_path, "auto", context=context).model.dtype == load(tmp_path, "auto").model.dtype == torch.bfloat16
+
+
+def test_buffers_of_an_inner_model(tmp_path: Path) -> None:
+    """Gemma 3n's are initialised by the model within the causal LM, which alone knows its sizes."""
+    model = tiny_model("gemma3n")
+    saved(tmp_path, model)
+    whole = load(tmp_path, "float64").model
+    found = dict(load(tmp_path, "float64", context=ParallelContext(replica=Replica(0, 2))).model.named_buffers())
+    expected = dict(divide(whole, Replica(0, 2)).named_buffers())
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_heads_of_several_sizes_are_refused() -> None:
+    """transformers raises an error of its own where the config is asked for one size."""
+    with pytest.raises(lp.UserError, match="has heads of several sizes"):
+        divide(tiny_model("gemma4", global_head_dim=16), Replica(0, 2))
 
 
 def test_ranks_decode_what_they_loaded(tmp_path: Path) -> None:
@@ -80,6 +157,11 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(lp.UserError, match="is damaged or incomplete"):
         load(tmp_path, "float64", context=context)
     file.unlink()
+    for damaged in ("{", "{}", '{"weight_map": 1}'):
+        (tmp_path / "model.safetensors.index.json").write_text(damaged)
+        with pytest.raises(lp.UserError, match=r"model.safetensors.index.json is damaged .*; download it again"):
+            load(tmp_path, "float64", context=context)
+    (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(lp.UserError, match=r"it has no model.safetensors"):
         load(tmp_path, "float64", context=context)
 
