@@ -273,6 +273,8 @@ class Checkpoint:
                     f"cannot load {self.source!r}: config.json makes {name} {shape}, the weights have {found}; "
                     "use the config that belongs to these weights"
                 )
+            if not shape:
+                return file.get_tensor(stored).to(device=device, dtype=dtype, copy=True)
             whole = Part(0, ((0, shape[0]),))
             return (part or whole).of(values).to(device=device, dtype=dtype, copy=True)
 
