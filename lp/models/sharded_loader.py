@@ -274,7 +274,8 @@ class Checkpoint:
                     "use the config that belongs to these weights"
                 )
             if not shape:
-                return file.get_tensor(stored).to(device=device, dtype=dtype, copy=True)
+                number: torch.Tensor = file.get_tensor(stored)
+                return number.to(device=device, dtype=dtype, copy=True)
             whole = Part(0, ((0, shape[0]),))
             return (part or whole).of(values).to(device=device, dtype=dtype, copy=True)
 

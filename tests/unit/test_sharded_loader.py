@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +27,14 @@ from tests.mapped import MAPPED, mapped_config
 from tests.tiny_models import drawn_text, letters, plain_greedy, sharpened, tiny_model
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe", "gemma3", "llama_yarn"]
-TP_PLANS = {
-    kind: getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None)
-    or any(
-        getattr(part, "base_model_tp_plan", None) for part in getattr(CONFIG_MAPPING[kind], "sub_configs", {}).values()
-    )
-    for kind in MAPPED
-}
+
+
+def _has_plan(config: Any) -> bool:
+    parts = getattr(config, "sub_configs", {}).values()
+    return bool(getattr(config, "base_model_tp_plan", None)) or any(map(_has_plan, parts))
+
+
+DIVIDED = [kind for kind in MAPPED if _has_plan(CONFIG_MAPPING[kind])]
 IDS = drawn_text(random.Random(1), 12)
 
 
@@ -80,7 +82,7 @@ def test_buffers_of_a_checkpoint(arch: str, dtype: str, tmp_path: Path) -> None:
             assert ours[name].dtype == values.dtype and torch.equal(ours[name], values), name
 
 
-@pytest.mark.parametrize("kind", some_of([kind for kind in MAPPED if TP_PLANS.get(kind)], 20))
+@pytest.mark.parametrize("kind", some_of(DIVIDED, 20))
 def test_every_type_that_has_a_plan(kind: str, tmp_path: Path) -> None:
     """Read from files or divided in memory: the same model, to the bit and the dtype; or one line that names it."""
     try:
