@@ -182,6 +182,7 @@ class Engine:
         self._prefixes = Prefixes(self.pool.give_back)
         self._reuses = reuse_prefixes and runner.takes_forests
         self._model_state = model_state(runner.model)
+        self._weights = _weights(decoder)
         self._passes = CapturedForests(runner, self.pool, self.max_sequences)
         self._forest = ForestStep(self._passes, decoder.steps_with)
         self._waiting: deque[Handle] = deque()
@@ -209,10 +210,16 @@ class Engine:
             input_ids, max_new_tokens, sampling, options: as in `generate`. `on_tokens` is called in `step`.
 
         Raises:
-            ValueError: as `generate`; a text that needs more cache slots than there are.
+            ValueError: as `generate`; a text that needs more cache slots than there are; a model that has another dtype
+                or device than when the engine was made.
             RuntimeError: the engine is closed.
         """
         self._check_open()
+        if (now := _weights(self.decoder)) != self._weights:
+            raise UserError(
+                f"the model is {now} now, and this engine's cache is for {self._weights}; make another engine, or "
+                "another decoder"
+            )
         with remedy_named():
             request = self.decoder.request(self._signals, input_ids, max_new_tokens, sampling, **options)
         if (slots := self._slots(request)) > self.pool.capacity:
@@ -578,6 +585,11 @@ class Engine:
             return
         self.pool.shrink(cache, len(tokens))
         self._prefixes.keep(tokens, cache)
+
+
+def _weights(decoder: StepDecoder) -> str:
+    """What the cache's tensors are alike in, for a message."""
+    return f"{str(decoder.model.dtype).removeprefix('torch.')} on {decoder.model.get_input_embeddings().weight.device}"
 
 
 def longest_text(decoder: StepDecoder) -> int:

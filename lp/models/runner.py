@@ -178,6 +178,7 @@ class ModelRunner:
                 if backend is backends[-1]:
                     raise
                 refusals.append(str(error))
+                self._known.clear()  # of a pass that may have ended behind the first layer
         if refusals:
             warnings.warn(f"attention is {self.attention}: {'; '.join(refusals)}", stacklevel=2)
         logger.info("attention is %s, layers are %s", self.attention, "fused" if self.fused else "transformers' own")
@@ -205,6 +206,7 @@ class ModelRunner:
             if not self.fused:
                 raise
             self.network = self.model
+            self._known.clear()  # as above
             check_tree_mask(self)
             self._may_fuse = False
             logger.warning("layers are not fused: %s", error)
@@ -227,12 +229,15 @@ class ModelRunner:
         with self._lock:
             if self._view.follow():
                 self.model = self._view.model
+                self.config = self.model.config.get_text_config()
                 set_attention(self.model, self.backend)
             elif model_state(self.model) == self._state:
                 return
             self._take_up_weights()
-            if self.captured:
-                self.captured = self._captured_steps(self.captured.mode)
+            if before := self.captured:
+                self.captured = self._captured_steps(before.mode)
+                if not before.reserved:  # else its text still has it
+                    before.release()  # its graphs and it hold each other
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
         replica = replica_of(self.model)
@@ -241,6 +246,7 @@ class ModelRunner:
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of at least `capacity` slots; with captured steps one that they know, if none is using it."""
         if self.captured and not self.captured.reserved:
+            _ = self.known_kinds  # else buffers would be made by a guess
             with contextlib.suppress(CacheTooLarge):  # which has padding: a smaller one may fit
                 return self.captured.empty_cache(capacity)
         return self.cache_without_buffers(capacity)
@@ -259,7 +265,7 @@ class ModelRunner:
         """How many keys and values of each kind the model has."""
         if not self._known:  # no pass has run
             with torch.inference_mode():
-                self.prefill([0], self.new_cache(1), 1)
+                self.prefill([0], self.cache_without_buffers(1), 1)
         return dict(self._known)
 
     @contextmanager
@@ -281,6 +287,8 @@ class ModelRunner:
             if captured:
                 captured.reserved = False
                 captured.settle()
+                if captured is not self.captured:
+                    captured.release()
 
     def captures(self, cache: StaticKVCache) -> bool:
         """Whether steps over this cache are captured."""

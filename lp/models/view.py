@@ -49,17 +49,21 @@ class ModelView:
         self._copy()
 
     def follow(self) -> bool:
-        """Copy again if the original has other modules or attributes than then: an adapter was loaded, `eval()` called.
+        """Copy again if the original has other modules, attributes or settings than then: an adapter was loaded,
+        `eval()` called, a field of its config set.
 
         Returns:
-            Whether `model` is a new one; the config and what is set there stay, but for a config that was replaced.
+            Whether `model` is a new one; the config and what is set there stay, but for one that was replaced or set.
         """
-        if all(_same(_state(module), state) for module, state in self._copied):
+        if self._settings != _settings(self.original):
+            self._configs.clear()
+        elif all(_same(_state(module), state) for module, state in self._copied):
             return False
         self._copy()
         return True
 
     def _copy(self) -> None:
+        self._settings = _settings(self.original)
         self._modules: dict[int, nn.Module] = {}  # by the original's id: its copy, or itself where it is shared
         self._copied: list[tuple[nn.Module, list[dict[str, Any]]]] = []
         with torch.inference_mode(False):  # the next pass may be outside of it, and write to the buffers
@@ -110,6 +114,11 @@ class ModelView:
 
 
 _OWN = ("_modules", "_buffers", "_compiled_call_impl")  # the last one is bound to the original
+
+
+def _settings(model: PreTrainedModel) -> str:
+    """All fields of its config, which has those of its parts."""
+    return str(model.config.to_json_string(use_diff=False))
 
 
 def _state(module: nn.Module) -> list[dict[str, Any]]:

@@ -536,6 +536,20 @@ def test_a_closed_engine_says_so(model: Any) -> None:
             call()
 
 
+def test_a_model_of_another_dtype_needs_another_engine() -> None:
+    """Its cache has no room for other values: a KeyError from within, and the other texts were lost."""
+    model = tiny_model(dtype=torch.float32)
+    decoder = lp.LookaheadDecoder(model, FIXED)
+    engine = Engine(decoder)
+    model.double()
+    with pytest.raises(lp.UserError, match="the model is float64 on cpu now, and this engine's cache is for float32"):
+        engine.submit([1, 2, 3], 9)
+    other = Engine(decoder)
+    handle = other.submit([1, 2, 3], 9)
+    other.run()
+    assert handle.result().tokens == plain_greedy(model, [1, 2, 3], 9)
+
+
 def test_an_engine_that_is_closed_while_a_text_begins(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was neither among those that wait nor among those that run, and never ended."""
 

@@ -51,6 +51,69 @@ def on_gpu() -> Any:
     return copy.deepcopy(tiny_model()).to("cuda")
 
 
+@pytest.mark.parametrize(
+    ("arch", "name", "value"),
+    [
+        ("mistral_sliding", "sliding_window", 8),
+        ("gemma2", "final_logit_softcapping", 0.5),
+        ("granite", "logits_scaling", 9.0),
+    ],
+)
+def test_a_field_of_the_config_that_is_set(arch: str, name: str, value: float) -> None:
+    """`generate` follows it at once; steps ran with a copy of the config as it was, also those of a new decoder."""
+    model, sampling = tiny_model(arch), lp.SamplingParams(seed=1, temperature=0.05)
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    before = decoder.generate(IDS, NEW, sampling).tokens
+    setattr(model.config, name, value)
+    expected = lp.AutoregressiveDecoder(model).generate(IDS, NEW, sampling).tokens
+    assert expected != before
+    assert decoder.generate(IDS, NEW, sampling).tokens == expected
+    assert lp.LookaheadDecoder(model, CONFIG).generate(IDS, NEW, sampling).tokens == expected
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of capture=compile run as they are: compiling takes a minute."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_captured_steps_of_other_weights_are_freed() -> None:
+    """They hold their graphs, and these hold them: a device was full of caches that nobody used."""
+    model = tiny_model()
+    decoder = lp.LookaheadDecoder(model, CONFIG, capture="compile")
+    decoder.generate(IDS, NEW)
+    caches = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert decoder.runner.captured is not None and decoder.runner.captured.cache is not None
+            caches.append(weakref.ref(decoder.runner.captured.cache))
+            weight = model.model.layers[0].self_attn.q_proj.weight
+            weight.data = weight.data.clone()
+            assert decoder.generate(IDS, NEW).tokens == plain_greedy(model, IDS, NEW)
+        assert [cache() for cache in caches] == [None] * 3
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("change", ["release", "double"])
+def test_a_captured_cache_of_a_model_that_is_known_already(change: str) -> None:
+    """It was probed before, so that no pass had told the sizes of its keys and values, which differ."""
+    model = tiny_model("deepseek_v3", dtype=torch.float32)
+    lp.LookaheadDecoder(model, CONFIG, capture="compile")
+    lp.release(model) if change == "release" else model.double()
+    decoder = lp.LookaheadDecoder(model, CONFIG, capture="compile")
+    assert decoder.runner.captured is not None
+    engine = lp.Engine(decoder, 2, 2000)
+    for ids in (IDS, [*IDS, 3, 4]):
+        handle = engine.submit(ids, NEW)
+        engine.run()
+        assert handle.result().tokens == plain_greedy(model, ids, NEW)
+
+
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 20}}
 
 
