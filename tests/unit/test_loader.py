@@ -331,3 +331,23 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
     with pytest.raises(lp.UserError, match=r"'nobody/nothing': it is no folder here.* the hub cannot be reached; give"):
         load("nobody/nothing")
     assert len(requests) == 1
+
+
+@pytest.mark.parametrize("at", [0, 65520, 131041, 199_999])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
+def test_the_checksum_sees_every_word(dtype: torch.dtype, at: int) -> None:
+    """Every 65521st had no weight, and words so far apart had the same one."""
+    digests = set()
+    for place, value in ((at, 0), (at, 1), (at - 65521, 1)):
+        weights = torch.zeros(200_000, dtype=dtype)
+        weights[place] = value
+        model: Any = SimpleNamespace(state_dict=lambda: {"w": weights}, config=tiny_config("llama"))  # noqa: B023 - read here
+        digests.add(model_digests(model)["weights' checksum"])
+    assert len(digests) == 3
+
+
+def test_weights_that_are_not_in_memory_are_named() -> None:
+    """Those that accelerate has offloaded can't be compared among ranks."""
+    model: Any = SimpleNamespace(state_dict=lambda: {"w": torch.empty(3, device="meta")}, config=tiny_config("llama"))
+    with pytest.raises(lp.UserError, match="weights are not in memory, but offloaded"):
+        model_digests(model)
