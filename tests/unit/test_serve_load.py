@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from launch.bench.endurance import resident_bytes
 from launch.bench.load import MALFORMED, Answer, Request, draw_requests, send, send_all
 from launch.bench.prompts import load_builtin
 from launch.bench.tables import main
+from launch.bench.tables.serve_load import Server, compare
 from tests.conftest import LONG
 from tests.serving import Running
 
@@ -85,6 +87,34 @@ def test_a_server_that_is_not_there_is_a_failure(client: Any) -> None:
     answer = send(with_none, Request(fields={"model": "demo", "prompt": "a"}))
     assert answer.failure.startswith("APIConnectionError: Connection error. (ConnectError(")
     assert answer == Answer(total_s=answer.total_s, failure=answer.failure)
+
+
+def test_a_server_that_fails_costs_no_other_its_figures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of transformers dropped a connection once: the figures of all servers were lost."""
+    sent: list[str] = []
+
+    def send_all(client: Any, streams: list[Request], clients: int) -> tuple[list[Answer], float]:
+        sent.append(client)
+        failure = "gone" if client == "other" and sent.count("other") == 2 else ""
+        return [Answer(total_s=1.0, failure=failure, first_s=0.5, tokens=8) for _ in streams], 1.0
+
+    monkeypatch.setattr("launch.bench.tables.serve_load.send_all", send_all)
+    servers: list[Any] = [Server(name, "demo", 0, name) for name in ("ours", "other")]  # type: ignore[arg-type]
+    args = Namespace(model="demo", dtype="float32", threads=1, clients=2, streams=1, rounds=2, max_new_tokens=8)
+    figures = compare(servers, load_builtin(), args)
+    out = capsys.readouterr().out
+    assert [(each["server"], each["clients"], each.get("failed")) for each in figures] == [
+        ("ours", 1, None), ("other", 1, "gone"), ("ours", 2, None), ("other", 2, None),
+    ]  # fmt: skip
+    assert "other, 1 clients: failed (gone)" in out and out.count("| other | 1 | failed | - |") == 1
+    assert sent.count("ours") == 6 and sent.count("other") == 5, "no more streams for one that has failed"
+    monkeypatch.setattr(
+        "launch.bench.tables.serve_load.send_all", lambda *_: ([Answer(total_s=1.0, failure="gone")], 1.0)
+    )
+    with pytest.raises(RuntimeError, match="ours failed: gone"):
+        compare(servers[:1], load_builtin(), args)
 
 
 @pytest.mark.slow  # three servers, each in a process of its own

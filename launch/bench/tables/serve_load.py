@@ -199,19 +199,33 @@ def load(server: Server, prompts: Sequence[str], args: argparse.Namespace) -> di
 
 
 def compare(servers: Sequence[Server], prompts: Sequence[Prompt], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The same streams for all servers, in turn."""
+    """The same streams for all servers, in turn. Another one that fails gets a line that says so, and no more streams.
+
+    Raises:
+        RuntimeError: ours failed.
+    """
     lines, figures = [], []
     for clients in (1, args.clients):
         rounds: dict[str, list[Round]] = {server.name: [] for server in servers}
+        failed: dict[str, str] = {}
         for number in range(args.rounds + 1):
             for server in servers[:: 1 if number % 2 else -1]:
+                if server.name in failed:
+                    continue
                 streams = [stream(server, prompts, number, index, args) for index in range(clients * args.streams)]
                 measured = Round(*send_all(server.client, streams, clients))
                 if failures := [answer.failure for answer in measured.answers if answer.failure]:
-                    raise RuntimeError(f"{server.name} failed: {failures[0]}")
-                if number:  # the one before them warms up
+                    if server is servers[0]:
+                        raise RuntimeError(f"{server.name} failed: {failures[0]}")
+                    failed[server.name] = failures[0]
+                elif number:  # the one before them warms up
                     rounds[server.name].append(measured)
         for server in servers:
+            if server.name in failed:
+                print(f"{server.name}, {clients} clients: failed ({failed[server.name]})")
+                lines.append([server.name, str(clients), "failed", *["-"] * (len(HEADS) - 3)])
+                figures.append({"server": server.name, "clients": clients, "failed": failed[server.name]})
+                continue
             speeds = [each.tokens_per_s for each in rounds[server.name]]
             ratios = [ours.tokens_per_s / speed for ours, speed in zip(rounds[servers[0].name], speeds, strict=True)]
             answers = [answer for each in rounds[server.name] for answer in each.answers]
