@@ -351,3 +351,9 @@ def test_weights_that_are_not_in_memory_are_named() -> None:
     model: Any = SimpleNamespace(state_dict=lambda: {"w": torch.empty(3, device="meta")}, config=tiny_config("llama"))
     with pytest.raises(lp.UserError, match="weights are not in memory, but offloaded"):
         model_digests(model)
+
+
+def test_a_folder_below_the_home_folder(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands the ~ of model.name=~/folder; transformers took it for a name of the hub."""
+    monkeypatch.setenv("HOME", str(tiny_folder.parent))
+    assert load(f"~/{tiny_folder.name}").model.config.vocab_size == load(tiny_folder).model.config.vocab_size
