@@ -87,8 +87,15 @@ def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, literal: LiteralC
     """
     if not HiddenTokens(tokenizer).found(text):
         return list(tokenizer(text, verbose=False)["input_ids"])
+    return _literal_tokens(tokenizer, literal, text)
+
+
+def _literal_tokens(
+    tokenizer: PreTrainedTokenizerBase, literal: LiteralCopy | None, text: str, **given: Any
+) -> list[int]:
+    """Token ids of a text, special tokens in it taken as text."""
     takes_as_text = tokenizer if literal is None else literal.get()
-    return list(takes_as_text(text, split_special_tokens=True, verbose=False)["input_ids"])
+    return list(takes_as_text(text, split_special_tokens=True, verbose=False, **given)["input_ids"])
 
 
 class HiddenTokens:
@@ -149,9 +156,7 @@ class HiddenTokens:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) if text else []
 
     def _as_text(self, text: str) -> list[int]:
-        takes_as_text = self._tokenizer if self._literal is None else self._literal.get()
-        encoded = takes_as_text(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
-        ids = list(encoded["input_ids"])
+        ids = _literal_tokens(self._tokenizer, self._literal, text, add_special_tokens=False)
         for token in self._special.findall(text):
             if self._ids[token] in ids:
                 raise UserError(f"a text has {token!r}, which this tokenizer can't take as text; leave it out")

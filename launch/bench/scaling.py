@@ -170,10 +170,11 @@ def with_efficiency(lines: Sequence[Line]) -> list[Line]:
             beside[line.series, line.W, line.G].append(line.speedup)
     found = []
     for line in lines:
-        single = replace(line, method=line.method + ALONE).series, line.W, line.G
-        base = of_launches.get(line.series) or median(beside.get(single, [1.0]))
         if line.ranks == line.tp:
-            base = line.speedup or 1.0
+            base = line.speedup
+        else:
+            single = replace(line, method=line.method + ALONE).series, line.W, line.G
+            base = of_launches.get(line.series) or median(beside.get(single, [1.0]))
         efficiency = line.speedup / base / (line.ranks // line.tp) if line.speedup and base else None
         found.append(replace(line, efficiency=efficiency))
     return found

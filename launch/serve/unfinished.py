@@ -255,7 +255,7 @@ def _begins_request(data: bytes) -> bool:
     """Whether the first line is that of a request's file; without a line end, it may be the beginning of one."""
     line, line_end, _ = data.partition(b"\n")
     _, quote, behind = line[len(START) :].partition(b'"')
-    start, behind_name = line[: len(START)], (quote + behind)[: len(BEHIND_NAME)]
+    start, behind_name = line[: len(START)], quote + behind
     if line_end:
-        return (start, behind_name) == (START, BEHIND_NAME) and BEGAN.match(quote + behind) is not None
-    return START.startswith(start) and BEHIND_NAME.startswith(behind_name)
+        return start == START and BEGAN.match(behind_name) is not None
+    return START.startswith(start) and BEHIND_NAME.startswith(behind_name[: len(BEHIND_NAME)])

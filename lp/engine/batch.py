@@ -19,7 +19,6 @@ from lp.models.loader import context_limit
 from lp.sampling.params import SamplingParams
 
 OnBatchTokens = Callable[[int, list[int], int], None]  # index of the prompt, new tokens, step of its text
-CUT = ("interrupted", "cancelled")  # finish reasons of texts that could go on
 
 
 class BatchDecoder(StepDecoder):
@@ -118,7 +117,7 @@ def generate_together(
             outputs, failures = _ended(engine, handles)
         finally:
             handles.clear()  # in a frame of an error's traceback, its handle would keep both until gc finds the cycle
-    cut = [output for output in outputs if output.finish_reason in CUT]
+    cut = [output for output in outputs if output.could_go_on]
     if not (failures or cut or engine.signal):
         return outputs
     try:
@@ -144,7 +143,7 @@ def _interrupted(outputs: list[GenerationOutput], cut: list[GenerationOutput], s
     """What to raise where some of the texts were cut."""
     error = Interrupted((cut or outputs)[0], signal)
     error.outputs = outputs
-    error.finished = [output for output in outputs if output.finish_reason not in CUT]
+    error.finished = [output for output in outputs if not output.could_go_on]
     return error
 
 

@@ -46,8 +46,8 @@ from lp.parallel.agreement import check_same, exchange
 from lp.parallel.message import Stop
 from lp.sampling.params import SamplingParams
 
-MAX_SEQUENCES = 8  # that take a step together
-MOST_SEQUENCES = 1 << 16  # that may be asked for
+MAX_SEQUENCES = 8  # that take a step together, by default
+MOST_SEQUENCES = 1 << 16  # the largest max_sequences that is accepted
 PREFILL_CHUNK = 128  # tokens of prompts in a step that others take part in
 CACHE_SHARE = 0.5  # of the free memory, that the cache may take by default
 LONGEST_TEXT = 32768  # tokens that a place gets by default, where the model's context is longer

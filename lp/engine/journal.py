@@ -51,7 +51,6 @@ HEX = re.compile(rb"[0-9a-f]")
 STARTS = tuple(HEX.sub(b"0", start) for start in (b'{"text":"0123456789abcdef","seed":', b'{"t":[', b'{"end":"'))
 IN_LINES = re.compile(rb'[a-z0-9_{}\[\]":,]*')
 NAMED = ("input_ids", "max_new_tokens", "sampling", "on_tokens")  # of a call; the others are options
-CUT = ("interrupted", "cancelled")  # finish reasons of texts that may go on
 OF_ALL_TOKENS = ("output_scores", "output_logits")  # which the file does not have
 OBJECTS = ("logits_processor", "stopping_criteria")  # whose settings are their attributes
 
@@ -189,7 +188,7 @@ class Journal:
             for text, output in zip(left, error.outputs, strict=True):
                 ended[id(text)] = self._ended(text, output)
             error.outputs = [ended[id(text)] for text in texts]
-            error.finished = [output for output in error.outputs if output.finish_reason not in CUT]
+            error.finished = [output for output in error.outputs if not output.could_go_on]
             raise
         ended |= {id(text): self._ended(text, output) for text, output in zip(left, outputs, strict=True)}
         return [ended[id(text)] for text in texts]
@@ -250,7 +249,7 @@ class Journal:
         """Make the output the whole text's, and note its end, if it has come."""
         output.tokens, output.resumed = [*text.done, *output.tokens], len(text.done)
         text.record.tokens = list(output.tokens)
-        if output.finish_reason not in CUT:
+        if not output.could_go_on:
             text.record.end = output.finish_reason
             self._write_of(text.name, {"end": text.record.end})
         return output

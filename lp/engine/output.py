@@ -125,6 +125,11 @@ class GenerationOutput:
         return len(self.step_stats)
 
     @property
+    def could_go_on(self) -> bool:
+        """Whether it was cut short from outside."""
+        return self.finish_reason in ("interrupted", "cancelled")
+
+    @property
     def compression(self) -> float:
         """S: generated tokens a decode step."""
         return (len(self.tokens) - self.resumed) / self.steps if self.steps else 0.0

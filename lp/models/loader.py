@@ -114,7 +114,9 @@ def _device(device: str | int | torch.device) -> torch.device:
         raise
     except (RuntimeError, AssertionError, TypeError) as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise UserError(f"device is {device!r}, which torch has not here ({reason}); give cpu, or cuda:0") from error
+        raise UserError(
+            f"device is {device!r}, which torch does not have here ({reason}); give cpu, or cuda:0"
+        ) from error
     return found
 
 

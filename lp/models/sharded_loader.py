@@ -28,7 +28,7 @@ SINGLE = "model.safetensors"
 RENAMED = ((".mlp.", ".block_sparse_moe."),)
 GATES = (("gate_proj", "up_proj"), ("w1", "w3"))  # of an expert
 DOWNS = ("down_proj", "w2")
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 COMPARED_ROWS = 1024
 _BUILDING = threading.Lock()  # transformers sets torch's default dtype meanwhile, which threads share
 
@@ -189,7 +189,7 @@ class Checkpoint:
         """Of its first weight of real numbers, as transformers takes it where a config names none."""
         for name in sorted(self._file_of):
             with self._opened(self._path(name)) as file:
-                if found := DTYPES.get(file.get_slice(name).get_dtype()):
+                if found := STORED_DTYPES.get(file.get_slice(name).get_dtype()):
                     return found
         return torch.float32
 
@@ -298,8 +298,8 @@ class Checkpoint:
         """The error of a weight that is not there."""
         return UserError(
             f"cannot load {self.source!r}: the weights have no {name}; use a complete checkpoint of a causal LM, "
-            "with the config that belongs to it; if transformers loads this one, it converts names, which a load "
-            "among ranks does not: parallel.tp=1"
+            "with the config that belongs to it; of some checkpoints transformers converts the names, which a load "
+            "with parallel.tp > 1 does not: load those with parallel.tp=1"
         )
 
 

@@ -157,7 +157,7 @@ def test_arguments_of_a_batch(decoder: lp.LookaheadDecoder, options: dict[str, A
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:x", 5])
 def test_devices_that_are_not_there(device: Any) -> None:
-    with pytest.raises(UserError, match=f"device is {device!r}, which torch has not here"):
+    with pytest.raises(UserError, match=f"device is {device!r}, which torch does not have here"):
         lp.load("demo", device=device)
 
 
@@ -166,7 +166,7 @@ def test_device_0_is_no_cpu(tiny_folder: Path) -> None:
     if torch.cuda.is_available():
         assert lp.load(tiny_folder, device=0).model.device == torch.device("cuda", 0)
     else:
-        with pytest.raises(UserError, match="device is 0, which torch has not here"):
+        with pytest.raises(UserError, match="device is 0, which torch does not have here"):
             lp.load(tiny_folder, device=0)
 
 

@@ -170,22 +170,13 @@ def test_efficiency_is_over_the_same_shape() -> None:
         lines = [Line(method=name, ranks=r, W=w, G=w, speedup=x, **figures) for name, r, w, x in found]
         return [line.efficiency for line in with_efficiency(lines)]
 
-    weak = [
-        ("lookahead", 2, 16, 1.0),
-        ("lookahead@1", 1, 16, 0.8),
-        ("lookahead", 4, 32, 1.2),
-        ("lookahead@1", 1, 32, 0.4),
-    ]
-    assert efficiencies(*weak) == pytest.approx([1.0 / 0.8 / 2, 1.0, 1.2 / 0.4 / 4, 1.0])
-    strong = [
-        ("lookahead", 2, 16, 1.0),
-        ("lookahead@1", 1, 16, 0.8),
-        ("lookahead", 4, 16, 1.8),
-        ("lookahead@1", 1, 16, 1.0),
-    ]
-    assert efficiencies(*strong) == pytest.approx([1.0 / 0.9 / 2, 1.0, 1.8 / 0.9 / 4, 1.0])
-    single = [("lookahead", 1, 16, 0.5), ("lookahead", 2, 32, 0.8)]
-    assert efficiencies(*single) == pytest.approx([1.0, 0.8]), "of weak scaling, the launch of one rank"
+    two = ("lookahead", 2, 16, 1.0), ("lookahead@1", 1, 16, 0.8)
+    weak = efficiencies(*two, ("lookahead", 4, 32, 1.2), ("lookahead@1", 1, 32, 0.4))
+    assert weak == pytest.approx([1.0 / 0.8 / 2, 1.0, 1.2 / 0.4 / 4, 1.0])
+    strong = efficiencies(*two, ("lookahead", 4, 16, 1.8), ("lookahead@1", 1, 16, 1.0))
+    assert strong == pytest.approx([1.0 / 0.9 / 2, 1.0, 1.8 / 0.9 / 4, 1.0])
+    single = efficiencies(("lookahead", 1, 16, 0.5), ("lookahead", 2, 32, 0.8))
+    assert single == pytest.approx([1.0, 0.8]), "of weak scaling, the launch of one rank"
 
 
 def test_lines_add_up_prompts_and_say_what_they_are() -> None:
