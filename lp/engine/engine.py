@@ -180,7 +180,7 @@ class Engine:
             except CacheTooLarge as error:
                 raise _no_room(error, runner.device) from error
         self._prefixes = Prefixes(self.pool.give_back)
-        self._reuses = reuse_prefixes and runner.takes_forests
+        self._reuse_prefixes = reuse_prefixes
         self._model_state = model_state(runner.model)
         self._weights = _weights(decoder)
         self._passes = CapturedForests(runner, self.pool, self.max_sequences)
@@ -215,11 +215,7 @@ class Engine:
             RuntimeError: the engine is closed.
         """
         self._check_open()
-        if (now := _weights(self.decoder)) != self._weights:
-            raise UserError(
-                f"the model is {now} now, and this engine's cache is for {self._weights}; make another engine, or "
-                "another decoder"
-            )
+        self._check_weights()
         with remedy_named():
             request = self.decoder.request(self._signals, input_ids, max_new_tokens, sampling, **options)
         if (slots := self._slots(request)) > self.pool.capacity:
@@ -265,6 +261,12 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this engine is closed; make another one")
+
+    def _check_weights(self) -> None:
+        if (now := _weights(self.decoder)) != self._weights:
+            raise UserError(
+                f"the model is {now} now, and this engine's cache is for {self._weights}; make another engine"
+            )
 
     def _step(self) -> bool:
         self._check_open()
@@ -390,6 +392,7 @@ class Engine:
 
     def _cache_for(self, handle: Handle) -> StaticKVCache | None:
         """A cache for a text, with what is cached of its prompt; None where it has to wait."""
+        self._check_weights()  # again: they may have changed since the text was submitted
         slots = self._slots(handle.request)
         if self.pool.free + self._prefixes.slots < slots:
             return None
@@ -470,9 +473,12 @@ class Engine:
                 self._copy_to_pool(borrowed, text.cache.length)
                 text.go_on_in(borrowed.in_pool)
 
+    def _reuses(self) -> bool:
+        return self._reuse_prefixes and self.decoder.runner.takes_forests
+
     def _longest_prefix(self, prompt: Sequence[int]) -> tuple[CachedText | None, int]:
         """The text whose cache begins with most of a prompt, and how much of it; None and 0 where none does."""
-        if not self._reuses:
+        if not self._reuses():
             return None, 0
         running = [
             CachedText(np.array(text.cached_everywhere, np.int64), text.cache)
@@ -578,7 +584,7 @@ class Engine:
 
     def _keep_or_give_back(self, text: Generation, reusable: bool) -> None:
         """The cache of a text that has ended: the same on every rank, whatever went wrong on one of them."""
-        tokens = text.cached_everywhere if self._reuses and reusable else []
+        tokens = text.cached_everywhere if self._reuses() and reusable else []
         cache = self._returned(text.cache, len(tokens))
         if not tokens:
             self.pool.give_back(cache)

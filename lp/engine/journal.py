@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
@@ -109,7 +108,6 @@ class Journal:
         if "error" in records:  # on every rank, or the others would wait for rank 0
             raise UserError(records["error"])
         self.records = {name: Record(**record) for name, record in records.items()}
-        self._models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # an id may be that of a model before
 
     @property
     def seed(self) -> int | None:
@@ -144,7 +142,7 @@ class Journal:
                 scores, which would be of a part of the tokens.
         """
         call = {**options, "input_ids": ids, "max_new_tokens": max_new_tokens, "sampling": sampling}
-        text = self._begin(decoder, {**call, "on_tokens": on_tokens})
+        text = self._begin(decoder, model_name(decoder.model, self.context), {**call, "on_tokens": on_tokens})
         if text.record.end:
             return text.whole()
         try:
@@ -179,7 +177,8 @@ class Journal:
             ValueError: as in `generate`.
         """
         calls = calls_of_batch(inputs, max_new_tokens, sampling, on_tokens, options)
-        texts = [self._begin(decoder, call) for call in calls]
+        model = model_name(decoder.model, self.context)
+        texts = [self._begin(decoder, model, call) for call in calls]
         left = [text for text in texts if not text.record.end]
         ended = {id(text): text.whole() for text in texts if text.record.end}
         try:
@@ -193,11 +192,12 @@ class Journal:
         ended |= {id(text): self._ended(text, output) for text, output in zip(left, outputs, strict=True)}
         return [ended[id(text)] for text in texts]
 
-    def _begin(self, decoder: Decoder, call: dict[str, Any]) -> _Text:
+    def _begin(self, decoder: Decoder, model: str, call: dict[str, Any]) -> _Text:
         """A text, and what is left to generate of it.
 
         Args:
             decoder: that generates it.
+            model: its model's name, as of `model_name`: weights may have changed since the text before.
             call: the arguments of `decoder.generate`.
         """
         sampling: SamplingParams | None = call["sampling"]
@@ -216,7 +216,7 @@ class Journal:
         call["logits_processor"] = listed_processors(call.get("logits_processor"))
         call["stopping_criteria"] = listed_criteria(call.get("stopping_criteria"))
         call["eos_token_id"] = sorted(eos_ids(decoder.model, call.get("eos_token_id")))
-        name = self._name(decoder, ids, new, sampling, {key: call[key] for key in call if key not in NAMED})
+        name = _text_name(model, ids, new, sampling, {key: call[key] for key in call if key not in NAMED})
         record = self.records.setdefault(name, Record())
         if sampling is not None and sampling.seed is None:
             if record.seed is None:
@@ -253,17 +253,6 @@ class Journal:
             text.record.end = output.finish_reason
             self._write_of(text.name, {"end": text.record.end})
         return output
-
-    def _name(
-        self, decoder: Decoder, ids: Sequence[int], new: int, sampling: SamplingParams | None, options: dict[str, Any]
-    ) -> str:
-        """A digest of the model and of what was asked; neither of W, N, G nor of ranks, which change no text."""
-        if decoder.model not in self._models:
-            self._models[decoder.model] = model_name(decoder.model, self.context)
-        model, chosen = self._models[decoder.model], sampling and asdict(sampling)
-        settings = [plain_settings(vars(each)) for key in OBJECTS for each in options[key]]
-        asked = sorted((key, repr(plain_settings(value))) for key, value in options.items())
-        return f"{text_digest(repr((model, list(ids), new, chosen, settings, asked))):016x}"
 
     def _opened(self) -> str:
         """What the file holds, as JSON for all ranks; from here on it ends with a whole line."""
@@ -312,6 +301,15 @@ def model_name(model: PreTrainedModel, context: ParallelContext) -> str:
     """
     digests = exchange(context, "naming a model", [*model_digests(model).values()]).tolist()
     return json.dumps(sorted({tuple(each) for each in digests}))
+
+
+def _text_name(
+    model: str, ids: Sequence[int], new: int, sampling: SamplingParams | None, options: dict[str, Any]
+) -> str:
+    """A digest of the model and of what was asked; neither of W, N, G nor of ranks, which change no text."""
+    settings = [plain_settings(vars(each)) for key in OBJECTS for each in options[key]]
+    asked = sorted((key, repr(plain_settings(value))) for key, value in options.items())
+    return f"{text_digest(repr((model, list(ids), new, sampling and asdict(sampling), settings, asked))):016x}"
 
 
 def resumable(model: PreTrainedModel) -> bool:

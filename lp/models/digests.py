@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pprint import pformat
+
 import torch
 from transformers import PreTrainedModel
 
 from lp.digest import chain_digest, text_digest
 from lp.errors import UserError
+
+CPU_PIECE, PIECE = 1 << 15, 1 << 22  # words at a time, with their weights: in the processor's cache; on a GPU
+SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)  # neighbouring multiples of it share few bits
 
 
 def model_digests(model: PreTrainedModel) -> dict[str, int]:
@@ -14,7 +19,7 @@ def model_digests(model: PreTrainedModel) -> dict[str, int]:
     weights = sorted(model.state_dict().items())
     names = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights)
     return {
-        "model config": text_digest(model.config.to_json_string(use_diff=False)),
+        "model config": text_digest(pformat(model.config.to_dict())),
         "weights' names and shapes": text_digest(names),
         "weights' checksum": chain_digest(0, [_checksum(part) for _, tensor in weights for part in _plain(tensor)]),
     }
@@ -28,13 +33,19 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Sum of the bytes as integers, each with a weight of its own so that swapped values show; modulo 2^64."""
+    """Sum of the bytes as integers of up to 32 bits, modulo 2^63.
+
+    Each has an odd factor of its own, so that no value can change unseen; that several do, or are swapped, shows but
+    for one time in billions.
+    """
+    if tensor.is_meta:
+        raise UserError("weights are not in memory, but offloaded, and can't be compared; load the model whole")
     flat = tensor.detach().contiguous().view(-1)
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    if flat.is_meta:
-        raise UserError("weights are not in memory, but offloaded, and ranks can't compare them; load the model whole")
+    words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
     total = 0
-    for part in words.split(1 << 24):  # int64 copies of a piece at a time
-        weights = 2 * torch.arange(len(part), device=part.device) + 1
-        total = (1_000_003 * total + int((part.long() * weights).sum())) % (1 << 62)
-    return total
+    for start in range(0, len(words), piece := CPU_PIECE if flat.device.type == "cpu" else PIECE):
+        part = words[start : start + piece]
+        factors = SPREAD * torch.arange(start, start + len(part), device=part.device)
+        factors = factors ^ (factors >> 32) | 1
+        total += int((part * factors).sum())
+    return total % (1 << 63)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,13 +66,11 @@ def load(
             a model that its ranks cannot divide.
     """
     device = _device(device if device is not None else context.device if context else "cpu")
-    source = str(DEMO_MODEL) if str(name_or_path) == "demo" else str(name_or_path)
-    if source.startswith("~"):  # which no shell expands in model.name=~/folder
-        source = str(Path(source).expanduser())
+    source = str(DEMO_MODEL) if str(name_or_path) == "demo" else os.path.expanduser(name_or_path)  # ~ of model.name=~/x
     dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
-    offline = not Path(source).expanduser().is_dir() and not _hub_answers()
+    offline = not Path(source).is_dir() and not _hub_answers()
     config = _config(source, trust_remote_code, offline)
     if not (attn_implementation or trust_remote_code):
         _check_attention(source, config)
@@ -187,7 +186,7 @@ def context_limit(model: PreTrainedModel) -> int | None:
 
 
 def _config(source: str, trust_remote_code: bool, offline: bool) -> Any:
-    if source.startswith(("/", ".", "~")) and not Path(source).expanduser().is_dir():
+    if source.startswith(("/", ".", "~")) and not Path(source).is_dir():
         raise UserError(f"model folder {source!r} does not exist; give a folder with config.json, a hub name or 'demo'")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=offline)

@@ -134,6 +134,7 @@ class ModelRunner:
         self.boundary = rope_boundary(self.config)
         self._lock = threading.Lock()
         self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
+        self._knows_all = False  # a whole pass has run
         self.captured: CapturedSteps | None = None
         self._may_fuse = fused
         self._choose_backend(backends_to_try(self.model, attention), probe)
@@ -179,6 +180,7 @@ class ModelRunner:
                     raise
                 refusals.append(str(error))
                 self._known.clear()  # of a pass that may have ended behind the first layer
+        self._knows_all = bool(self._known)
         if refusals:
             warnings.warn(f"attention is {self.attention}: {'; '.join(refusals)}", stacklevel=2)
         logger.info("attention is %s, layers are %s", self.attention, "fused" if self.fused else "transformers' own")
@@ -191,8 +193,6 @@ class ModelRunner:
         fused = fuse(self.model) if self._may_fuse else None
         self.network: PreTrainedModel | FusedModel = fused or self.model
         self._state = model_state(self.model)
-        weights = (self.model.dtype, self.device)
-        self._known = {kind: count for kind, count in self._known.items() if (kind.dtype, kind.device) == weights}
 
     def _probe(self) -> None:
         """Check that steps honour a tree mask; fused layers that do not are given up, if the model's own do.
@@ -225,17 +225,26 @@ class ModelRunner:
             self.captured = None
 
     def follow(self) -> None:
-        """Take up what has been changed on the model since: once a text, before its cache is allocated."""
+        """Take up what has been changed on the model since: once a text, before its cache is allocated.
+
+        Raises:
+            ValueError: its config is now one that a tree-shaped step can't be exact for.
+        """
+        check_supported(self.original.config)
         with self._lock:
             if self._view.follow():
                 self.model = self._view.model
                 self.config = self.model.config.get_text_config()
                 set_attention(self.model, self.backend)
+                self.boundary = rope_boundary(self.config)
             elif model_state(self.model) == self._state:
                 return
+            before, weights = self.captured, (self.masks.dtype, self.device)
             self._take_up_weights()
-            if before := self.captured:
-                self.captured = self._captured_steps(before.mode)
+            if (self.masks.dtype, self.device) != weights:
+                self._known, self._knows_all = {}, False
+            if before:
+                self.captured = None if self.boundary else self._captured_steps(before.mode)
                 if not before.reserved:  # else its text still has it
                     before.release()  # its graphs and it hold each other
 
@@ -263,9 +272,10 @@ class ModelRunner:
     @property
     def known_kinds(self) -> dict[StatesKind, int]:
         """How many keys and values of each kind the model has."""
-        if not self._known:  # no pass has run
+        if not self._knows_all:
             with torch.inference_mode():
                 self.prefill([0], self.cache_without_buffers(1), 1)
+            self._knows_all = True
         return dict(self._known)
 
     @contextmanager

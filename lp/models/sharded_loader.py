@@ -16,6 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.utils import cached_file
 
 from lp.errors import UserError
@@ -24,9 +26,7 @@ from lp.parallel.replica import Replica
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# Where checkpoints have other names than transformers' modules: Mixtral's experts; and those of one tensor each.
-RENAMED = ((".mlp.", ".block_sparse_moe."),)
-GATES = (("gate_proj", "up_proj"), ("w1", "w3"))  # of an expert
+GATES = (("gate_proj", "up_proj"), ("w1", "w3"))  # of an expert, where each has tensors of its own
 DOWNS = ("down_proj", "w2")
 STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 COMPARED_ROWS = 1024
@@ -67,13 +67,15 @@ def load_divided(
     assert isinstance(dtype, torch.dtype)
     with _BUILDING, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
-    _tie(model, weights)
+    weights.rename(model)
+    tied = _tie(model, weights)
     _compute_buffers(model, device)
     in_float32 = _kept_in_float32(model, dtype)
 
     def fetch(name: str, whole: torch.Tensor, part: Part | None) -> torch.Tensor:
         kept = torch.float32 if in_float32.search(name) else whole.dtype
-        return weights.read(name, tuple(whole.shape), part, device, kept).contiguous()
+        stored = name if weights.has(name) else tied.get(name, name)
+        return weights.read(stored, tuple(whole.shape), part, device, kept).contiguous()
 
     for module, name, full_name in _stored_buffers(model):
         if weights.has(full_name):
@@ -83,8 +85,12 @@ def load_divided(
     return divided(model, replica, plan, fetch)
 
 
-def _tie(model: PreTrainedModel, weights: Checkpoint) -> None:
-    """Tie weights, but for those of which the checkpoint has two that differ, whatever its config says."""
+def _tie(model: PreTrainedModel, weights: Checkpoint) -> dict[str, str]:
+    """Tie weights, but for those of which the checkpoint has two that differ, whatever its config says.
+
+    Returns:
+        By the name of a weight, that of another of the checkpoint that has the same values.
+    """
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
     model.tie_weights()
     for name, source in pairs.items():
@@ -92,6 +98,7 @@ def _tie(model: PreTrainedModel, weights: Checkpoint) -> None:
             path, _, last = name.rpartition(".")
             module = model.get_submodule(path)
             module._parameters[last] = nn.Parameter(torch.empty_like(module._parameters[last]))
+    return {source: name for name, source in pairs.items() if weights.has(name)}
 
 
 def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
@@ -155,6 +162,7 @@ class Checkpoint:
                 raise UserError(f"cannot load {source!r}: {INDEX} is damaged ({error}); download it again") from error
             self._files = {file: self._file(file) for file in {*names.values()}}
             self._file_of = names
+            self._stored = {name: name for name in names}
             return
         single = self._file(SINGLE)
         if single is None:
@@ -164,9 +172,16 @@ class Checkpoint:
         with self._opened(single) as file:
             self._file_of = dict.fromkeys(file.keys(), SINGLE)
         self._files = {SINGLE: single}
+        self._stored = {name: name for name in self._file_of}
+
+    def rename(self, model: PreTrainedModel) -> None:
+        """Call weights by the names that a model's modules have, as transformers does when it loads them."""
+        renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+        given: tuple[Any, ...] = renamings, [], model.base_model_prefix, model.state_dict()
+        self._stored = {rename_source_key(name, *given)[0]: name for name in sorted(self._file_of)}
 
     def _file(self, name: str) -> Path | None:
-        folder = Path(self.source).expanduser()
+        folder = Path(self.source)
         if folder.is_dir():
             return folder / name if (folder / name).exists() else None
         found = cached_file(
@@ -186,21 +201,19 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its first weight of real numbers, as transformers takes it where a config names none."""
-        for name in sorted(self._file_of):
-            with self._opened(self._path(name)) as file:
-                if found := STORED_DTYPES.get(file.get_slice(name).get_dtype()):
-                    return found
-        return torch.float32
+        """Of the first weight of real numbers in the first file, as transformers takes it where a config names none."""
+        first = min(self._file_of, key=self._file_of.__getitem__)
+        with self._opened(self._path(first)) as file:
+            stored = [STORED_DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys()]  # noqa: SIM118
+        return next(filter(None, stored), torch.float32)
 
     def has(self, name: str) -> bool:
         """Whether there is a weight of this name."""
-        return self._known(name) is not None
+        return name in self._stored
 
     def equal(self, name: str, other: str) -> bool:
         """Whether two weights have the same values; a few rows at a time are held."""
-        ours, theirs = self._known(name), self._known(other)
-        assert ours is not None and theirs is not None
+        ours, theirs = self._stored[name], self._stored[other]
         with self._opened(self._path(ours)) as one, self._opened(self._path(theirs)) as two:
             a, b = one.get_slice(ours), two.get_slice(theirs)
             if a.get_shape() != b.get_shape():
@@ -222,8 +235,8 @@ class Checkpoint:
         Raises:
             ValueError: it is missing, damaged, or of another shape.
         """
-        if known := self._known(name):
-            return self._read(known, name, shape, part, device, dtype)
+        if stored := self._stored.get(name):
+            return self._read(stored, name, shape, part, device, dtype)
         values = torch.empty(_sizes(shape, part), device=device, dtype=dtype) if ".experts." in name else None
         if values is None:
             raise self.missing(name)
@@ -285,12 +298,9 @@ class Checkpoint:
             raise UserError(f"cannot load {self.source!r}: {self._file_of[stored]} is missing; download it again")
         return path
 
-    def _known(self, name: str) -> str | None:
-        return next((each for each in _names(name) if each in self._file_of), None)
-
     def _first_of(self, names: list[str], wanted: str) -> str:
         for name in names:
-            if stored := self._known(name):
+            if stored := self._stored.get(name):
                 return stored
         raise self.missing(wanted)
 
@@ -298,17 +308,9 @@ class Checkpoint:
         """The error of a weight that is not there."""
         return UserError(
             f"cannot load {self.source!r}: the weights have no {name}; use a complete checkpoint of a causal LM, "
-            "with the config that belongs to it; of some checkpoints transformers converts the names, which a load "
-            "with parallel.tp > 1 does not: load those with parallel.tp=1"
+            "with the config that belongs to it; of some checkpoints transformers computes other weights, "
+            "which a load with parallel.tp > 1 does not: load those with parallel.tp=1"
         )
-
-
-def _names(name: str) -> Iterator[str]:
-    """What a weight may be called in a checkpoint."""
-    yield name
-    for own, theirs in RENAMED:
-        if own in name:
-            yield re.sub(re.escape(own), theirs, name)
 
 
 def _sizes(shape: tuple[int, ...], part: Part | None) -> tuple[int, ...]:

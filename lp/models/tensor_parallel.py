@@ -215,14 +215,16 @@ class _Heads(NamedTuple):
     @classmethod
     def of(cls, model: PreTrainedModel) -> _Heads:
         config = model.config.get_text_config()
-        queries = config.num_attention_heads
         try:
+            queries = config.num_attention_heads
+            kv = getattr(config, "num_key_value_heads", None) or queries
             dimension = getattr(config, "head_dim", None) or config.hidden_size // queries
         except RuntimeError as error:  # of transformers, where layers differ
             raise UserError(
-                f"{type(model).__name__} has heads of several sizes, and ranks divide models of one; use parallel.tp=1"
+                f"{type(model).__name__} has layers with other numbers or sizes of heads, which ranks can't divide; "
+                "use parallel.tp=1"
             ) from error
-        return cls(queries, getattr(config, "num_key_value_heads", None) or queries, dimension)
+        return cls(queries, kv, dimension)
 
     def check(self, size: int) -> None:
         """Refuse T ranks that heads cannot be divided among.

@@ -53,7 +53,8 @@ class ModelView:
         `eval()` called, a field of its config set.
 
         Returns:
-            Whether `model` is a new one; the config and what is set there stay, but for one that was replaced or set.
+            Whether `model` is a new one. Its config is the one before, with what was set on it, unless the original's
+            was replaced or changed: then it is copied anew.
         """
         if self._settings != _settings(self.original):
             self._configs.clear()
@@ -118,7 +119,7 @@ _OWN = ("_modules", "_buffers", "_compiled_call_impl")  # the last one is bound 
 
 def _settings(model: PreTrainedModel) -> str:
     """All fields of its config, which has those of its parts."""
-    return str(model.config.to_json_string(use_diff=False))
+    return repr(model.config.to_dict())  # a field may be what JSON has no form for
 
 
 def _state(module: nn.Module) -> list[dict[str, Any]]:

@@ -541,9 +541,13 @@ def test_a_model_of_another_dtype_needs_another_engine() -> None:
     model = tiny_model(dtype=torch.float32)
     decoder = lp.LookaheadDecoder(model, FIXED)
     engine = Engine(decoder)
+    engine.submit([1, 2, 3], 9)
     model.double()
-    with pytest.raises(lp.UserError, match="the model is float64 on cpu now, and this engine's cache is for float32"):
+    message = "the model is float64 on cpu now, and this engine's cache is for float32"
+    with pytest.raises(lp.UserError, match=message):
         engine.submit([1, 2, 3], 9)
+    with pytest.raises(lp.UserError, match=message):
+        engine.step()
     other = Engine(decoder)
     handle = other.submit([1, 2, 3], 9)
     other.run()

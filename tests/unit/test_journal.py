@@ -22,7 +22,7 @@ from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_switches
-from tests.tiny_models import VOCABULARY, drawn_text, tiny_model
+from tests.tiny_models import VOCABULARY, drawn_text, plain_greedy, tiny_model
 from tests.unit.conftest import Ran
 
 ALONE = ParallelContext()
@@ -145,6 +145,23 @@ def test_another_text_begins_anew(tmp_path: Path, what: str) -> None:
         ids, new, sampling = (asked.pop(name) for name in ("ids", "new", "sampling"))
         output = journal.generate(lp.LookaheadDecoder(model), ids, new, sampling, **asked)
         assert (output.tokens, output.resumed) == (plain.tokens, 0)
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_weights_that_change_while_a_journal_is_open(tmp_path: Path, batch: bool) -> None:
+    """It gave the text of the weights before."""
+    model = tiny_model()
+    decoder, journal = lp.LookaheadDecoder(model), Journal(tmp_path / "j", ALONE)
+    texts = []
+    for _ in range(2):
+        if batch:
+            (output,) = journal.generate_batch(decoder, [[1, 2, 3]], 12)
+        else:
+            output = journal.generate(decoder, [1, 2, 3], 12)
+        assert (output.tokens, output.resumed) == (plain_greedy(model, [1, 2, 3], 12), 0)
+        texts.append(output.tokens)
+        model.lm_head.weight.data.neg_()
+    assert texts[0] != texts[1]
 
 
 class _Ends(StoppingCriteria):

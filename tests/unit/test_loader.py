@@ -333,27 +333,42 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPa
     assert len(requests) == 1
 
 
+def _checksum(weights: torch.Tensor) -> int:
+    model: Any = SimpleNamespace(state_dict=lambda: {"w": weights}, config=tiny_config("llama"))
+    return model_digests(model)["weights' checksum"]
+
+
 @pytest.mark.parametrize("at", [0, 65520, 131041, 199_999])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8])
-def test_the_checksum_sees_every_word(dtype: torch.dtype, at: int) -> None:
-    """Every 65521st had no weight, and words so far apart had the same one."""
-    digests = set()
-    for place, value in ((at, 0), (at, 1), (at - 65521, 1)):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
+def test_the_checksum_sees_every_word(dtype: torch.dtype, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 65521st had no weight, and words so far apart had the same one; of float64 it did not see the sign."""
+    digests = list[int]()
+    for place, value in ((at, 0), (at, 1), (at, -1), (at, 2), (at - 65521, 1)):
         weights = torch.zeros(200_000, dtype=dtype)
         weights[place] = value
-        model: Any = SimpleNamespace(state_dict=lambda: {"w": weights}, config=tiny_config("llama"))  # noqa: B023 - read here
-        digests.add(model_digests(model)["weights' checksum"])
-    assert len(digests) == 3
+        digests.append(_checksum(weights))
+    assert len({*digests}) == 5
+    monkeypatch.setattr("lp.models.digests.CPU_PIECE", 77_777)
+    assert _checksum(weights) == digests[-1], "whatever a device takes at a time"
+
+
+@pytest.mark.parametrize("count", [1, 2, 1 << 17])
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float64, torch.float32, torch.bfloat16])
+def test_the_checksum_sees_the_sign_of_all_weights(dtype: torch.dtype, count: int) -> None:
+    for weights in (torch.ones(count, dtype=dtype), torch.randn(count, dtype=dtype)):
+        assert _checksum(weights) != _checksum(-weights)
+        assert count == 1 or (weights == weights[0]).all() or _checksum(weights) != _checksum(weights.flip(0))
 
 
 def test_weights_that_are_not_in_memory_are_named() -> None:
-    """Those that accelerate has offloaded can't be compared among ranks."""
-    model: Any = SimpleNamespace(state_dict=lambda: {"w": torch.empty(3, device="meta")}, config=tiny_config("llama"))
+    """Those that accelerate has offloaded."""
     with pytest.raises(lp.UserError, match="weights are not in memory, but offloaded"):
-        model_digests(model)
+        _checksum(torch.empty(3, device="meta"))
 
 
 def test_a_folder_below_the_home_folder(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No shell expands the ~ of model.name=~/folder; transformers took it for a name of the hub."""
     monkeypatch.setenv("HOME", str(tiny_folder.parent))
     assert load(f"~/{tiny_folder.name}").model.config.vocab_size == load(tiny_folder).model.config.vocab_size
+    with pytest.raises(lp.UserError, match="model folder '~nobody-is-called-so/x' does not exist"):
+        load("~nobody-is-called-so/x")

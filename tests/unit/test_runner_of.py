@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -21,12 +22,13 @@ from transformers import TemperatureLogitsWarper
 
 import lp
 from lp.models.captured_steps import CAPACITY_UNIT, CapturedSteps
+from lp.models.digests import model_digests
 from lp.models.graph_recorder import GraphRecorder
 from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.runner import ModelRunner, runner_of
 from tests.captured import captured_runner
 from tests.simulated_cuda import SimulatedCuda
-from tests.tiny_models import drawn_text, plain_greedy, tiny_model
+from tests.tiny_models import drawn_text, plain_greedy, tiny_config, tiny_model
 
 CONFIG = lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6)
 NEW = 12
@@ -69,6 +71,79 @@ def test_a_field_of_the_config_that_is_set(arch: str, name: str, value: float) -
     assert expected != before
     assert decoder.generate(IDS, NEW, sampling).tokens == expected
     assert lp.LookaheadDecoder(model, CONFIG).generate(IDS, NEW, sampling).tokens == expected
+
+
+@pytest.mark.parametrize("capture", ["off", "compile"])
+@pytest.mark.usefixtures("uncompiled")
+def test_a_rotary_boundary_that_is_set(capture: str) -> None:
+    """A step went on across it, also of a new decoder, and an engine put texts on both sides into one pass."""
+    model, new = tiny_model("phi3"), 40
+    decoder = lp.LookaheadDecoder(model, CONFIG, capture=capture)
+    engine = lp.Engine(decoder)
+    prompts = IDS[:5], IDS[:18]
+    assert [output.tokens for output in decoder.generate_batch(prompts, new)] == [
+        plain_greedy(model, ids, new) for ids in prompts
+    ]
+    longrope = tiny_config("phi3_longrope")
+    model.config.original_max_position_embeddings = 20
+    model.config.rope_parameters = longrope.rope_parameters | {"original_max_position_embeddings": 20}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model.double()
+    for each in (decoder, lp.LookaheadDecoder(model, CONFIG, capture="off")):
+        assert each.generate(IDS[:5], new).tokens == plain_greedy(model, IDS[:5], new)
+    handles = [engine.submit(ids, new) for ids in prompts]
+    engine.run()
+    assert [handle.result().tokens for handle in handles] == [plain_greedy(model, ids, new) for ids in prompts]
+
+
+def test_a_config_may_have_what_json_has_no_form_for() -> None:
+    model = tiny_model()
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    for value in (np.float32(1), torch.tensor(1), {1, 2}, {0: 1, "a": 2}, object()):
+        model.config.of_the_user = value
+        assert decoder.generate(IDS, 4).tokens == plain_greedy(model, IDS, 4)
+        assert model_digests(model)
+
+
+def test_kinds_are_known_behind_a_whole_pass_alone() -> None:
+    """The first one ran out of memory in the second layer, and an engine's cache had room for one."""
+    model = tiny_model()
+    lp.LookaheadDecoder(model, CONFIG)
+    lp.release(model)
+    decoder = lp.LookaheadDecoder(model, CONFIG)  # which knows that the model honours the mask, and runs no pass
+
+    def fail(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("simulated")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises((torch.OutOfMemoryError, lp.UserError)):
+        decoder.generate(IDS, NEW)
+    hook.remove()
+    outputs = decoder.generate_batch([IDS, IDS[:5]], NEW)
+    assert [output.tokens for output in outputs] == [plain_greedy(model, ids, NEW) for ids in (IDS, IDS[:5])]
+
+
+def test_layers_of_several_dtypes_when_a_weight_has_moved() -> None:
+    """Kinds of another dtype than the embedding's were taken for those of a model before."""
+    model = tiny_model(dtype=torch.float32)
+    attention = model.model.layers[1].self_attn.double()
+
+    def widen(module: Any, arguments: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        mask = given.get("attention_mask")
+        wide = {"hidden_states": given["hidden_states"].double()}
+        wide["position_embeddings"] = tuple(each.double() for each in given["position_embeddings"])
+        if torch.is_tensor(mask) and mask.is_floating_point():
+            wide["attention_mask"] = mask.double()
+        return arguments, given | wide
+
+    attention.register_forward_pre_hook(widen, with_kwargs=True)
+    attention.register_forward_hook(lambda module, arguments, output: (output[0].float(), *output[1:]))
+    decoder = lp.LookaheadDecoder(model, CONFIG, attention="sdpa")
+    for _ in range(2):
+        outputs = decoder.generate_batch([IDS, IDS[:5]], NEW)
+        assert [output.tokens for output in outputs] == [plain_greedy(model, ids, NEW) for ids in (IDS, IDS[:5])]
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        weight.data = weight.data.clone()
 
 
 @pytest.fixture
