@@ -125,7 +125,7 @@ def open_session(config: Config) -> Session[Config]:
     prompts, sampling, builders = checked(config, [config.decoder.name, *others])
     schema = schema_text(config.json_schema)
     path, context = journal_path(config, sampling), open_context(config)
-    journal = Journal(path, context) if path else None
+    journal = Journal(path, context, fixed_weights=True) if path else None
     loaded = load_model(config, context)
     sampling = seeded(sampling, context, journal.seed if journal else None)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}

@@ -274,6 +274,8 @@ class Engine:
             raise RuntimeError(
                 "this engine is within a step, or an error has cut one off; step between steps, or make another engine"
             )
+        if self._waiting:
+            self._check_weights()  # again: they may have changed since the text was submitted
         self._in_step = True
         self._stopped_by = Stop.NONE
         self._signals.begin_step()
@@ -392,7 +394,6 @@ class Engine:
 
     def _cache_for(self, handle: Handle) -> StaticKVCache | None:
         """A cache for a text, with what is cached of its prompt; None where it has to wait."""
-        self._check_weights()  # again: they may have changed since the text was submitted
         slots = self._slots(handle.request)
         if self.pool.free + self._prefixes.slots < slots:
             return None

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
@@ -93,13 +94,16 @@ class Journal:
     Args:
         path: of the file, which is made, or read and added to; by one process at a time.
         context: the ranks.
+        fixed_weights: no model's weights change while it is open; they are read once then, not for every call.
 
     Raises:
         ValueError: it cannot be read or written, is no journal, or another process writes it.
     """
 
-    def __init__(self, path: str | Path, context: ParallelContext) -> None:
+    def __init__(self, path: str | Path, context: ParallelContext, fixed_weights: bool = False) -> None:
         self.path, self.context = Path(path), context
+        self._fixed_weights = fixed_weights
+        self._models: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # an id may be that of one before
         self._file: FileIO | None = None
         self._named = ""  # the text that the next line is of, if it names none
         content = context.share_text(self._opened() if context.is_main else None, "opening a journal")
@@ -142,7 +146,7 @@ class Journal:
                 scores, which would be of a part of the tokens.
         """
         call = {**options, "input_ids": ids, "max_new_tokens": max_new_tokens, "sampling": sampling}
-        text = self._begin(decoder, model_name(decoder.model, self.context), {**call, "on_tokens": on_tokens})
+        text = self._begin(decoder, self._model_name(decoder.model), {**call, "on_tokens": on_tokens})
         if text.record.end:
             return text.whole()
         try:
@@ -177,7 +181,7 @@ class Journal:
             ValueError: as in `generate`.
         """
         calls = calls_of_batch(inputs, max_new_tokens, sampling, on_tokens, options)
-        model = model_name(decoder.model, self.context)
+        model = self._model_name(decoder.model)
         texts = [self._begin(decoder, model, call) for call in calls]
         left = [text for text in texts if not text.record.end]
         ended = {id(text): text.whole() for text in texts if text.record.end}
@@ -192,12 +196,18 @@ class Journal:
         ended |= {id(text): self._ended(text, output) for text, output in zip(left, outputs, strict=True)}
         return [ended[id(text)] for text in texts]
 
+    def _model_name(self, model: PreTrainedModel) -> str:
+        name = self._models.get(model) or model_name(model, self.context)
+        if self._fixed_weights:
+            self._models[model] = name
+        return name
+
     def _begin(self, decoder: Decoder, model: str, call: dict[str, Any]) -> _Text:
         """A text, and what is left to generate of it.
 
         Args:
             decoder: that generates it.
-            model: its model's name, as of `model_name`: weights may have changed since the text before.
+            model: its model's name, as of `model_name`.
             call: the arguments of `decoder.generate`.
         """
         sampling: SamplingParams | None = call["sampling"]

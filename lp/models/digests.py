@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pprint import pformat
 
 import torch
@@ -19,10 +20,15 @@ def model_digests(model: PreTrainedModel) -> dict[str, int]:
     weights = sorted(model.state_dict().items())
     names = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights)
     return {
-        "model config": text_digest(pformat(model.config.to_dict())),
+        "model config": text_digest(without_addresses(pformat(model.config.to_dict()))),
         "weights' names and shapes": text_digest(names),
         "weights' checksum": chain_digest(0, [_checksum(part) for _, tensor in weights for part in _plain(tensor)]),
     }
+
+
+def without_addresses(printed: str) -> str:
+    """Settings as Python prints them, without the addresses of objects."""
+    return re.sub(" at 0x[0-9a-f]+", "", printed)
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -40,12 +46,16 @@ def _checksum(tensor: torch.Tensor) -> int:
     """
     if tensor.is_meta:
         raise UserError("weights are not in memory, but offloaded, and can't be compared; load the model whole")
-    flat = tensor.detach().contiguous().view(-1)
-    words = flat.view({1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32))
-    total = 0
-    for start in range(0, len(words), piece := CPU_PIECE if flat.device.type == "cpu" else PIECE):
-        part = words[start : start + piece]
-        factors = SPREAD * torch.arange(start, start + len(part), device=part.device)
-        factors = factors ^ (factors >> 32) | 1
-        total += int((part * factors).sum())
-    return total % (1 << 63)
+    if not tensor.numel():
+        return 0
+    word = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
+    rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
+    count = max((CPU_PIECE if tensor.device.type == "cpu" else PIECE) // rows.shape[1], 1)
+    start = 0
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in rows.split(count):
+        words = part.contiguous().view(-1).view(word)  # a layer's weights may lie column by column
+        factors = SPREAD * torch.arange(start, start + len(words), device=tensor.device)
+        total += (words * (factors ^ (factors >> 32) | 1)).sum()
+        start += len(words)
+    return int(total) % (1 << 63)

@@ -66,7 +66,9 @@ def load(
             a model that its ranks cannot divide.
     """
     device = _device(device if device is not None else context.device if context else "cpu")
-    source = str(DEMO_MODEL) if str(name_or_path) == "demo" else os.path.expanduser(name_or_path)  # ~ of model.name=~/x
+    source = (
+        str(DEMO_MODEL) if str(name_or_path) == "demo" else os.path.expanduser(str(name_or_path))
+    )  # ~ of model.name=~/x
     dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")

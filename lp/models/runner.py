@@ -136,6 +136,7 @@ class ModelRunner:
         self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self._knows_all = False  # a whole pass has run
         self.captured: CapturedSteps | None = None
+        self._mode: Capture | None = None  # of captured steps, if the model takes them
         self._may_fuse = fused
         self._choose_backend(backends_to_try(self.model, attention), probe)
         self._fallback = capture is Capture.AUTO
@@ -218,6 +219,7 @@ class ModelRunner:
             if probe:
                 check_tree_mask(self)
             self.captured = self._captured_steps(mode)
+            self._mode = mode
         except ValueError as error:
             if not self._fallback:
                 raise UserError(f"captured steps: {error}; or choose capture=off") from error
@@ -243,10 +245,9 @@ class ModelRunner:
             self._take_up_weights()
             if (self.masks.dtype, self.device) != weights:
                 self._known, self._knows_all = {}, False
-            if before:
-                self.captured = None if self.boundary else self._captured_steps(before.mode)
-                if not before.reserved:  # else its text still has it
-                    before.release()  # its graphs and it hold each other
+            self.captured = self._captured_steps(self._mode) if self._mode and not self.boundary else None
+            if before and not before.reserved:  # else its text still has it
+                before.release()  # its graphs and it hold each other
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
         replica = replica_of(self.model)
@@ -273,9 +274,10 @@ class ModelRunner:
     def known_kinds(self) -> dict[StatesKind, int]:
         """How many keys and values of each kind the model has."""
         if not self._knows_all:
+            known = self._known
             with torch.inference_mode():
                 self.prefill([0], self.cache_without_buffers(1), 1)
-            self._knows_all = True
+            self._knows_all = self._known is known  # else another thread has found other weights meanwhile
         return dict(self._known)
 
     @contextmanager

@@ -92,13 +92,16 @@ def _tie(model: PreTrainedModel, weights: Checkpoint) -> dict[str, str]:
         By the name of a weight, that of another of the checkpoint that has the same values.
     """
     pairs = model.get_expanded_tied_weights_keys(all_submodels=True)
+    same = {}
     model.tie_weights()
     for name, source in pairs.items():
         if weights.has(name) and weights.has(source) and not weights.equal(name, source):
             path, _, last = name.rpartition(".")
             module = model.get_submodule(path)
             module._parameters[last] = nn.Parameter(torch.empty_like(module._parameters[last]))
-    return {source: name for name, source in pairs.items() if weights.has(name)}
+        elif weights.has(name):
+            same[source] = name
+    return same
 
 
 def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
@@ -177,8 +180,13 @@ class Checkpoint:
     def rename(self, model: PreTrainedModel) -> None:
         """Call weights by the names that a model's modules have, as transformers does when it loads them."""
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-        given: tuple[Any, ...] = renamings, [], model.base_model_prefix, model.state_dict()
-        self._stored = {rename_source_key(name, *given)[0]: name for name in sorted(self._file_of)}
+        wanted = model.state_dict()
+        self._stored = {}
+        for name in sorted(self._file_of):
+            renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, wanted)
+            if renamed not in wanted and name in wanted:  # it has the module's name already
+                renamed = name
+            self._stored.setdefault(renamed, name)
 
     def _file(self, name: str) -> Path | None:
         folder = Path(self.source)
@@ -202,6 +210,8 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """Of the first weight of real numbers in the first file, as transformers takes it where a config names none."""
+        if not self._file_of:
+            return torch.float32
         first = min(self._file_of, key=self._file_of.__getitem__)
         with self._opened(self._path(first)) as file:
             stored = [STORED_DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys()]  # noqa: SIM118
@@ -300,8 +310,10 @@ class Checkpoint:
 
     def _first_of(self, names: list[str], wanted: str) -> str:
         for name in names:
-            if stored := self._stored.get(name):
-                return stored
+            # The first releases of transformers 5 rename Mixtral's experts as they convert them.
+            for each in (name, name.replace(".mlp.", ".block_sparse_moe.")):
+                if stored := self._stored.get(each):
+                    return stored
         raise self.missing(wanted)
 
     def missing(self, name: str) -> UserError:

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lp.models.digests import without_addresses
+
 # A model that records them installs hooks for it, and these are shared; nobody reads them here.
 RECORDED = ("output_hidden_states", "_output_attentions", "output_router_logits")
 _MARK = "_lp_"  # starts the names of attributes that this package leaves on a model
@@ -119,7 +121,7 @@ _OWN = ("_modules", "_buffers", "_compiled_call_impl")  # the last one is bound 
 
 def _settings(model: PreTrainedModel) -> str:
     """All fields of its config, which has those of its parts."""
-    return repr(model.config.to_dict())  # a field may be what JSON has no form for
+    return without_addresses(repr(model.config.to_dict()))  # JSON has no form for some values
 
 
 def _state(module: nn.Module) -> list[dict[str, Any]]:

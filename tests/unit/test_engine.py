@@ -541,13 +541,17 @@ def test_a_model_of_another_dtype_needs_another_engine() -> None:
     model = tiny_model(dtype=torch.float32)
     decoder = lp.LookaheadDecoder(model, FIXED)
     engine = Engine(decoder)
-    engine.submit([1, 2, 3], 9)
+    waits = engine.submit([1, 2, 3], 9)
     model.double()
     message = "the model is float64 on cpu now, and this engine's cache is for float32"
     with pytest.raises(lp.UserError, match=message):
         engine.submit([1, 2, 3], 9)
     with pytest.raises(lp.UserError, match=message):
         engine.step()
+    model.float()
+    engine.run()
+    assert waits.result().tokens == plain_greedy(model, [1, 2, 3], 9)
+    model.double()
     other = Engine(decoder)
     handle = other.submit([1, 2, 3], 9)
     other.run()

@@ -17,6 +17,7 @@ import torch
 from transformers import StoppingCriteria
 
 import lp
+from lp.engine import journal as journal_module
 from lp.engine.journal import Journal
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
@@ -162,6 +163,18 @@ def test_weights_that_change_while_a_journal_is_open(tmp_path: Path, batch: bool
         texts.append(output.tokens)
         model.lm_head.weight.data.neg_()
     assert texts[0] != texts[1]
+
+
+def test_weights_that_are_said_to_stay_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = tiny_model(), list[Any]()
+    digests = journal_module.model_digests
+    monkeypatch.setattr(journal_module, "model_digests", lambda model: (read.append(model), digests(model))[1])
+    for fixed, times in ((True, 1), (False, 3)):
+        journal = Journal(tmp_path / f"{fixed}", ALONE, fixed_weights=fixed)
+        for ids in ([1], [2], [3]):
+            assert journal.generate(lp.LookaheadDecoder(model), ids, 3).tokens == plain_greedy(model, ids, 3)
+        assert len(read) == times
+        read.clear()
 
 
 class _Ends(StoppingCriteria):

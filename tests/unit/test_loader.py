@@ -372,3 +372,5 @@ def test_a_folder_below_the_home_folder(tiny_folder: Path, monkeypatch: pytest.M
     assert load(f"~/{tiny_folder.name}").model.config.vocab_size == load(tiny_folder).model.config.vocab_size
     with pytest.raises(lp.UserError, match="model folder '~nobody-is-called-so/x' does not exist"):
         load("~nobody-is-called-so/x")
+    with pytest.raises(lp.UserError, match="'5'"):
+        load(5)  # type: ignore[arg-type]

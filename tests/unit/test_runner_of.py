@@ -91,9 +91,15 @@ def test_a_rotary_boundary_that_is_set(capture: str) -> None:
     model.double()
     for each in (decoder, lp.LookaheadDecoder(model, CONFIG, capture="off")):
         assert each.generate(IDS[:5], new).tokens == plain_greedy(model, IDS[:5], new)
+        assert not each.runner.captured
     handles = [engine.submit(ids, new) for ids in prompts]
     engine.run()
     assert [handle.result().tokens for handle in handles] == [plain_greedy(model, ids, new) for ids in prompts]
+    model.config.rope_parameters = tiny_config("phi3").rope_parameters
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model.double()
+    assert decoder.generate(IDS[:5], new).tokens == plain_greedy(model, IDS[:5], new)
+    assert bool(decoder.runner.captured) == (capture != "off")
 
 
 def test_a_config_may_have_what_json_has_no_form_for() -> None:
@@ -102,7 +108,9 @@ def test_a_config_may_have_what_json_has_no_form_for() -> None:
     for value in (np.float32(1), torch.tensor(1), {1, 2}, {0: 1, "a": 2}, object()):
         model.config.of_the_user = value
         assert decoder.generate(IDS, 4).tokens == plain_greedy(model, IDS, 4)
-        assert model_digests(model)
+        view = decoder.runner.model
+        assert decoder.generate(IDS, 4).tokens and decoder.runner.model is view, "nothing has changed"
+        assert model_digests(model) == model_digests(copy.deepcopy(model))
 
 
 def test_kinds_are_known_behind_a_whole_pass_alone() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import lp
@@ -84,8 +85,9 @@ def test_buffers_of_a_checkpoint(arch: str, dtype: str, tmp_path: Path) -> None:
             assert ours[name].dtype == values.dtype and torch.equal(ours[name], values), name
 
 
+@pytest.mark.parametrize("original", [True, False])
 @pytest.mark.parametrize("kind", some_of(DIVIDED, 20))
-def test_every_type_that_has_a_plan(kind: str, tmp_path: Path) -> None:
+def test_every_type_that_has_a_plan(kind: str, original: bool, tmp_path: Path) -> None:
     """Read from files or divided in memory: the same model, to the bit and the dtype; or one line that names it."""
     try:
         model = sharpened(mapped_config(kind), 0, torch.bfloat16)
@@ -97,14 +99,14 @@ def test_every_type_that_has_a_plan(kind: str, tmp_path: Path) -> None:
     for name, values in [*model.named_parameters(), *model.named_buffers()]:
         if values.is_floating_point() and values.ndim < 2 and name in stored:
             values.data.add_(torch.rand(values.shape, generator=generator).to(values.dtype))
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, save_original_format=original)
     letters(model.config.get_text_config().vocab_size - 1).save_pretrained(tmp_path)
     try:
         expected = divide(load(tmp_path, "bfloat16").model, Replica(1, 2))
     except lp.UserError as error:
         pytest.skip(str(error))
     context = ParallelContext(replica=Replica(1, 2))
-    if kind in CONVERTED:
+    if kind in CONVERTED and original:
         with pytest.raises(lp.UserError, match="of some checkpoints transformers computes other weights"):
             load(tmp_path, "bfloat16", context=context)
         return
@@ -146,6 +148,29 @@ def test_a_checkpoint_with_the_other_one_of_two_tied_weights(tmp_path: Path) -> 
     expected = dict(divide(model, Replica(0, 2)).named_parameters())
     assert all(torch.equal(weight, expected[name]) for name, weight in found.named_parameters())
     assert found.get_output_embeddings().weight is found.get_input_embeddings().weight
+
+
+def test_two_names_of_a_weight(tmp_path: Path) -> None:
+    """transformers takes the first."""
+    model = tiny_model("llama")
+    saved(tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["norm.weight"] = 2 * weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    found = load(tmp_path, "float64", context=ParallelContext(replica=Replica(0, 2))).model
+    assert torch.equal(found.model.norm.weight, load(tmp_path, "float64").model.model.norm.weight)
+    assert torch.equal(found.model.norm.weight, model.model.norm.weight)
+
+
+def test_experts_whose_names_are_converted_with_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5.0 does it for Mixtral: it is no renaming there."""
+    model = tiny_model("mixtral")
+    saved(tmp_path, model)
+    expected = dict(divide(model, Replica(0, 2)).named_parameters())
+    gate = WeightRenaming(".block_sparse_moe.gate", ".mlp.gate")
+    monkeypatch.setattr("lp.models.sharded_loader.get_model_conversion_mapping", lambda model: [gate])
+    found = load(tmp_path, "float64", context=ParallelContext(replica=Replica(0, 2))).model
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.named_parameters())
 
 
 def test_weights_that_stay_in_float32(tmp_path: Path) -> None:
@@ -216,6 +241,11 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(lp.UserError, match="is damaged or incomplete"):
         load(tmp_path, "float64", context=context)
     file.unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(lp.UserError, match="the weights have no"):
+        load(tmp_path, "auto", context=context)
     for damaged in ("{", "{}", '{"weight_map": 1}'):
         (tmp_path / "model.safetensors.index.json").write_text(damaged)
         with pytest.raises(lp.UserError, match=r"model.safetensors.index.json is damaged .*; download it again"):
