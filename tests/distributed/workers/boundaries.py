@@ -21,7 +21,7 @@ IDS, NEW = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], 12
 SAMPLING = lp.SamplingParams(temperature=0.8, seed=3)
 CONFIG = lp.LookaheadConfig(window_size=2, ngram_size=2, guess_set_size=2, pool_mib=1)
 EVERY = -1
-TIMEOUT_S = 10.0  # of a collective, and for the ranks to meet
+TIMEOUT_S = 20.0  # of a collective, and for the ranks to meet, of which a dozen start at once
 LATE_S = 0.5
 
 
