@@ -141,6 +141,7 @@ def _failing_test(tree: Path, tests: Sequence[str]) -> str | None:
 
 def _run_tests(tree: Path, files: Sequence[str], output: Path) -> None:
     """In a process that has imported what no mutant changes."""
+    signal.alarm(LIMIT_S + 10)  # where the script itself has been killed, nobody else ends it
     os.setpgid(0, 0)
     os.chdir(tree)
     sys.path.insert(0, str(tree))
