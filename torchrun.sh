@@ -60,7 +60,7 @@ case "$restarts" in *[!0-9]*) die "MAX_RESTARTS is '$restarts'; it must be an in
 case "$nnodes" in "" | 0* | *[!0-9]*) die "NNODES is '$nnodes'; it must be an integer >= 1" ;; esac
 
 # Chosen once, here: ${now:} of Hydra differs from rank to rank.
-export LP_RUN_DIR="${LP_RUN_DIR:-outputs/$(date +%Y-%m-%d/%H-%M-%S)-$$}"
+export LP_RUN_DIR="${LP_RUN_DIR:-outputs/$(date +%Y-%m-%d_%H-%M-%S)-$$}"
 # A clone runs as it stands, also where it is not installed (LP_SETUP=skip).
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 

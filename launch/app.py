@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import sys
 import tempfile
@@ -100,8 +101,11 @@ def _leave() -> None:
 
 
 def _run_dir(default: str) -> str:
-    """Where rank 0 writes. Hydra makes this folder on every rank: those that write nothing name one that is there."""
-    return "." if rank() > 0 else os.environ.get("LP_RUN_DIR", default)
+    """Where rank 0 writes, by default with its process's number: others may begin in the same second.
+
+    Hydra makes this folder on every rank: those that write nothing name one that is there.
+    """
+    return "." if rank() > 0 else os.environ.get("LP_RUN_DIR", f"{default}-{os.getpid()}")
 
 
 def _sweep_dir(default: str) -> str:
@@ -115,12 +119,13 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _remove_if_empty(run_dir: Path) -> None:
-    """Hydra makes a run folder; under outputs/, a run that wrote nothing leaves none."""
+    """Hydra makes a run folder; in outputs/, a run that wrote nothing leaves none.
+
+    outputs/ itself stays, as another run may be making its folder there.
+    """
     outputs = Path("outputs").resolve()
     if not run_dir.is_relative_to(outputs):
         return
     with contextlib.suppress(OSError):  # not empty, or gone
-        for folder in (run_dir, *run_dir.parents):
+        for folder in itertools.takewhile(lambda each: each != outputs, (run_dir, *run_dir.parents)):
             folder.rmdir()
-            if folder == outputs:
-                break

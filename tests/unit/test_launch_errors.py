@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import launch.profile
 import launch.scaling
 import launch.tune
 import lp
+from launch import app
 from launch.errors import explain, reported
 from launch.once import print_once
 from launch.session import journal_path
@@ -107,6 +109,22 @@ def _assert_user_error(ran: Ran, message: str) -> None:
 def test_a_bad_setting_is_one_line_and_exit_code_2(launch_generate: Launch, overrides: str) -> None:
     """Hydra's own way is a traceback or several lines, and exit code 1."""
     _assert_user_error(launch_generate(*overrides.split(" ")), BAD[overrides])
+
+
+def test_runs_that_begin_in_the_same_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They shared a folder, and one that ended removed it while the other one made it: "File exists"."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LP_RUN_DIR", raising=False)
+    folders = []
+    for number in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda number=number: number)
+        folders.append(Path(app._run_dir("outputs/now")).resolve())
+    first, second = folders
+    (second / "0").mkdir(parents=True)
+    first.mkdir()
+    for each in (first, second / "0"):
+        app._remove_if_empty(each)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "outputs"], "where a third run may be making its folder"
 
 
 def test_no_restart_repeats_rejection_sampling(

@@ -1,6 +1,6 @@
 """Plots and an HTML report of a folder that the benchmark or the scaling app wrote to: docs/benchmarks.md.
 
-python scripts/tables.py report outputs/2026-01-31_12-00-00
+python scripts/tables.py report outputs/2026-01-31_12-00-00-4711
 """
 
 from __future__ import annotations
