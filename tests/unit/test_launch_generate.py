@@ -75,7 +75,7 @@ def test_w_and_g_per_rank(generate: Callable[..., Ran], monkeypatch: pytest.Monk
 def test_nothing_is_left_behind(
     generate: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: str, tokens: int
 ) -> None:
-    """Hydra makes a folder for each run of each rank, and this app writes nothing into it; other runs may need outputs/."""
+    """Hydra makes a folder for each run of each rank, and this app writes nothing into it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LP_RUN_DIR", raising=False)
     monkeypatch.setenv("RANK", rank)
