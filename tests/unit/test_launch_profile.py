@@ -39,7 +39,7 @@ def test_a_line_of_json(launch_profile: Callable[..., Ran], tmp_path: Path) -> N
     assert [point["num_tokens"] for point in found["step_times"]] == [1, 3]
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert found["speeds"] == {} and found["picture"] is None  # three ranks are not one text's speed
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.rglob("*")] == ["outputs"]
 
 
 def test_a_model_with_weights(launch_profile: Callable[..., Ran], tiny_folder: Path) -> None:
