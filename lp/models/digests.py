@@ -41,8 +41,8 @@ def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _checksum(tensor: torch.Tensor) -> int:
     """Sum of the bytes as integers of up to 32 bits, modulo 2^63.
 
-    Each has an odd factor of its own, so that no value can change unseen; that several do, or are swapped, shows but
-    for one time in billions.
+    Each is multiplied by an odd number that depends on its place, so that no single value can change unseen. Several
+    that change, or are swapped, go unseen one time in billions.
     """
     if tensor.is_meta:
         raise UserError("weights are not in memory, but offloaded, and can't be compared; load the model whole")

@@ -157,6 +157,7 @@ class Checkpoint:
     def __init__(self, source: str, offline: bool) -> None:
         self.source = source
         self.offline = offline
+        self._stored: dict[str, str] = {}  # their names in the files, by those of a model: see `rename`
         index = self._file(INDEX)
         if index is not None:
             try:
@@ -165,7 +166,6 @@ class Checkpoint:
                 raise UserError(f"cannot load {source!r}: {INDEX} is damaged ({error}); download it again") from error
             self._files = {file: self._file(file) for file in {*names.values()}}
             self._file_of = names
-            self._stored = {name: name for name in names}
             return
         single = self._file(SINGLE)
         if single is None:
@@ -175,13 +175,11 @@ class Checkpoint:
         with self._opened(single) as file:
             self._file_of = dict.fromkeys(file.keys(), SINGLE)
         self._files = {SINGLE: single}
-        self._stored = {name: name for name in self._file_of}
 
     def rename(self, model: PreTrainedModel) -> None:
         """Call weights by the names that a model's modules have, as transformers does when it loads them."""
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
         wanted = model.state_dict()
-        self._stored = {}
         for name in sorted(self._file_of):
             renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, wanted)
             if renamed not in wanted and name in wanted:  # it has the module's name already

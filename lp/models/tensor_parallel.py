@@ -221,7 +221,7 @@ class _Heads(NamedTuple):
             dimension = getattr(config, "head_dim", None) or config.hidden_size // queries
         except RuntimeError as error:  # of transformers, where layers differ
             raise UserError(
-                f"{type(model).__name__} has layers with other numbers or sizes of heads, which ranks can't divide; "
+                f"layers of {type(model).__name__} have different numbers or sizes of heads, which ranks can't divide; "
                 "use parallel.tp=1"
             ) from error
         return cls(queries, kv, dimension)

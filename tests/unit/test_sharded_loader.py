@@ -207,7 +207,7 @@ def test_buffers_of_an_inner_model(tmp_path: Path) -> None:
 def test_heads_of_several_sizes_are_refused() -> None:
     """transformers raises an error of its own where the config is asked for one size."""
     for different in ({"global_head_dim": 16}, {"num_global_key_value_heads": 1, "attention_k_eq_v": True}):
-        with pytest.raises(lp.UserError, match="has layers with other numbers or sizes of heads"):
+        with pytest.raises(lp.UserError, match="have different numbers or sizes of heads"):
             divide(tiny_model("gemma4", **different), Replica(0, 2))
 
 
