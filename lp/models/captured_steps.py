@@ -158,6 +158,7 @@ class CapturedSteps:
         self.shared: dict[Hashable, torch.Tensor] = {}
         self._caches: list[StaticKVCache] = []  # by capacity, ascending
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by C and B
+        self._in_flight: torch.cuda.Event | None = None  # behind a step that nothing has waited for
 
     def empty_cache(self, capacity: int) -> StaticKVCache:
         """The smallest cache that has so many slots and a step's padding; made where there is none.
@@ -191,14 +192,18 @@ class CapturedSteps:
         parents: Sequence[int] | np.ndarray,
         logits_indices: Sequence[int],
     ) -> CapturedStep:
-        """The captured step of their bucket, with these inputs in its block: the last copy of it must be over.
+        """The captured step of their bucket, with these inputs in its block.
 
-        Arguments are those of `ModelRunner.staged`.
+        The device must have copied what the block held before: whoever reads a step's message has waited for that, and
+        behind `run_unread` this call waits. Arguments are those of `ModelRunner.staged`.
 
         Raises:
             CaptureFailed: it can't be captured.
         """
         assert self.cache is not None
+        if self._in_flight is not None:
+            self._in_flight.synchronize()
+            self._in_flight = None
         num_tokens = len(tokens)
         step = self.step_of(num_tokens)
         inputs = step.inputs
@@ -216,6 +221,14 @@ class CapturedSteps:
         self.cache.begin_replay(step.bucket)
         _fill_visible(inputs.visible_BW, parents)
         return step
+
+    def run_unread(self, step: CapturedStep) -> torch.Tensor:
+        """Run a staged step of which no message is read, so that the host may be ahead of it: its logits (B, V)."""
+        logits = step.run()
+        if self.device.type == "cuda":
+            self._in_flight = torch.cuda.Event()
+            self._in_flight.record()
+        return logits
 
     def step_of(self, num_tokens: int) -> CapturedStep:
         """The step of the bucket of so many tokens; captured if it has not been. The cache has nothing left to move.

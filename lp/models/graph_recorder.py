@@ -82,6 +82,7 @@ class GraphRecorder:
                     work()
             torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
+            self._replica.keep_track(graph)
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 result = work()
         return partial(_replay, graph, result, work)

@@ -449,7 +449,8 @@ class ModelRunner:
         """
         num_logits = len(logits_indices)
         if capture and (step := self.staged(tokens, positions, _parents_of(visible), cache, logits_indices)):
-            return self._whole(step.run()[:num_logits], whole)
+            assert self.captured
+            return self._whole(self.captured.run_unread(step)[:num_logits], whole)
         cache.flush()
         num_tokens = len(tokens)
         ids_1T, positions_1T = to_device(np.array([tokens, positions]), self.device).split(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ class Replica:
         rank = self.rank if rank is None else rank
         return count * rank // self.size, count * (rank + 1) // self.size
 
+    def keep_track(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Note a graph that may hold collectives of this replica: `close` frees it, whoever still refers to it."""
+
     def close(self) -> None:
         """Let go of the process group, if there is one."""
 
@@ -51,11 +55,13 @@ class ProcessReplica(Replica):
         group: of torch.distributed.
         answered: within it an error of a collective names the ranks that do not answer.
         one_shot: what sums small tensors; None where `group` sums all.
+        graphs: CUDA graphs in which collectives of the group may be captured.
     """
 
     group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     answered: Callable[[], AbstractContextManager[None]] | None = field(default=None, repr=False, compare=False)
     one_shot: OneShotSum | None = field(default=None, repr=False, compare=False)
+    graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.one_shot and self.one_shot.takes(tensor):
@@ -73,7 +79,12 @@ class ProcessReplica(Replica):
             gather(gathered.view(-1), tensor.contiguous().view(-1), group=self.group)
         return gathered
 
+    def keep_track(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.graphs.add(graph)
+
     def close(self) -> None:
+        for graph in self.graphs:  # NCCL ends a group when no graph holds its collectives any more, and waits till then
+            graph.reset()
         object.__setattr__(self, "group", None)  # models hold the replica, and the group's threads end with it
         object.__setattr__(self, "answered", None)
         object.__setattr__(self, "one_shot", None)

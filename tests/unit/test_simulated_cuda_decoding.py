@@ -11,6 +11,7 @@ import functools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor, PreTrainedModel, RepetitionPenaltyLogitsProcessor
@@ -18,6 +19,9 @@ from transformers import LogitsProcessor, PreTrainedModel, RepetitionPenaltyLogi
 import lp
 from lp.attention import flash_cuda
 from lp.budget.step_times import StepTimes
+from lp.config import Capture
+from lp.models.graph_recorder import GraphRecorder
+from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 from tests.conftest import some_of
 from tests.simulated_cuda import SimulatedCuda, run_on_gpus
@@ -261,3 +265,39 @@ def test_ranks_measure_step_times_on_gpus(gpu: SimulatedCuda, monkeypatch: pytes
 
     first, second = run_on_gpus(2, body)
     assert first == second and first.plain_s > 0
+
+
+def test_captured_steps_back_to_back(gpu: SimulatedCuda) -> None:
+    """The host is ahead of the device where no message is read, and refills a pinned block before it was copied."""
+    model = on_gpu(tiny_model())
+    runner = ModelRunner(model, "sdpa", Capture.GRAPH, probe=False)
+    uncaptured = ModelRunner(model, "sdpa", Capture.OFF, probe=False)
+    text = drawn_text(random.Random(5), 20)
+    chain = np.tri(3, dtype=bool)
+    with torch.inference_mode():
+        logits = []
+        for each in (runner, uncaptured):
+            cache = each.new_cache(64)
+            each.prefill(text, cache, 512)
+            steps = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+            logits.append([each.forward(step, [20, 21, 22], chain, cache, [0, 1, 2]).clone() for step in steps])
+    assert runner.captured is not None
+    for captured, expected in zip(*logits, strict=True):
+        torch.testing.assert_close(captured.cpu(), expected.cpu())
+
+
+def test_captured_collectives_end_with_their_context(gpu: SimulatedCuda) -> None:
+    """NCCL waits for graphs that hold its collectives before it ends a group: the process would hang at its end."""
+    def body(context: ParallelContext, _: SimulatedCuda) -> bool:
+        recorder = GraphRecorder(context.device, True, context.replica)
+        values = torch.ones(4, device=context.device)
+        replay = recorder.record(lambda: context.replica.all_reduce(values))
+        replay()
+        context.replica.close()
+        try:
+            replay()
+        except RuntimeError:  # as of a graph that was freed, though `replay` still refers to it
+            return True
+        return False
+
+    assert run_on_gpus(2, body, tp=True) == [True, True]
