@@ -198,8 +198,6 @@ def _varlen(
     slot_mapping_T: torch.Tensor | None,
     paged: bool = False,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # of CUDA builds
-
     num_tokens = q_1HTD.shape[2]
     if slot_mapping_T is None:
         length = k_1GND.shape[2] - num_tokens
@@ -218,17 +216,17 @@ def _varlen(
         return own
     bounds = torch.arange(2, dtype=torch.int32, device=q_1HTD.device)  # one sequence: from 0 to its length
     q_THD, k_NGD, v_NGD = (states[0].transpose(0, 1) for states in (q_1HTD, k_1GND, v_1GND))
-    pages: dict[str, Any] = {}  # a torch without block tables has the last kernel alone
+    pages: dict[str, Any] = {}  # a torch without block tables (2.11) has the last kernel alone
     if paged and used_length is not None and length % PAGE == 0:
         pages["block_table"] = torch.arange(length // PAGE, dtype=torch.int32, device=q_1HTD.device)[None]
         k_NGD = k_NGD.unflatten(0, (-1, PAGE))
         v_NGD = v_NGD.unflatten(0, (-1, PAGE))
-    grouped = q_1HTD.shape[1] != k_1GND.shape[1]
-    out_THD, lse_HT = varlen_attn(
+    # The operator behind torch.nn.attention.varlen, which in torch 2.11 takes neither used lengths nor grouped heads.
+    out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         q_THD, k_NGD, v_NGD, bounds * num_tokens, bounds * length, num_tokens, length,
-        return_aux=AuxRequest(lse=True), scale=scale, enable_gqa=grouped, seqused_k=used_length, **pages,
+        0.0, False, False, scale=scale, seqused_k=used_length, **pages,
     )  # fmt: skip
-    assert lse_HT.shape == q_1HTD.shape[1:3], "(H, T) in torch 2.13, though its documentation has another order"
+    assert lse_HT.shape == q_1HTD.shape[1:3], "(H, T)"
     merged = merge(out_THD.transpose(0, 1)[None], lse_HT[None], own, own_lse)
     return merged if used_length is None else torch.where(used_length > 0, merged, own)
 

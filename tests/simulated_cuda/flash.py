@@ -5,14 +5,12 @@ H: query heads, G: KV heads, D: head dimension, T: queries, N: keys.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def varlen_attention(
+def flash_attention_forward(
     q_THD: torch.Tensor,
     k_NGD: torch.Tensor,
     v_NGD: torch.Tensor,
@@ -20,15 +18,16 @@ def varlen_attention(
     key_bounds: torch.Tensor,
     max_q: int,
     max_k: int,
-    is_causal: bool = False,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
     scale: float | None = None,
-    window_size: Any = None,
-    enable_gqa: bool = False,
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
-    num_splits: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of one sequence without a mask: (T, H, D), its log-sum-exp (H, T), and the state of no dropout.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`aten::_flash_attention_forward` of one sequence without a mask: (T, H, D), its log-sum-exp (H, T), and three
+    tensors that are of use in training alone.
 
     Args:
         seqused_k: int32 (1,), keys to be read: data, so that a graph may hold a longer buffer.
@@ -41,22 +40,23 @@ def varlen_attention(
     bounds = [x for x in (query_bounds, key_bounds, seqused_k, block_table) if x is not None]
     _require(all(x.dtype is torch.int32 for x in bounds), "takes int32 for bounds, lengths and pages")
     _require(not is_causal and len(query_bounds) == 2, "is simulated for one sequence without a causal mask")
-    _require(enable_gqa or q_THD.shape[1] == k_NGD.shape[-2], "takes enable_gqa where KV heads are fewer")
+    _require(not dropout_p and not return_debug_mask, "is simulated for inference")
+    _require(q_THD.shape[1] % k_NGD.shape[-2] == 0, "takes query heads that are a multiple of the KV heads")
     if block_table is not None:
         _require(k_NGD.shape[1] % 256 == 0, f"takes no pages of {k_NGD.shape[1]}")
         k_NGD = k_NGD[block_table[0].long()].flatten(0, 1)
         v_NGD = v_NGD[block_table[0].long()].flatten(0, 1)
     used = int(seqused_k[0]) if seqused_k is not None else int(key_bounds[1])
     heads = q_THD.shape[1]
-    rng_state = torch.zeros(2, dtype=torch.uint64)
+    unused = (torch.zeros(2, dtype=torch.uint64), q_THD.new_empty(0), q_THD.new_empty(0))
     if used == 0:
-        return torch.zeros_like(q_THD), q_THD.new_full((heads, len(q_THD)), torch.inf, dtype=torch.float32), rng_state
+        return torch.zeros_like(q_THD), q_THD.new_full((heads, len(q_THD)), torch.inf, dtype=torch.float32), *unused
     q_HTD = q_THD.float().transpose(0, 1)
     repeats = heads // k_NGD.shape[1]
     k_HND, v_HND = (x[:used].float().transpose(0, 1).repeat_interleave(repeats, 0) for x in (k_NGD, v_NGD))
     scores_HTN = q_HTD @ k_HND.mT * (scale or q_THD.shape[-1] ** -0.5)
     out_THD = (scores_HTN.softmax(-1) @ v_HND).transpose(0, 1).to(q_THD.dtype).contiguous()
-    return out_THD, scores_HTN.logsumexp(-1), rng_state
+    return out_THD, scores_HTN.logsumexp(-1), *unused
 
 
 def tree_attention(

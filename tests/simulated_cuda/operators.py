@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
-from tests.simulated_cuda.flash import tree_attention, varlen_attention
+from tests.simulated_cuda.flash import flash_attention_forward, tree_attention
 
 # One kernel on a GPU, though torch composes it of others.
 WHOLE = {"scaled_dot_product_attention"}
 # Kernels that no CPU has.
-KERNELS: dict[str, Callable[..., Any]] = {"_varlen_attn": varlen_attention, "tree_attention": tree_attention}
+KERNELS: dict[str, Callable[..., Any]] = {
+    "_flash_attention_forward": flash_attention_forward,
+    "tree_attention": tree_attention,
+}
 # Allocations: what lies in the memory is whatever was there.
 ALLOCATES = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 # Their result's size, or what they return, is a matter of values: the host waits for them.

@@ -12,7 +12,7 @@ import torch
 
 from tests.simulated_cuda import LAUNCH, PAGEABLE, SYNC, CudaTensor, DeviceError, SimulatedCuda, guard, simulated_cuda
 from tests.simulated_cuda import why_not as why_no_simulation
-from tests.simulated_cuda.flash import varlen_attention
+from tests.simulated_cuda.flash import flash_attention_forward
 
 CPU_VALUES = torch.arange(6.0)
 
@@ -280,17 +280,19 @@ def test_the_flash_kernel_is_attention() -> None:
     q, k, v = (torch.randn(tokens, heads, 16).bfloat16() for tokens, heads in ((3, 4), (512, 2), (512, 2)))
     bounds = torch.arange(2, dtype=torch.int32)
     used = torch.tensor([5], dtype=torch.int32)
-    out, lse, _ = varlen_attention(q, k, v, bounds * 3, bounds * 512, 3, 512, seqused_k=used, enable_gqa=True)
+
+    def flash(*states: torch.Tensor, **options: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return flash_attention_forward(*states, bounds * 3, bounds * 512, 3, 512, 0.0, False, False, **options)
+
+    out, lse, *_ = flash(q, k, v, seqused_k=used)
     shown = [x[None].transpose(1, 2).float() for x in (q, k[:5], v[:5])]
     expected = torch.nn.functional.scaled_dot_product_attention(*shown, enable_gqa=True)[0].transpose(0, 1)
     assert torch.allclose(out.float(), expected, atol=2e-2) and lse.shape == (4, 3)
     pages = torch.tensor([[1, 0]], dtype=torch.int32)
     swapped = [torch.cat([x[256:], x[:256]]).view(2, 256, 2, 16) for x in (k, v)]
-    paged, _, _ = varlen_attention(
-        q, *swapped, bounds * 3, bounds * 512, 3, 512, seqused_k=used, enable_gqa=True, block_table=pages
-    )
+    paged, *_ = flash(q, *swapped, seqused_k=used, block_table=pages)
     assert torch.equal(paged, out)
-    nothing, lse, _ = varlen_attention(q, k, v, bounds * 3, bounds * 512, 3, 512, seqused_k=used * 0, enable_gqa=True)
+    nothing, lse, *_ = flash(q, k, v, seqused_k=used * 0)
     assert not nothing.any() and (lse == torch.inf).all()
     with pytest.raises(RuntimeError, match="takes float16 and bfloat16"):
-        varlen_attention(q.float(), k.float(), v.float(), bounds, bounds, 3, 3, enable_gqa=True)
+        flash(q.float(), k.float(), v.float())

@@ -288,6 +288,7 @@ def test_captured_steps_back_to_back(gpu: SimulatedCuda) -> None:
 
 def test_captured_collectives_end_with_their_context(gpu: SimulatedCuda) -> None:
     """NCCL waits for graphs that hold its collectives before it ends a group: the process would hang at its end."""
+
     def body(context: ParallelContext, _: SimulatedCuda) -> bool:
         recorder = GraphRecorder(context.device, True, context.replica)
         values = torch.ones(4, device=context.device)
