@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import lp
 from lp.attention.registry import attention_choices
@@ -12,6 +12,7 @@ from lp.draft.registry import DraftConfig, source_of
 from lp.engine.decoder import Decoder
 from lp.engine.lookahead import MEASURE
 from lp.errors import UserError
+from lp.sampling.generation_config import NONE
 
 from .schema import POOL_KEYS, SHAPE_KEYS, Common, decoder_choices, frozen
 
@@ -21,6 +22,7 @@ ORACLE = "autoregressive"  # one token a step without that engine: what tokens a
 METHODS = ("lookahead_auto", PLAIN, "prompt_lookup")  # compared with the one chosen
 Builder = Callable[[Any, lp.ParallelContext], Decoder]
 Builders = dict[str, Builder]
+D = TypeVar("D", bound=Decoder)
 
 
 def decoder_names() -> tuple[str, ...]:
@@ -72,16 +74,24 @@ def has_pool(names: Iterable[str]) -> bool:
     return any(choices[name].has(field) for name in names if name in choices for field in POOL_KEYS)
 
 
+def measured(decoder: D) -> D:
+    """A decoder whose texts are those of the run's own sampling, whatever the checkpoint's generation config says: what
+    is measured is the same for all models. Apps that follow the config ask for it in every call.
+    """
+    decoder.follows = NONE
+    return decoder
+
+
 def _builder(name: str, config: Common) -> Builder:
     attention, capture = config.attention.name, config.attention.capture
     if name == ORACLE:
         return lambda model, context: lp.AutoregressiveDecoder(model, context)
     if name == PLAIN:
-        return lambda model, context: lp.PlainDecoder(model, context, attention, capture)
+        return lambda model, context: measured(lp.PlainDecoder(model, context, attention, capture))
     settings = _settings(name, config)
     source_of(settings).factory(settings)  # a package that is missing is refused before the model is loaded
     again = MEASURE if config.measure_step_times else None
-    return lambda model, context: lp.LookaheadDecoder(model, settings, context, attention, capture, again)
+    return lambda model, context: measured(lp.LookaheadDecoder(model, settings, context, attention, capture, again))
 
 
 def _settings(name: str, config: Common) -> DraftConfig:

@@ -35,7 +35,7 @@ from .bench.prompts import load_builtin
 from .bench.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .bench.speed import speeds, transformers_greedy
 from .bench.table import console_on
-from .builders import ORACLE, PLAIN, decoder_builders
+from .builders import ORACLE, PLAIN, decoder_builders, measured
 from .cli import start
 from .schema import Output, ProfileConfig
 from .session import check_common, load_model, open_context, sampling_of, seeded
@@ -149,7 +149,7 @@ def _methods(
             break
         decoders[config.decoder.name + suffix] = decoder
         backend = variant.attention
-        decoders[PLAIN + suffix] = lp.PlainDecoder(model, context, backend.name, backend.capture)
+        decoders[PLAIN + suffix] = measured(lp.PlainDecoder(model, context, backend.name, backend.capture))
     methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
     return {TRANSFORMERS: partial(transformers_greedy, model, ids, tokens), **methods}
 

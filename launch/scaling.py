@@ -60,7 +60,7 @@ from .bench.session import (
 )
 from .bench.summary import markdown, short
 from .bench.table import PipeConsole
-from .builders import ALONE, PLAIN
+from .builders import ALONE, PLAIN, measured
 from .cli import start
 from .nodes import Leader, Nodes, follow, leading
 from .schema import SHAPE_KEYS, Output, ScalingConfig, frozen
@@ -336,7 +336,7 @@ def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
         return decoder
     shape = decoder.config
     shape = replace(shape, window_size=shape.window_size * factor, guess_set_size=shape.guess_set_size * factor)
-    return lp.LookaheadDecoder(bench.loaded.model, shape, None, attention.name, attention.capture)
+    return measured(lp.LookaheadDecoder(bench.loaded.model, shape, None, attention.name, attention.capture))
 
 
 def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, table: bool) -> None:

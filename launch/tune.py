@@ -25,7 +25,7 @@ from .bench.compare import alternate
 from .bench.plots import tune_plot
 from .bench.table import console_on, empty_table
 from .bench.tune import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
-from .builders import PLAIN, shape_and_pool
+from .builders import PLAIN, measured, shape_and_pool
 from .cli import start
 from .report import describe_sampling
 from .schema import POOL_KEYS, Output, TuneConfig
@@ -46,7 +46,8 @@ def tune(config: TuneConfig) -> None:
 
     def build(shape: lp.LookaheadConfig) -> lp.LookaheadDecoder:
         again = MEASURE if config.measure_step_times and shape.adaptive else None
-        decoder = lp.LookaheadDecoder(model, shape, context, config.attention.name, config.attention.capture, again)
+        attention = config.attention
+        decoder = measured(lp.LookaheadDecoder(model, shape, context, attention.name, attention.capture, again))
         alternate({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)}, 1)  # Ctrl-C ends it too
         return decoder
 

@@ -15,11 +15,17 @@ from lp.engine.sharded_sampling import agreed_token
 from lp.engine.stopping import FINISH_REASON
 from lp.models.recurrent_layers import cache_keyword, limits_prompt
 from lp.parallel.message import Stop
+from lp.sampling.generation_config import NONE
 from lp.sampling.sampler import check_sampled
 
 
 class AutoregressiveDecoder(Decoder):
-    """One token a forward pass over transformers' own cache and masks."""
+    """One token a forward pass over transformers' own cache and masks; it follows no checkpoint's generation config.
+
+    Where a decoder that does is compared with it, give it `generation_config="auto"` too.
+    """
+
+    follows = NONE
 
     def _decode(self, request: Request) -> GenerationOutput:
         timer = StepTimer()

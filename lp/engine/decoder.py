@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from lp.checks import check_callback, check_int, check_kind, flat_list
 from lp.engine.inputs import (
@@ -36,10 +37,13 @@ from lp.models.support import check_adapter
 from lp.models.vocabulary import embedded_tokens
 from lp.parallel.agreement import shared_seed
 from lp.parallel.context import ParallelContext
+from lp.sampling.generation_config import AUTO, NONE, Checkpoint
 from lp.sampling.grammar import Grammar, GrammarProcessor
 from lp.sampling.params import SamplingParams
 from lp.sampling.sampler import build_sampler
 from lp.sampling.score_recorder import RecordingSampler
+
+logger = logging.getLogger(__name__)
 
 
 class Decoder(ABC):
@@ -48,13 +52,19 @@ class Decoder(ABC):
     Args:
         model: an HF causal LM, loaded and on its device.
         context: the ranks to share a step with; None is this process alone.
+
+    Attributes:
+        follows: the checkpoint's generation config is followed ("auto") where a call does not say, or not ("none").
     """
+
+    follows = AUTO
 
     def __init__(self, model: PreTrainedModel, context: ParallelContext | None = None) -> None:
         check_model(model)
         check_adapter(model)
         check_kind("context", context, (ParallelContext, type(None)), "lp.ParallelContext, or None for this process")
         self.model, self.context = model, context or ParallelContext(device=model.device)
+        self._told = set[str]()
         check_divided(model, self.context.replica)
 
     def generate(
@@ -76,13 +86,16 @@ class Decoder(ABC):
         output_logits: bool = False,
         prediction: Sequence[int] = (),
         grammar: Grammar | None = None,
+        generation_config: str | None = None,
+        seed: int | None = None,
+        continued: int = 0,
     ) -> GenerationOutput:
         """Generate from one prompt.
 
         Args:
             input_ids: the prompt, (L,) or (1, L): a list, a numpy array or a tensor of integers.
             max_new_tokens: most tokens to add.
-            sampling: temperature, warpers and seed; None is greedy.
+            sampling: temperature, warpers and seed; None is what the checkpoint says, or else greedy.
             logits_processor: transformers' processors, applied before the warpers of `sampling`.
             padding: left padding of the prompt, which processors and criteria see and the model does not.
             sequence: index of this sequence in a batch, which sampled noise depends on.
@@ -98,6 +111,12 @@ class Decoder(ABC):
             prediction: token ids that are expected, as of a file that is to be changed a little. They are drafted, and
                 change no token. Decoders without draft tokens ignore them.
             grammar: that the text follows up to an EOS, as lp.GrammarCompiler makes them.
+            generation_config: "auto" follows what the checkpoint's generation_config.json says of scores (penalties,
+                suppressed and forced tokens, n-grams, bad words, least lengths) and of sampling; `sampling` wins in all
+                its fields, and so does a processor of the same class. "none" does not. None is the decoder's own way,
+                `follows`.
+            seed: of a text that is sampled, where `sampling` names none; None draws one on rank 0.
+            continued: so many of the prompt's last tokens are of the text itself, which an earlier call began.
 
         Returns:
             GenerationOutput.
@@ -122,6 +141,9 @@ class Decoder(ABC):
             "output_logits": output_logits,
             "prediction": prediction,
             "grammar": grammar,
+            "generation_config": generation_config,
+            "seed": seed,
+            "continued": continued,
         }
         signals = DeferredSignals()
         with remedy_named():
@@ -153,6 +175,9 @@ class Decoder(ABC):
         output_logits: bool = False,
         prediction: Sequence[int] = (),
         grammar: Grammar | None = None,
+        generation_config: str | None = None,
+        seed: int | None = None,
+        continued: int = 0,
     ) -> Request:
         """The checked call; arguments and errors are those of `generate`.
 
@@ -160,7 +185,7 @@ class Decoder(ABC):
             signals: that end the text.
         """
         prompt = prompt_ids(self.model, input_ids)
-        check_sampling(sampling)
+        check_sampling(asked := sampling)
         check_callback("on_tokens", on_tokens, "a function of (new tokens, step), or None")
         max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1, math.inf, "ask for at least one token")
         prefill_chunk = check_int("prefill_chunk", prefill_chunk, 1, math.inf, "try 512")
@@ -184,11 +209,26 @@ class Decoder(ABC):
             self.model.device,
         )
         processors = listed_processors(logits_processor)
+        checkpoint = self.checkpoint(generation_config)
+        continued = check_int("continued", continued, 0, len(prompt) - 1, "a text goes on behind a prompt")
         if grammar is not None:
             self._check_grammar(grammar, stopping.eos)
             processors.append(GrammarProcessor(grammar, sorted(stopping.eos), len(padding) + len(prompt)))
+        if checkpoint.said(sampling):
+            sampling, processors = checkpoint.applied(
+                sampling,
+                processors,
+                model_config=self.model.config,
+                padding=len(padding),
+                length=len(padding) + len(prompt) - continued,
+                max_length=len(padding) + len(prompt) + max_new_tokens,
+                eos=stopping.eos,
+                device=self.model.device,
+            )
+        self._tell(checkpoint.line(asked))
+        sampling = self._seeded(sampling, seed)
         sampler = build_sampler(
-            self._seeded(sampling),
+            sampling,
             processors,
             padding=padding,
             sequence=sequence,
@@ -218,6 +258,7 @@ class Decoder(ABC):
             boundary=boundary,
             prediction=expected,
             grammar=grammar,
+            seed=sampling.seed if sampling else None,
         )
 
     @contextmanager
@@ -230,6 +271,7 @@ class Decoder(ABC):
     def complete(self, output: GenerationOutput, request: Request) -> None:
         """Add what was asked for besides the tokens."""
         output.attention = self.attention
+        output.seed = request.seed
         if isinstance(request.sampler, RecordingSampler):
             output.logits = request.sampler.recorded("logits", len(output.tokens))
             output.scores = request.sampler.recorded("scores", len(output.tokens))
@@ -268,8 +310,24 @@ class Decoder(ABC):
                     f"0..{vocabulary - 1}"
                 )
 
-    def _seeded(self, sampling: SamplingParams | None) -> SamplingParams | None:
-        """With a seed of None, rank 0 draws one for all; ranks that need none take part too."""
+    def checkpoint(self, generation_config: str | None = None) -> Checkpoint:
+        """What the checkpoint says of how its texts are sampled; argument and errors are those of `generate`."""
+        chosen = self.follows if generation_config is None else generation_config
+        if chosen not in (AUTO, NONE):
+            raise UserError(f"generation_config is {chosen!r}; it must be {AUTO!r} or {NONE!r}")
+        return Checkpoint.of(self.model.generation_config if chosen == AUTO else GenerationConfig())
+
+    def _tell(self, line: str) -> None:
+        """Log a line, once."""
+        if line and line not in self._told:
+            self._told.add(line)
+            if self.context.is_main:
+                logger.warning(line)
+
+    def _seeded(self, sampling: SamplingParams | None, seed: int | None) -> SamplingParams | None:
+        """With no seed in either, rank 0 draws one for all; ranks that need none take part too."""
+        if sampling is not None and sampling.seed is None and seed is not None:
+            sampling = replace(sampling, seed=seed)
         wanted = sampling is not None and sampling.seed is None
         seed = shared_seed(self.context, f"drawing the seed of {self.call}", wanted)
         return replace(sampling, seed=seed) if sampling is not None and wanted else sampling

@@ -43,6 +43,7 @@ from lp.models.recurrent_layers import limits_prompt
 from lp.models.rope import rope_boundary
 from lp.parallel.agreement import exchange, shared_seed
 from lp.parallel.context import ParallelContext
+from lp.sampling.generation_config import AUTO, NONE
 from lp.sampling.params import SamplingParams, Verifier
 from lp.sampling.processors import plain_settings
 
@@ -226,13 +227,19 @@ class Journal:
         call["logits_processor"] = listed_processors(call.get("logits_processor"))
         call["stopping_criteria"] = listed_criteria(call.get("stopping_criteria"))
         call["eos_token_id"] = sorted(eos_ids(decoder.model, call.get("eos_token_id")))
-        name = _text_name(model, ids, new, sampling, {key: call[key] for key in call if key not in NAMED})
+        checkpoint = decoder.checkpoint(call.pop("generation_config", None))
+        options = {key: call[key] for key in call if key not in NAMED}
+        if said := checkpoint.said(sampling):
+            options["generation_config"] = said
+        name = _text_name(model, ids, new, sampling, options)
         record = self.records.setdefault(name, Record())
-        if sampling is not None and sampling.seed is None:
-            if record.seed is None:
-                record.seed = shared_seed(self.context, "drawing the seed of a journal's text")
+        sampled = checkpoint.samples if sampling is None else True
+        given = sampling.seed if sampling is not None and sampling.seed is not None else call.get("seed")
+        if sampled and given is None and record.seed is None:
+            record.seed = shared_seed(self.context, "drawing the seed of a journal's text")
+        record.seed = None if not sampled else record.seed if given is None else given
+        if sampling is not None:
             sampling = replace(sampling, seed=record.seed)
-        record.seed = sampling.seed if sampling else None
         # The last token comes again, and with it what may have ended the text.
         done = record.tokens if record.end else record.tokens[:-1]
         if not (record.end or resumable(decoder.model)):
@@ -253,6 +260,8 @@ class Journal:
 
         callback = write_tokens if self.context.is_main else on_tokens
         left = {"input_ids": [*ids, *done], "max_new_tokens": new - len(done), "sampling": sampling}
+        left |= {"generation_config": AUTO if said else NONE, "seed": record.seed}
+        left["continued"] = call.get("continued", 0) + len(done)
         return _Text(name, record, list(done), {**call, **left, "on_tokens": callback})
 
     def _ended(self, text: _Text, output: GenerationOutput) -> GenerationOutput:

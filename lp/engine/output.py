@@ -104,6 +104,7 @@ class GenerationOutput:
         accepted_prediction: tokens of the caller's prediction that were accepted as draft tokens.
         attention: what computed it, such as "flash", the backend that `auto` took, or "transformers' sdpa" of plain
             decoding; empty where nothing was computed.
+        seed: of a text that was sampled, given or drawn; None of a greedy one.
     """
 
     tokens: list[int]
@@ -118,6 +119,7 @@ class GenerationOutput:
     reused: int = 0
     accepted_prediction: int = 0
     attention: str = ""
+    seed: int | None = None
 
     @property
     def steps(self) -> int:

@@ -26,6 +26,7 @@ class Request:
         boundary: where the model's rotary frequencies change; None if nowhere.
         prediction: tokens that the caller expects; draft tokens.
         grammar: that the text follows; None for none.
+        seed: of its noise or draws; None where nothing is drawn.
     """
 
     prompt: list[int]
@@ -39,6 +40,7 @@ class Request:
     boundary: RopeBoundary | None
     prediction: Sequence[int] = ()
     grammar: Grammar | None = None
+    seed: int | None = None
 
     def limit_at(self, position: int) -> int:
         """Positions below it may be used by a step whose `c` is at `position`."""

@@ -6,7 +6,6 @@ B: prompts of the batch, L: length of the padded prompts, T: tokens of the longe
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedModel,
     QuantizedCache,
-    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -34,6 +31,7 @@ from lp.engine.interrupts import Interrupted
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
+from lp.sampling.generation_config import NONE, of_prompt, refusals
 from lp.sampling.params import SamplingParams
 
 # What transformers hands over by itself, and what changes no token.
@@ -113,7 +111,7 @@ def generate(
             "input_ids": ids[padding:],
             "max_new_tokens": new,
             "sampling": sampling,
-            "logits_processor": [_of_prompt(processor, index) for processor in logits_processor or ()],
+            "logits_processor": [of_prompt(processor, index) for processor in logits_processor or ()],
             "eos_token_id": stops.eos,
             "stopping_criteria": criteria,
             "on_tokens": None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
@@ -121,6 +119,7 @@ def generate(
             "sequence": index,
             "output_scores": bool(asked and config.output_scores),
             "output_logits": bool(asked and config.output_logits),
+            "generation_config": NONE,  # transformers has made its processors
         }
 
     def decode(calls: list[dict[str, Any]]) -> list[GenerationOutput]:
@@ -201,21 +200,11 @@ def _replaced(
 
 
 def _check_asked(config: GenerationConfig, batch: int, streamer: BaseStreamer | None) -> None:
-    if (config.num_beams or 1) > 1:
-        raise UserError(
-            f"num_beams is {config.num_beams}; lookahead decoding verifies one path, whose tokens are known from its "
-            "prefix alone, and a beam is kept or dropped by the scores of all others: take num_beams=1, or use "
-            "generate as it is"
-        )
-    asked = {
-        "use_cache=False": config.use_cache is False,
-        "output_attentions": bool(config.output_attentions),
-        "output_hidden_states": bool(config.output_hidden_states),
-        f"a streamer for {batch} prompts": streamer is not None and batch > 1,
-    }
-    refused = [name for name, wanted in asked.items() if wanted]
+    refused = [*refusals(config).values()]
+    if streamer is not None and batch > 1:
+        refused.append(f"a streamer for {batch} prompts; it shows one text")
     if refused:
-        raise UserError(f"lp.generate does not do {', '.join(refused)}; leave it out, or use generate as it is")
+        raise UserError(f"lp.generate does not do this: {'. '.join(refused)}. Leave it out, or use generate as it is")
 
 
 def _check_preparation(model: PreTrainedModel) -> None:
@@ -296,15 +285,6 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
 def _seed(seed: int | None) -> int:
     """One seed for the whole batch."""
     return int(torch.randint(2**63 - 1, (1,))) if seed is None else seed
-
-
-def _of_prompt(processor: LogitsProcessor, index: int) -> LogitsProcessor:
-    """A processor prepared for the batch, for one of its sequences."""
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(ignored, torch.Tensor):
-        processor = copy(processor)  # of its own class, which may do more
-        processor.prompt_ignore_length = int(ignored[index])
-    return processor
 
 
 def _by_step(texts: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:
