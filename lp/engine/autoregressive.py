@@ -13,7 +13,8 @@ from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.sharded_sampling import agreed_token
 from lp.engine.stopping import FINISH_REASON
-from lp.models.recurrent_layers import cache_keyword, limits_prompt
+from lp.models.recurrent_layers import limits_prompt
+from lp.models.releases import cache_keyword
 from lp.parallel.message import Stop
 from lp.sampling.generation_config import NONE
 from lp.sampling.sampler import check_sampled
@@ -78,7 +79,7 @@ class AutoregressiveDecoder(Decoder):
 
     def _pass(self, inputs: torch.Tensor, cache: DynamicCache, start: int) -> torch.Tensor:
         """The last token's logits; the first one is at position `start`."""
-        arguments: dict[str, object] = {cache_keyword(self.model.config): cache}
+        arguments: dict[str, object] = {cache_keyword(self.model): cache}
         if "position_ids" in inspect.signature(self.model.forward).parameters:  # as `generate`
             arguments["position_ids"] = torch.arange(start, start + inputs.shape[1], device=inputs.device)[None]
         logits: torch.Tensor = self.model(inputs, use_cache=True, logits_to_keep=1, **arguments).logits

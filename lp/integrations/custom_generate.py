@@ -31,6 +31,7 @@ from lp.engine.interrupts import Interrupted
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
+from lp.models.releases import CACHE_NAMES
 from lp.sampling.generation_config import NONE, of_prompt, refusals
 from lp.sampling.params import SamplingParams
 
@@ -39,8 +40,7 @@ KNOWN = {
     "attention_mask",
     "position_ids",
     "cache_position",
-    "past_key_values",
-    "cache_params",
+    *CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
     "return_dict",
@@ -91,8 +91,8 @@ def generate(
     config = generation_config or model.generation_config
     _check_asked(config, len(input_ids), streamer)
     _check_preparation(model)
-    _check_cache(model_kwargs.get("past_key_values"))
-    _check_states(model_kwargs.get("cache_params"))
+    for name in CACHE_NAMES:
+        _check_cache(name, model_kwargs.get(name))
     # Declared as an argument, transformers would hand attention_mask over twice.
     paddings = _paddings(input_ids, config, model_kwargs)
     sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
@@ -228,25 +228,22 @@ def _check_preparation(model: PreTrainedModel) -> None:
         )
 
 
-def _check_cache(cache: Any) -> None:
-    """Refuse a cache that holds KV, of whatever text; the empty one that transformers makes goes unused."""
-    held = 0 if cache is None else int(cache.get_seq_length())
+def _check_cache(name: str, cache: Any) -> None:
+    """Refuse a cache that holds something, of whatever text; the empty one that transformers makes goes unused."""
+    if cache is None:
+        return
+    try:
+        length = int(cache.get_seq_length())
+        held = f"{length} tokens" if length else None
+    except ValueError:  # none of its layers attends: each keeps a state
+        held = "the state of a text" if cache.has_previous_state() else None
     if held:
         raise UserError(
-            f"past_key_values holds {held} tokens; lp.generate fills a cache of its own: leave it out and give the "
-            "whole text as input_ids, or use generate as it is"
+            f"{name} holds {held}; lp.generate fills a cache of its own: leave it out and give the whole text as "
+            "input_ids, or use generate as it is"
         )
     if isinstance(cache, QuantizedCache):
         raise UserError("lp.generate has no quantized cache; leave cache_implementation out, or use generate as it is")
-
-
-def _check_states(cache: Any) -> None:
-    """The same of the cache of a model without attention."""
-    if cache is not None and cache.has_previous_state():
-        raise UserError(
-            "cache_params holds the state of a text; lp.generate makes its own: leave it out and give the whole text "
-            "as input_ids, or use generate as it is"
-        )
 
 
 def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> list[int]:

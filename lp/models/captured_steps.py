@@ -27,8 +27,8 @@ from lp.models.fused import FusedModel
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 from lp.models.new_cache import new_cache
-from lp.models.recurrent_layers import cache_keyword
 from lp.models.recurrent_states import RecurrentShape
+from lp.models.releases import CACHE_NAMES
 from lp.parallel.replica import Replica
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # tokens
@@ -129,6 +129,7 @@ class CapturedSteps:
         known: as of `StaticKVCache`.
         recurrent: as `shapes` of `HybridCache`; empty: the model has no recurrent layers.
         replica: the ranks that the model is divided among; None: it is whole.
+        cache_keyword: under which the model takes its cache.
 
     Attributes:
         cache: of the generation that is running, or of the last one.
@@ -144,8 +145,10 @@ class CapturedSteps:
         known: dict[StatesKind, int] | None = None,
         recurrent: Mapping[int, RecurrentShape] | None = None,
         replica: Replica | None = None,
+        cache_keyword: str = CACHE_NAMES[0],
     ) -> None:
         self.model = model
+        self._cache_keyword = cache_keyword
         self.replica = replica
         self.recurrent = recurrent or {}
         self.masks = masks
@@ -273,7 +276,7 @@ class CapturedSteps:
             attention_mask=mask,
             use_cache=True,
             logits_to_keep=inputs.logits_indices_B,
-            **{cache_keyword(self.masks.config): cache},
+            **{self._cache_keyword: cache},
             **arguments,
         )
         logits: torch.Tensor = output.logits[0]

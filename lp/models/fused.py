@@ -31,6 +31,7 @@ from lp.models.architectures import (
     check_unhooked,
     is_plain_mlp,
 )
+from lp.models.releases import cache_keyword
 from lp.models.sharded_layers import RowWiseLinear, ShardedHead
 from lp.models.weight_layout import is_mergeable, laid_out
 
@@ -93,6 +94,7 @@ class FusedModel:
         self.model = model
         self.config = model.config
         self.architecture = architecture_of(model)
+        self._cache_keyword = cache_keyword(model)
         self._decoder = model.model
         self._device = model.model.embed_tokens.weight.device
         layers = model.model.layers[: model.config.num_hidden_layers]
@@ -109,7 +111,6 @@ class FusedModel:
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: Any,
-        past_key_values: Any,
         use_cache: bool = True,
         logits_to_keep: int | torch.Tensor = 0,
         **keywords: Any,
@@ -119,9 +120,9 @@ class FusedModel:
         Args:
             input_ids, position_ids: (1, T) int64.
             attention_mask: of a step, one for all layers or by kind of layer; None: one token that sees everything.
-            past_key_values: the cache, which the KV is written to.
             logits_to_keep: the last so many tokens, 0 for all; or the indices of tokens.
-            keywords: for the attention function.
+            keywords: the cache, which the KV is written to, under the model's own name for it; others are for the
+                attention function.
 
         Returns:
             `logits` (1, tokens, V), with other fields if the model itself had to run. Of a model that is divided among
@@ -132,17 +133,17 @@ class FusedModel:
             return self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                past_key_values=past_key_values,
                 logits_to_keep=logits_to_keep,
                 **keywords,
             )
+        cache = keywords.pop(self._cache_keyword)
         scaled = self.architecture.multipliers
         # A copy or a product: the layers add to it in place, and a hook may have kept the embedding.
         embedded_TE = self._decoder.embed_tokens(input_ids)[0]
         x_TE = embedded_TE * self._decoder.embedding_multiplier if scaled else embedded_TE.clone()
         rotations = {kind: self._rotation(x_TE, position_ids, kind) for kind in self._rotary_kinds}
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._eager)
-        attend = _Attend(function, past_key_values, keywords)
+        attend = _Attend(function, cache, keywords)
         for layer in self._layers:
             rotation = rotations[layer.kind if self.architecture.rotary_by_kind else None]
             mask = attention_mask[layer.kind] if isinstance(attention_mask, dict) else attention_mask

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from lp.draft.pool.model_ngrams import Contexts
 from lp.draft.pool.tables import MAX_LOGITS_ORDER
 from lp.models.loader import vocabulary_size
+from lp.models.releases import cache_in, cache_keyword
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.top_logits import TopLogits, pack_again
 
@@ -130,7 +131,8 @@ def _written(
                 break
             ids = torch.cat([ids, new], 1)
             inputs = new.clamp(max=embedded_tokens(model) - 1)
-            output = model(input_ids=inputs, past_key_values=output.past_key_values, use_cache=True, logits_to_keep=1)
+            cache = {cache_keyword(model): cache_in(output)}
+            output = model(input_ids=inputs, use_cache=True, logits_to_keep=1, **cache)
 
 
 def _texts(beginning: Sequence[int], tokens: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:

@@ -20,10 +20,10 @@ from transformers.cache_utils import Cache
 
 from lp.errors import UserError
 from lp.models.recurrent_states import DTYPE, LayerState, RecurrentShape, RecurrentStates
+from lp.models.releases import cache_in
 from lp.models.tree_recurrence import StepTree, convolution, gated_delta_rule, state_space
 
 RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # of layers, as configs name them
-CACHE_PARAMS = {"mamba2"}  # model types whose forward takes the cache under this name
 NO_LIMIT = (0.0, float("inf"))  # of a time step, which is positive anyway
 L2_EPSILON = 1e-6  # of the norm of queries and keys in transformers' and flash-linear-attention's delta rule
 
@@ -239,8 +239,7 @@ def tree_forward(module: nn.Module) -> Callable[..., torch.Tensor] | None:
     step = layer.step
 
     def forward(copy: Any, own_forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        cache = kwargs.get("cache_params", kwargs.get("past_key_values"))
-        states = getattr(cache, "recurrent", None)
+        states = getattr(cache_in(kwargs), "recurrent", None)
         if not isinstance(states, RecurrentStates) or states.tree is None:
             return own_forward(*args, **kwargs)
         hidden_1TE = args[0] if args else kwargs["hidden_states"]
@@ -275,11 +274,6 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
     if shapes and not hasattr(Cache, "get_conv_state"):
         raise UserError(f"{type(model).__name__} has recurrent layers, which need a newer release of transformers")
     return shapes
-
-
-def cache_keyword(config: Any) -> str:
-    """The name under which a causal LM takes its cache."""
-    return "cache_params" if config.model_type in CACHE_PARAMS else "past_key_values"
 
 
 def limits_prompt(model: nn.Module) -> bool:

@@ -31,7 +31,8 @@ from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 from lp.models.model_lock import lock_of
 from lp.models.new_cache import new_cache
 from lp.models.probe import check_tree_mask
-from lp.models.recurrent_layers import cache_keyword, recurrent_shapes, tree_forward
+from lp.models.recurrent_layers import recurrent_shapes, tree_forward
+from lp.models.releases import cache_keyword
 from lp.models.rope import rope_boundary
 from lp.models.sharded_layers import head_of, replica_of
 from lp.models.support import check_supported, inexact_quantisation
@@ -191,6 +192,7 @@ class ModelRunner:
         self.device = self.model.get_input_embeddings().weight.device
         self.masks = StepMasks(self.config, self.model.dtype, self.device, self.backend)
         self.recurrent = recurrent_shapes(self.model, named_kinds(self.config))
+        self._cache_keyword = cache_keyword(self.model)
         fused = fuse(self.model) if self._may_fuse else None
         self.network: PreTrainedModel | FusedModel = fused or self.model
         self._state = model_state(self.model)
@@ -251,7 +253,7 @@ class ModelRunner:
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
         replica = replica_of(self.model)
-        return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica)
+        return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica, self._cache_keyword)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of at least `capacity` slots; with captured steps one that they know, if none is using it."""
@@ -467,7 +469,7 @@ class ModelRunner:
             attention_mask=mask,
             use_cache=True,
             logits_to_keep=logits_to_keep,
-            **{cache_keyword(self.config): cache},
+            **{self._cache_keyword: cache},
         )
         return self._whole(output.logits[0], whole)
 
@@ -490,15 +492,14 @@ class ModelRunner:
         views = [(tree.visible, own, tree.cache.length) for tree, own in zip(trees, own_positions, strict=True)]
         counts = [len(tree.logits_indices) for tree in trees]
         indices = [start + index for start, tree in zip(starts, trees, strict=False) for index in tree.logits_indices]
+        cache = ForestCache(stretches, self.config.num_hidden_layers, self.backend.takes_parts, self.device)
         output = self.network(
             input_ids=ids_1T,
             position_ids=positions_1T,
             attention_mask=self.masks.build_forest(views),
             use_cache=True,
             logits_to_keep=to_device(indices or [0], self.device),  # a model gives at least one
-            past_key_values=ForestCache(
-                stretches, self.config.num_hidden_layers, self.backend.takes_parts, self.device
-            ),
+            **{self._cache_keyword: cache},
         )
         return list(output.logits[0, : sum(counts)].split(counts))
 

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import lp
 from lp.attention.flash import SHORT
 from lp.engine.decode_loop import Generation
+from lp.models.releases import cache_keyword
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_step_times, drawn_switches
@@ -92,7 +93,8 @@ def test_the_cache_is_that_of_the_text(
 
     def look(generation: Any) -> None:
         cache, truth = generation.cache, DynamicCache()  # of every row, also those behind a window
-        generation.runner.model(torch.tensor([generation.text[: cache.length]]), past_key_values=truth, use_cache=True)
+        model = generation.runner.model
+        model(torch.tensor([generation.text[: cache.length]]), use_cache=True, **{cache_keyword(model): truth})
         for mine, plain in zip(cache.layers, truth.layers, strict=True):
             torch.testing.assert_close(mine.keys[:, :, : cache.length], plain.keys, rtol=0, atol=1e-6)
             torch.testing.assert_close(mine.values[:, :, : cache.length], plain.values, rtol=0, atol=1e-6)

@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import lp
+from lp.models.releases import cache_keyword
 from tests.tiny_models import drawn_text
 
 LOOKAHEAD: dict[str, Any] = {"custom_generate": lp.generate, "window_size": 7, "ngram_size": 5, "guess_set_size": 7}
@@ -261,16 +262,17 @@ def test_a_given_cache(model: PreTrainedModel) -> None:
     """KV of this text or of another: transformers goes on behind it, which was ignored; an empty one is like none."""
     rng = random.Random(3)
     fixed = {"max_new_tokens": 12, **LOOKAHEAD}
+    keyword = cache_keyword(model)
     for kind in (DynamicCache, lambda **given: StaticCache(max_cache_len=64, **given)):
         cache = kind(config=model.config)
         ids = torch.tensor([drawn_text(rng, 9)])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
-        given = {"attention_mask": torch.ones_like(ids), "past_key_values": cache}
+        given = {"attention_mask": torch.ones_like(ids), keyword: cache}
         assert torch.equal(model.generate(ids, **given, **fixed), expected)
         other = torch.tensor([drawn_text(rng, held := rng.randint(1, 8))])
-        model(other, past_key_values=cache)
-        for asked in (given, {"past_key_values": cache}, given | {"attention_mask": torch.ones(1, 9 + held)}):
-            with pytest.raises(ValueError, match=f"past_key_values holds {held} tokens.*leave it out"):
+        model(other, **{keyword: cache})
+        for asked in (given, {keyword: cache}, given | {"attention_mask": torch.ones(1, 9 + held)}):
+            with pytest.raises(ValueError, match=f"{keyword} holds {held} tokens.*leave it out"):
                 model.generate(ids, **asked, **fixed)
 
 
@@ -287,4 +289,4 @@ def test_a_quantized_cache_is_refused(model: PreTrainedModel) -> None:
     cache = object.__new__(QuantizedCache)  # its backends are packages of their own
     Cache.__init__(cache, layers=DynamicCache(config=model.config).layers)
     with pytest.raises(ValueError, match="no quantized cache; leave cache_implementation out"):
-        model.generate(IDS, attention_mask=MASK, max_new_tokens=12, **LOOKAHEAD, past_key_values=cache)
+        model.generate(IDS, attention_mask=MASK, max_new_tokens=12, **LOOKAHEAD, **{cache_keyword(model): cache})

@@ -19,6 +19,7 @@ import lp
 from lp.engine.journal import Journal
 from lp.models.hybrid_cache import HybridCache
 from lp.models.recurrent_layers import limits_prompt
+from lp.models.releases import cache_in, cache_keyword
 from lp.models.support import check_supported
 from lp.models.tensor_parallel import divide
 from lp.parallel.context import ParallelContext
@@ -154,9 +155,9 @@ def test_as_custom_generate(arch: str) -> None:
         model, [3, 1, 4], 20
     )
     if arch == "mamba2":
-        cache = model(torch.tensor([[3, 1]]), use_cache=True).cache_params
-        with pytest.raises(ValueError, match="cache_params holds the state of a text"):
-            lp.generate(model, torch.tensor([[3, 1, 4]]), cache_params=cache)
+        cache = {cache_keyword(model): cache_in(model(torch.tensor([[3, 1]]), use_cache=True))}
+        with pytest.raises(ValueError, match=f"{cache_keyword(model)} holds the state of a text"):
+            lp.generate(model, torch.tensor([[3, 1, 4]]), **cache)
 
 
 def test_a_layer_of_another_class_is_refused() -> None:

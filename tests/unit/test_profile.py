@@ -29,6 +29,7 @@ from lp.draft.source import ShareInput
 from lp.draft.tree import DraftTree
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
+from lp.models.releases import cache_in, cache_keyword
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import plain_greedy, tiny_model
@@ -54,9 +55,9 @@ def test_the_work_counted_is_the_work_done() -> None:
         model = build_shape(shape_config(name, layers=2, divide=4), "float32", CPU)
         model.set_attn_implementation("eager")
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-            past = model(torch.arange(prefix)[None]).past_key_values
+            past = cache_in(model(torch.arange(prefix)[None]))
             before = counter.get_total_flops()
-            model(torch.arange(num_tokens)[None], past_key_values=past)
+            model(torch.arange(num_tokens)[None], **{cache_keyword(model): past})
         done = counter.get_total_flops() - before
         assert Work.of(model).flop(num_tokens, prefix) == pytest.approx(done, rel=1e-3)
         keys = past.layers[0].keys

@@ -26,6 +26,7 @@ from lp.engine.request import Request
 from lp.engine.stopping import FINISH_REASON
 from lp.errors import UserError
 from lp.models.loader import load
+from lp.models.releases import cache_keyword
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
 
@@ -110,7 +111,7 @@ class HFGenerateDecoder(Decoder):
             self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
+                **{cache_keyword(self.model): cache},
                 generation_config=self._config(request),
                 # None for bare greedy decoding, which `generate` does itself.
                 logits_processor=LogitsProcessorList([] if request.sampler.is_argmax else [_Sampled(request)]),
@@ -137,7 +138,7 @@ class HFGenerateDecoder(Decoder):
         if request.boundary is None:
             for part in ids[:, :-1].split(request.prefill_chunk, dim=1):
                 if part.shape[1]:
-                    self.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                    self.model(part, use_cache=True, logits_to_keep=1, **{cache_keyword(self.model): cache})
         return cache
 
     def _config(self, request: Request) -> GenerationConfig:
