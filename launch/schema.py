@@ -46,7 +46,7 @@ class ModelSchema:
     """The model, as lp.load takes it.
 
     Args:
-        name: "demo", a folder with config.json, or a name on the hub.
+        name: "demo", a folder with config.json, a GGUF file, or a name on the hub.
         dtype: of the weights: float64, float32, bfloat16, float16, or auto for what the checkpoint says.
         device: of this rank: cpu, cuda, cuda:<number>, or auto for its GPU if there is one.
         attn_implementation: transformers' attention to load the model with; null takes sdpa where the model has it.

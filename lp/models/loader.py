@@ -21,12 +21,27 @@ from lp.models.sharded_loader import load_divided
 from lp.models.support import check_supported
 from lp.models.tensor_parallel import Plan
 from lp.models.vocabulary import embedded_tokens
+from lp.optional import is_installed
 from lp.parallel.context import ParallelContext
 
 HUB_TIMEOUT_S = 5.0  # for one request that shows whether the hub can be reached; set by hand
 DEMO_MODEL = Path(__file__).parent / "demo"
 logger = logging.getLogger(__name__)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Checkpoint(NamedTuple):
+    """Where transformers finds a model.
+
+    Attributes:
+        shown: what the user named, for messages.
+        place: a folder, or a name on the hub.
+        options: for every `from_pretrained`: the GGUF file of the folder, where it is one.
+    """
+
+    shown: str
+    place: str
+    options: dict[str, Any]
 
 
 class Loaded(NamedTuple):
@@ -51,7 +66,8 @@ def load(
     they are cast there, one tensor after the other, so that no rank of a host holds them all.
 
     Args:
-        name_or_path: folder with config.json, or a hub name; "demo" is the embedded model.
+        name_or_path: folder with config.json, a GGUF file or a folder with one, or a hub name; "demo" is the embedded
+            model. Weights of a GGUF file, of whatever quantisation, are expanded to `dtype` and computed in it.
         dtype: float64, float32, bfloat16, float16, as a name or as torch's, or "auto" for what the checkpoint says.
         device: torch device of the weights, or a GPU's number; None is the context's, or the CPU.
         attn_implementation: transformers' name; None takes sdpa where the model has it.
@@ -66,31 +82,35 @@ def load(
             a model that its ranks cannot divide.
     """
     device = _device(device if device is not None else context.device if context else "cpu")
-    source = (
-        str(DEMO_MODEL) if str(name_or_path) == "demo" else os.path.expanduser(str(name_or_path))
-    )  # ~ of model.name=~/x
+    source = checkpoint_of(name_or_path)
     dtype = str(dtype).removeprefix("torch.")
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; it must be one of {[*DTYPES, 'auto']}")
-    offline = not Path(source).is_dir() and not _hub_answers()
+    offline = not Path(source.place).is_dir() and not _hub_answers()
     config = _config(source, trust_remote_code, offline)
     if not (attn_implementation or trust_remote_code):
-        _check_attention(source, config)
+        _check_attention(source.shown, config)
     check_supported(config)
     kwargs: dict[str, Any] = {
         "dtype": DTYPES.get(dtype, "auto"),
         "trust_remote_code": trust_remote_code,
         "local_files_only": offline,
+        **source.options,
     }
     if attn_implementation:
         kwargs["attn_implementation"] = attn_implementation
     if context and context.replica.size > 1:
-        model = load_divided(source, config, context.replica, device, plan=tp_plan, **kwargs)
+        if source.options:
+            raise UserError(
+                f"{source.shown!r} is a GGUF file, which the ranks of a replica cannot read by parts; save it as a "
+                "folder once (lp.load(FILE).model.save_pretrained(FOLDER)) and load that, or choose tp=1"
+            )
+        model = load_divided(source.place, config, context.replica, device, plan=tp_plan, **kwargs)
         tokenizer = _tokenizer(source, trust_remote_code, offline)
         check_vocabulary(model, tokenizer)
         return Loaded(model.eval(), tokenizer)
     on_cpu = device.type == "cpu"
-    quantised = getattr(config, "quantization_config", None) is not None
+    quantised = getattr(config, "quantization_config", None) is not None and not source.options
     if quantised and not on_cpu:
         kwargs["device_map"] = {"": device}  # such weights may not be moved once they are loaded
     castable = dtype in DTYPES and not on_cpu and not quantised and not _keeps_float32(config)
@@ -100,6 +120,34 @@ def load(
     tokenizer = _tokenizer(source, trust_remote_code, offline)
     check_vocabulary(model, tokenizer)
     return Loaded((model if quantised else model.to(device)).eval(), tokenizer)
+
+
+def checkpoint_of(name_or_path: str | Path) -> Checkpoint:
+    """What a user's name of a model stands for.
+
+    Raises:
+        ValueError: a GGUF file that is not there, several in one folder, or no package that reads them.
+    """
+    shown = str(name_or_path)
+    if shown == "demo":
+        return Checkpoint(shown, str(DEMO_MODEL), {})
+    path = Path(os.path.expanduser(shown))  # ~ of model.name=~/x
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise UserError(
+                f"GGUF file {shown!r} does not exist; give the path of a file, or a folder with config.json"
+            )
+        file = path
+    elif path.is_dir() and not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        if len(files) > 1:
+            names = ", ".join(each.name for each in files)
+            raise UserError(f"{shown!r} has {len(files)} GGUF files ({names}); name one of them")
+        file = files[0]
+    else:
+        return Checkpoint(shown, str(path) if shown.startswith("~") else shown, {})
+    if missing := [name for name in ("gguf", "accelerate") if not is_installed(name)]:
+        raise UserError(f"{shown!r} is read by the packages gguf and accelerate; pip install {' '.join(missing)}")
+    return Checkpoint(shown, str(file.parent), {"gguf_file": file.name})
 
 
 def _device(device: str | int | torch.device) -> torch.device:
@@ -187,22 +235,25 @@ def context_limit(model: PreTrainedModel) -> int | None:
     return stretched or getattr(config, "max_position_embeddings", None)
 
 
-def _config(source: str, trust_remote_code: bool, offline: bool) -> Any:
-    if source.startswith(("/", ".", "~")) and not Path(source).is_dir():
-        raise UserError(f"model folder {source!r} does not exist; give a folder with config.json, a hub name or 'demo'")
+def _config(source: Checkpoint, trust_remote_code: bool, offline: bool) -> Any:
+    shown = source.shown
+    if source.place.startswith(("/", ".")) and not Path(source.place).is_dir():
+        raise UserError(f"model folder {shown!r} does not exist; give a folder with config.json, a hub name or 'demo'")
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=offline)
+        config = AutoConfig.from_pretrained(
+            source.place, trust_remote_code=trust_remote_code, local_files_only=offline, **source.options
+        )
     except Exception as error:  # nothing of ours runs in there, and each release raises something else
         if offline:
             raise UserError(
-                f"cannot load {source!r}: it is no folder here, not in the local cache, and the hub cannot be reached; "
+                f"cannot load {shown!r}: it is no folder here, not in the local cache, and the hub cannot be reached; "
                 "give a folder with config.json, or 'demo' for the embedded model"
             ) from error
         has_code = "trust_remote_code" in str(error)
         remedy = "; model.trust_remote_code=true runs that code, if you trust it" if has_code else ""
-        raise UserError(f"cannot read a model config from {source!r}: {_first_line(error)}{remedy}") from error
+        raise UserError(f"cannot read a model config from {shown!r}: {_first_line(error)}{remedy}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
-        raise UserError(f"{source!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
+        raise UserError(f"{shown!r} is a {config.model_type!r} model, which is not a causal LM in transformers")
     return config
 
 
@@ -230,11 +281,12 @@ def _hub_answers() -> bool:
     return True
 
 
-def _model(source: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
+def _model(source: Checkpoint, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
+    shown = source.shown
     try:
         with _without_report():
             model, info = AutoModelForCausalLM.from_pretrained(
-                source,
+                source.place,
                 config=config,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -244,34 +296,40 @@ def _model(source: str, config: Any, kwargs: dict[str, Any]) -> PreTrainedModel:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # ImportError, SafetensorError, ...: nothing of ours runs in there
-        damaged = _damaged(source)
-        where = f"{source!r}: {damaged} is damaged or incomplete" if damaged else repr(source)
+        damaged = _damaged(source.place)
+        where = f"{shown!r}: {damaged} is damaged or incomplete" if damaged else repr(shown)
         lacks_package = isinstance(error, ImportError) and "attn_implementation" in kwargs
-        remedy = "; install it, or choose attn_implementation=sdpa" if lacks_package else _pickled(source)
+        remedy = "; install it, or choose attn_implementation=sdpa" if lacks_package else _pickled(source.place)
         raise UserError(f"cannot load {where}: {_first_line(error)}{remedy}") from error
     for name, stored, expected in sorted(info["mismatched_keys"]):
         raise UserError(
-            f"cannot load {source!r}: config.json makes {name} {tuple(expected)}, the weights have {tuple(stored)}; "
+            f"cannot load {shown!r}: config.json makes {name} {tuple(expected)}, the weights have {tuple(stored)}; "
             "use the config that belongs to these weights"
         )
     if missing := sorted(info["missing_keys"]):
         raise UserError(
-            f"cannot load {source!r}: the weights have no {missing[0]} (of {len(missing)} missing); "
+            f"cannot load {shown!r}: the weights have no {missing[0]} (of {len(missing)} missing); "
             "use a complete checkpoint of a causal LM, with the config that belongs to it"
         )
     if unused := sorted(info["unexpected_keys"]):
-        logger.warning("%s: %d weights are not used by this model, among them %s", source, len(unused), unused[0])
+        logger.warning("%s: %d weights are not used by this model, among them %s", shown, len(unused), unused[0])
+    if source.options:  # the weights are those of any other model by now, and can be saved
+        model.hf_quantizer.remove_quantization_config(model)
     return model
 
 
-def _tokenizer(source: str, trust_remote_code: bool, offline: bool) -> PreTrainedTokenizerBase:
+def _tokenizer(source: Checkpoint, trust_remote_code: bool, offline: bool) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, local_files_only=offline)
+        return AutoTokenizer.from_pretrained(
+            source.place, trust_remote_code=trust_remote_code, local_files_only=offline, **source.options
+        )
     except Exception as error:
-        raise UserError(
-            f"cannot load the tokenizer of {source!r}: {_first_line(error)}; "
-            "a good tokenizer.json (or another tokenizer's files) must lie beside the weights"
-        ) from error
+        remedy = (
+            "take a GGUF file that has its tokenizer"
+            if source.options
+            else "a good tokenizer.json (or another tokenizer's files) must lie beside the weights"
+        )
+        raise UserError(f"cannot load the tokenizer of {source.shown!r}: {_first_line(error)}; {remedy}") from error
 
 
 def _damaged(source: str) -> str | None:
