@@ -154,8 +154,8 @@ def schema_text(path: str | None) -> str | None:
         json.loads(text)
     except ValueError as error:
         raise UserError(f"json_schema {path} is no JSON ({error}); give a file with a JSON schema") from None
-    if not is_installed("xgrammar"):
-        raise UserError("json_schema needs xgrammar; install the extra: pip install '.[grammar]'")
+    if not is_installed("llguidance"):
+        raise UserError("json_schema needs llguidance; install the extra: pip install '.[grammar]'")
     return text
 
 
@@ -163,7 +163,7 @@ def grammar_of(schema: str | None, loaded: Loaded) -> Grammar | None:
     """The grammar of a JSON schema; None for none.
 
     Raises:
-        ValueError: xgrammar does not take it.
+        ValueError: it has what is not taken.
     """
     if schema is None:
         return None

@@ -78,7 +78,7 @@ def _serve(config: ServeConfig) -> None:
         assert isinstance(decoder, StepDecoder)
         engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
         warm_up(engine)
-        grammars = Grammars(loaded.tokenizer, vocabulary_size(loaded.model), ends_slow=context.alone)
+        grammars = Grammars(loaded.tokenizer, vocabulary_size(loaded.model))
         model = resumed_model(loaded, context) if config.journal else None
         if bound:
             listen(config, bound, loaded, engine, grammars, sampling, fim, unfinished_requests(config, model))

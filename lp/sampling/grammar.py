@@ -1,6 +1,6 @@
 """Texts that follow a grammar: tokens that it forbids are never sampled, at any node of a draft tree.
 
-`lp.sampling.grammar_compiler` makes grammars by xgrammar; another library takes its place by the two protocols below.
+`lp.sampling.grammar_compiler` makes grammars by llguidance; another library takes its place by the two protocols below.
 n: nodes, L: tokens of the prefix, V: vocabulary.
 """
 

@@ -1,8 +1,13 @@
-"""Grammars by xgrammar (extra `grammar`): JSON schemas, regular expressions, EBNF."""
+"""Grammars by llguidance (extra `grammar`): JSON schemas, regular expressions, EBNF.
+
+llguidance limits the work of a grammar and of a mask by counts of its own, not by a clock: every rank decides alike.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +17,16 @@ from transformers import PreTrainedTokenizerBase
 from lp.checks import check_int, check_kind
 from lp.errors import UserError
 from lp.optional import is_installed
-from lp.sampling.grammar import Matcher
-from lp.sampling.grammar_bounds import check_ebnf, ebnf_is_bounded, regex_is_bounded, schema_is_bounded
+from lp.sampling.ebnf import ebnf_to_lark
+from lp.sampling.grammar import WORD, Matcher
+from lp.sampling.regex_syntax import Node, lengths, raw, terminal, whole
+from lp.sampling.schema_grammar import schema_to_lark
 
-CACHE_BYTES = 1 << 28  # of compiled grammars that are remembered
-MOST_SPELLED = 1024  # characters of a forced text: no step has room for the tokens of more
-MOST_SPELLINGS = 4096  # that are remembered: schemas force few, but a regular expression may force any number
+MOST_COMPILED = 64  # grammars that are remembered
+# A state is 1 to 2 kB; so many items take half a second at worst, with 49,152 tokens.
+LIMITS = {"max_lexer_states": 50_000, "step_max_items": 10_000, "initial_lexer_fuel": 500_000, "verbose_errors": False}
+MOST_FORCED = 4096  # characters that must follow: of more none are looked for, as every node of a tree would
+MOST_DRAFTED = 256  # tokens that must follow: no step has room for more
 
 
 class GrammarCompiler:
@@ -28,145 +37,197 @@ class GrammarCompiler:
         vocabulary: V, of the LM head.
 
     Raises:
-        ValueError: xgrammar is not installed.
+        ValueError: llguidance is not installed, or does not take the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-        if not is_installed("xgrammar"):
-            raise UserError("a grammar needs xgrammar; install the extra: pip install '.[grammar]'")
-        import xgrammar
-
+        if not is_installed("llguidance"):
+            raise UserError("a grammar needs llguidance; install the extra: pip install '.[grammar]'")
         check_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "the model's, as lp.load(...).tokenizer")
         vocabulary = check_int("vocabulary", vocabulary, 1, 2**31 - 1, "give model.config.vocab_size")
-        info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary)
-        self._compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=CACHE_BYTES)
-        self._spelling = Spelling(tokenizer, info.decoded_vocab)
+        self._vocabulary = vocabulary
+        self._tokens = _tokens_of(tokenizer, vocabulary)
+        self._compiled: OrderedDict[str, LLGrammar] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def json_schema(self, schema: Mapping[str, Any] | str | bool) -> XGrammar:
+    def json_schema(self, schema: Mapping[str, Any] | str | bool) -> LLGrammar:
         """JSON that follows a schema, with a space behind commas and colons and no other white space.
 
         A small model that may write any writes nothing else.
 
         Raises:
-            ValueError: it is no schema.
+            ValueError: it is no schema, or has what is not enforced exactly: the keyword and its place.
         """
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
         except (TypeError, ValueError) as error:
             raise UserError(f"json_schema is no JSON ({error}); mend it") from error
-        return self._compiled(
-            "json_schema",
-            text,
-            lambda: self._compiler.compile_json_schema(text, any_whitespace=False),
-            schema_is_bounded(text),
-        )
+        return self._grammar("json_schema", text, lambda: schema_to_lark(text))
 
-    def json(self) -> XGrammar:
+    def json(self) -> LLGrammar:
         """Any JSON."""
-        return self._compiled("json", "", self._compiler.compile_builtin_json_grammar, True)
+        return self.json_schema(True)
 
-    def regex(self, pattern: str) -> XGrammar:
-        """What a regular expression matches.
+    def regex(self, pattern: str) -> LLGrammar:
+        """What a regular expression matches from its beginning to its end: `lp.sampling.regex_syntax`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is none, or has what is not taken.
         """
         check_kind("regex", pattern, str, "a regular expression as a string")
-        return self._compiled(
-            "regex", pattern, lambda: self._compiler.compile_regex(pattern), regex_is_bounded(pattern)
-        )
+        return self._grammar("regex", pattern, lambda: _regex_to_lark(whole(pattern)))
 
-    def ebnf(self, rules: str) -> XGrammar:
-        """What follows rules in EBNF (GBNF), from `root` on.
+    def ebnf(self, rules: str) -> LLGrammar:
+        """What follows rules in EBNF (GBNF), from `root` on: `lp.sampling.ebnf`.
 
         Raises:
-            ValueError: they are none, or xgrammar would end the process.
+            ValueError: they are none, or have what is not taken.
         """
         check_kind("ebnf", rules, str, "rules as a string")
-        check_ebnf(rules)
-        return self._compiled("ebnf", rules, lambda: self._compiler.compile_grammar(rules), ebnf_is_bounded(rules))
+        return self._grammar("ebnf", rules, lambda: ebnf_to_lark(rules))
 
-    def _compiled(self, kind: str, text: str, compile: Callable[[], Any], bounded: bool) -> XGrammar:
+    def _grammar(self, kind: str, text: str, to_lark: Callable[[], tuple[str, float]]) -> LLGrammar:
+        key = f"{kind} {text}"
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
         try:
-            return XGrammar(compile(), f"{kind} {text}", self._spelling if bounded else None)
-        except Exception as error:  # xgrammar raises several types of its own
-            raise UserError(f"{kind} is not one that xgrammar takes ({error}); mend it") from error
+            lark, longest = to_lark()
+            grammar = LLGrammar(self._tokens, self._vocabulary, lark, key, longest <= MOST_FORCED)
+        except UserError as error:
+            raise UserError(f"{kind} is not taken: {error}") from error
+        with self._lock:
+            self._compiled[key] = grammar
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return grammar
 
 
-class Spelling:
-    """The tokens that are likely to spell a text within another one.
+def _regex_to_lark(node: Node) -> tuple[str, float]:
+    return f"start: T\nT: {terminal(node, raw)}", lengths(node)[0]
 
-    Args:
-        tokenizer: of the model.
-        vocabulary: the bytes of every token; empty of those that stand for none.
+
+def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Any:
+    """The vocabulary, as llguidance has it.
+
+    Raises:
+        ValueError: it does not know how the tokenizer writes bytes.
     """
+    from llguidance import hf
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: Sequence[bytes]) -> None:
-        self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
-        self._tokens_of: dict[str, list[int]] = {}
-
-    def tokens(self, text: str) -> list[int]:
-        """The tokens of its beginning; none where the tokenizer takes the text apart differently."""
-        text = text[:MOST_SPELLED]
-        if text not in self._tokens_of:
-            if len(self._tokens_of) == MOST_SPELLINGS:
-                self._tokens_of.clear()
-            # Some tokenizers put a space before a text, but not behind a line's end.
-            self._tokens_of[text] = self._behind("", text) or self._behind("\n", text)
-        return self._tokens_of[text]
-
-    def _behind(self, context: str, text: str) -> list[int]:
-        tokens = list(self._tokenizer(context + text, add_special_tokens=False, verbose=False)["input_ids"])
-        while tokens and b"".join(self._vocabulary[token] for token in tokens) != text.encode():
-            del tokens[0]
-        return tokens
+    try:
+        return hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)))  # type: ignore[arg-type]
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"a grammar needs a fast tokenizer that writes bytes, which this one is not ({error})"
+        ) from error
 
 
-class XGrammar:
+class LLGrammar:
     """A compiled grammar.
 
     Args:
-        compiled: by xgrammar.
+        tokens: as llguidance has them.
+        vocabulary: V, of the LM head.
+        lark: the grammar.
         text: what it was made from.
-        spelling: of forced characters; None where none are looked for, since they may be without end.
+        forces: tokens that must follow are looked for: they are not where they might be without end.
+
+    Raises:
+        ValueError: it is too large, or no text follows it.
     """
 
-    def __init__(self, compiled: Any, text: str, spelling: Spelling | None) -> None:
+    def __init__(self, tokens: Any, vocabulary: int, lark: str, text: str, forces: bool) -> None:
+        import llguidance
+
         self.text = text
-        self._compiled = compiled
-        self._spelling = spelling
+        self._tokens = tokens
+        self._vocabulary = vocabulary
+        self._forces = forces
+        options = "" if forces else '%llguidance {"no_forcing": true}\n'
+        limits = llguidance.LLParserLimits(**LIMITS)
+        self._start = llguidance.LLMatcher(tokens, options + lark, limits=limits, log_level=0)
+        _check(self._start)
+        if not self._start.is_accepting():
+            mask = torch.zeros(-(-vocabulary // WORD), dtype=torch.int32)
+            self.matcher([]).allowed(mask)
+            if not mask.any():
+                raise UserError("no text follows it that the model can write; mend it")
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
         """At the beginning of a text that one of these tokens ends."""
-        import xgrammar
-
-        return _Matcher(xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=[*eos]), self._spelling)
+        return _Matcher(self._start.deep_copy(), eos, [*self._tokens.eos_tokens], self._vocabulary, self._forces)
 
 
 class _Matcher:
-    def __init__(self, matcher: Any, spelling: Spelling | None) -> None:
+    """EOS tokens are handled here: those of a call are not always the tokenizer's.
+
+    Args:
+        matcher: of llguidance.
+        eos: tokens that end the text, and are never within it.
+        own: the tokens that llguidance takes for ends.
+        vocabulary: V.
+        forces: see `LLGrammar`.
+    """
+
+    def __init__(self, matcher: Any, eos: Sequence[int], own: Sequence[int], vocabulary: int, forces: bool) -> None:
         self._matcher = matcher
-        self._spelling = spelling
+        self._eos = {*eos}
+        self._never = {*own} | self._eos
+        self._words = -(-vocabulary // WORD)
+        self._forces = forces
+        self._ended = False
 
     def accept(self, token: int) -> bool:
-        return bool(self._matcher.accept_token(token))
+        if self._ended:
+            return False
+        if token in self._eos:
+            self._ended = bool(self._matcher.is_accepting())
+            return self._ended
+        if token in self._never:
+            return False
+        taken = self._matcher.try_consume_tokens([token])
+        _check(self._matcher)
+        return bool(taken)
 
     def rollback(self, count: int) -> None:
-        self._matcher.rollback(count)
+        if count and self._ended:
+            self._ended = False
+            count -= 1
+        if count:
+            self._matcher.rollback(count)
 
     @property
     def ended(self) -> bool:
-        return bool(self._matcher.is_terminated())
+        return self._ended
 
     def allowed(self, mask: torch.Tensor) -> None:
-        self._matcher.fill_next_token_bitmask(mask[None], 0)
+        mask.zero_()
+        if not self._ended and not self._matcher.is_stopped():
+            words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
+            mask[: self._words] = words[: self._words]
+        _check(self._matcher)
+        may_end = not self._ended and self._matcher.is_accepting()
+        for token in self._never:
+            word, bit = divmod(token, WORD)
+            if word < self._words:
+                flag = 1 << bit if bit < WORD - 1 else -(1 << bit)
+                given = int(mask[word])
+                mask[word] = given | flag if may_end and token in self._eos else given & ~flag
 
     def forced(self) -> list[int]:
-        if self._spelling is None or self.ended:
+        if not self._forces or self._ended or self._matcher.is_stopped():
             return []
-        try:
-            text = self._matcher.find_jump_forward_string()
-        except UnicodeDecodeError:  # the text ends within a character, and only bytes follow
-            return []
-        return self._spelling.tokens(text) if text else []
+        tokens: list[int] = self._matcher.compute_ff_tokens()[:MOST_DRAFTED]
+        _check(self._matcher)
+        return tokens
+
+
+def _check(matcher: Any) -> None:
+    """Raise what llguidance says of a grammar that goes beyond its limits; it is the same on every rank."""
+    if matcher.is_error() and matcher.stop_reason() not in ("NoExtension", "NoExtensionBias"):
+        error = str(matcher.get_error()).splitlines()[0]
+        raise UserError(
+            f"the grammar is too large or too hard to follow ({error}); write it with fewer repeats and alternatives"
+        )

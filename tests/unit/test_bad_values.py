@@ -177,7 +177,7 @@ def test_a_dtype_may_be_torchs_own(tiny_folder: Path) -> None:
 
 
 def test_what_is_no_grammar() -> None:
-    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     model, tokenizer = lp.load("demo")
     compiler = lp.GrammarCompiler(tokenizer, model.config.vocab_size)
     wrong: Any = 5

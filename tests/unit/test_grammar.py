@@ -6,6 +6,7 @@ import json
 import os
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import SuppressTokensLogitsProcessor
 
 import lp
 from launch.bench.json_tasks import drawn_schema
-from launch.serve.grammars import Grammars, Watched
+from launch.serve.grammars import Grammars
 from lp.draft.grammar_drafts import GrammarDrafts, GrownTree
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
@@ -27,11 +29,11 @@ from lp.models.loader import vocabulary_size
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.grammar import Cursor, Grammar
-from lp.sampling.grammar_compiler import MOST_SPELLED, Spelling
+from lp.sampling.grammar_compiler import MOST_DRAFTED
 from tests.serving import STEP_TIMES, Running
 from tests.toy_grammar import ToyGrammar
 
-pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
 
 CASES = 200 if os.environ.get("LP_TEST_LONG") else 8
 
@@ -203,36 +205,23 @@ def test_forced_tokens_are_as_likely_as_they_were(demo: Any) -> None:
     assert probs[0] < 0.9 < probs[1]
 
 
-class Spaced:
-    """A tokenizer that puts a space before every text."""
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(each) for each in f" {text}"]}
-
-
-def test_spelling_without_a_space_that_is_put_before() -> None:
-    vocabulary = [chr(code).encode() for code in range(128)]
-    assert Spelling(Spaced(), vocabulary).tokens("ab") == [*b"ab"]  # type: ignore[arg-type]
-    vocabulary[ord("b")] = b"?"
-    assert Spelling(Spaced(), vocabulary).tokens("ab") == []  # type: ignore[arg-type]
-
-
-def test_spelling_of_a_long_text(demo: Any) -> None:
-    """What no step has room for is not spelled: every step would spell and remember all of the rest again."""
-    _, tokenizer, _ = demo
-    vocabulary = [token.encode() for token in tokens_of(tokenizer)]
-    tokens = Spelling(tokenizer, vocabulary).tokens("x = 1; " * 1000)
-    assert 0 < len("".join(vocabulary[token].decode() for token in tokens)) <= MOST_SPELLED
+def test_forced_tokens_of_a_long_text(demo: Any) -> None:
+    """No step has room for more; what might never end is not looked for, or a step would not, either."""
+    *_, compiler = demo
+    assert len(compiler.regex("(x = 1; ){400}").matcher([0]).forced()) == MOST_DRAFTED
+    assert compiler.regex("(x = 1; ){4000}").matcher([0]).forced() == []
 
 
 def test_compiled_grammars_are_forgotten(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that always sends another schema must not fill the memory."""
+    """A client that always sends another schema must not fill the memory; one that sends one again waits once."""
     model, tokenizer, _ = demo
-    monkeypatch.setattr("lp.sampling.grammar_compiler.CACHE_BYTES", 100_000)
+    monkeypatch.setattr("lp.sampling.grammar_compiler.MOST_COMPILED", 3)
     compiler = lp.GrammarCompiler(tokenizer, vocabulary_size(model))
-    for case in range(40):
-        compiler.json_schema({"type": "object", "properties": {f"p{case}": {"type": "string"}}})
-    assert 0 < compiler._compiler.get_cache_size_bytes() <= 100_000
+    made = [compiler.regex(f"a{{{count}}}") for count in (1, 2, 3, 1, 4)]
+    assert made[0] is made[3]
+    assert len(compiler._compiled) == 3
+    assert compiler.regex("a{1}") is made[0]
+    assert compiler.regex("a{2}") is not made[1]
 
 
 class SlowCompiler:
@@ -254,7 +243,7 @@ class SlowCompiler:
 def test_a_grammar_that_takes_long_keeps_nobody_waiting(demo: Any) -> None:
     """The engine's thread looks up the grammars of texts that begin, and would stop all others."""
     model, tokenizer, _ = demo
-    grammars = Grammars(tokenizer, vocabulary_size(model), ends_slow=False)
+    grammars = Grammars(tokenizer, vocabulary_size(model))
     slow = SlowCompiler()
     grammars._compiler = slow  # type: ignore[assignment]
     with ThreadPoolExecutor() as pool:
@@ -270,68 +259,64 @@ def test_a_grammar_that_takes_long_keeps_nobody_waiting(demo: Any) -> None:
 def test_a_grammar_that_is_hard_to_follow_ends_its_text_alone(
     demo_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every step of all texts would wait for it."""
-    monkeypatch.setattr("launch.serve.grammars.LONGEST_MASK_S", -1.0)
+    """All texts would wait for it in every step. What is too hard is counted: every rank ends it at one step."""
+    monkeypatch.setattr("lp.sampling.grammar_compiler.LIMITS", {"max_lexer_states": 40, "verbose_errors": False})
     http = demo_server.http()
     asked = {"prompt": "x = ", "max_tokens": 40, "temperature": 0}
     expected = http.post("/v1/completions", json=asked).json()["choices"]
-    slow = asked | {"response_format": {"type": "regex", "regex": "[a-z]+"}}
+    slow = asked | {"response_format": {"type": "regex", "regex": "([a-z]{1,5} ){1,60}"}}
     with ThreadPoolExecutor() as pool:
         refused = pool.submit(http.post, "/v1/completions", json=slow)
         beside = pool.submit(http.post, "/v1/completions", json=asked)
         assert beside.result().json()["choices"] == expected
     assert refused.result().status_code == 400
-    assert "the grammar took" in refused.result().json()["error"]["message"]
+    assert "too hard to follow" in refused.result().json()["error"]["message"]
     assert http.post("/v1/completions", json=asked).json()["choices"] == expected
 
 
-class Instant:
-    """A grammar that allows everything, and its own matcher."""
-
-    text = ""
-
-    def matcher(self, eos: Any) -> Any:
-        return self
-
-    accept = rollback = allowed = lambda self, _: True
-
-    def forced(self) -> list[int]:
-        return [5]
-
-
-def test_what_must_follow_is_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of counts one after another force a text of millions of characters, looked up in every step."""
-    matcher = Watched(Instant()).matcher([])
-    assert matcher.forced() == [5]
-    monkeypatch.setattr("launch.serve.grammars.LONGEST_MASK_S", -1.0)
-    with pytest.raises(lp.UserError, match="to say which tokens must follow"):
-        matcher.forced()
+DOUBLED = "\n".join(["root ::= r0", *(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(60)), 'r60 ::= "x"'])
 
 
 @pytest.mark.parametrize(
-    "text, message, kind",
+    "kind, text, message",
     [
-        ("\n".join(f"r{n} ::= r{n + 1}" for n in range(1000)), "ebnf has 1000 rules, of at most 400", "ebnf"),
-        ("(a{50}){50}", "regex has counts and loops within counts", "regex"),
-        ('{"enum": ["' + "x" * 40_000 + '"]}', "json_schema has 40014 characters, of at most 32768", "json_schema"),
+        ("json_schema", '{"enum": ["' + "x" * 40_000 + '"]}', "json_schema has 40014 characters, of at most 32768"),
+        ("json_schema", '{"items": ' * 100 + "true" + "}" * 100, "schemas within more than 64 others"),
+        ("json_schema", '{"a": ' + "[" * 900 + "]" * 900 + "}", "nested more than 256 levels deep"),
+        ("json_schema", json.dumps({"dependentRequired": {f"a{n}": [f"b{n}"] for n in range(30)}}), "alternatives"),
         (
-            '{"items": ' * 100 + "true" + "}" * 100,
-            "json_schema is nested 100 levels deep",
             "json_schema",
+            json.dumps({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}),
+            "no text",
         ),
-        (
-            json.dumps({"oneOf": [{"properties": {f"p{n}": {} for n in range(40)}, "minProperties": 2}] * 6}),
-            "json_schema has 240 properties in objects with minProperties or maxProperties, of at most 64",
-            "json_schema",
-        ),
+        ("regex", "(?:" * 60 + "a" + "){0,9}" * 60, None),
+        ("regex", "(" * 100 + ")" * 100, "groups within more than 64 groups"),
+        ("regex", "((((a{50}){50}){50}){50}){50}", None),
+        ("regex", "[" * 32_000, r"a \[ that is not closed"),
+        ("ebnf", DOUBLED, "too large"),
+        ("ebnf", 'root ::= "x" root', "no text follows it"),
+        ("ebnf", 'root ::= root root root | [a-z] | ""', None),
     ],
 )
-def test_grammars_are_bounded(demo: Any, text: str, message: str, kind: str) -> None:
-    """Ten times as much takes minutes to compile."""
+def test_grammars_are_bounded(demo: Any, kind: str, text: str, message: str | None) -> None:
+    """Compiling or a mask took minutes; now each takes less than some seconds of a processor, or is refused by name."""
     model, tokenizer, _ = demo
     grammars = Grammars(tokenizer, vocabulary_size(model))
-    with pytest.raises(UserError, match=message):
-        grammars.grammar(kind, text)
+    began = time.thread_time()
+    if message:
+        with pytest.raises(UserError, match=message):
+            grammars.grammar(kind, text)
+    else:
+        matcher = grammars.grammar(kind, text).matcher([0])
+        mask = torch.zeros(vocabulary_size(model) // 32, dtype=torch.int32)
+        try:
+            for _ in range(5):
+                matcher.allowed(mask)
+                matcher.forced()
+                matcher.accept(min(token for token in range(1, 4096) if int(mask[token // 32]) >> token % 32 & 1))
+        except UserError as error:
+            assert "too hard to follow" in str(error)
+    assert time.thread_time() - began < 6
 
 
 def test_other_grammars(demo: Any) -> None:
@@ -348,7 +333,7 @@ def test_other_grammars(demo: Any) -> None:
 
 def test_bad_grammars(demo: Any) -> None:
     model, _, compiler = demo
-    with pytest.raises(UserError, match="json_schema is not one that xgrammar takes"):
+    with pytest.raises(UserError, match="json_schema is not taken: it is no JSON"):
         compiler.json_schema("{")
     with pytest.raises(UserError, match="no EOS that can end its text; give eos_token_id"):
         lp.PlainDecoder(model).generate([1], 4, grammar=compiler.json(), eos_token_id=())
@@ -388,4 +373,4 @@ def test_response_format(demo: Any, demo_server: Running) -> None:
     any_object = http.post("/v1/completions", json=asked | {"response_format": {"type": "json_object"}}).json()
     assert any_object["choices"][0]["text"][:2] in ('{"', "{}")  # not white space for ever
     bad = http.post("/v1/completions", json=asked | {"response_format": {"type": "regex", "regex": "("}})
-    assert bad.status_code == 400 and "regex is not one that xgrammar takes" in bad.json()["error"]["message"]
+    assert bad.status_code == 400 and "regex is not taken: a ( that is not closed" in bad.json()["error"]["message"]

@@ -282,7 +282,7 @@ def test_a_rank_that_fails_alone_stays_in_step(
 
 def test_a_json_schema(launch_chat: Callable[..., Ran], prompts: list[dict[str, Any]], tmp_path: Path) -> None:
     """Every answer follows it; one that is none is refused before the model is loaded, as by launch.generate."""
-    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}')
     ran = launch_chat("# as JSON\nonce more\n", f"json_schema={schema}", "max_new_tokens=48")  # the demo model

@@ -155,7 +155,7 @@ def test_a_bad_schema_is_refused_before_the_model(launch_generate: Launch, tmp_p
     )
     schema.write_text("{}")
     asked = (f"json_schema={schema}", f"journal={tmp_path / 'j'}", "model.name=./none")
-    if importlib.util.find_spec("xgrammar"):
+    if importlib.util.find_spec("llguidance"):
         _assert_user_error(launch_generate(*asked), "journal is given with json_schema")
 
 

@@ -252,7 +252,7 @@ def test_prompts_without_room_are_left_out(generate: Callable[..., Ran], tmp_pat
 
 def test_a_json_schema(launch_generate: Callable[..., Ran], tmp_path: Path) -> None:
     """Every method follows it, and the texts are equal."""
-    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}')
     ran = launch_generate("output=json", f"json_schema={schema}", "limit=1", "max_new_tokens=48")  # the demo model

@@ -192,7 +192,7 @@ def test_tokens_that_look_alike_do_not_hide_the_likeliest() -> None:
 
 def test_a_part_of_a_character_has_no_bytes(client: Any) -> None:
     """Clients put texts together from the bytes; those of the sign that stands for a part are wrong ones."""
-    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     answer = client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": "x"}],

@@ -224,7 +224,7 @@ def test_tables_of_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_a_table_of_grammars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of tokens that are not those of plain decoding under the grammar are refused."""
-    pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     args = ["grammar", "--tasks", "2", "--max-new-tokens", "24", "--budget", "16", "--temperatures", "0,0.8"]
     main(args)
     out = capsys.readouterr().out

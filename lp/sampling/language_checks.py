@@ -1,0 +1,72 @@
+"""Whether a language has a text, and which, asked of llguidance: in linear time, whatever the expression."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from lp.errors import UserError
+from lp.sampling.regex_syntax import Node, raw, terminal
+
+
+class _ByteTokens:
+    """A tokenizer with a token for every byte, as llguidance takes one."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens: Sequence[bytes] = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
+    special_token_ids: Sequence[int] = [256]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@cache
+def byte_tokenizer() -> Any:
+    """A vocabulary of all bytes, and an EOS behind them."""
+    import llguidance
+    from llguidance._tokenizer import TokenizerWrapper
+
+    return llguidance.LLTokenizer(TokenizerWrapper(_ByteTokens()), slices=[])
+
+
+@cache
+def has_no_text(right_side: str) -> bool:
+    """Whether a terminal in Lark has no text at all."""
+    matcher = _matcher(right_side)
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+    return not matcher.is_accepting() and not allowed % (1 << _ByteTokens.eos_token_id)
+
+
+class Language:
+    """The texts of an expression.
+
+    Args:
+        node: that.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._right_side = terminal(node, raw)
+        self._start: Any = None
+
+    def has(self, text: str) -> bool:
+        """Whether a text is one of them."""
+        if self._start is None:
+            self._start = _matcher(self._right_side)
+        matcher = self._start.deep_copy()
+        tokens = list(text.encode())
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    def is_empty(self) -> bool:
+        """Whether there is none."""
+        return has_no_text(self._right_side)
+
+
+def _matcher(right_side: str) -> Any:
+    import llguidance
+
+    matcher = llguidance.LLMatcher(byte_tokenizer(), f"start: T\nT: {right_side}", log_level=0)
+    if matcher.is_error():
+        raise UserError(f"a pattern is too large ({matcher.get_error().splitlines()[0]}); write it with fewer repeats")
+    return matcher

@@ -1,0 +1,172 @@
+"""A JSON schema as a document: its parts by place, and where its references lead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from lp.errors import UserError
+
+ONE: tuple[str, ...] = (
+    "additionalProperties",
+    "items",
+    "contains",
+    "propertyNames",
+    "not",
+    "if",
+    "then",
+    "else",
+    "additionalItems",
+)
+ONE += ("unevaluatedItems", "unevaluatedProperties")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions", "dependencies")
+DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04")
+MOST_LEVELS = 64  # of schemas within others
+MOST_JSON_LEVELS = 256
+
+
+class Written(Decimal):
+    """A number that is no integer, as it was written."""
+
+    text: str
+
+    def __new__(cls, text: str) -> Written:
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
+
+
+class Document:
+    """A schema.
+
+    Args:
+        text: of it, as JSON.
+
+    Raises:
+        ValueError: it is no JSON, or no schema.
+    """
+
+    def __init__(self, text: str) -> None:
+        try:
+            self.root = json.loads(text, parse_float=Written, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"it is no JSON ({error}); mend it") from None
+        if not isinstance(self.root, Mapping | bool):
+            raise UserError(f"it is {text[:40]}; give an object, true or false")
+        _check_levels(self.root)
+        self._bases: dict[str, str] = {}  # by pointer of a part
+        self._resources: dict[str, str] = {}  # pointer by URI
+        self._anchors: dict[tuple[str, str], str] = {}
+        self.dynamic: dict[str, list[str]] = {}  # pointers of the parts with a $dynamicAnchor, by its name
+        self._read(self.root, "#", "")
+        self._resources.setdefault("", "#")
+        declared = self.root.get("$schema") if isinstance(self.root, Mapping) else None
+        if declared is not None and not any(draft in str(declared) for draft in DRAFTS):
+            raise UserError(f"$schema at # is {declared!r}, whose keywords are not known; leave it out")
+
+    def at(self, pointer: str) -> Any:
+        """The part at a place.
+
+        Raises:
+            ValueError: there is none.
+        """
+        part = self.root
+        for step in pointer.split("/")[1:]:
+            name = unescaped(step)
+            if isinstance(part, list) and name.isdecimal() and int(name) < len(part):
+                part = part[int(name)]
+            elif isinstance(part, Mapping) and name in part:
+                part = part[name]
+            else:
+                raise UserError(f"it has no part at {pointer}; mend the $ref")
+        return part
+
+    def target(self, pointer: str, reference: str) -> str:
+        """Where a reference of the part at a place leads.
+
+        Raises:
+            ValueError: out of the document, or nowhere.
+        """
+        base = self._base(pointer)
+        uri, fragment = urldefrag(urljoin(base, reference))
+        resource = self._resources.get(uri if reference.partition("#")[0] else base)
+        if resource is None:
+            raise UserError(f"$ref at {pointer} leads to {reference!r} outside of the schema; put that into its $defs")
+        if not fragment or fragment.startswith("/"):
+            steps = "".join(f"/{escaped(unescaped(unquote(step)))}" for step in fragment.split("/")[1:])
+            found = resource + steps
+            if not isinstance(self.at(found), Mapping | bool):
+                raise UserError(f"$ref at {pointer} leads to {reference!r}, which is no schema; mend it")
+            return found
+        anchor = self._anchors.get((self._base(resource), unquote(fragment)))
+        if anchor is None:
+            raise UserError(f"$ref at {pointer} leads to {reference!r}, which there is not; mend it")
+        return anchor
+
+    def _base(self, pointer: str) -> str:
+        while pointer not in self._bases:
+            pointer = pointer.rpartition("/")[0]
+        return self._bases[pointer]
+
+    def _read(self, part: Any, pointer: str, base: str, levels: int = 0) -> None:
+        if levels > MOST_LEVELS:
+            raise UserError(f"it has schemas within more than {MOST_LEVELS} others; name parts of it in $defs")
+        if not isinstance(part, Mapping):
+            self._bases.setdefault(pointer, base)
+            return
+        if isinstance(identity := part.get("$id"), str):
+            base = urldefrag(urljoin(base, identity))[0]
+            if self._resources.setdefault(base, pointer) != pointer:
+                raise UserError(f"$id at {pointer} is {identity!r}, as another one is; name each part by itself")
+        self._bases[pointer] = base
+        for name in ("$anchor", "$dynamicAnchor"):
+            if isinstance(anchor := part.get(name), str):
+                self._anchors[base, anchor] = pointer
+                if name == "$dynamicAnchor":
+                    self.dynamic.setdefault(anchor, []).append(pointer)
+        for step, inner in inner_schemas(part):
+            self._read(inner, f"{pointer}/{step}", base, levels + 1)
+
+
+def inner_schemas(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(steps to it, the schema) of every schema directly within one."""
+    for name in ONE:
+        if isinstance(inner := part.get(name), Mapping | bool):
+            yield name, inner
+    for name in (*LISTS, "items"):
+        if isinstance(inner := part.get(name), list):
+            for index, each in enumerate(inner):
+                yield f"{name}/{index}", each
+    for name in NAMED:
+        if isinstance(inner := part.get(name), Mapping):
+            for key, each in inner.items():
+                if isinstance(each, Mapping | bool):
+                    yield f"{name}/{escaped(key)}", each
+
+
+def _check_levels(part: Any) -> None:
+    parts = [part]
+    for _ in range(MOST_JSON_LEVELS):
+        parts = [each for each in parts if isinstance(each, Mapping | list)]
+        if not parts:
+            return
+        parts = [inner for each in parts for inner in (each.values() if isinstance(each, Mapping) else each)]
+    raise UserError(f"it is nested more than {MOST_JSON_LEVELS} levels deep; name parts of it in $defs")
+
+
+def escaped(name: str) -> str:
+    """A name as a step of a pointer."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def unescaped(step: str) -> str:
+    """The name of a step of a pointer."""
+    return step.replace("~1", "/").replace("~0", "~")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,244 @@
+"""What a JSON value may be, type by type: a union of forms, which can be intersected and, mostly, inverted.
+
+A demand is a set of places of a schema, all of which a value follows. Those of a value's inside are looked at when they
+are needed, so that schemas may refer to themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+from lp.sampling.regex_syntax import Node
+
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A part of a schema that a value follows; or, negated, that it does not."""
+
+    pointer: str
+    negated: bool = False
+
+
+Demand: TypeAlias = frozenset[Place]
+ANYTHING: Demand = frozenset()
+NOTHING: Demand = frozenset({Place("nothing")})  # which no value follows
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value that is named: the null, a truth value, a number, string, list or object as it is written.
+
+    Attributes:
+        text: of it, as JSON without spaces, by which values are compared.
+    """
+
+    text: str
+    value: Any = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Number:
+    """Numbers of a range.
+
+    Attributes:
+        low: at least that.
+        above: more than that.
+        high: at most that.
+        below: less than that.
+        multiples: of all of these.
+    """
+
+    integer: bool = False
+    low: Fraction | None = None
+    above: Fraction | None = None
+    high: Fraction | None = None
+    below: Fraction | None = None
+    multiples: frozenset[Fraction] = frozenset()
+
+    def joined(self, other: Number) -> Number | None:
+        """Those of both; None for none."""
+        made = Number(
+            self.integer or other.integer,
+            _largest(self.low, other.low),
+            _largest(self.above, other.above),
+            _least(self.high, other.high),
+            _least(self.below, other.below),
+            self.multiples | other.multiples,
+        )
+        lowest = _largest(made.low, made.above)
+        highest = _least(made.high, made.below)
+        if lowest is None or highest is None:
+            return made
+        open_end = lowest in (made.above,) or highest in (made.below,)
+        return None if lowest > highest or (lowest == highest and open_end) else made
+
+    def has(self, value: Fraction) -> bool:
+        """Whether a number is one of them."""
+        return not (
+            (self.integer and value.denominator != 1)
+            or (self.low is not None and value < self.low)
+            or (self.above is not None and value <= self.above)
+            or (self.high is not None and value > self.high)
+            or (self.below is not None and value >= self.below)
+            or any((value / each).denominator != 1 for each in self.multiples)
+        )
+
+
+@dataclass(frozen=True)
+class Text:
+    """Strings by their length and by languages, of all of which they are."""
+
+    least: int = 0
+    most: int | None = None
+    languages: tuple[Node, ...] = ()
+
+    def joined(self, other: Text) -> Text | None:
+        """Those of both; None for none."""
+        least, most = max(self.least, other.least), _least(self.most, other.most)
+        if most is not None and least > most:
+            return None
+        return Text(least, most, tuple(dict.fromkeys(self.languages + other.languages)))
+
+
+@dataclass(frozen=True)
+class Contained:
+    """So many items of a list follow a demand; the others follow another one."""
+
+    demand: Demand
+    others: Demand
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class List:
+    """Lists.
+
+    Attributes:
+        first: what the first items follow.
+        rest: what all others do.
+        unique: where it is demanded that no item comes twice.
+    """
+
+    first: tuple[Demand, ...] = ()
+    rest: Demand = ANYTHING
+    least: int = 0
+    most: int | None = None
+    unique: str = ""
+    contained: tuple[Contained, ...] = ()
+
+    def item(self, index: int) -> Demand:
+        """What an item follows."""
+        return self.first[index] if index < len(self.first) else self.rest
+
+    def joined(self, other: List) -> List | None:
+        """Those of both; None for none."""
+        least, most = max(self.least, other.least), _least(self.most, other.most)
+        if most is not None and least > most:
+            return None
+        count = max(len(self.first), len(other.first))
+        first = tuple(self.item(index) | other.item(index) for index in range(count))
+        contained = tuple(dict.fromkeys(self.contained + other.contained))
+        return List(first, self.rest | other.rest, least, most, self.unique or other.unique, contained)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one part of a schema says of the properties of an object.
+
+    Attributes:
+        named: by name.
+        patterns: by pattern of names.
+        rest: of all others.
+    """
+
+    named: tuple[tuple[str, Demand], ...] = ()
+    patterns: tuple[tuple[str, Demand], ...] = ()
+    rest: Demand = ANYTHING
+
+
+@dataclass(frozen=True)
+class Object:
+    """Objects.
+
+    Attributes:
+        layers: all of which a property follows.
+        required: names that are there.
+        names: what all names follow.
+    """
+
+    layers: tuple[Layer, ...] = ()
+    required: tuple[str, ...] = ()
+    least: int = 0
+    most: int | None = None
+    names: Demand = ANYTHING
+
+    def joined(self, other: Object) -> Object | None:
+        """Those of both; None for none."""
+        least, most = max(self.least, other.least), _least(self.most, other.most)
+        required = tuple(dict.fromkeys(self.required + other.required))
+        if most is not None and max(least, len(required)) > most:
+            return None
+        layers = tuple(dict.fromkeys(self.layers + other.layers))
+        return Object(layers, required, least, most, self.names | other.names)
+
+
+Form: TypeAlias = Value | Number | Text | List | Object
+Union: TypeAlias = tuple[Form, ...]
+NULL = Value("null", None)
+TRUE, FALSE = Value("true", True), Value("false", False)
+FORMS: dict[str, Union] = {
+    "null": (NULL,),
+    "boolean": (TRUE, FALSE),
+    "number": (Number(),),
+    "string": (Text(),),
+    "array": (List(),),
+    "object": (Object(),),
+}
+
+
+def all_forms(types: Iterable[str] = TYPES) -> Union:
+    """Every value of some types."""
+    return tuple(form for name in types for form in FORMS[name])
+
+
+def type_of(form: Form) -> str:
+    """The type of its values."""
+    if isinstance(form, Value):
+        return type_of_value(form.value)
+    return {Number: "number", Text: "string", List: "array", Object: "object"}[type(form)]
+
+
+def type_of_value(value: Any) -> str:
+    """Of a JSON value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case list() | tuple():
+            return "array"
+        case dict():
+            return "object"
+    return "number"
+
+
+def without_limits(form: Object) -> Object:
+    """An object without bounds of how many properties it has."""
+    return replace(form, least=0, most=None)
+
+
+def _largest(one: Fraction | None, other: Fraction | None) -> Fraction | None:
+    given: Sequence[Fraction] = [each for each in (one, other) if each is not None]
+    return max(given, default=None)
+
+
+def _least(one: Any, other: Any) -> Any:
+    return min((each for each in (one, other) if each is not None), default=None)

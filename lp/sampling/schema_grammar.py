@@ -1,0 +1,408 @@
+"""The grammar of a JSON schema's values, by rules: a space behind commas and colons, no other white space.
+
+Properties come in the order of the schema, and those without a name in it behind them. A number that the schema names
+is written as there. ASCII in strings is written as json.dumps does, any other character as it is or by \\u.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import combinations, permutations, product
+from typing import Any
+
+from lp.errors import UserError
+from lp.sampling.lark import Lexeme, Part, Unique, to_lark
+from lp.sampling.number_syntax import EXACT_INTEGERS, integer_terminal, next_number, number_terminal
+from lp.sampling.regex_syntax import (
+    ANY,
+    ANYTHING,
+    EMPTY,
+    Alt,
+    And,
+    Node,
+    Not,
+    Repeat,
+    Rule,
+    Seq,
+    found,
+    in_json,
+    literal,
+    terminal,
+)
+from lp.sampling.schema_document import Document, Written
+from lp.sampling.schema_forms import NOTHING, Contained, Demand, Form, List, Number, Object, Text, Value
+from lp.sampling.schema_rewriting import Rewriting, same, text_language
+
+MOST_STATES = 20_000  # of one object's properties, by how many came
+MOST_PATTERNS = 5  # of names of one object: every set of them is another kind of name
+MOST_UNIQUE = 64
+MOST_ORDERED = 3  # names in any order, where the schema has none
+
+COMMA = Lexeme('", "', 2)
+COLON = Lexeme('": "', 2)
+NEVER = Lexeme("(/a/ & /b/)", 1)  # without a text
+
+
+def schema_to_lark(text: str) -> tuple[str, float]:
+    """The grammar of a schema, and how many characters may have to follow.
+
+    Raises:
+        ValueError: it is no schema; the keyword, and its place, that is not enforced exactly; or no value follows it.
+    """
+    document = Document(text)
+    rewriting = Rewriting(document)
+    try:
+        rules = _Rules(rewriting)
+        root = rules.rule(rewriting.demand("#"))
+        rules.write()
+        return to_lark(rules.rules, root)
+    except RecursionError:
+        raise UserError("it is nested too deep; name parts of it in $defs") from None
+
+
+class _Rules:
+    """Rules by demand.
+
+    Attributes:
+        rules: what each says.
+    """
+
+    def __init__(self, rewriting: Rewriting) -> None:
+        self.rules: dict[str, Part] = {}
+        self._rewriting = rewriting
+        self._names: dict[Demand, str] = {}
+        self._waiting: list[Demand] = []
+        self._states = 0
+
+    def rule(self, demand: Demand) -> str:
+        """The name of a demand's rule."""
+        if demand not in self._names:
+            self._names[demand] = f"v{len(self._names)}"
+            self._waiting.append(demand)
+        return self._names[demand]
+
+    def write(self) -> None:
+        """All rules that are needed."""
+        while self._waiting:
+            demand = self._waiting.pop()
+            forms = self._rewriting.union(demand)
+            scalars = [constant(form.value) for form in forms if isinstance(form, Value) and not _has_parts(form.value)]
+            parts = [_either([lexeme for lexemes in scalars for lexeme in lexemes])] if scalars else []
+            parts += [
+                self._form(form) for form in forms if not (isinstance(form, Value) and not _has_parts(form.value))
+            ]
+            self.rules[self._names[demand]] = _alt(*parts)
+
+    def _value(self, demand: Demand) -> Node:
+        return Rule(self.rule(demand))
+
+    def _named(self, part: Part) -> Node:
+        """A rule of its own."""
+        name = f"s{self._states}"
+        self._states += 1
+        self.rules[name] = part
+        return Rule(name)
+
+    def _form(self, form: Form) -> Part:
+        match form:
+            case Value(_, value):
+                return _seq(*constant(value))
+            case Number():
+                return number_lexeme(form)
+            case Text():
+                return string_lexeme(
+                    text_language(form) if form.languages else Repeat(ANY, form.least, form.most), form.least
+                )
+            case List():
+                return self._list(form)
+            case Object():
+                return self._object(form)
+        raise AssertionError(form)
+
+    # --- lists
+
+    def _list(self, form: List) -> Part:
+        return _seq(Lexeme('"["', 1), self._items(form), Lexeme('"]"', 1))
+
+    def _items(self, form: List) -> Part:
+        if form.most == 0:
+            return EMPTY
+        if form.unique and form.most != 1:
+            return self._unique_items(form)
+        if form.contained:
+            return self._contained_items(form)
+        count = min(len(form.first), form.most) if form.most is not None else len(form.first)
+        rest = self._value(form.rest)
+        more = None if form.most is None else form.most - count
+        least = max(form.least - count, 0)
+        if count:
+            tail: Part = _repeat(_seq(COMMA, rest), least, more)
+        elif least:
+            tail = _seq(rest, _repeat(_seq(COMMA, rest), least - 1, None if more is None else more - 1))
+        else:
+            tail = _alt(EMPTY, _seq(rest, _repeat(_seq(COMMA, rest), 0, None if more is None else more - 1)))
+        for index in reversed(range(count)):
+            item = self._value(form.first[index])
+            tail = _seq(COMMA, item, tail) if index else _seq(item, tail)
+            tail = tail if index < form.least else _alt(EMPTY, tail)
+            tail = self._named(tail)
+        return tail
+
+    def _contained_items(self, form: List) -> Part:
+        if len(form.contained) > 1 or form.first:
+            raise UserError(
+                "contains beside prefixItems or another contains is not enforced exactly; leave one of them out"
+            )
+        (contained,) = form.contained
+        if form.least > contained.least or form.most is not None:
+            raise UserError("contains beside minItems or maxItems is not enforced exactly; leave one of them out")
+        return self._counted_items(contained, form.rest)
+
+    def _counted_items(self, contained: Contained, rest: Demand) -> Part:
+        found_ = self._value(contained.demand | rest)
+        other = self._value(contained.others | rest)
+        before, behind = _repeat(_seq(other, COMMA), 0, None), _repeat(_seq(COMMA, other), 0, None)
+        least = max(contained.least, 1)
+        most = None if contained.most is None else contained.most - 1
+        some: Part = _seq(before, found_, _repeat(_seq(behind, COMMA, found_), least - 1, most), behind)
+        if contained.most == 0:
+            return _alt(EMPTY, _seq(other, behind))
+        return some if contained.least else _alt(EMPTY, _seq(other, behind), some)
+
+    def _unique_items(self, form: List) -> Part:
+        values: list[Any] = []
+        forms = [] if form.first or form.contained else self._rewriting.union(form.rest)
+        for each in forms:
+            if isinstance(each, Value) and not any(same(each.value, other) for other in values):
+                values.append(each.value)
+        if (
+            form.first
+            or form.contained
+            or not all(isinstance(each, Value) for each in forms)
+            or len(values) > MOST_UNIQUE
+        ):
+            raise UserError(
+                f"uniqueItems at {form.unique} is enforced of at most one item, or of items of an enum with at most "
+                f"{MOST_UNIQUE} values; leave it out, and check the list"
+            )
+        most = len(values) if form.most is None else min(form.most, len(values))
+        if not most:
+            return Alt() if form.least else EMPTY
+        parts = tuple(tuple(constant(value)) for value in values)
+        return Unique(parts, COMMA, form.least, most)
+
+    # --- objects
+
+    def _object(self, form: Object) -> Part:
+        ordered = dict.fromkeys([name for layer in form.layers for name, _ in layer.named] + [*form.required])
+        names = [name for name in ordered if form.names == frozenset() or self._rewriting.has(form.names, name)]
+        if any(name not in names for name in form.required):
+            return Alt()
+        more = self._other_properties(form, [*ordered])
+        inner = self._properties(form, names, more)
+        return _seq(Lexeme('"{"', 1), inner, Lexeme('"}"', 1))
+
+    def _properties(self, form: Object, names: Sequence[str], more: Part | None) -> Part:
+        """States by the next name, and by how many properties came, as far as that matters."""
+        optional = len(names) - len(form.required)
+        if form.least > len(form.required) + 1 and more is not None:
+            raise UserError(
+                f"minProperties {form.least} with {len(form.required)} required names is not enforced exactly where "
+                "other names may come, as one could come twice; forbid these by additionalProperties"
+            )
+        most = form.most if form.most is not None and (more is not None or form.most < len(names)) else None
+        cap = max(form.least, most or 0, 1)
+        if (optional + 1) * (cap + 1) > MOST_STATES:
+            raise UserError(f"minProperties or maxProperties of {len(names)} names have too many states; ask for fewer")
+        ends: list[Part] = []
+        for came in range(cap + 1):
+            ends.append(self._end(form, came, cap, most, more))
+        if self._is_without_order(form, names):
+            return self._any_order(form, names, most, ends)
+        states = ends
+        for index in reversed(range(len(names))):
+            name = names[index]
+            pair = _seq(*constant(name), COLON, self._value(self._rewriting.property(form, name)))
+            required = name in form.required
+            made: list[Part] = []
+            for came in range(min(index, cap) + 1):
+                full = most is not None and came >= most
+                there = Alt() if full else _seq(*([COMMA] if came else []), pair, states[min(came + 1, cap)])
+                made.append(self._named(there if required else _alt(there, states[came])))
+            states = made
+        return states[0]
+
+    def _is_without_order(self, form: Object, names: Sequence[str]) -> bool:
+        """Whether names are few, and no `properties` has all of them in an order."""
+        whole = any({*names} <= {name for name, _ in layer.named} for layer in form.layers)
+        return 1 < len(names) <= MOST_ORDERED and not whole
+
+    def _any_order(self, form: Object, names: Sequence[str], most: int | None, ends: Sequence[Part]) -> Part:
+        """States by the names that came."""
+        states: dict[frozenset[str], Part] = {}
+        for taken in (frozenset(each) for count in range(len(names), -1, -1) for each in combinations(names, count)):
+            ways: list[Part] = [ends[min(len(taken), len(ends) - 1)]] if {*form.required} <= taken else []
+            for name in names:
+                if name not in taken and (most is None or len(taken) < most):
+                    pair = _seq(*constant(name), COLON, self._value(self._rewriting.property(form, name)))
+                    ways.append(_seq(*([COMMA] if taken else []), pair, states[taken | {name}]))
+            states[taken] = self._named(_alt(*ways))
+        return states[frozenset()]
+
+    def _end(self, form: Object, came: int, cap: int, most: int | None, more: Part | None) -> Part:
+        """Behind all names: others, as many as may be."""
+        room = None if most is None else most - came
+        needed = max(form.least - came, 0)
+        if more is None or room == 0:
+            return Alt() if needed else EMPTY
+        behind = _repeat(_seq(COMMA, more), 0 if came == 0 else needed, None if room is None else room - (came == 0))
+        if came:
+            return self._named(behind)
+        first = _seq(more, _repeat(_seq(COMMA, more), max(needed - 1, 0), None if room is None else room - 1))
+        return self._named(first if needed else _alt(EMPTY, first))
+
+    def _other_properties(self, form: Object, names: Sequence[str]) -> Part | None:
+        """A property without a name in the schema; None where there is none."""
+        patterns = list(dict.fromkeys(pattern for layer in form.layers for pattern, _ in layer.patterns))
+        if len(patterns) > MOST_PATTERNS:
+            raise UserError(
+                f"patternProperties has {len(patterns)} patterns, of at most {MOST_PATTERNS}; write it with fewer"
+            )
+        languages = [found(pattern) for pattern in patterns]
+        by_demand: dict[Demand, list[Node]] = {}
+        for matched in product((False, True), repeat=len(patterns)):
+            here = {pattern for pattern, is_one in zip(patterns, matched, strict=True) if is_one}
+            demand = frozenset[Any]()
+            for layer in form.layers:
+                own = [inner for pattern, inner in layer.patterns if pattern in here]
+                demand = demand.union(*own) if own else demand | layer.rest
+            if demand >= NOTHING:
+                continue
+            parts = [each if is_one else Not(each) for each, is_one in zip(languages, matched, strict=True)]
+            by_demand.setdefault(demand, []).append(And((ANYTHING, *parts)) if parts else ANYTHING)
+        taken = [Not(literal(name)) for name in names]
+        pairs: list[Part] = []
+        for demand, kinds in by_demand.items():
+            for key in self._keys(form.names):
+                language: Node = kinds[0] if len(kinds) == 1 else Alt(tuple(kinds))
+                if taken or key is not None:
+                    language = And((ANYTHING, *((key,) if key is not None else ()), language, *taken))
+                pairs.append(_seq(string_lexeme(language, 0), COLON, self._value(demand)))
+        if not pairs:
+            return None
+        return self._named(_alt(*pairs))
+
+    def _keys(self, names: Demand) -> list[Node | None]:
+        """The languages of names; None of any."""
+        if not names:
+            return [None]
+        keys: list[Node | None] = []
+        for form in self._rewriting.union(names):
+            if isinstance(form, Text):
+                keys.append(text_language(form) if form != Text() else None)
+            elif isinstance(form, Value) and isinstance(form.value, str):
+                keys.append(literal(form.value))
+        return [None] if None in keys else keys
+
+
+# --- lexemes
+
+
+def _seq(*parts: Part) -> Node:
+    return Seq(tuple(inner for part in parts for inner in (part.parts if isinstance(part, Seq) else (part,))))  # type: ignore[misc]
+
+
+def _alt(*parts: Part) -> Node:
+    return Alt(parts)  # type: ignore[arg-type]
+
+
+def _repeat(part: Part, least: int, most: int | None) -> Node:
+    return EMPTY if most == 0 else Repeat(part, least, most)  # type: ignore[arg-type]
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, list | dict)
+
+
+def _either(lexemes: Sequence[Any]) -> Part:
+    """One lexeme for many: a place of the text is then looked at once."""
+    if len(lexemes) == 1:
+        return lexemes[0]  # type: ignore[no-any-return]
+    sides = " | ".join(lexeme.right_side for lexeme in lexemes)
+    return Lexeme(f"({sides})", min(lexeme.length for lexeme in lexemes))
+
+
+def string_lexeme(language: Node, length: int) -> Lexeme:
+    """A string with its quotes."""
+    return Lexeme(rf'"\"" {terminal(language, in_json)} "\""', length + 2)
+
+
+def constant(value: Any) -> list[Part]:
+    """A value as it is written, with the spaces of all others."""
+    match value:
+        case str():
+            return [string_lexeme(literal(value), len(value))]
+        case list():
+            items = [constant(each) for each in value]
+            return [Lexeme('"["', 1), *_with_commas(items), Lexeme('"]"', 1)]
+        case dict():
+            pairs = [[*constant(name), COLON, *constant(inner)] for name, inner in value.items()]
+            orders = permutations(pairs) if len(pairs) <= MOST_ORDERED else [pairs]
+            return [Lexeme('"{"', 1), _alt(*(_seq(*_with_commas(order)) for order in orders)), Lexeme('"}"', 1)]
+        case None | bool():
+            text = json.dumps(value)
+            return [Lexeme(json.dumps(text), len(text))]
+    text = value.text if isinstance(value, Written) else str(value)
+    return [Lexeme(json.dumps(text), len(text))]
+
+
+def _with_commas(items: Sequence[Sequence[Part]]) -> list[Part]:
+    return [part for index, item in enumerate(items) for part in ([COMMA, *item] if index else item)]
+
+
+def number_lexeme(form: Number) -> Lexeme:
+    """A number of a form.
+
+    Raises:
+        ValueError: no text of it is exact.
+    """
+    low, high = form.low, form.high
+    integer = form.integer or any(each.denominator == 1 for each in form.multiples)
+    if integer:
+        lows = [-(-form.low // 1)] if form.low is not None else []
+        lows += [form.above // 1 + 1] if form.above is not None else []
+        highs = [form.high // 1] if form.high is not None else []
+        highs += [-(-form.below // 1) - 1] if form.below is not None else []
+        least, most = max(map(int, lows), default=None), min(map(int, highs), default=None)
+        if least is not None and most is not None and least > most:
+            return NEVER
+        if form.multiples:
+            return _multiple(form, {"type": "integer", "minimum": least, "maximum": most})
+        return Lexeme(integer_terminal(least, most), 1)
+    if form.above is not None and (low is None or form.above >= low):
+        low = next_number(form.above, up=True)
+    if form.below is not None and (high is None or form.below <= high):
+        high = next_number(form.below, up=False)
+    if form.multiples:
+        raise UserError("multipleOf of a number that is no integer is not enforced exactly; take an integer")
+    if low is not None and high is not None and low > high:
+        return NEVER
+    return Lexeme(number_terminal(low, high), 1)
+
+
+def _multiple(form: Number, schema: dict[str, Any]) -> Lexeme:
+    """By llguidance's own arithmetic."""
+    schema = {name: given for name, given in schema.items() if given is not None}
+    bounds = [abs(given) for given in schema.values() if isinstance(given, int)]
+    if len(form.multiples) > 1 or max(bounds, default=0) > EXACT_INTEGERS:
+        raise UserError(
+            "multipleOf with another one, or with bounds beyond 2^53, is not enforced exactly; write one of them"
+        )
+    (multiple,) = form.multiples
+    if multiple.denominator != 1:
+        raise UserError("multipleOf of a number that is no integer is not enforced exactly; take an integer")
+    if "minimum" in schema and "maximum" in schema and schema["maximum"] // multiple * multiple < schema["minimum"]:
+        return NEVER
+    schema["multipleOf"] = int(multiple)
+    return Lexeme(f"%json {json.dumps(schema)}", 1)

@@ -1,0 +1,719 @@
+"""What a JSON schema (draft 2020-12) says, as a union of forms: one rule a keyword, each an equivalence.
+
+A keyword without `type` says something of one type alone, and lets all others pass: so a schema is a union over the
+types from the beginning. Keywords beside each other, `allOf` and `$ref` are intersections; `anyOf` is a union; `oneOf`,
+`not` and `if` need complements, which most forms have. What has no exact form is refused, by its keyword and place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from itertools import product
+from typing import Any
+
+from lp.errors import UserError
+from lp.sampling.language_checks import Language
+from lp.sampling.regex_syntax import ANY, And, Node, Not, Repeat, found, literal
+from lp.sampling.schema_document import Document, Written, escaped
+from lp.sampling.schema_formats import ENFORCED, REFUSED, format_language
+from lp.sampling.schema_forms import (
+    ANYTHING,
+    FALSE,
+    FORMS,
+    NOTHING,
+    NULL,
+    TRUE,
+    TYPES,
+    Contained,
+    Demand,
+    Form,
+    Layer,
+    List,
+    Number,
+    Object,
+    Place,
+    Text,
+    Union,
+    Value,
+    all_forms,
+    type_of,
+    type_of_value,
+)
+
+MOST_FORMS = 512  # of one union
+MOST_WORK = 200_000  # intersections of two forms
+MOST_COUNT = 1 << 20  # of items, characters, properties
+
+
+class _LoopError(UserError):
+    """A schema is looked at while it is looked at."""
+
+
+class Rewriting:
+    """Of one schema.
+
+    Args:
+        document: that.
+    """
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self._unions: dict[Demand, Union] = {}
+        self._places: dict[str, Union] = {}
+        self._open: set[str] = set()  # places that are looked at
+        self._never_open: set[Demand] = set()
+        self._languages: dict[Node, Language] = {}
+        self._never_texts: dict[Text, bool] = {}
+        self._work = 0
+
+    # --- demands
+
+    def demand(self, pointer: str) -> Demand:
+        """That a value follows the schema at a place."""
+        part = self.document.at(pointer)
+        if part is True or part == {}:
+            return ANYTHING
+        if part is False:
+            return NOTHING
+        return frozenset({Place(pointer)})
+
+    def inverses(self, demand: Demand) -> list[Demand]:
+        """Demands of which a value follows one exactly if it does not follow this one."""
+        if demand == NOTHING:
+            return [ANYTHING]
+        return [frozenset({Place(place.pointer, not place.negated)}) for place in sorted(demand)]
+
+    def union(self, demand: Demand) -> Union:
+        """The values that follow all of a demand.
+
+        Raises:
+            ValueError: the keyword, and its place, that has no exact form.
+        """
+        if demand not in self._unions:
+            union = all_forms()
+            for place in sorted(demand):
+                if place in NOTHING:
+                    union = ()
+                else:
+                    own = self._at(place.pointer)
+                    union = self.both(union, self.complement(own, place.pointer) if place.negated else own)
+            self._unions[demand] = union
+        return self._unions[demand]
+
+    def has(self, demand: Demand, value: Any) -> bool:
+        """Whether a value follows a demand."""
+        return any(self.form_has(form, value) for form in self.union(demand))
+
+    def form_has(self, form: Form, value: Any) -> bool:
+        """Whether a value is of a form."""
+        if type_of(form) != type_of_value(value):
+            return False
+        match form:
+            case Value():
+                return same(form.value, value)
+            case Number():
+                return form.has(Fraction(value))
+            case Text(least, most, languages):
+                fits = least <= len(value) and (most is None or len(value) <= most)
+                return fits and all(self.language(each).has(value) for each in languages)
+            case List():
+                fits = form.least <= len(value) and (form.most is None or len(value) <= form.most)
+                items = all(self.has(form.item(index), each) for index, each in enumerate(value))
+                return fits and items and self._contains(form, value) and not (form.unique and _twice(value))
+            case Object():
+                fits = form.least <= len(value) and (form.most is None or len(value) <= form.most)
+                named = {*form.required} <= {*value} and all(self.has(form.names, name) for name in value)
+                return fits and named and all(self.has(self.property(form, name), value[name]) for name in value)
+        raise AssertionError(form)
+
+    def _contains(self, form: List, items: Sequence[Any]) -> bool:
+        for each in form.contained:
+            count = sum(self.has(each.demand, item) for item in items)
+            if count < each.least or (each.most is not None and count > each.most):
+                return False
+        return True
+
+    def language(self, node: Node) -> Language:
+        """Of an expression, once."""
+        if node not in self._languages:
+            self._languages[node] = Language(node)
+        return self._languages[node]
+
+    def property(self, form: Object, name: str) -> Demand:
+        """What the property of a name follows."""
+        demand: Demand = ANYTHING
+        for layer in form.layers:
+            own = [inner for other, inner in layer.named if other == name]
+            own += [inner for pattern, inner in layer.patterns if self.language(found(pattern)).has(name)]
+            demand = demand.union(*own) if own else demand | layer.rest
+        return NOTHING if demand >= NOTHING else demand
+
+    # --- unions
+
+    def both(self, one: Union, other: Union) -> Union:
+        """The values of two unions."""
+        if one == all_forms():
+            return other
+        if other == all_forms():
+            return one
+        made: dict[Form, None] = {}
+        for first, second in product(one, other):
+            if type_of(first) != type_of(second):
+                continue
+            self._work += 1
+            if self._work > MOST_WORK:
+                raise UserError("it has too many alternatives that meet; write it with fewer")
+            joined = self._joined(first, second)
+            if joined is not None and not self.is_never(joined):
+                made[joined] = None
+        if len(made) > MOST_FORMS:
+            raise UserError(f"it has {len(made)} alternatives of one value, of at most {MOST_FORMS}; write fewer")
+        return tuple(made)
+
+    def _joined(self, first: Form, second: Form) -> Form | None:
+        if isinstance(first, Value):
+            return first if self.form_has(second, first.value) else None
+        if isinstance(second, Value):
+            return second if self.form_has(first, second.value) else None
+        return first.joined(second)  # type: ignore[arg-type]
+
+    def is_never(self, form: Form) -> bool:
+        """Whether it is seen that no value is of a form."""
+        match form:
+            case Text(least, most, languages) if len(languages) + (least > 0 or most is not None) > 1:
+                if form not in self._never_texts:
+                    self._never_texts[form] = self.language(text_language(form)).is_empty()
+                return self._never_texts[form]
+            case List():
+                return any(
+                    self._demands_nothing(form.item(index)) for index in range(min(form.least, len(form.first) + 1))
+                )
+            case Object():
+                return any(self._demands_nothing(self.property(form, name)) for name in form.required)
+        return False
+
+    def _demands_nothing(self, demand: Demand) -> bool:
+        if demand in self._never_open or any(place.pointer in self._open for place in demand):
+            return False  # a schema within itself; the grammar finds those without an end
+        self._never_open.add(demand)
+        try:
+            return not self.union(demand)
+        except _LoopError:
+            return False
+        finally:
+            self._never_open.remove(demand)
+
+    def complement(self, union: Union, pointer: str) -> Union:
+        """All other values."""
+        made: list[Form] = []
+        for name in TYPES:
+            own = [form for form in union if type_of(form) == name]
+            others: Union = FORMS[name]
+            for form in own:
+                others = self.both(others, self._other(form, pointer))
+            made += others
+        return tuple(made)
+
+    def _other(self, form: Form, pointer: str) -> Union:
+        """The values of a form's type that are not of the form."""
+        match form:
+            case Value(_, value):
+                return _other_values(value, pointer)
+            case Number():
+                return _other_numbers(form, pointer)
+            case Text(least, most, languages):
+                made: list[Form] = [Text(most=least - 1)] if least else []
+                made += [Text(least=most + 1)] if most is not None else []
+                return (*made, *(Text(languages=(Not(each),)) for each in languages))
+            case List():
+                return self._other_lists(form, pointer)
+            case Object():
+                return self._other_objects(form, pointer)
+        raise AssertionError(form)
+
+    def _other_lists(self, form: List, pointer: str) -> Union:
+        if form.unique:
+            raise _inexact("uniqueItems", pointer)
+        made: list[Form] = [List(most=form.least - 1)] if form.least else []
+        made += [List(least=form.most + 1)] if form.most is not None else []
+        for index, demand in enumerate(form.first):
+            made += [List((ANYTHING,) * index + (each,), least=index + 1) for each in self.inverses(demand)]
+        if form.rest != ANYTHING:
+            if form.rest == NOTHING:
+                made.append(List(least=len(form.first) + 1))
+            elif form.first:
+                raise _inexact("items behind prefixItems", pointer)
+            else:
+                made += [List(contained=(Contained(each, ANYTHING, 1, None),)) for each in self.inverses(form.rest)]
+        for contained in form.contained:
+            if (contained.least, contained.most) != (1, None) or len(others := self.inverses(contained.demand)) != 1:
+                raise _inexact("contains with a count", pointer)
+            made.append(List(rest=others[0]))
+        return tuple(made)
+
+    def _other_objects(self, form: Object, pointer: str) -> Union:
+        if form.names != ANYTHING:
+            raise _inexact("propertyNames", pointer)
+        made: list[Form] = [Object(most=form.least - 1)] if form.least else []
+        made += [Object(least=form.most + 1)] if form.most is not None else []
+        made += [Object((Layer(((name, NOTHING),)),)) for name in form.required]
+        for layer in form.layers:
+            if layer.patterns and any(inner != ANYTHING for _, inner in layer.patterns):
+                raise _inexact("patternProperties", pointer)
+            if layer.rest != ANYTHING:
+                raise _inexact("additionalProperties", pointer)
+            for name, inner in layer.named:
+                if inner != ANYTHING:
+                    made += [Object((Layer(((name, each),)),), (name,)) for each in self.inverses(inner)]
+        return tuple(form for form in made if not self.is_never(form))
+
+    # --- places
+
+    def _at(self, pointer: str) -> Union:
+        if pointer not in self._places:
+            if pointer in self._open:
+                raise _LoopError(f"$ref at {pointer} leads to itself, without a property or an item between; mend it")
+            self._open.add(pointer)
+            try:
+                self._places[pointer] = self._read(pointer)
+            finally:
+                self._open.remove(pointer)
+        return self._places[pointer]
+
+    def _read(self, pointer: str) -> Union:
+        part = self.document.at(pointer)
+        if isinstance(part, bool):
+            return all_forms() if part else ()
+        if not isinstance(part, Mapping):
+            raise UserError(f"the schema at {pointer} is {part!r}; give an object, true or false")
+        union = _typed(self, pointer, part)
+        for keyword in part:
+            if keyword in RULES:
+                union = self.both(union, RULES[keyword](self, pointer, part))
+        return union
+
+    def schemas(self, pointer: str, keyword: str) -> list[str]:
+        """The places of a keyword that has a list of schemas."""
+        given = self.document.at(f"{pointer}/{keyword}")
+        if not isinstance(given, list):
+            raise _bad(keyword, pointer, given, "a list of schemas")
+        return [f"{pointer}/{keyword}/{index}" for index in range(len(given))]
+
+    def at(self, pointer: str) -> Union:
+        """The values of the schema at a place."""
+        return self.union(frozenset({Place(pointer)}))
+
+
+def text_language(form: Text) -> Node:
+    """The strings of a form."""
+    return And((Repeat(ANY, form.least, form.most), *form.languages))
+
+
+# --- the keywords of one type
+
+
+def _typed(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`type`, and all keywords that say something of one type."""
+    given = part.get("type", [*TYPES])
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in (*TYPES, "integer") for name in names):
+        raise _bad("type", pointer, given, f"one or more of {', '.join((*TYPES, 'integer'))}")
+    made: list[Form] = []
+    for name in dict.fromkeys(names):
+        match name:
+            case "null":
+                made.append(NULL)
+            case "boolean":
+                made += [TRUE, FALSE]
+            case "number":
+                made += _numbers(pointer, part, integer=False)
+            case "integer" if "number" not in names:
+                made += _numbers(pointer, part, integer=True)
+            case "string":
+                made += _texts(pointer, part)
+            case "array":
+                made += _lists(rewriting, pointer, part)
+            case "object":
+                made += _objects(rewriting, pointer, part)
+    return tuple(form for form in made if not rewriting.is_never(form))
+
+
+def _numbers(pointer: str, part: Mapping[str, Any], integer: bool) -> Union:
+    bounds: dict[str, Fraction | None] = {}
+    for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        given = part.get(keyword)
+        if isinstance(given, bool) and keyword.startswith("exclusive"):  # of draft 4: the other bound is left out
+            bounds[keyword] = Fraction(part[keyword[9:].lower()]) if given and keyword[9:].lower() in part else None
+        else:
+            bounds[keyword] = _number(keyword, pointer, given)
+    multiple = _number("multipleOf", pointer, part.get("multipleOf"))
+    if multiple is not None and multiple <= 0:
+        raise _bad("multipleOf", pointer, part["multipleOf"], "more than 0")
+    form = Number(
+        integer,
+        bounds["minimum"],
+        bounds["exclusiveMinimum"],
+        bounds["maximum"],
+        bounds["exclusiveMaximum"],
+        frozenset({multiple} if multiple is not None else ()),
+    )
+    joined = form.joined(form)
+    return (joined,) if joined else ()
+
+
+def _texts(pointer: str, part: Mapping[str, Any]) -> Union:
+    languages: list[Node] = []
+    if "pattern" in part:
+        languages.append(_pattern("pattern", pointer, part["pattern"]))
+    form = part.get("format")
+    if form in ENFORCED:
+        languages.append(format_language(form))
+    elif form in REFUSED:
+        raise UserError(
+            f"format at {pointer} is {form!r}, which is not enforced (those are {', '.join(ENFORCED)}); leave it out"
+        )
+    joined = Text().joined(
+        Text(_count("minLength", pointer, part) or 0, _count("maxLength", pointer, part), tuple(languages))
+    )
+    return (joined,) if joined else ()
+
+
+def _lists(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    first: tuple[Demand, ...] = ()
+    rest_keyword = "items"
+    for keyword in ("prefixItems", "items"):  # a list of `items` is what older drafts have for prefixItems
+        if isinstance(part.get(keyword), list):
+            first = tuple(map(rewriting.demand, rewriting.schemas(pointer, keyword)))
+            rest_keyword = "items" if keyword == "prefixItems" else "additionalItems"
+    rest = rewriting.demand(f"{pointer}/{rest_keyword}") if rest_keyword in part else ANYTHING
+    unique = pointer if part.get("uniqueItems") is True else ""
+    form = List(first, rest, _count("minItems", pointer, part) or 0, _count("maxItems", pointer, part), unique)
+    if "contains" in part:
+        demand = rewriting.demand(f"{pointer}/contains")
+        least = _count("minContains", pointer, part)
+        least, most = 1 if least is None else least, _count("maxContains", pointer, part)
+        if most is not None and most < least:
+            return ()
+        if least or most is not None:
+            others = rewriting.inverses(demand) if most is not None else [ANYTHING]
+            others = others or [NOTHING]
+            if len(others) > 1:
+                raise _inexact("maxContains", pointer)
+            form = replace(form, contained=(Contained(demand, others[0], least, most),))
+    joined = List().joined(form)
+    return (joined,) if joined else ()
+
+
+def _objects(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    named = tuple(
+        (name, rewriting.demand(f"{pointer}/properties/{escaped(name)}"))
+        for name in _mapping(part, "properties", pointer)
+    )
+    patterns = tuple(
+        (pattern, rewriting.demand(f"{pointer}/patternProperties/{escaped(pattern)}"))
+        for pattern in _mapping(part, "patternProperties", pointer)
+    )
+    for pattern, _ in patterns:
+        _pattern("patternProperties", pointer, pattern)
+    rest = rewriting.demand(f"{pointer}/additionalProperties") if "additionalProperties" in part else ANYTHING
+    names = rewriting.demand(f"{pointer}/propertyNames") if "propertyNames" in part else ANYTHING
+    layer = Layer(named, patterns, rest)
+    form = Object(
+        (layer,) if layer != Layer() else (),
+        tuple(dict.fromkeys(_required("required", pointer, part.get("required", [])))),
+        _count("minProperties", pointer, part) or 0,
+        _count("maxProperties", pointer, part),
+        names,
+    )
+    joined = Object().joined(form)
+    return (joined,) if joined else ()
+
+
+# --- the keywords of all types
+
+
+def _constant(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`const`."""
+    return (value_form(part["const"]),)
+
+
+def _enumeration(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`enum`."""
+    if not isinstance(part["enum"], list):
+        raise _bad("enum", pointer, part["enum"], "a list")
+    return tuple(dict.fromkeys(map(value_form, part["enum"])))
+
+
+def _reference(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`$ref`: that schema, beside its siblings."""
+    return rewriting.at(rewriting.document.target(pointer, _string("$ref", pointer, part["$ref"])))
+
+
+def _dynamic_reference(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`$dynamicRef`: a $ref, unless several parts have the anchor's name; which one it is depends on the way to it."""
+    reference = _string("$dynamicRef", pointer, part["$dynamicRef"])
+    target = rewriting.document.target(pointer, reference)
+    if len(rewriting.document.dynamic.get(reference.rpartition("#")[2], [])) > 1:
+        raise UserError(f"$dynamicRef at {pointer} leads to {reference!r}, which several parts are called; take $ref")
+    return rewriting.at(target)
+
+
+def _all_of(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`allOf`: the intersection."""
+    union = all_forms()
+    for place in rewriting.schemas(pointer, "allOf"):
+        union = rewriting.both(union, rewriting.at(place))
+    return union
+
+
+def _any_of(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`anyOf`: the union."""
+    return tuple(dict.fromkeys(form for place in rewriting.schemas(pointer, "anyOf") for form in rewriting.at(place)))
+
+
+def _one_of(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`oneOf`: of each what the others are not; those that no value shares, as by a discriminator, stay as they are."""
+    unions = [rewriting.at(place) for place in rewriting.schemas(pointer, "oneOf")]
+    made: list[Form] = []
+    for index, union in enumerate(unions):
+        for other_index, other in enumerate(unions):
+            if index != other_index and rewriting.both(union, other):
+                union = rewriting.both(union, rewriting.complement(other, f"{pointer}/oneOf/{other_index}"))
+        made += union
+    return tuple(dict.fromkeys(made))
+
+
+def _not(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`not`: the complement."""
+    return rewriting.complement(rewriting.at(f"{pointer}/not"), f"{pointer}/not")
+
+
+def _if(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`if`: what follows it and `then`, and what does not and follows `else`."""
+    if "then" not in part and "else" not in part:
+        return all_forms()
+    condition = rewriting.at(f"{pointer}/if")
+    otherwise = rewriting.complement(condition, f"{pointer}/if")
+    if "then" in part:
+        condition = rewriting.both(condition, rewriting.at(f"{pointer}/then"))
+    if "else" in part:
+        otherwise = rewriting.both(otherwise, rewriting.at(f"{pointer}/else"))
+    return tuple(dict.fromkeys((*condition, *otherwise)))
+
+
+def _dependent(rewriting: Rewriting, pointer: str, part: Mapping[str, Any], keyword: str) -> Union:
+    """`dependentRequired`, `dependentSchemas`: an object without the name, or with what it needs, which comes first."""
+    union = all_forms()
+    for name, inner in _mapping(part, keyword, pointer).items():
+        absent = (Object((Layer(((name, NOTHING),)),)),)
+        if isinstance(inner, list):
+            needed = tuple(_required(f"{keyword}/{name}", pointer, inner))
+            present: Union = (Object(required=tuple(dict.fromkeys((*needed, name)))),)
+        else:
+            schema = rewriting.at(f"{pointer}/{keyword}/{escaped(name)}")
+            present = rewriting.both(schema, (Object(required=(name,)),))
+        others = all_forms(each for each in TYPES if each != "object")
+        union = rewriting.both(union, (*others, *absent, *present))
+    return union
+
+
+def _unevaluated_properties(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`unevaluatedProperties`: additionalProperties behind the names that all parts in place have."""
+    demand = rewriting.demand(f"{pointer}/unevaluatedProperties")
+    if demand == ANYTHING:
+        return all_forms()
+    names: dict[str, Demand] = {}
+    patterns: dict[str, Demand] = {}
+    for place in _in_place(rewriting, pointer, "unevaluatedProperties", set()):
+        inner = rewriting.document.at(place)
+        if "additionalProperties" in inner or ("unevaluatedProperties" in inner and place != pointer):
+            return all_forms()
+        names |= dict.fromkeys(_mapping(inner, "properties", place), ANYTHING)
+        patterns |= dict.fromkeys(_mapping(inner, "patternProperties", place), ANYTHING)
+    form = Object((Layer(tuple(names.items()), tuple(patterns.items()), demand),))
+    return (*all_forms(each for each in TYPES if each != "object"), form)
+
+
+def _unevaluated_items(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+    """`unevaluatedItems`: items behind the first ones that all parts in place have."""
+    demand = rewriting.demand(f"{pointer}/unevaluatedItems")
+    if demand == ANYTHING:
+        return all_forms()
+    count = 0
+    for place in _in_place(rewriting, pointer, "unevaluatedItems", set()):
+        inner = rewriting.document.at(place)
+        if "contains" in inner:
+            raise _inexact("unevaluatedItems beside contains", pointer)
+        if "items" in inner or ("unevaluatedItems" in inner and place != pointer):
+            return all_forms()
+        count = max(count, len(inner.get("prefixItems", [])))
+    form = List((ANYTHING,) * count, demand)
+    return (*all_forms(each for each in TYPES if each != "array"), form)
+
+
+def _in_place(rewriting: Rewriting, pointer: str, keyword: str, seen: set[str]) -> list[str]:
+    """The places that say something of all values here; refused where others say something of some."""
+    part = rewriting.document.at(pointer)
+    if not isinstance(part, Mapping) or pointer in seen:
+        return []
+    seen.add(pointer)
+    for other in ("anyOf", "oneOf", "if", "dependentSchemas", "$dynamicRef"):
+        if other in part:
+            raise _inexact(f"{keyword} beside {other}", pointer)
+    inner = rewriting.schemas(pointer, "allOf") if "allOf" in part else []
+    if "$ref" in part:
+        inner.append(rewriting.document.target(pointer, part["$ref"]))
+    return [pointer, *(place for each in inner for place in _in_place(rewriting, each, keyword, seen))]
+
+
+def _refused(keyword: str) -> Rule:
+    def rule(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
+        raise UserError(f"{keyword} at {pointer} is of another draft; take $dynamicRef or $ref")
+
+    return rule
+
+
+Rule = Callable[[Rewriting, str, Mapping[str, Any]], Union]
+RULES: dict[str, Rule] = {
+    "$ref": _reference,
+    "$dynamicRef": _dynamic_reference,
+    "$recursiveRef": _refused("$recursiveRef"),
+    "const": _constant,
+    "enum": _enumeration,
+    "allOf": _all_of,
+    "anyOf": _any_of,
+    "oneOf": _one_of,
+    "not": _not,
+    "if": _if,
+    "dependentRequired": partial(_dependent, keyword="dependentRequired"),
+    "dependentSchemas": partial(_dependent, keyword="dependentSchemas"),
+    "dependencies": partial(_dependent, keyword="dependencies"),
+    "unevaluatedProperties": _unevaluated_properties,
+    "unevaluatedItems": _unevaluated_items,
+}
+
+
+# --- values
+
+
+def value_form(value: Any) -> Value:
+    """Of a value that a schema names."""
+    return Value(canonical(value), value)
+
+
+def canonical(value: Any) -> str:
+    """A text that tells values apart by how they are written."""
+    match value:
+        case None | bool():
+            return str(value)
+        case Written():
+            return value.text
+        case list():
+            return f"[{','.join(map(canonical, value))}]"
+        case dict():
+            return "{" + ",".join(f"{name!r}:{canonical(inner)}" for name, inner in value.items()) + "}"
+    return repr(value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are equal as JSON: 1 is 1.0, and true is not 1."""
+    if type_of_value(one) != type_of_value(other):
+        return False
+    match one:
+        case list():
+            return len(one) == len(other) and all(map(same, one, other))
+        case dict():
+            return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    return bool(one == other)
+
+
+def _twice(items: Sequence[Any]) -> bool:
+    return any(same(one, other) for index, one in enumerate(items) for other in items[:index])
+
+
+def _other_values(value: Any, pointer: str) -> Union:
+    match value:
+        case None:
+            return ()
+        case bool():
+            return (FALSE if value else TRUE,)
+        case str():
+            return (Text(languages=(Not(literal(value)),)),)
+        case list() | dict():
+            raise _inexact("a const of a list or an object", pointer)
+    return (Number(below=Fraction(value)), Number(above=Fraction(value)))
+
+
+def _other_numbers(form: Number, pointer: str) -> Union:
+    if form.integer:
+        raise _inexact("type integer", pointer)
+    if form.multiples:
+        raise _inexact("multipleOf", pointer)
+    made: list[Form] = [Number(below=form.low)] if form.low is not None else []
+    made += [Number(high=form.above)] if form.above is not None else []
+    made += [Number(above=form.high)] if form.high is not None else []
+    made += [Number(low=form.below)] if form.below is not None else []
+    return tuple(made)
+
+
+# --- what a keyword must be
+
+
+def _inexact(what: str, pointer: str) -> UserError:
+    return UserError(
+        f"{what} at {pointer} is not enforced exactly where it is negated or counted; write the schema without"
+    )
+
+
+def _bad(keyword: str, pointer: str, given: Any, wanted: str) -> UserError:
+    return UserError(f"{keyword} at {pointer} is {given!r}; give {wanted}")
+
+
+def _string(keyword: str, pointer: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise _bad(keyword, pointer, given, "a string")
+    return given
+
+
+def _number(keyword: str, pointer: str, given: Any) -> Fraction | None:
+    if given is None:
+        return None
+    if type_of_value(given) != "number":
+        raise _bad(keyword, pointer, given, "a number")
+    if isinstance(given, Written) and abs(given.adjusted()) > 400:
+        raise _bad(keyword, pointer, given, "one that a float can be")
+    return Fraction(given)
+
+
+def _count(keyword: str, pointer: str, part: Mapping[str, Any]) -> int | None:
+    given = part.get(keyword)
+    if given is None:
+        return None
+    if type_of_value(given) != "number" or Fraction(given).denominator != 1 or given < 0:
+        raise _bad(keyword, pointer, given, "an integer from 0 on")
+    if given > MOST_COUNT:
+        raise _bad(keyword, pointer, given, f"at most {MOST_COUNT}")
+    return int(given)
+
+
+def _pattern(keyword: str, pointer: str, given: Any) -> Node:
+    try:
+        return found(_string(keyword, pointer, given))
+    except UserError as error:
+        raise UserError(f"{keyword} at {pointer}: {error}") from None
+
+
+def _mapping(part: Mapping[str, Any], keyword: str, pointer: str) -> Mapping[str, Any]:
+    given = part.get(keyword, {})
+    if not isinstance(given, Mapping):
+        raise _bad(keyword, pointer, given, "an object")
+    return given
+
+
+def _required(keyword: str, pointer: str, given: Any) -> Iterable[str]:
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise _bad(keyword, pointer, given, "a list of names")
+    return given

@@ -1,0 +1,134 @@
+"""Texts of grammars by bytes, without a model; drawn JSON schemas, which people could send."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import llguidance
+
+from lp.sampling.language_checks import byte_tokenizer
+
+NAMES = ("a", "b", "id", "é")
+PATTERNS = ("^[a-c]+$", "[0-9]", "^x", "b$", "^(?!a)", "^.{2,3}$", r"^\w+-\d{1,2}$")
+ENDS = b'"]},0 '  # drawn more often, or few texts would end
+
+
+class Texts:
+    """The texts of a grammar in Lark.
+
+    Args:
+        lark: the grammar.
+    """
+
+    def __init__(self, lark: str) -> None:
+        self._start = llguidance.LLMatcher(byte_tokenizer(), lark, log_level=0)
+        assert not self._start.is_error(), self._start.get_error()
+
+    def has(self, text: str) -> bool:
+        """Whether a text follows it to its end."""
+        matcher = self._start.deep_copy()
+        tokens = list(text.encode())
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    def draw(self, rng: random.Random, most: int = 150) -> str | None:
+        """A text by drawn masks; None where it is longer.
+
+        Raises:
+            AssertionError: nothing may follow a text that has not ended.
+        """
+        matcher = self._start.deep_copy()
+        text: list[int] = []
+        for _ in range(most):
+            if matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.5):
+                return bytes(text).decode()
+            mask = int.from_bytes(matcher.compute_bitmask(), "little")
+            allowed = [token for token in range(256) if mask >> token & 1]
+            assert allowed, bytes(text)
+            likely = [token for token in allowed if token in ENDS]
+            token = rng.choice(likely if likely and rng.random() < 0.4 else allowed)
+            assert matcher.try_consume_tokens([token]) == 1
+            text.append(token)
+        return None
+
+
+def drawn_json_schema(rng: random.Random, levels: int = 2) -> Any:
+    """A schema of draft 2020-12, with siblings of every kind."""
+    schema: dict[str, Any] = {}
+    types = rng.sample(("null", "boolean", "integer", "number", "string", "array", "object"), rng.randint(1, 2))
+    if rng.random() < 0.7:
+        schema["type"] = types[0] if len(types) == 1 else types
+    for draw in rng.sample(_KEYWORDS, rng.randint(1, 3)):
+        schema |= draw(rng, levels)
+    if levels == 2 and rng.random() < 0.2:
+        schema["$defs"] = {"part": drawn_json_schema(rng, 1)}
+        schema["properties"] = schema.get("properties", {}) | {"p": {"$ref": "#/$defs/part", "description": "a part"}}
+    return schema
+
+
+def _inner(rng: random.Random, levels: int) -> Any:
+    if levels == 0 or rng.random() < 0.2:
+        return rng.choice(
+            [True, False, {"type": "integer"}, {"type": "string"}, {"const": 1}, {"enum": ["x", 2.5, None]}]
+        )
+    return drawn_json_schema(rng, levels - 1)
+
+
+def _numbers(rng: random.Random, levels: int) -> dict[str, Any]:
+    names = rng.sample(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), rng.randint(1, 2))
+    bounds = {name: rng.choice([0, 1, -3, 10, 2.5, -0.75, 100, 0.1]) for name in names}
+    return bounds | ({"multipleOf": rng.choice([1, 2, 3, 7])} if rng.random() < 0.2 else {})
+
+
+def _strings(rng: random.Random, levels: int) -> dict[str, Any]:
+    drawn: dict[str, Any] = {"minLength": rng.randint(0, 3)} if rng.random() < 0.5 else {"maxLength": rng.randint(1, 5)}
+    return drawn | ({"pattern": rng.choice(PATTERNS)} if rng.random() < 0.6 else {})
+
+
+def _lists(rng: random.Random, levels: int) -> dict[str, Any]:
+    drawn: dict[str, Any] = {}
+    for name, value in (
+        ("items", _inner(rng, levels)),
+        ("prefixItems", [_inner(rng, levels) for _ in range(rng.randint(1, 2))]),
+        ("minItems", rng.randint(0, 2)),
+        ("maxItems", rng.randint(1, 4)),
+        ("contains", _inner(rng, levels)),
+        ("uniqueItems", True),
+    ):
+        if rng.random() < (0.1 if name in ("contains", "uniqueItems") else 0.4):
+            drawn[name] = value
+    return drawn
+
+
+def _objects(rng: random.Random, levels: int) -> dict[str, Any]:
+    drawn: dict[str, Any] = {}
+    for name, value in (
+        ("properties", {each: _inner(rng, levels) for each in rng.sample(NAMES, rng.randint(1, 3))}),
+        ("required", rng.sample(NAMES, rng.randint(1, 2))),
+        ("additionalProperties", _inner(rng, levels)),
+        ("patternProperties", {rng.choice(PATTERNS): _inner(rng, levels)}),
+        ("propertyNames", {"maxLength": rng.randint(1, 3)}),
+        ("minProperties", rng.randint(0, 2)),
+        ("maxProperties", rng.randint(1, 3)),
+        ("dependentRequired", {rng.choice(NAMES): [rng.choice(NAMES)]}),
+    ):
+        if rng.random() < (0.6 if name in ("properties", "required") else 0.15):
+            drawn[name] = value
+    return drawn
+
+
+def _constants(rng: random.Random, levels: int) -> dict[str, Any]:
+    values = [1, 2.0, -0.5, "a", "bé\n", True, None, [1], {"a": 1}, 10**20, 1e5]
+    return {"const": rng.choice(values)} if rng.random() < 0.3 else {"enum": rng.sample(values, rng.randint(1, 4))}
+
+
+def _unions(rng: random.Random, levels: int) -> dict[str, Any]:
+    name = rng.choice(("anyOf", "oneOf", "allOf", "not", "if"))
+    if name == "not":
+        return {name: _inner(rng, levels)}
+    if name == "if":
+        return {name: _inner(rng, levels), "then": _inner(rng, levels), "else": _inner(rng, levels)}
+    return {name: [_inner(rng, levels) for _ in range(rng.randint(1, 3))]}
+
+
+_KEYWORDS = (_numbers, _strings, _lists, _objects, _objects, _constants, _unions, _unions)
