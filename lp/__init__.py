@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lp.engine.output import GenerationOutput, StepStats
     from lp.engine.plain import PlainDecoder
     from lp.errors import UserError
+    from lp.integrations.accelerate import accelerate, restore
     from lp.integrations.custom_generate import generate
     from lp.models.loader import load
     from lp.models.runner import release
@@ -61,11 +62,13 @@ __all__ = [
     "SuffixConfig",
     "UserError",
     "Verifier",
+    "accelerate",
     "generate",
     "load",
     "register_attention",
     "register_source",
     "release",
+    "restore",
 ]
 
 # The public names by the module that has them; a test compares it with the imports above.
@@ -87,6 +90,7 @@ _NAMES = {
     "lp.engine.plain": "PlainDecoder",
     "lp.engine.interrupts": "Interrupted",
     "lp.errors": "UserError",
+    "lp.integrations.accelerate": "accelerate restore",
     "lp.integrations.custom_generate": "generate",
     "lp.models.loader": "load",
     "lp.models.runner": "release",

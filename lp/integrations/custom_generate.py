@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
@@ -27,13 +28,16 @@ from transformers.generation.streamers import BaseStreamer
 
 from lp.config import LookaheadConfig
 from lp.engine.batch import generate_together
+from lp.engine.inputs import prompt_ids
 from lp.engine.interrupts import Interrupted
 from lp.engine.lookahead import LookaheadDecoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.models.releases import CACHE_NAMES
+from lp.parallel.agreement import shared_seed
 from lp.sampling.generation_config import NONE, of_prompt, refusals
 from lp.sampling.params import SamplingParams
+from lp.sampling.processors import check_processors
 
 # What transformers hands over by itself, and what changes no token.
 KNOWN = {
@@ -63,7 +67,8 @@ def generate(
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Lookahead decoding for transformers' `generate`: greedy, or sampled when do_sample is set.
 
-    Prompts of a batch take steps together. Two things transformers keeps from a `custom_generate` callable:
+    Prompts of a batch take steps together. Two things transformers keeps from a `custom_generate` callable, and
+    `lp.accelerate(model)` hands over:
     - a streamer, which given to `generate` gets the prompt and nothing more, so bind it:
       `custom_generate=functools.partial(lp.generate, streamer=streamer)`;
     - the tokenizer that `stop_strings=` needs (it raises), so pass the criterion ready-made:
@@ -88,72 +93,126 @@ def generate(
             masks with zeros behind a token, inputs that are no tokens, a cache that holds something already, a model
             whose inputs are prepared by code that is not transformers', as PEFT's prompt learning does.
     """
-    config = generation_config or model.generation_config
-    _check_asked(config, len(input_ids), streamer)
-    _check_preparation(model)
-    for name in CACHE_NAMES:
-        _check_cache(name, model_kwargs.get(name))
-    # Declared as an argument, transformers would hand attention_mask over twice.
-    paddings = _paddings(input_ids, config, model_kwargs)
-    sampling = SamplingParams(seed=_seed(seed)) if config.do_sample else None  # its warpers are among the processors
-    shape: dict[str, Any] = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
-    decoder = LookaheadDecoder(model, LookaheadConfig(**shape))
-    stops = _Stops.of(stopping_criteria or (), config)
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-
-    asked = config.return_dict_in_generate
-
-    def call(index: int, new: int, criteria: list[StoppingCriteria]) -> dict[str, Any]:
-        ids = input_ids[index].tolist()
-        padding = paddings[index]
-        return {
-            "input_ids": ids[padding:],
-            "max_new_tokens": new,
-            "sampling": sampling,
-            "logits_processor": [of_prompt(processor, index) for processor in logits_processor or ()],
-            "eos_token_id": stops.eos,
-            "stopping_criteria": criteria,
-            "on_tokens": None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
-            "padding": ids[:padding],
-            "sequence": index,
-            "output_scores": bool(asked and config.output_scores),
-            "output_logits": bool(asked and config.output_logits),
-            "generation_config": NONE,  # transformers has made its processors
-        }
-
-    def decode(calls: list[dict[str, Any]]) -> list[GenerationOutput]:
-        """One prompt alone takes captured steps, where there are any."""
-        return [decoder.generate(**calls[0])] if len(calls) == 1 else generate_together(decoder, calls)
-
-    new = max(stops.max_length - input_ids.shape[1], 1)  # criteria are asked behind a token
-    try:
-        outputs = decode([call(index, new, stops.criteria) for index in range(len(input_ids))])
-        if not stops.pads and not any(isinstance(criterion, MaxTimeCriteria) for criterion in stops.criteria):
-            # transformers pads where there may be EOS; else, a sequence that met a criterion goes on with the batch.
-            longest = max(len(output.tokens) for output in outputs)
-            ended = [index for index, output in enumerate(outputs) if output.finish_reason == "criteria"]
-            short = [index for index in ended if len(outputs[index].tokens) < longest]
-            try:
-                longer = decode([call(index, longest, []) for index in short])
-            except Interrupted as error:
-                error.finished = [output for index, output in enumerate(outputs) if index not in short]
-                error.outputs = _replaced(outputs, short, error.outputs)
-                raise
-            outputs = _replaced(outputs, short, longer)
-    finally:
-        if streamer is not None:
-            streamer.end()  # which gives out the last word, and frees who waits for more
-    texts = [input_ids.new_tensor(output.tokens) for output in outputs]
-    padded = pad_sequence(texts, batch_first=True, padding_value=_pad_id(config))
-    sequences = torch.cat([input_ids, padded], dim=1)
-    if not asked:
-        return sequences
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=_by_step([output.scores for output in outputs], input_ids.device),
-        logits=_by_step([output.logits for output in outputs], input_ids.device),
+    plan = Plan.of(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **model_kwargs
     )
+    shape: dict[str, Any] = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
+    return plan.run(LookaheadDecoder(model, LookaheadConfig(**shape)), seed)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call of transformers', checked: no rank has told another anything yet.
+
+    Attributes:
+        input_ids: (B, L), padded on the left.
+        config: of the call.
+        processors: of each prompt.
+        stops: when texts end.
+        paddings: of each prompt.
+        streamer: that shows the text.
+    """
+
+    input_ids: torch.Tensor
+    config: GenerationConfig
+    processors: list[list[LogitsProcessor]]
+    stops: _Stops
+    paddings: list[int]
+    streamer: BaseStreamer | None
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Plan:
+        """The plan of a call; arguments and errors are those of `generate`."""
+        config = generation_config or model.generation_config
+        _check_asked(config, len(input_ids), streamer)
+        _check_preparation(model)
+        for name in CACHE_NAMES:
+            _check_cache(name, model_kwargs.get(name))
+        # Declared as an argument, transformers would hand attention_mask over twice.
+        paddings = _paddings(input_ids, config, model_kwargs)
+        given = check_processors(logits_processor or ())
+        processors = [[of_prompt(processor, index) for processor in given] for index in range(len(input_ids))]
+        for ids, padding in zip(input_ids, paddings, strict=True):
+            prompt_ids(model, ids[padding:])
+        return cls(input_ids, config, processors, _Stops.of(stopping_criteria or (), config), paddings, streamer)
+
+    def run(self, decoder: LookaheadDecoder, seed: int | None = None) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        """What `generate` returns, by this decoder's steps.
+
+        Args:
+            decoder: of the model.
+            seed: as of `generate`.
+        """
+        input_ids, config, stops, streamer = self.input_ids, self.config, self.stops, self.streamer
+        asked = config.return_dict_in_generate
+        sampling = None
+        if config.do_sample:  # its warpers are among the processors; one seed for the whole batch
+            drawn = shared_seed(decoder.context, f"drawing the seed of {decoder.call}", seed is None)
+            sampling = SamplingParams(seed=drawn if seed is None else seed)
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+
+        def call(index: int, new: int, criteria: list[StoppingCriteria]) -> dict[str, Any]:
+            ids = input_ids[index].tolist()
+            padding = self.paddings[index]
+            return {
+                "input_ids": ids[padding:],
+                "max_new_tokens": new,
+                "sampling": sampling,
+                "logits_processor": self.processors[index],
+                "eos_token_id": stops.eos,
+                "stopping_criteria": criteria,
+                "on_tokens": None if streamer is None else lambda tokens, step: streamer.put(torch.tensor(tokens)),
+                "padding": ids[:padding],
+                "sequence": index,
+                "output_scores": bool(asked and config.output_scores),
+                "output_logits": bool(asked and config.output_logits),
+                "generation_config": NONE,  # transformers has made its processors
+            }
+
+        def decode(calls: list[dict[str, Any]]) -> list[GenerationOutput]:
+            """One prompt alone takes captured steps, where there are any."""
+            return [decoder.generate(**calls[0])] if len(calls) == 1 else generate_together(decoder, calls)
+
+        new = max(stops.max_length - input_ids.shape[1], 1)  # criteria are asked behind a token
+        try:
+            outputs = decode([call(index, new, stops.criteria) for index in range(len(input_ids))])
+            if not stops.pads and not any(isinstance(criterion, MaxTimeCriteria) for criterion in stops.criteria):
+                # transformers pads where there may be EOS; else, a sequence that met a criterion goes on with the
+                # batch.
+                longest = max(len(output.tokens) for output in outputs)
+                ended = [index for index, output in enumerate(outputs) if output.finish_reason == "criteria"]
+                short = [index for index in ended if len(outputs[index].tokens) < longest]
+                try:
+                    longer = decode([call(index, longest, []) for index in short])
+                except Interrupted as error:
+                    error.finished = [output for index, output in enumerate(outputs) if index not in short]
+                    error.outputs = _replaced(outputs, short, error.outputs)
+                    raise
+                outputs = _replaced(outputs, short, longer)
+        finally:
+            if streamer is not None:
+                streamer.end()  # which gives out the last word, and frees who waits for more
+        texts = [input_ids.new_tensor(output.tokens) for output in outputs]
+        padded = pad_sequence(texts, batch_first=True, padding_value=_pad_id(config))
+        sequences = torch.cat([input_ids, padded], dim=1)
+        if not asked:
+            return sequences
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=_by_step([output.scores for output in outputs], input_ids.device),
+            logits=_by_step([output.logits for output in outputs], input_ids.device),
+        )
 
 
 @dataclass(frozen=True)
@@ -277,11 +336,6 @@ def _paddings(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: d
         if positions is not None and positions[index % len(positions)][padding:].tolist() != counted:
             raise UserError("lp.generate counts positions from the prompt's first token; leave position_ids out")
     return paddings
-
-
-def _seed(seed: int | None) -> int:
-    """One seed for the whole batch."""
-    return int(torch.randint(2**63 - 1, (1,))) if seed is None else seed
 
 
 def _by_step(texts: list[torch.Tensor | None], device: torch.device) -> tuple[torch.FloatTensor, ...] | None:

@@ -1,0 +1,261 @@
+"""`lp.accelerate(model)`: from there on `model.generate(...)` as it stands is lookahead decoding.
+
+Transformers keeps streamers and tokenizers from a `custom_generate` callable. Called in the place of `generate`, this
+package hands over all of it, and leaves to transformers what it does not do.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
+
+from lp.checks import check_kind
+from lp.draft.registry import DraftConfig
+from lp.engine.inputs import check_model
+from lp.engine.lookahead import LookaheadDecoder
+from lp.errors import UserError
+from lp.integrations.custom_generate import Plan
+from lp.models.loader import context_limit
+from lp.models.runner import release
+from lp.parallel.agreement import exchange
+from lp.parallel.context import ParallelContext
+from lp.sampling.generation_config import FIELDS, Does, refusals
+
+logger = logging.getLogger(__name__)
+NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]  # of its arguments, in their order
+OWN_DRAFTS = "lp drafts by itself, and needs no other model or n-grams"
+M = TypeVar("M")
+
+
+def accelerate(model: M, config: DraftConfig | None = None, context: ParallelContext | None = None) -> M:
+    """Let `model.generate(...)` decode by lookahead: in pipelines, with streamers, stop strings and all.
+
+    What this package does not do exactly, as beams, is left to transformers' own `generate`, and one line of the log
+    says why. So are calls with a `custom_generate` of their own. Tokens are those of transformers; a text that is
+    sampled follows torch's seed, and is another one than transformers would draw with it.
+
+    Only this object is changed: `generate` becomes an attribute of it, and not of its class. A deep copy or a pickled
+    model is accelerated by itself, on one rank. Called twice, the second call's arguments count.
+
+    Args:
+        model: an HF causal LM, or one with a LoRA adapter of PEFT.
+        config: as of `lp.LookaheadDecoder`; None takes what pays on this machine.
+        context: the ranks to share steps with, all of which accelerate their model and make the same calls; None is
+            this process alone. All go through lp, or none does.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: it is no model; among ranks, one that lp refuses.
+    """
+    check_model(model)
+    check_kind("context", context, (ParallelContext, type(None)), "lp.ParallelContext, or None for this process")
+    if not hasattr(type(model), "generate"):
+        raise UserError(f"{type(model).__name__} has no generate; give the model of transformers that it holds")
+    before = vars(model).get("generate")
+    accelerated = Accelerated(model, config, context, before.original if isinstance(before, Accelerated) else before)
+    if context is not None and not context.alone:
+        accelerated.decoder(model)  # here, where all ranks are
+    model.generate = accelerated  # type: ignore[attr-defined]
+    return model
+
+
+def restore(model: M) -> M:
+    """Undo `accelerate`, and free what this package holds for the model; harmless where nothing is to be undone.
+
+    Returns:
+        The model.
+    """
+    check_model(model)
+    accelerated = vars(model).get("generate")
+    if isinstance(accelerated, Accelerated):
+        del model.generate  # type: ignore[attr-defined]
+        if accelerated.original is not None:
+            model.generate = accelerated.original  # type: ignore[attr-defined]
+        accelerated.forget()
+    return model
+
+
+class Accelerated:
+    """`generate` of one model: through this package, or through transformers.
+
+    Args:
+        model: whose attribute it is.
+        config, context: as of `accelerate`.
+        original: what the attribute was before; None where there was none.
+    """
+
+    __name__ = "generate"
+
+    def __init__(
+        self,
+        model: Any,
+        config: DraftConfig | None,
+        context: ParallelContext | None,
+        original: Callable[..., Any] | None,
+    ) -> None:
+        self.model, self.config, self.context, self.original = model, config, context, original
+        self._decoder: LookaheadDecoder | None = None
+        self._told = set[str]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: it is of other weights, and ranks can't be copied."""
+        return vars(self) | {"context": None, "_decoder": None, "_told": set()}
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of transformers' own, which programs look at."""
+        return inspect.signature(self._transformers)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `generate` of transformers."""
+        if kwargs.get("custom_generate") is not None or kwargs.get("continuous_batching_config") is not None:
+            return self._transformers(*args, **kwargs)
+        try:
+            return self._through_lp(*args, **kwargs)
+        except _Refused as refused:
+            reason = str(refused)
+        self._tell(f"this call of generate is transformers' own: {reason}")
+        return self._transformers(*args, **kwargs)
+
+    def decoder(self, model: PreTrainedModel) -> LookaheadDecoder:
+        """Of the model that transformers hands over: this one, or what an adapter wraps.
+
+        Raises:
+            ValueError: as of LookaheadDecoder.
+        """
+        if self._decoder is None or self._decoder.model is not model:
+            self._decoder = LookaheadDecoder(model, self.config, self.context)
+        return self._decoder
+
+    def forget(self) -> None:
+        """Free what is held."""
+        if self._decoder is not None:
+            release(self._decoder.model)
+            self._decoder = None
+
+    @property
+    def _transformers(self) -> Callable[..., Any]:
+        own: Callable[..., Any] = type(self.model).generate.__get__(self.model)
+        return own if self.original is None else self.original
+
+    def _through_lp(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises: _Refused: on every rank, before a token is generated."""
+        given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+        try:
+            asked = self._checked(given)
+        except UserError as error:
+            self._refuse(error)
+        streamer = asked.pop("streamer", None)
+
+        def decode(model: PreTrainedModel, input_ids: Any, **prepared: Any) -> Any:
+            try:
+                plan = Plan.of(model, input_ids, streamer=streamer, **prepared)
+                decoder = self.decoder(model)
+                self._check(plan, model)
+            except UserError as error:
+                self._refuse(error)
+            self._agree("")
+            return plan.run(decoder)
+
+        return self._transformers(**asked, custom_generate=decode)
+
+    def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of transformers' own `generate`, with what it would not hand over put where it does.
+
+        Raises:
+            UserError: what lp does not do.
+        """
+        owner = type(self.model).generate
+        own = owner is GenerationMixin.generate or owner.__module__.partition(".")[0] == "peft"
+        if self.original is not None or not own:
+            raise UserError(f"{type(self.model).__name__} has a generate of its own, which is not transformers'")
+        if given.get("synced_gpus"):
+            raise UserError("synced_gpus=True; lp's ranks end their texts together")
+        config = self._effective(given)
+        if refused := refusals(config):
+            raise UserError(". ".join(refused.values()))
+        asked = dict(given)
+        tokenizer = asked.pop("tokenizer", None)
+        asked.pop("assistant_tokenizer", None)
+        unused = ["assistant_model"] if asked.pop("assistant_model", None) is not None else []
+        for name, field in FIELDS.items():
+            if field.does is Does.DRAFTS and field.asks(getattr(config, name)):
+                unused.append(name)
+                self._unset(asked, name)
+        if unused:
+            self._tell(f"{', '.join(unused)} of generate is unused: {OWN_DRAFTS}")
+        if config.stop_strings is not None and tokenizer is not None:
+            self._unset(asked, "stop_strings")
+            criterion = StopStringCriteria(tokenizer, config.stop_strings)
+            asked["stopping_criteria"] = [criterion, *(asked.get("stopping_criteria") or ())]
+        return asked
+
+    def _effective(self, given: Mapping[str, Any]) -> GenerationConfig:
+        """What holds in a call: its keywords before its generation config, that before the model's."""
+        sources = (given.get("generation_config"), self.model.generation_config)
+        config = GenerationConfig()
+        for name in FIELDS:
+            values = [getattr(source, name, None) for source in sources if source is not None]
+            value = next((value for value in values if value is not None), None)
+            setattr(config, name, given.get(name, value))
+        return config
+
+    def _unset(self, asked: dict[str, Any], name: str) -> None:
+        """Take a field of the generation config out of a call."""
+        asked.pop(name, None)
+        if getattr(asked.get("generation_config"), name, None) is not None:
+            asked["generation_config"] = copy.copy(asked["generation_config"])
+            setattr(asked["generation_config"], name, None)
+        if getattr(self.model.generation_config, name, None) is not None:
+            asked[name] = None
+
+    def _check(self, plan: Plan, model: PreTrainedModel) -> None:
+        """Refuse what lp would end before transformers does, and what one rank alone can do.
+
+        Raises:
+            UserError: names it.
+        """
+        context = context_limit(model)
+        if context is not None and plan.stops.max_length > context:
+            raise UserError(
+                f"texts may have {plan.stops.max_length} tokens and the model's context {context}, where lp ends them; "
+                "lower max_new_tokens"
+            )
+        recorded = plan.config.return_dict_in_generate and (plan.config.output_scores or plan.config.output_logits)
+        if recorded and self.context is not None and self.context.lp.world_size > 1:
+            raise UserError(
+                "output_scores or output_logits is on among ranks, of which each has those of its own nodes"
+            )
+
+    def _refuse(self, error: UserError) -> NoReturn:
+        self._agree(str(error))
+        raise _Refused(str(error)) from error
+
+    def _agree(self, reason: str) -> None:
+        """One answer on all ranks, each of which calls this once a call of `generate`.
+
+        Raises:
+            _Refused: another rank has a reason, and this one none.
+        """
+        if self.context is None or self.context.alone:
+            return
+        refused = exchange(self.context, "choosing who generates", [bool(reason)]).flatten().tolist()
+        if any(refused) and not reason:
+            raise _Refused(f"rank {refused.index(1)} can't go through lp")
+
+    def _tell(self, line: str) -> None:
+        """Log a line, once."""
+        if line not in self._told:
+            self._told.add(line)
+            logger.warning(line)
+
+
+class _Refused(Exception):
+    """What lp does not do; transformers does it."""
