@@ -117,7 +117,7 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Any:
     from llguidance import hf
 
     try:
-        return hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)))  # type: ignore[arg-type]
+        return hf.from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)))
     except (ValueError, TypeError, RuntimeError) as error:
         raise UserError(
             f"a grammar needs a fast tokenizer that writes bytes, which this one is not ({error})"
