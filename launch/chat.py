@@ -40,7 +40,8 @@ HELP = '''\
 /stats                            tokens, steps and speed of all answers
 /help                             this list
 /exit, Ctrl-D                     leave
-Ctrl-C stops an answer; its text so far remains. """ begins and ends a text of several lines.
+Ctrl-C stops an answer; its text so far remains. A pasted block is one message, up to Enter; """ begins and ends a text
+of several lines that is typed.
 '''
 # How an answer ended, where that is worth a word.
 ENDINGS = {
@@ -127,7 +128,7 @@ class Chat:
             self.ended = True
             return
         try:
-            if COMMAND.match(line):
+            if COMMAND.match(line) and "\n" not in line:
                 self._command(*line.split())
             elif line.strip() or self.history.goes_on:
                 self._answer(line)

@@ -12,11 +12,13 @@ from lp.errors import UserError
 PROMPT = "> "
 MORE = ". "
 FENCE = '"""'
+MARKS_ON, MARKS_OFF = "\x1b[?2004h", "\x1b[?2004l"  # around pasted blocks
+PASTE, PASTED = "\x1b[200~", "\x1b[201~"  # the marks
 HISTORY_LINES = 1000
 
 
 class Keyboard:
-    """Reads stdin line by line; `\"\"\"` begins and ends a text of several lines.
+    """Reads stdin line by line; `\"\"\"` begins and ends a text of several lines, and a pasted block is one text.
 
     Args:
         history_file: lines of former chats, for the arrow keys of a terminal; None: none.
@@ -32,6 +34,7 @@ class Keyboard:
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # one bad byte must not end a chat
         self._history = _edit_lines(history_file) if self._terminal else None
+        self._marks = self._terminal and not _readline_takes_pastes()
 
     def close(self) -> None:
         """Save the lines that were typed, if there is a file for them."""
@@ -69,17 +72,43 @@ class Keyboard:
         if not line.startswith(FENCE):
             return line
         text = line.removeprefix(FENCE)
-        while not text.endswith(FENCE):
+        while not text.rstrip("\n").endswith(FENCE):  # a paste may end with a line's end
             text += "\n" + self._line(MORE)
-        return text.removesuffix(FENCE).removeprefix("\n")
+        return text.rstrip("\n").removesuffix(FENCE).removeprefix("\n")
 
     def _line(self, prompt: str) -> str:
         if self._terminal:
-            return input(prompt)
+            line = self._with_marks(prompt) if self._marks else input(prompt)
+            return line.removesuffix("\n")  # of a block that was pasted with it
         line = sys.stdin.readline()
         if not line:
             raise EOFError
         return line.removesuffix("\n")
+
+    def _with_marks(self, prompt: str) -> str:
+        """A line, or a block of them between the marks that the terminal sets around what is pasted."""
+        print(MARKS_ON, end="", flush=True)
+        try:
+            line = input(prompt)
+            while line.rfind(PASTE) > line.rfind(PASTED):
+                line += "\n" + input()
+        finally:
+            print(MARKS_OFF, end="", flush=True)
+        return line.replace(PASTE, "").replace(PASTED, "")
+
+
+def _readline_takes_pastes() -> bool:
+    """Let GNU readline put a pasted block into one line; whether there is a line editor at all.
+
+    Others than GNU's know no pasted blocks, and would show marks of them.
+    """
+    try:
+        import readline
+    except ImportError:
+        return False
+    if "libedit" not in (readline.__doc__ or ""):
+        readline.parse_and_bind("set enable-bracketed-paste on")  # which Python turns off
+    return True
 
 
 def _edit_lines(history_file: str | None) -> Path | None:

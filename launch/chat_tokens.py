@@ -75,19 +75,23 @@ def chat_tokens(
     return hidden.encode(str(text))
 
 
-def text_tokens(tokenizer: PreTrainedTokenizerBase, text: str, literal: LiteralCopy | None = None) -> list[int]:
+def text_tokens(
+    tokenizer: PreTrainedTokenizerBase, text: str, literal: LiteralCopy | None = None, **given: Any
+) -> list[int]:
     """Token ids of a text that may have no special tokens but those that the tokenizer puts around it.
 
     Args:
+        tokenizer: of the model.
         text: as users wrote it.
         literal: as of `chat_tokens`.
+        given: more of the tokenizer's arguments.
 
     Raises:
         ValueError: as of `chat_tokens`.
     """
     if not HiddenTokens(tokenizer).found(text):
-        return list(tokenizer(text, verbose=False)["input_ids"])
-    return _literal_tokens(tokenizer, literal, text)
+        return list(tokenizer(text, verbose=False, **given)["input_ids"])
+    return _literal_tokens(tokenizer, literal, text, **given)
 
 
 def _literal_tokens(

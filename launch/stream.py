@@ -1,4 +1,4 @@
-"""Text as it is generated: tokens to text without half characters, and colours that show what came in one step."""
+"""Text as it is generated, in colours that show what came in one step."""
 
 from __future__ import annotations
 
@@ -14,54 +14,10 @@ from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
 from lp.parallel.context import ParallelContext
 
-CONTEXT = 8  # prompt tokens decoded along, since some tokenizers drop the space before the first word of a text
-UNFINISHED = "\ufffd"  # what decoding gives for the bytes of a character that is not complete
+from .detokenizer import Detokenizer
 
 RESET, DIM, ERASE_LINE = "\x1b[0m", "\x1b[2m", "\r\x1b[2K"
 STEP_COLOURS = {2: "\x1b[36m", 3: "\x1b[32m", 4: "\x1b[33m", 5: "\x1b[35m"}  # by the tokens of a step, 5 and more alike
-
-
-class Detokenizer:
-    """Decodes tokens as they come; what it has returned never changes.
-
-    Args:
-        tokenizer: of the model.
-        prompt: the tokens before the first new one.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = list(prompt[-CONTEXT:])
-        self._shown = self._decode()
-        self._whole = 0 if self._shown.endswith(UNFINISHED) else len(self._tokens)  # so many end with a character
-
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text these tokens complete; the bytes of an unfinished character wait for the next call."""
-        self._tokens += tokens
-        text = self._decode()
-        finished = text.rstrip(UNFINISHED)
-        while self._shown.endswith(UNFINISHED) and not text.startswith(self._shown):
-            self._shown = self._shown[:-1]  # the prompt's last character, which is completed now
-        new = finished[len(self._shown) :]
-        self._shown = max(self._shown, finished, key=len)
-        if finished == text and len(self._tokens) > self._whole:
-            self._forget()
-        return new
-
-    def flush(self) -> str:
-        """Whatever is still held back; the text has ended."""
-        return self._decode()[len(self._shown) :]
-
-    def _forget(self) -> None:
-        """Drop what came before the text was last whole, so that a step costs the same however long the text."""
-        self._tokens = self._tokens[self._whole :]
-        self._whole = len(self._tokens)
-        self._shown = self._decode()
-
-    def _decode(self) -> str:
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
 
 
 def shows_colours(file: TextIO) -> bool:

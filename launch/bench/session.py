@@ -27,6 +27,7 @@ from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
 from ..builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes, has_pool
+from ..detokenizer import decoded
 from ..schema import BenchmarkConfig, PoolSchema
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
@@ -108,7 +109,7 @@ class Bench(Session[BenchmarkConfig]):
             record["peak_bytes"] = max(int(share["peak_bytes"]) for share in shares[name])
             record["captured"] = captured(self.decoders.get(name))
             record["machine"] = machine_now(self.context.device, self.context.world_size)
-            record["text"] = self.loaded.tokenizer.decode(result.output.tokens, skip_special_tokens=True)
+            record["text"] = decoded(self.loaded.tokenizer, result.output.tokens, behind=ids)
             record["equal"] = name not in by_method if compared else None
             record["difference"] = asdict(by_method[name]) if name in by_method else None
             if self.config.quality:

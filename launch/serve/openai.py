@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -15,10 +15,12 @@ from fastapi.responses import Response
 
 from lp.sampling.logprob_sampler import Logprob
 
+from ..detokenizer import Detokenizer, TokenWalk
 from .bodies import ChatBody, CompletionBody, OpenAI, plain_text
 from .chat_template import answer, chat_prompt, tool_format, uses_tools
 from .engine_loop import Ending, Piece
 from .errors import ApiError
+from .logprobs import LegacyLogprobs, chat_logprobs, prompt_offsets
 from .responses import streamed, whole
 from .served import FINISH_REASON, Served, TextGroup, Wanted, usage
 from .spec import TextSpec
@@ -158,7 +160,7 @@ class Completion(_Answer):
             prompts, ends = self._given(), []
         served.check_count(len(prompts) * body.n)
         self.prompts = [served.checked(prompt, "prompt") for prompt in prompts]
-        self.echoes = [self._text(prompt) if body.echo else "" for prompt in self.prompts for _ in range(body.n)]
+        self.echoes = self._sent() if body.echo else [""] * len(self.prompts)
         if body.max_tokens == 0:
             return
         limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -185,14 +187,21 @@ class Completion(_Answer):
         assert isinstance(self.body.prompt, str)
         return self.served.fim.prompt(self.body.prompt, suffix, None)[0]
 
-    def _text(self, prompt: Sequence[int]) -> str:
-        return str(
-            self.served.tokenizer.decode([*prompt], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+    def _sent(self) -> list[str]:
+        """The prompts as they were sent; those of token ids decoded, but for half a character that may be completed."""
+        given = [self.body.prompt] if isinstance(self.body.prompt, str) else self.body.prompt
+        texts = []
+        for place, prompt in enumerate(self.prompts):
+            one = given[place]
+            detokenizer = Detokenizer(self.served.words)
+            texts.append(one if isinstance(one, str) else detokenizer.push(prompt))
+            if self.body.max_tokens == 0:
+                texts[-1] += detokenizer.flush()
+        return texts
 
     async def whole(self) -> dict[str, Any]:
         """All at once."""
-        texts = [[echo] for echo in self.echoes]
+        texts = [[echo] for echo in self.echoes for _ in range(self.body.n)]
         logprobs = await self._prompt_logprobs()
         endings: dict[int, Ending] = {}
         if self.texts:
@@ -201,13 +210,13 @@ class Completion(_Answer):
                     texts[index].append(event.text)
                     if isinstance(event, Ending):
                         endings[index] = event
-                    elif self.body.logprobs is not None:
+                    elif logprobs:
                         logprobs[index].add(event.logprobs)
         choices = [
             {
                 "index": index,
                 "text": "".join(parts),
-                "logprobs": None if self.body.logprobs is None else logprobs[index].data(),
+                "logprobs": logprobs[index].data() if logprobs else None,
                 "finish_reason": _reason(endings[index]) if endings else "length",
             }
             for index, parts in enumerate(texts)
@@ -217,23 +226,25 @@ class Completion(_Answer):
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """Step by step."""
         logprobs = await self._prompt_logprobs()
+        echoes = [echo for echo in self.echoes for _ in range(self.body.n)]
         endings: list[Ending] = []
 
         def chunk(index: int, text: str, reason: str | None = None, tokens: int = 0) -> dict[str, Any]:
-            taken = None if self.body.logprobs is None else logprobs[index].take()
+            taken = logprobs[index].take() if logprobs else None
             choice = {"index": index, "text": text, "logprobs": taken, "finish_reason": reason}
             return self.chunk(choice, tokens)
 
         if not self.texts:
-            for index, text in enumerate(self.echoes):
+            for index, text in enumerate(echoes):
                 yield chunk(index, text, "length")
         else:
-            heads = dict(enumerate(self.echoes))  # of texts that have not begun
+            heads = dict(enumerate(echoes))  # of texts that have not begun
             async with aclosing(TextGroup(self.served, self.head["id"], self.texts).events()) as events:
                 async for index, event in events:
                     text = heads.pop(index, "") + event.text
                     if isinstance(event, Piece):
-                        logprobs[index].add(event.logprobs)
+                        if logprobs:
+                            logprobs[index].add(event.logprobs)
                         yield chunk(index, text, None, len(event.tokens))
                     else:
                         endings.append(event)
@@ -241,72 +252,22 @@ class Completion(_Answer):
         for last in self.last_chunk(endings):
             yield last
 
-    async def _prompt_logprobs(self) -> list[_LegacyLogprobs]:
-        """Of every choice, those of the echoed prompt."""
-        found = [_LegacyLogprobs(self.served.piece) for _ in self.echoes]
-        if self.body.logprobs is None or not self.body.echo:
+    async def _prompt_logprobs(self) -> list[LegacyLogprobs]:
+        """Those of the echoed prompt, of every choice; empty where none are asked for."""
+        found: list[LegacyLogprobs] = []
+        if self.body.logprobs is None:
             return found
+        served = self.served
         for place, prompt in enumerate(self.prompts):
-            logprobs = await self.served.prompt_logprobs(prompt, self.body.logprobs)
-            for each in found[place * self.body.n : (place + 1) * self.body.n]:
-                each.first(prompt[0])
-                each.add(logprobs)
+            begun = LegacyLogprobs(served.token_name, TokenWalk(served.words))
+            if self.body.echo:
+                logprobs = await served.prompt_logprobs(prompt, self.body.logprobs)
+                given = self.body.prompt if isinstance(self.body.prompt, str) else self.body.prompt[place]
+                offsets = prompt_offsets(served.tokenizer, given, prompt) if isinstance(given, str) else None
+                begun.add_prompt(prompt, logprobs, offsets)
+            for _ in range(self.body.n):
+                found.append(begun.behind(TokenWalk(served.words, prompt, len(self.echoes[place]))))
         return found
-
-
-class _LegacyLogprobs:
-    """Log probabilities in the form of /v1/completions.
-
-    Args:
-        piece: the characters of a token.
-    """
-
-    def __init__(self, piece: Callable[[int], str]) -> None:
-        self._piece = piece
-        self._offset = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._tokens: list[str] = []
-        self._values: list[float | None] = []
-        self._tops: list[dict[str, float] | None] = []
-        self._offsets: list[int] = []
-
-    def first(self, token: int) -> None:
-        """The first token of a prompt, which has no probability."""
-        self._add(token, None, None)
-
-    def add(self, logprobs: Sequence[Logprob]) -> None:
-        """More tokens."""
-        for each in logprobs:
-            top: dict[str, float] = {}
-            for token, value in [*each.top, (each.token, each.logprob)]:
-                text = self._piece(token)  # which parts of a character share: the likeliest of them counts
-                top[text] = max(value, top.get(text, value))
-            self._add(each.token, each.logprob, top)
-
-    def _add(self, token: int, value: float | None, top: dict[str, float] | None) -> None:
-        text = self._piece(token)
-        self._tokens.append(text)
-        self._values.append(value)
-        self._tops.append(top)
-        self._offsets.append(self._offset)
-        self._offset += len(text)
-
-    def data(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "tokens": self._tokens,
-            "token_logprobs": self._values,
-            "top_logprobs": self._tops,
-            "text_offset": self._offsets,
-        }
-
-    def take(self) -> dict[str, Any]:
-        """Those that have come since the last call."""
-        data = self.data()
-        self._clear()
-        return data
 
 
 class Chat(_Answer):
@@ -342,6 +303,7 @@ class Chat(_Answer):
             prediction=prediction,
         )
         self.texts = self.choices_of(spec)
+        self.walks = [TokenWalk(served.words, prompt) for _ in self.texts if body.logprobs]
 
     async def whole(self) -> dict[str, Any]:
         """All at once."""
@@ -361,7 +323,7 @@ class Chat(_Answer):
         for index, parts in enumerate(texts):
             message = self._message("".join(parts), tokens[index], endings[index])
             reason = "tool_calls" if message.get("tool_calls") else _reason(endings[index])
-            content = self._logprobs(logprobs[index])
+            content = self._logprobs(index, logprobs[index])
             choices.append({"index": index, "message": message, "logprobs": content, "finish_reason": reason})
         return self.response(choices, [*endings.values()])
 
@@ -371,7 +333,7 @@ class Chat(_Answer):
         endings: list[Ending] = []
 
         def chunk(index: int, delta: dict[str, Any], reason: str | None = None, piece: Piece | None = None) -> Any:
-            logprobs = self._logprobs(piece.logprobs) if piece else None
+            logprobs = self._logprobs(index, piece.logprobs) if piece else None
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             return self.chunk(choice, len(piece.tokens) if piece else 0)
 
@@ -408,7 +370,7 @@ class Chat(_Answer):
     def _prediction(self) -> list[int]:
         if self.body.prediction is None:
             return []
-        return self.served.encode(plain_text(self.body.prediction.content), special=False)
+        return self.served.expected(plain_text(self.body.prediction.content))
 
     def _message(self, text: str, tokens: Sequence[int], ending: Ending) -> dict[str, Any]:
         if self.tools is None:
@@ -418,18 +380,11 @@ class Chat(_Answer):
             message["content"] = message["content"].partition(ending.found)[0]
         return message
 
-    def _logprobs(self, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
+        """Of the next tokens of a choice."""
         if not self.body.logprobs:
             return None
-
-        def data(token: int, value: float) -> dict[str, Any]:
-            text = self.served.piece(token)
-            whole = "\ufffd" not in text  # else a part of a character, whose bytes the tokenizer does not tell
-            return {"token": text, "logprob": value, "bytes": list(text.encode()) if whole else None}
-
-        tops = [[data(*top) for top in each.top] for each in logprobs]
-        own = [data(each.token, each.logprob) for each in logprobs]
-        return {"content": [{**one, "top_logprobs": top} for one, top in zip(own, tops, strict=True)], "refusal": None}
+        return chat_logprobs(self.served.token_name, self.walks[index], logprobs)
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

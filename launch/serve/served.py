@@ -19,7 +19,8 @@ from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.logprob_sampler import Logprob
 
-from ..chat_tokens import LiteralCopy
+from ..chat_tokens import LiteralCopy, text_tokens
+from ..detokenizer import Vocabulary
 from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
 from .errors import ApiError
 from .fim import FimPrompts
@@ -74,10 +75,12 @@ class Served:
     fim: FimPrompts | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     literal: LiteralCopy = field(init=False)  # of the tokenizer
-    _pieces: dict[int, str] = field(default_factory=dict)
+    words: Vocabulary = field(init=False)  # its tokens
+    _token_names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "literal", LiteralCopy(self.tokenizer))
+        object.__setattr__(self, "words", Vocabulary(self.tokenizer))
 
     @property
     def short_name(self) -> str:
@@ -203,11 +206,24 @@ class Served:
             message = f"logprobs is given, but each of {ranks} ranks has only its own nodes; leave it out"
             raise ApiError(400, message, "logprobs")
 
-    def piece(self, token: int) -> str:
-        """The characters of one token; of an incomplete one, what stands for it."""
-        if token not in self._pieces:  # a prompt's log probabilities name twenty of them for every token
-            self._pieces[token] = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-        return self._pieces[token]
+    def token_name(self, token: int) -> str:
+        """What a token is called where others come before it."""
+        if token not in self._token_names:  # a prompt's log probabilities name twenty of them for every token
+            self._token_names[token] = self.words.name(token)
+        return self._token_names[token]
+
+    def piece(self, token: int) -> str | list[int]:
+        """The text that a token adds to others; the bytes of one that adds a part of a character, as in llama.cpp."""
+        name, data = self.token_name(token), self.words.data(token)
+        return list(data) if data and data.decode(errors="ignore").encode() != data else name
+
+    def expected(self, text: str) -> list[int]:
+        """Token ids of a predicted text, which can't be wrong: names of special tokens in it are text."""
+        try:
+            ids = text_tokens(self.tokenizer, text, self.literal, add_special_tokens=False)
+        except UserError:  # a tokenizer that can't take them as text
+            ids = self.encode(text, special=False)
+        return [token for token in ids if token < self.vocabulary]
 
     async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[Logprob]:
         """Of every token but the first.
@@ -297,7 +313,7 @@ class TextGroup:
             unfinished.taken(key)
 
     def _live(self, index: int, text: Wanted) -> LiveText:
-        watch = TextWatch(self._served.tokenizer, text.spec.prompt, text.stop, text.min_indent, text.time_limit_s)
+        watch = TextWatch(self._served.words, text.spec.prompt, text.stop, text.min_indent, text.time_limit_s)
 
         def tell(event: Event) -> None:
             self._note(index, event)

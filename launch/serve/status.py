@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 import lp
 
+from ..detokenizer import decoded
 from .bodies import DetokenizeBody, TokenizeBody
 from .errors import ApiError
 from .served import Served, closing
@@ -83,6 +84,6 @@ def status_routes(served: Served) -> APIRouter:
             if token >= served.vocabulary:
                 message = f"tokens has token id {token}; this model's vocabulary is 0..{served.vocabulary - 1}"
                 raise ApiError(400, message, "tokens")
-        return {"content": str(tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False))}
+        return {"content": await asyncio.to_thread(decoded, served.words, body.tokens, special=True)}
 
     return router

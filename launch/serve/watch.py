@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..stream import Detokenizer
+from ..decoder_steps import beginning_length
+from ..detokenizer import Detokenizer, Vocabulary
 
 
 class TextWatch:
     """Decodes a text's tokens and decides whether its client wants more of them.
 
-    What could be the beginning of a stop string is held back: characters that were given out stay.
+    What could be the beginning of a stop string is held back: characters that were given out stay. A stop string may
+    name tokens that are no text, as "<|im_end|>".
 
     Args:
-        tokenizer: of the model.
+        tokenizer: of the model, or its vocabulary.
         prompt: token ids.
         stop: the text ends before the first of these strings.
         min_indent: the text ends before a line, other than its first, that is indented by less; 0 takes any line.
@@ -31,18 +34,18 @@ class TextWatch:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | Vocabulary,
         prompt: Sequence[int],
         stop: Sequence[str] = (),
         min_indent: int = 0,
         time_limit_s: float | None = None,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._stop = [*stop]
+        self._stop = [each for string in stop for each in _spellings(string, self._detokenizer.vocabulary)]
         self._min_indent = min_indent
         self._time_limit_s = time_limit_s
         self._first_step: float | None = None
-        self._held = ""
+        self._held = _Held()
         self._line = ""  # the last one, as far as it was decoded
         self._lines = 0  # before it
         self.ended = False
@@ -61,7 +64,7 @@ class TextWatch:
             if self.ended:
                 break
             self.num_tokens += 1
-            shown += self._take(self._detokenizer.push([token]))
+            shown += self._take(self._detokenizer.push([token]), self._detokenizer.vocabulary.special(token) or "")
         self._look_at_clock()
         return shown
 
@@ -70,29 +73,38 @@ class TextWatch:
         if self.ended and (self.found is not None or self._min_indent):
             return ""
         rest = self._take(self._detokenizer.flush())
-        rest, self._held = rest + self._held, ""
-        return rest
+        return rest + self._held.take()
 
-    def _take(self, new: str) -> str:
-        """Add characters; those that may be shown."""
-        held = self._held + new
+    def _take(self, new: str, name: str = "") -> str:
+        """Add characters, and the name of a token that has none; the characters that may be shown."""
+        held = self._held
+        held.add(new)
+        held.add(name, shown=False)
         if not self._min_indent:
             self._lines += new.count("\n")
-        elif (cut := self._shallow_line(new, held)) is not None:
+        elif (cut := self._shallow_line(new, held.text())) is not None:
             self.ended = True
-            self._held = ""
-            return held[:cut]
-        found = [(place, -len(stop), stop) for stop in self._stop if (place := held.find(stop)) >= 0]
+            return held.take()[:cut]
+        found = [
+            (held.place(place, stop.names), -len(stop.sought), stop.given)
+            for stop in self._stop
+            if (place := held.text(stop.names).find(stop.sought)) >= 0
+        ]
         if found:
             place, _, self.found = min(found)
             self.ended = True
-            self._held = ""
-            return held[:place]
-        kept = max((_overlap(held, stop) for stop in self._stop), default=0)
+            shown = held.take(place)
+            held.take()
+            return shown
+        end = len(held.text(names=True))
+        for stop in self._stop:
+            text = held.text(stop.names)
+            if begun := beginning_length(text, stop.sought):
+                end = min(end, held.place(len(text) - begun, stop.names))
         if self._min_indent and self._lines and not self._line.strip():
-            kept = max(kept, min(len(self._line) + 1, len(held)))  # the line's own characters and the line's end
-        self._held = held[len(held) - kept :]
-        return held[: len(held) - kept]
+            text = held.text()  # the line's own characters and the line's end
+            end = min(end, held.place(max(len(text) - len(self._line) - 1, 0), names=False))
+        return held.take(end)
 
     def _shallow_line(self, new: str, held: str) -> int | None:
         """Where in `held` a line ends behind which comes one that is indented too little; None for no such line."""
@@ -117,9 +129,58 @@ class TextWatch:
         self.ended |= limit is not None and self._lines > 0 and now - self._first_step > limit
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The longest end of the text that is a beginning of the stop string, and not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _Stop(NamedTuple):
+    """What ends a text.
+
+    Attributes:
+        sought: in the text.
+        given: the stop string that it stands for.
+        names: the text is one that has the names of special tokens.
+    """
+
+    sought: str
+    given: str
+    names: bool
+
+
+class _Held:
+    """Characters that wait, and among them names of special tokens, which are not shown."""
+
+    def __init__(self) -> None:
+        self._all = ""
+        self._shown: list[int] = []  # places of the characters that are
+
+    def add(self, text: str, shown: bool = True) -> None:
+        """More of them."""
+        if shown:
+            self._shown += range(len(self._all), len(self._all) + len(text))
+        self._all += text
+
+    def text(self, names: bool = False) -> str:
+        """The characters, with names or without."""
+        if names or len(self._shown) == len(self._all):
+            return self._all
+        return "".join(self._all[place] for place in self._shown)
+
+    def place(self, index: int, names: bool) -> int:
+        """Of a character of `text` among all."""
+        return index if names else [*self._shown, len(self._all)][index]
+
+    def take(self, end: int | None = None) -> str:
+        """The characters before a place, which wait no more; None for all."""
+        end = len(self._all) if end is None else end
+        taken = "".join(self._all[place] for place in self._shown if place < end)
+        self._all = self._all[end:]
+        self._shown = [place - end for place in self._shown if place >= end]
+        return taken
+
+
+def _spellings(stop: str, vocabulary: Vocabulary) -> list[_Stop]:
+    """A stop string as it comes in a text: the name of an added token may be decoded to another one."""
+    decoded = stop
+    names = False
+    for name, token in vocabulary.added.items():
+        if name and name in stop:
+            names |= vocabulary.special(token) is not None
+            decoded = decoded.replace(name, (vocabulary.data(token) or b"").decode(errors="replace") or name)
+    return [_Stop(sought, stop, names) for sought in dict.fromkeys([stop, decoded])]

@@ -70,7 +70,7 @@ class Stopping:
             if tokenizer is None:
                 raise UserError(f"stop_strings is {asked!r} but no tokenizer was given; pass tokenizer=")
             check_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "the model's, as lp.load(...).tokenizer")
-            strings = StopStringCriteria(tokenizer, asked)
+            strings = StopStringCriteria(tokenizer, _spellings(tokenizer, asked))
         return cls(eos, max_new_tokens, room, prompt, strings, criteria, device)
 
     @property
@@ -121,6 +121,20 @@ class Stopping:
         self._ids[0, start:end] = torch.tensor([*self.prompt[start:], *generated], dtype=torch.int64)
         self._num_ids = end
         return self._ids[:, :end]
+
+
+def _spellings(tokenizer: PreTrainedTokenizerBase, asked: list[str]) -> list[str]:
+    """Stop strings, and the texts that those of them are decoded to which name added tokens.
+
+    Where a tokenizer has a character that stands for a space, such a name may have it as well.
+    """
+    spelled = dict.fromkeys(asked)
+    for token, added in tokenizer.added_tokens_decoder.items():
+        for string in asked:
+            if (name := str(added)) and name in string:
+                text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+                spelled[string.replace(name, text or name)] = None
+    return [*spelled]
 
 
 def _listed(stop_strings: str | Iterable[str] | None) -> list[str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +115,60 @@ def test_lines_are_kept_in_a_file_only_if_asked(typed: Callable[..., Keyboard], 
     readline.clear_history()
     with pytest.raises(ValueError, match=r"history_file .*/none/lines: No such file or directory; give a file"):
         typed(history_file=str(tmp_path / "none" / "lines"))
+
+
+PASTING = """
+import sys
+if {without}:
+    sys.modules["readline"] = None
+from launch.chat_input import Keyboard
+keyboard = Keyboard()
+text = ""
+while text is not None:
+    text = keyboard.read()
+    print("read", ascii(text), flush=True)
+"""
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_a_pasted_block_is_one_text(without: bool) -> None:
+    """Each of its lines was a turn of its own, as Python turns off what readline does; also where there is none."""
+    if not without:
+        readline = pytest.importorskip("readline")
+        if "libedit" in (readline.__doc__ or ""):
+            pytest.skip("this Python edits lines with libedit, which knows no pasted blocks")
+    child, terminal = pty.fork()
+    if not child:
+        os.environ["TERM"] = "xterm"
+        os.execv(sys.executable, [sys.executable, "-c", PASTING.format(without=without)])
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        while text not in seen:
+            ready, _, _ = select.select([terminal], [], [], 120)
+            assert ready, seen
+            seen += os.read(terminal, 4096)
+        seen = seen.partition(text)[2]
+
+    def paste(text: str) -> bytes:
+        return f"\x1b[200~{text}\x1b[201~".encode()
+
+    try:
+        for keys, text in [
+            (paste("one\r\ttwo\r\r/exit") + b" three\r", r"read 'one\n\ttwo\n\n/exit three'"),
+            (b"typed\r", "read 'typed'"),
+            (paste("one line\r") + b"\r", "read 'one line'"),
+            (b"see " + paste("a\rb") + b" and " + paste("c") + b"\r", r"read 'see a\nb and c'"),
+            (paste('"""\rx\r"""\r') + b"\r", "read 'x\\n'"),
+            (b"\x04", "read None"),
+        ]:
+            until(b"\x1b[?2004h" if keys != b"\x04" else b"> ")
+            os.write(terminal, keys)
+            until(text.encode())
+    finally:
+        os.close(terminal)
+        os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("text", ["naïve 🙂\n", "", None, "x" * 10000])

@@ -8,7 +8,8 @@ import random
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from launch.stream import RESET, STEP_COLOURS, Detokenizer, Pen, shows_colours
+from launch.detokenizer import Detokenizer
+from launch.stream import RESET, STEP_COLOURS, Pen, shows_colours
 from lp.models.loader import DEMO_MODEL
 
 TEXTS = [

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import lp
-from lp.sampling.logprob_sampler import Logprob
 from tests.serving import Running
 
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
@@ -179,19 +178,8 @@ def test_echo_scores_the_prompt(demo_server: Running, client: Any) -> None:
         assert answer.choices[0].text.startswith("import os\nimport sys\n")
 
 
-def test_tokens_that_look_alike_do_not_hide_the_likeliest() -> None:
-    """Parts of a character have the same text: a token must not pass for the likeliest one by it, as lm_eval asks."""
-    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
-    from launch.serve.openai import _LegacyLogprobs
-
-    logprobs = _LegacyLogprobs(lambda token: "\ufffd")
-    logprobs.add([Logprob(5, -3.0, [(7, -0.1)]), Logprob(7, -0.1, [(7, -0.1)])])
-    data = logprobs.data()
-    assert data["token_logprobs"] == [-3.0, -0.1] and data["top_logprobs"] == [{"\ufffd": -0.1}] * 2
-
-
-def test_a_part_of_a_character_has_no_bytes(client: Any) -> None:
-    """Clients put texts together from the bytes; those of the sign that stands for a part are wrong ones."""
+def test_a_part_of_a_character_has_its_bytes(client: Any) -> None:
+    """Clients put texts together from the bytes."""
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     answer = client.chat.completions.create(
         model="demo",
@@ -201,7 +189,8 @@ def test_a_part_of_a_character_has_no_bytes(client: Any) -> None:
     )
     assert answer.choices[0].message.content == "a\u00ed"
     first, *parts = answer.choices[0].logprobs.content[:3]
-    assert (first.token, first.bytes) == ("a", [ord("a")]) and [part.bytes for part in parts] == [None, None]
+    assert (first.token, first.bytes) == ("a", [ord("a")])
+    assert [(part.token, part.bytes) for part in parts] == [("bytes:\\xc3", [0xC3]), ("bytes:\\xad", [0xAD])]
 
 
 def test_penalties_and_biases_change_the_text(demo_server: Running, client: Any) -> None:

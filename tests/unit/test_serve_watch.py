@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from launch.serve.watch import TextWatch
 from lp.models.loader import DEMO_MODEL
+from tests.tokenizers_of import ADDED, BYTES, DECODERS, llama_2, tokenizer_with
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +107,50 @@ def test_a_time_limit_waits_for_a_line(tokenizer: PreTrainedTokenizerBase) -> No
     assert not watch.ended  # its first line is not complete
     watch.push(two)
     assert watch.ended
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_stop_string_may_name_special_tokens(ahead: int) -> None:
+    """They are no text, so that they never ended one; their names, and text beside them, are not shown."""
+    llama = llama_2()
+    ids = {name: llama.convert_tokens_to_ids(name) for name in ("<file_sep>", "</s>", "<tool>", "\u2581hi", "a", "b")}
+    hi, a, b, sep, end = ids["\u2581hi"], ids["a"], ids["b"], ids["<file_sep>"], ids["</s>"]
+    written = list(llama("<file_sep>", split_special_tokens=True, add_special_tokens=False)["input_ids"])
+    cases = [
+        (["<file_sep>"], written, (" ", len(written), "<file_sep>")),
+        (["<file_sep>"], [hi, a, sep, b], (" hia", 3, "<file_sep>")),
+        (["x", "</s>"], [hi, end, sep], (" hi", 2, "</s>")),
+        (["a<file_sep>b"], [a, sep, a, sep, b, b], ("a", 5, "a<file_sep>b")),
+        (["a<file_sep>b"], [a, sep, a], ("aa", 3, None)),
+        (["ab"], [hi, a, sep, b, a], (" hi", 4, "ab")),
+        (["<tool>"], [hi, ids["<tool>"], a], (" hi", 2, "<tool>")),
+        (["<file_sep></s>"], [hi, sep, end], (" hi", 3, "<file_sep></s>")),
+        (["i<file_sep>"], [hi, a, hi, sep], (" hia h", 4, "i<file_sep>")),
+    ]
+    for stop, tokens, expected in cases:
+        watch = TextWatch(llama, [llama.convert_tokens_to_ids("\u2581the")], stop)
+        text, left = "", [*tokens]
+        while left and not watch.ended:
+            text += watch.push(left[: 1 + ahead])
+            left = left[1 + ahead :]
+        text += watch.flush()
+        assert (text, watch.num_tokens, watch.found) == expected, (stop, tokens)
+
+
+def test_the_name_of_an_added_token_may_be_decoded_to_another_text() -> None:
+    """Where its decoder takes a character of it for a space."""
+    tokenizer = tokenizer_with(DECODERS["llama-2"])
+    name = ADDED[-1]
+    watch = TextWatch(tokenizer, [], [name])
+    assert watch.push([tokenizer.convert_tokens_to_ids(each) for each in ("a", name, "b")]) == "a"
+    assert watch.found == name and watch.num_tokens == 2
+
+
+@pytest.mark.parametrize("stop", [[], ["zz"]])
+def test_half_a_character_takes_nothing_away(stop: list[str]) -> None:
+    """With stop strings tokens are decoded one by one, without all at once: the text was another one."""
+    tokenizer = tokenizer_with(DECODERS["llama-2"])
+    for data in ("\U0001f600\U0001f600".encode()[:6], "\ud55c\uae00".encode()[:5]):
+        watch = TextWatch(tokenizer, [], stop)
+        tokens = [tokenizer.convert_tokens_to_ids(BYTES[byte]) for byte in data]
+        assert watch.push(tokens) + watch.flush() == data.decode(errors="replace")
