@@ -166,7 +166,7 @@ class Chat:
             self.decoder.generate,
             ids,
             self.settings.max_new_tokens,
-            self.settings.chosen,
+            self.settings.chosen or (lp.SamplingParams(temperature=0.0) if self.decoder.checkpoint().samples else None),
             eos_token_id=self._ends(),
             stop_strings=self.config.stop_strings,
             tokenizer=tokenizer,
@@ -219,6 +219,8 @@ def chat(config: ChatConfig) -> None:
     context, loaded = open_model(config)
     history = History(loaded.tokenizer, context_limit(loaded.model), config.system)
     decoder = builders[config.decoder.name](loaded.model, context)
+    decoder.follows = config.generation_config
+    settings = settings.behind(decoder.checkpoint())
     if not context.is_main and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # between answers Ctrl-C is rank 0's affair
     keyboard = Keyboard(config.history_file) if context.is_main else None

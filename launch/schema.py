@@ -210,6 +210,7 @@ class Config(Tasked):
     journal: str | None = None
     json_schema: str | None = None
     verbose: bool = False
+    generation_config: str = "auto"
 
 
 @dataclass
@@ -285,6 +286,7 @@ class ChatConfig(Common):
     system: str | None = None
     json_schema: str | None = None
     history_file: str | None = None
+    generation_config: str = "auto"
 
 
 @dataclass

@@ -23,6 +23,7 @@ from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit, load, vocabulary_size
 from lp.optional import is_installed
 from lp.parallel.agreement import shared_seed
+from lp.sampling.generation_config import AUTO, NONE, Checkpoint
 from lp.sampling.grammar import Grammar
 
 from .arguments import closest
@@ -98,7 +99,9 @@ class Session(Generic[C]):
         """What the oracle continues a prompt by: in its run among these outputs, or in one that nobody times."""
         if ORACLE in outputs:
             return outputs[ORACLE].tokens
-        return self.run(lp.AutoregressiveDecoder(self.loaded.model, self.context.tp), ids, tokens).tokens
+        oracle = lp.AutoregressiveDecoder(self.loaded.model, self.context.tp)
+        oracle.follows = next(iter(self.decoders.values())).follows
+        return self.run(oracle, ids, tokens).tokens
 
     @property
     def in_distribution(self) -> bool:
@@ -127,8 +130,11 @@ def open_session(config: Config) -> Session[Config]:
     path, context = journal_path(config, sampling), open_context(config)
     journal = Journal(path, context, fixed_weights=True) if path else None
     loaded = load_model(config, context)
-    sampling = seeded(sampling, context, journal.seed if journal else None)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}
+    for decoder in decoders.values():
+        decoder.follows = config.generation_config
+    sampling = sampled_by_checkpoint(sampling, next(iter(decoders.values())).checkpoint(), config.seed)
+    sampling = seeded(sampling, context, journal.seed if journal else None)
     return Session(
         config=config,
         context=context,
@@ -259,6 +265,21 @@ def seeded(
     return replace(sampling, seed=drawn if before is None else before)
 
 
+def sampled_by_checkpoint(
+    sampling: lp.SamplingParams | None, checkpoint: Checkpoint, seed: int | None
+) -> lp.SamplingParams | None:
+    """The run's sampling; where it is not set and the checkpoint samples, the checkpoint's.
+
+    Args:
+        sampling: of the run; None is greedy, the apps' default.
+        checkpoint: what is followed of the model's.
+        seed: of the run.
+    """
+    if sampling is not None or not checkpoint.samples:
+        return sampling
+    return lp.SamplingParams(**checkpoint.sampling, seed=seed)
+
+
 def sampling_of(config: Common) -> lp.SamplingParams | None:
     """How tokens are sampled; None is greedy.
 
@@ -296,6 +317,9 @@ def check_common(config: Common) -> None:
     check_int("max_new_tokens", config.max_new_tokens, 1, float("inf"), "ask for at least one token")
     if config.seed is not None:
         check_int("seed", config.seed, 0, 2**63 - 1, "or seed=null to draw one")
+    follows = getattr(config, "generation_config", NONE)
+    if follows not in (AUTO, NONE):
+        raise UserError(f"generation_config is {follows!r}; it must be {AUTO} or {NONE}")
     if "" in config.stop_strings:
         raise UserError("stop_strings has an empty string, which every text ends with; leave it out")
 

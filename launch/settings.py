@@ -10,9 +10,10 @@ from omegaconf.errors import OmegaConfBaseException
 import lp
 from lp.checks import check_int
 from lp.errors import UserError
+from lp.sampling.generation_config import Checkpoint
 
 from .schema import ChatConfig, frozen, mirror
-from .session import sampling_of
+from .session import sampled_by_checkpoint, sampling_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,13 @@ class Settings:
         sampling = sampling_of(config)
         base = sampling or lp.SamplingParams(seed=config.seed)
         return cls(sampling=base, greedy=sampling is None, max_new_tokens=config.max_new_tokens)
+
+    def behind(self, checkpoint: Checkpoint) -> Settings:
+        """The same where the config says how to sample; else as the checkpoint does."""
+        if not self.greedy:
+            return self
+        sampling = sampled_by_checkpoint(None, checkpoint, self.sampling.seed)
+        return self if sampling is None else replace(self, sampling=sampling, greedy=False)
 
     @property
     def chosen(self) -> lp.SamplingParams | None:
