@@ -6,6 +6,7 @@ needs neither.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,15 @@ _NAMES = {
     "lp.sampling.params": "SamplingParams Verifier",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    """Not what torch says of torchao's own code: transformers imports it wherever it is installed, for every model."""
+    said_of = record.args if isinstance(record.args, tuple) else ()
+    return not any(str(getattr(value, "__module__", "")).startswith("torchao.") for value in said_of)
+
+
+logging.getLogger("torch.utils._pytree").addFilter(_worth_saying)
 
 
 def __getattr__(name: str) -> Any:

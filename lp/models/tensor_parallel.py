@@ -35,6 +35,7 @@ STYLES = {
     "replicated": WHOLE,
     "replicated_with_grad_allreduce": WHOLE,
 }
+EMBEDDING = "embedding_rowwise"  # which is divided so, and the LM head, whether a plan says it or not
 _KV = {"k_proj", "v_proj"}
 _FED_BY = {"o_proj": "qkv_proj", "down_proj": "gate_up_proj"}  # by a linear layer whose output is several in one
 FORMAT = (
@@ -76,7 +77,8 @@ def plan_of(model: PreTrainedModel, given: Plan | None = None) -> dict[str, str]
         ValueError: a model without a plan, or a style that is not known; names it, and the format.
     """
     config = model.config.get_text_config()
-    plan = given or getattr(config, "base_model_tp_plan", None)
+    named = given or getattr(config, "base_model_tp_plan", None) or {}
+    plan = {pattern: style for pattern, style in named.items() if style != EMBEDDING}
     if not plan:
         raise UserError(f"{type(model).__name__} has no plan of how it is divided among ranks; {FORMAT}")
     unknown = sorted({style for style in plan.values() if style not in STYLES})

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import lp
+from tests.peft_releases import skip_without_peft
 from tests.tiny_models import ARCHITECTURES, drawn_text, tiny_config, tiny_model
 
 NEW = 24
@@ -73,6 +74,8 @@ def test_adapters_of_the_weights_are_exact(kind: str) -> None:
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_prompt_learning_is_refused(kind: str) -> None:
     """Ignored, the text was exactly the base model's; the base model itself stays usable, as before the adapter."""
+    if kind == "prefix tuning":  # an older PEFT names the cache otherwise: transformers itself drops its prefix
+        skip_without_peft()
     rng = random.Random(kind)
     for arch in ("llama", "phi"):
         model = _adapted(PROMPTS[kind](), arch, rng.randrange(99))

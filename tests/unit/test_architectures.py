@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import GPTJForCausalLM
 
 import lp
 from tests.architectures import BACKENDS, EXACT, PAGE, VARIANTS, WRONG, page, verdict, versions
@@ -11,7 +12,8 @@ from tests.tiny_models import MATRIX, VOCABULARY, tiny_model
 pytestmark = pytest.mark.xdist_group("architectures")  # whose verdicts the page needs, too
 
 NEVER = {"bloom", "falcon_alibi", "mpt", "roformer", "rwkv", "gpt_neo", "t5", "mamba", "llama4"}
-EAGER_ONLY = {"gemma2", "gpt_oss", "gptj", "mamba2"}
+NO_SDPA = set() if GPTJForCausalLM._supports_sdpa else {"gptj"}  # it came with transformers 5.24
+EAGER_ONLY = {"gemma2", "gpt_oss", "mamba2"} | NO_SDPA
 NO_FLASH = {"falcon", "deepseek_v2", "deepseek_v3"}  # which `auto` runs with sdpa
 
 

@@ -25,6 +25,7 @@ from lp.models.fused import FusedModel, fuse
 from lp.models.runner import ModelRunner
 from lp.models.support import check_supported
 from tests.layouts import drawn_layout, visible_of
+from tests.peft_releases import add_adapter
 from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_config, tiny_model
 
 FUSED = {
@@ -238,7 +239,7 @@ class _Hooked(Exception):
 
 def _lora(model: PreTrainedModel) -> None:
     torch.manual_seed(1)
-    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False), "first")
+    add_adapter(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False), "first")
     model.double().eval()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import lp
 from lp.models.releases import CACHE_NAMES, cache_in, cache_keyword
+from tests.conftest import Processes
 from tests.tiny_models import tiny_model
 
 
@@ -39,6 +42,13 @@ def test_a_model_takes_its_cache_under_the_name_of_its_class(name: str) -> None:
 def test_a_wrapper_takes_its_cache_under_the_name_of_the_installed_release() -> None:
     """What it passes on is named as transformers' own `generate` names it."""
     assert cache_keyword(_Wrapper()) == cache_keyword(tiny_model("llama"))
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+def test_torchao_says_nothing_where_no_model_is_quantised(processes: Processes) -> None:
+    """Transformers imports it for every model, and with some releases of torch it begins with two warnings."""
+    done = processes.run([sys.executable, "-c", "import lp; lp.load"], timeout_s=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("arch", ["llama", "gptj", "qwen3_5", "mamba2"])

@@ -27,6 +27,7 @@ from lp.models.graph_recorder import GraphRecorder
 from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.runner import ModelRunner, runner_of
 from tests.captured import captured_runner
+from tests.peft_releases import add_adapter
 from tests.simulated_cuda import SimulatedCuda
 from tests.tiny_models import drawn_text, plain_greedy, tiny_config, tiny_model
 
@@ -334,7 +335,7 @@ def test_an_adapter_that_is_switched(gpu: SimulatedCuda) -> None:
     torch.manual_seed(0)
     for name in ("first", "second"):
         adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        model.add_adapter(adapter, name)
+        add_adapter(model, adapter, name)
     model.double().eval()
     moved = copy.deepcopy(model).to("cuda")
     decoder = lp.PlainDecoder(moved, capture="graph")

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import lp
 from lp.models.view import ModelView
 from tests.captured import captured_runner
+from tests.peft_releases import add_adapter
 from tests.tiny_models import drawn_text, plain_greedy, tiny_model
 
 ARCHS = ["llama", "gpt2", "falcon", "mistral_sliding", "mixtral", "gemma3", "gemma4", "llama_longrope", "deepseek_v3"]
@@ -47,13 +48,13 @@ def test_a_view_has_the_weights_themselves(arch: str) -> None:
 
 def _adapted(model: PreTrainedModel) -> None:
     torch.manual_seed(1)
-    model.add_adapter(LORA, "first")
+    add_adapter(model, LORA, "first")
     model.double().eval()
 
 
 def _second(model: PreTrainedModel) -> None:
     torch.manual_seed(2)
-    model.add_adapter(LORA, "second")
+    add_adapter(model, LORA, "second")
     model.double().eval()
     model.set_adapter("second")
 
