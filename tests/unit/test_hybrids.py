@@ -264,7 +264,7 @@ def test_models_without_a_plan_are_refused_by_name() -> None:
     """Rather than held whole by every rank, at twice the memory that was asked for."""
     for arch, reason in (
         ("bamba", "BambaForCausalLM has no plan"),
-        ("nemotron_h", "NemotronHForCausalLM has 'embedding"),
+        ("nemotron_h", "experts.up_proj, a weight of experts"),
     ):
         with pytest.raises(ValueError, match=reason):
             divide(tiny_model(arch), Replica(0, 2))
