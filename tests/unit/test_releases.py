@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Cache
 
 import lp
 from lp.models.releases import CACHE_NAMES, cache_in, cache_keyword
@@ -54,6 +55,8 @@ def test_torchao_says_nothing_where_no_model_is_quantised(processes: Processes) 
 @pytest.mark.parametrize("arch", ["llama", "gptj", "qwen3_5", "mamba2"])
 def test_no_call_takes_a_name_that_is_about_to_go(arch: str) -> None:
     """Transformers warns of such a name, in the middle of the output; and then it is gone."""
+    if arch in ("qwen3_5", "mamba2") and not hasattr(Cache, "get_conv_state"):
+        pytest.skip("models with recurrent layers need a newer release of transformers")
     model = tiny_model(arch)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     shape: dict[str, Any] = {"window_size": 3, "ngram_size": 3, "guess_set_size": 3}
