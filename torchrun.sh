@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up .venv if needed, then launch one app on every device of this machine:
 #
-#   bash torchrun.sh                              # launch.generate as conf/ has it: the demo model, built-in prompts
+#   bash torchrun.sh                              # a demonstration: the demo model, compared with plain decoding
 #   bash torchrun.sh launch.generate W=7 N=5 G=7  # an app and its overrides
 #   bash torchrun.sh launch.generate "def f(a):"  # a prompt as it is; - for standard input
 #   bash torchrun.sh launch.serve model=hf model.name=FOLDER   # endpoints for editors; see docs/serving.md
@@ -17,6 +17,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
 
+[ $# -gt 0 ] || set -- compare=true # the demonstration ends with a table; a text that is asked for doesn't wait for one
 app=launch.generate
 case "${1:-}" in
   "" | -* | *=* | '~'*) ;; # an option or an override: the default app's
@@ -26,7 +27,8 @@ case "${1:-}" in
     ;;
 esac
 case "$app" in
-  launch.generate | launch.chat | launch.serve | launch.benchmark | launch.scaling | launch.profile | launch.tune)
+  launch.generate | launch.chat | launch.serve | launch.benchmark | launch.scaling | launch.profile | launch.tune | \
+    launch.ngrams | launch.doctor)
     module=(launch.cli "${app#launch.}")
     ;;
   launch.*) module=() ;; # no app of ours
@@ -34,18 +36,21 @@ case "$app" in
 esac
 if [ ${#module[@]} = 0 ] || { [ "${module[0]}" != launch.cli ] && [ ! -f "$root/${app//.//}.py" ]; }; then
   die "there is no app '$app'; the apps are
-  launch.generate    continue prompts, show the text, and compare with plain decoding (the default)
+  launch.generate    continue prompts and show the text (the default)
   launch.chat        talk to a model at a terminal
   launch.serve       put a model behind the endpoints that editors and clients call
   launch.benchmark   measure methods on the prompts of a task
   launch.scaling     measure or project methods over numbers of ranks
   launch.profile     show where the time of a step goes
   launch.tune        find the fastest W, N, G on this machine
+  launch.ngrams      measure what a model writes behind 1 to 3 tokens, for the pool
+  launch.doctor      say what this machine, and a model on it, can do, and why not
 To continue a text: bash torchrun.sh launch.generate TEXT"
 fi
 
 case "$app" in launch.serve) setup serve,grammar ;; *) setup ;; esac
 
+case "$app" in launch.ngrams | launch.doctor) NPROC=1 NNODES=1 MAX_RESTARTS=0 ;; esac # tools of one process
 nproc=${NPROC:-} nnodes=${NNODES:-1}
 if [ -z "$nproc" ]; then
   nproc=1

@@ -1,4 +1,4 @@
-"""`python -m launch.benchmark`: methods on the prompts of a task, a record for each; resumed where it stopped.
+"""`lp benchmark`: methods on the prompts of a task, a record for each; resumed where it stopped.
 
 Methods alternate prompt by prompt, so that drift of the machine hits all alike. Those that share no step with other
 ranks run on rank 0 alone while the others wait. `--cfg job` shows the keys.

@@ -4,49 +4,25 @@
     lp                                   # the list of apps
 
 From a clone that is not installed, `python -m lp generate` and `bash torchrun.sh launch.generate` are the same. An
-app's module, and torch with it, is imported when its first job runs: `--help` and `--cfg` need neither.
+app's module, and torch with it, is imported when its first job runs: `--help` and `--cfg` need neither. Tools take
+options instead of a config, and run in one process.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import lp
 from lp.errors import UserError
+from lp.waits import waiting
 
-from .app import run
+from .apps import APPS, TOOLS
 from .arguments import closest, overrides_first, take_prompt
-from .errors import names_key, reported
-
-
-@dataclass(frozen=True)
-class App:
-    """One of the apps. Its module, and its file of keys in conf/, have its name.
-
-    Args:
-        function: of the module, which takes the config of a job.
-        summary: one line for the list of apps.
-        prompts: whether it continues prompts, which `--prompt` gives.
-    """
-
-    function: str
-    summary: str
-    prompts: bool = True
-
-
-APPS = {
-    "generate": App("generate", "continue prompts, show the text, and compare with plain decoding"),
-    "chat": App("chat", "talk to a model at a terminal", prompts=False),
-    "serve": App("serve", "put a model behind the endpoints that editors and clients call", prompts=False),
-    "benchmark": App("benchmark", "measure methods on the prompts of a task"),
-    "scaling": App("scaling", "measure or project methods over numbers of ranks"),
-    "profile": App("profile_model", "show where the time of a step goes", prompts=False),
-    "tune": App("tune", "find the fastest W, N, G on this machine"),
-}
+from .wait_line import waits_shown
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -65,32 +41,64 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"lp {lp.__version__}")
     elif args[0] in APPS:
         start(args[0], args[1:])
+    elif args[0] in TOOLS:
+        run_tool(args[0], args[1:])
     else:
-        print(f"error: there is no app {args[0]!r}{closest(args[0], APPS)}\n\n{usage()}", file=sys.stderr)
+        print(f"error: there is no app {args[0]!r}{closest(args[0], [*APPS, *TOOLS])}\n\n{usage()}", file=sys.stderr)
         raise SystemExit(2)
 
 
 def usage() -> str:
     """The apps with a line each."""
-    apps = "\n".join(f"  {name:<10} {app.summary}" for name, app in APPS.items())
+    summaries = {name: app.summary for name, app in APPS.items()} | TOOLS
+    apps = "\n".join(f"  {name:<10} {summary}" for name, summary in summaries.items())
     return (
         f"usage: lp APP [KEY=VALUE ...]\n\napps:\n{apps}\n\n"
         "lp APP --help lists the keys of an app; lp --version prints the version."
     )
 
 
+def run_tool(name: str, args: Sequence[str]) -> None:
+    """Run a tool with these arguments."""
+    with waits_shown():
+        with waiting("importing torch and transformers"):
+            from .errors import reported
+
+            tool = import_module(f".{name}", __package__)
+        parser = argparse.ArgumentParser(
+            prog=f"lp {name}", description=tool.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        tool.add_arguments(parser)
+        with reported():
+            tool.run(parser.parse_args(args))
+
+
 def start(name: str, args: Sequence[str]) -> None:
     """Run an app with these arguments."""
+    with waits_shown():
+        _start(name, args)
+
+
+def _start(name: str, args: Sequence[str]) -> None:
     app = APPS[name]
+    with waiting("importing Hydra"):
+        from .app import run
+        from .errors import names_key, reported
+        from .help import app_help
 
     def task(config: Any) -> float | None:
-        return getattr(import_module(f".{name}", __package__), app.function)(config)
+        with waiting("importing torch and transformers"):
+            module = import_module(f".{name}", __package__)
+        return getattr(module, app.function)(config)
 
     with reported():
         overrides = take_prompt(args, positional=name == "generate") if app.prompts else list(args)
         options = [each.partition("=")[0] for each in overrides if each.startswith("-")]
         if any(map(names_key, options)):  # argparse would show its value
             raise UserError("the API key is not given as an option; give it in the environment, as LP_API_KEY")
+        if "--help" in options or "-h" in options:
+            print(app_help(name, overrides))
+            return
     sys.argv = [f"lp {name}", *overrides_first(overrides)]  # where Hydra reads them
     run(task, name)
 

@@ -1,7 +1,7 @@
-"""`python -m launch.generate`: continue prompts, show the text as it comes, and say how it compares.
+"""`lp generate`: continue prompts and show the text as it comes; with compare=true, say how methods compare.
 
-Every prompt is run once to be shown; with compare=true the methods are then measured in alternation, unseen, so that
-writing to a terminal is in no figure. `--cfg job` shows the keys.
+Every prompt is run once to be shown; the methods are then measured in alternation, unseen, so that writing to a
+terminal is in no figure. `--help` lists the keys.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import TextIO
 import lp
 from lp.engine.interrupts import sigterm_raises
 from lp.engine.output import GenerationOutput
+from lp.waits import Wait, waiting
 
 from .bench.compare import alternate, differences
 from .bench.prompts import Prompt
 from .bench.table import console_on
+from .builders import ORACLE
 from .cli import start
 from .report import Report, Result, as_json, describe, print_table
-from .schema import Config, Output
+from .schema import Config, TextOutput
 from .session import WARM_UP_TOKENS, Session, open_session
 from .stream import Pen, on_rank_0, show, shows_colours
 
@@ -37,15 +39,20 @@ def generate(config: Config) -> None:
     """
     session = open_session(config)
     report = Report(setting=describe(session), method=next(iter(session.decoders)), sampling=session.sampling)
-    aside = sys.stderr if config.output is Output.json else sys.stdout  # JSON has stdout to itself
-    with on_rank_0(session.context, aside) as text, on_rank_0(session.context, sys.stdout) as table:
-        pen = Pen(text, shows_colours(text))
+    output = config.output
+    files = {
+        "text": sys.stderr if output is TextOutput.json else sys.stdout,
+        "aside": sys.stdout if output is TextOutput.table else sys.stderr,
+        "report": sys.stderr if output is TextOutput.text else sys.stdout,
+    }
+    with contextlib.ExitStack() as stack:
+        text, aside, table = (stack.enter_context(on_rank_0(session.context, file)) for file in files.values())
+        pen = Pen(text, shows_colours(text), aside)
         try:
             with sigterm_raises():
                 _continue_all(session, pen, report)
         except KeyboardInterrupt:
             report.interrupted = True
-            pen.note("")
             session.context.close()
             raise
         finally:
@@ -58,7 +65,9 @@ def _continue_all(session: Session[Config], pen: Pen, report: Report) -> None:
         pen.legend()
     one = [(0, session.prompts[0])]  # too long, it has an error that counts its tokens
     prompts = session.fitting() if len(session.prompts) > 1 else one
-    alternate(_runs(session, session.encode(prompts[0][1]), WARM_UP_TOKENS), 1)
+    if session.config.compare:
+        with waiting("warming up, so that no figure has what a first run does once"):
+            alternate(_runs(session, session.encode(prompts[0][1]), WARM_UP_TOKENS), 1)
     _explain(session, report.method, pen, 0)
     for _, prompt in prompts:
         with _marked(pen, report):
@@ -84,9 +93,10 @@ def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Report
     """Show one prompt's continuation, then measure it."""
     config, ids = session.config, session.encode(prompt)
     chosen = session.decoders[report.method]
-    _head(prompt, len(ids), pen, config)
+    _head(prompt, len(ids), pen)
     continued = partial(session.run_once, chosen, ids, config.max_new_tokens)
-    text, shown, interruption = show(continued, session.loaded.tokenizer, ids, pen, config.stream)
+    end_of_prompt = partial(_show_end, prompt, pen) if config.show_prompt else None
+    text, shown, interruption = show(continued, session.loaded.tokenizer, ids, pen, config.stream, end_of_prompt)
     result = Result(prompt=prompt, prompt_tokens=len(ids), text=text, shown=shown)
     report.results.append(result)
     if config.verbose:
@@ -94,7 +104,7 @@ def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Report
     if interruption:
         raise interruption
     if config.compare:
-        _compare(session, ids, pen, result)
+        _compare(session, ids, result)
     else:
         result.measured = alternate({report.method: lambda: shown}, 1)
 
@@ -106,29 +116,38 @@ def _explain(session: Session, method: str, pen: Pen, line: int) -> None:
         pen.aside(decoder.explain().splitlines()[line] + "\n")
 
 
-def _head(prompt: Prompt, tokens: int, pen: Pen, config: Config) -> None:
+def _head(prompt: Prompt, tokens: int, pen: Pen) -> None:
     pen.aside(f"\n=== {prompt.task_id} ({tokens} tokens)\n")
-    if config.show_prompt:
-        lines = prompt.text.split("\n")
-        skipped = "[...]\n" * (len(lines) > SHOWN_PROMPT_LINES)
-        pen.aside(skipped + "\n".join(lines[-SHOWN_PROMPT_LINES:]))
 
 
-def _compare(session: Session[Config], ids: list[int], pen: Pen, result: Result) -> None:
-    pen.note("measuring, in alternation: " + ", ".join(session.decoders))
-    tokens = session.config.max_new_tokens
-    measured = alternate(_runs(session, ids, tokens), session.config.repeats)
+def _show_end(prompt: Prompt, pen: Pen) -> None:
+    lines = prompt.text.split("\n")
+    skipped = "[...]\n" if len(lines) > SHOWN_PROMPT_LINES else ""
+    pen.aside(skipped + "\n".join(lines[-SHOWN_PROMPT_LINES:]))
+
+
+def _compare(session: Session[Config], ids: list[int], result: Result) -> None:
+    tokens, rounds = session.config.max_new_tokens, session.config.repeats
+    runs = _runs(session, ids, tokens)
+    with waiting(f"measuring in alternation: {', '.join(runs)}", len(runs) * rounds, "runs") as wait:
+        measured = alternate({name: partial(_counted, run, wait) for name, run in runs.items()}, rounds)
     if not session.in_distribution:
         outputs = {name: run.output for name, run in measured.items()}
-        plain = session.oracle_tokens(ids, tokens, outputs)
-        new = {name: output.tokens for name, output in outputs.items()}
-        result.differences = differences(session.loaded.model, ids, new, plain, session.sampling)
+        with waiting(f"comparing tokens with decoder={ORACLE}"):
+            plain = session.oracle_tokens(ids, tokens, outputs)
+            new = {name: output.tokens for name, output in outputs.items()}
+            result.differences = differences(session.loaded.model, ids, new, plain, session.sampling)
     result.measured = measured  # last: what Ctrl-C leaves uncompared must not be taken for equal
-    pen.note("")
+
+
+def _counted(run: Callable[[], GenerationOutput], wait: Wait) -> GenerationOutput:
+    output = run()
+    wait.done += 1
+    return output
 
 
 def _show(report: Report, config: Config, file: TextIO) -> None:
-    if config.output is Output.json:
+    if config.output is TextOutput.json:
         print(as_json(report), file=file)
     else:
         print_table(report, console_on(file, 100))

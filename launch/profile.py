@@ -1,9 +1,9 @@
-"""`python -m launch.profile`: where a step's time goes, against what the device can do.
+"""`lp profile`: where a step's time goes, against what the device can do.
 
-    python -m launch.profile                                            # the demo model
-    python -m launch.profile model=codellama_7b W=15 N=5 G=15           # a shape with random weights, no download
-    python -m launch.profile model=codellama_7b R=4 rank=3              # what rank 3 of 4 computes, on one device
-    python -m launch.profile model=codellama_7b shape.layers=2 shape.divide=16 model.dtype=float32   # on a CPU
+    lp profile                                            # the demo model
+    lp profile model=codellama_7b W=15 N=5 G=15           # a shape with random weights, no download
+    lp profile model=codellama_7b R=4 rank=3              # what rank 3 of 4 computes, on one device
+    lp profile model=codellama_7b shape.layers=2 shape.divide=16 model.dtype=float32   # on a CPU
 
 `--cfg job` shows the keys.
 """
@@ -56,8 +56,8 @@ def profile_model(config: ProfileConfig) -> None:
         raise UserError(f"decoder.name is {name!r}, which runs no lookahead steps; compare=true times plain decoding")
     if config.parallel.tp > 1:
         raise UserError(
-            f"parallel.tp is {config.parallel.tp}, but launch.profile measures models that are whole on every rank; "
-            "leave it, or compare splits with launch.scaling tp=[1,2]"
+            f"parallel.tp is {config.parallel.tp}, but lp profile measures models that are whole on every rank; "
+            "leave it, or compare splits with lp scaling tp=[1,2]"
         )
     builder = _builder(config)
     plain_builder = _builder(_uncaptured(config))

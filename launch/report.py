@@ -18,8 +18,8 @@ from .bench.ceilings import device_name
 from .bench.compare import Difference, Measured
 from .bench.machine import machine_now, remarks
 from .bench.prompts import Prompt
-from .bench.summary import spread
-from .bench.table import empty_table
+from .bench.summary import spread, verdict
+from .bench.table import empty_table, put
 from .builders import ORACLE, PLAIN
 from .session import Session
 
@@ -92,9 +92,10 @@ class Report:
 
     def _totals_of(self, name: str) -> MethodTotals:
         runs = [result.measured[name] for result in self.finished]
-        differing = sum(difference.method == name for _, difference in self.differences)
+        own = [difference for _, difference in self.differences if difference.method == name]
+        counts = {"differing": len(own), "near_ties": sum(difference.near_tie for difference in own)}
         rounds_s = [sum(times) for times in zip(*(run.rounds_s for run in runs), strict=False)]
-        return _total(name, [(run.output, run.decode_s) for run in runs], differing=differing, rounds_s=rounds_s)
+        return _total(name, [(run.output, run.decode_s) for run in runs], **counts, rounds_s=rounds_s)
 
 
 @dataclass
@@ -107,6 +108,7 @@ class MethodTotals:
     steps: int
     decode_s: float
     differing: int = 0
+    near_ties: int = 0  # of those that differ, where rounding lets either token win
     interrupted: bool = False
     rounds_s: list[float] = field(default_factory=list)  # of all prompts, by round
 
@@ -200,7 +202,7 @@ def _verdict(report: Report, totals: MethodTotals) -> str:
         return "the reference"
     if report.in_distribution:
         return "equal in distribution only"
-    return f"differs on {totals.differing} of {totals.prompts}" if totals.differing else "equal"
+    return verdict(totals.prompts, totals.differing, totals.near_ties)
 
 
 def caption(report: Report) -> str:
@@ -240,7 +242,7 @@ def print_table(report: Report, console: Console) -> None:
     for result, at in report.differences:
         _print_line(f"{result.prompt.task_id}: {_sentence(at, report)}", console)
     console.print()
-    console.print(as_table(report))
+    put(as_table(report), console)
     for line in (*spreads(report), caption(report), *remarks([{"machine": report.setting["machine"]}])):
         _print_line(line, console)
 
@@ -282,6 +284,8 @@ def _method(totals: MethodTotals, report: Report) -> dict[str, Any]:
         "tokens_per_s": totals.tokens_per_s,
         "rounds_s": totals.rounds_s,
         "equal": None if report.equal is None else not totals.differing,
+        "differing": None if report.equal is None else totals.differing,
+        "near_ties": None if report.equal is None else totals.near_ties,
     }
 
 

@@ -1,4 +1,4 @@
-"""`python -m launch.scaling`: methods over world sizes, measured by launches of launch.benchmark, or projected.
+"""`lp scaling`: methods over world sizes, measured by launches of launch.benchmark, or projected.
 
 Measured: one launch for each of `ranks`, on the nodes that it needs; speed-up is against plain decoding on one device
 of the same launch, so that drift between launches cancels. Projected (project=true): every rank's share timed on this
@@ -26,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 
 import lp
 from lp.checks import check_int
+from lp.commands import app_command
 from lp.errors import UserError
 from lp.parallel.context import check_timeouts
 
@@ -141,7 +142,7 @@ def check(config: ScalingConfig) -> Nodes:
         ValueError: the key, the limit and the remedy.
     """
     if "WORLD_SIZE" in os.environ:
-        raise UserError("launch.scaling launches the ranks itself; start it with python -m launch.scaling")
+        raise UserError(f"lp scaling launches the ranks itself; start it alone: {app_command('scaling')}")
     if not config.ranks and not config.project:
         raise UserError("ranks is empty and project is false, which leaves nothing to do; give one of them")
     for key in ("ranks", "projected_ranks"):

@@ -41,6 +41,14 @@ class Output(StrEnum):
     json = "json"
 
 
+class TextOutput(StrEnum):
+    """How an app reports whose first business is text."""
+
+    table = "table"
+    text = "text"
+    json = "json"
+
+
 @dataclass
 class ModelSchema:
     """The model, as lp.load takes it.
@@ -196,7 +204,6 @@ class Tasked(Common):
     prompt: str | None = None
     prompt_file: str | None = None
     limit: int | None = None
-    output: Output = Output.table
     repeats: int = 1
 
 
@@ -204,9 +211,10 @@ class Tasked(Common):
 class Config(Tasked):
     """The keys of launch.generate. The comments are in conf/generate.yaml."""
 
+    output: TextOutput = TextOutput.table
     show_prompt: bool = True
     stream: bool = True
-    compare: bool = True
+    compare: bool = False
     journal: str | None = None
     json_schema: str | None = None
     verbose: bool = False
@@ -217,6 +225,7 @@ class Config(Tasked):
 class BenchmarkConfig(Tasked):
     """The keys of launch.benchmark. The comments are in conf/benchmark.yaml."""
 
+    output: Output = Output.table
     methods: list[str] | None = None
     draft: str | None = None
     gguf: str | None = None
@@ -277,6 +286,8 @@ class ScalingConfig(BenchmarkConfig):
 @dataclass
 class TuneConfig(Tasked):
     """The keys of launch.tune. The comments are in conf/tune.yaml."""
+
+    output: Output = Output.table
 
 
 @dataclass

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 import lp
 from lp.checks import check_int, env_int
+from lp.commands import install_command
 from lp.engine.decoder import Decoder
 from lp.engine.journal import Journal
 from lp.engine.output import GenerationOutput
@@ -25,6 +25,7 @@ from lp.optional import is_installed
 from lp.parallel.agreement import shared_seed
 from lp.sampling.generation_config import AUTO, NONE, Checkpoint
 from lp.sampling.grammar import Grammar
+from lp.waits import waiting
 
 from .arguments import closest
 from .bench.hub import load_hub
@@ -33,6 +34,7 @@ from .bench.shapes import SHAPES
 from .builders import METHODS, ORACLE, Builders, decoder_builders
 from .chat_tokens import chat_tokens
 from .schema import Common, Config, Tasked, frozen
+from .weights_bar import tensors_counted
 
 WARM_UP_TOKENS = 8  # enough to touch every code path once
 C = TypeVar("C", bound=Tasked)
@@ -161,7 +163,7 @@ def schema_text(path: str | None) -> str | None:
     except ValueError as error:
         raise UserError(f"json_schema {path} is no JSON ({error}); give a file with a JSON schema") from None
     if not is_installed("llguidance"):
-        raise UserError("json_schema needs llguidance; install the extra: pip install '.[grammar]'")
+        raise UserError(f"json_schema needs llguidance; install the extra: {install_command('grammar')}")
     return text
 
 
@@ -242,11 +244,10 @@ def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
     """
     model = config.model
     if model.name in SHAPES:
-        raise UserError(f"{model.name} is a shape without weights, for launch.profile; model=hf takes a model")
-    if not (context.is_main and sys.stderr.isatty()):
-        disable_progress_bar()  # of the weights
+        raise UserError(f"{model.name} is a shape without weights, for lp profile; model=hf takes a model")
     implementation = model.attn_implementation
-    return load(model.name, model.dtype, context.device, implementation, model.trust_remote_code, context)
+    with waiting(f"loading {model.name}") as wait, tensors_counted(wait):
+        return load(model.name, model.dtype, context.device, implementation, model.trust_remote_code, context)
 
 
 def seeded(

@@ -13,10 +13,13 @@ from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
 from lp.parallel.context import ParallelContext
+from lp.waits import waiting
 
 from .detokenizer import Detokenizer
 
-RESET, DIM, ERASE_LINE = "\x1b[0m", "\x1b[2m", "\r\x1b[2K"
+FIRST = "first tokens; the first text on a machine also compiles what it needs"
+ALL = "the whole text, which stream=true would show as it comes"
+RESET, DIM = "\x1b[0m", "\x1b[2m"
 STEP_COLOURS = {2: "\x1b[36m", 3: "\x1b[32m", 4: "\x1b[33m", 5: "\x1b[35m"}  # by the tokens of a step, 5 and more alike
 
 
@@ -26,43 +29,43 @@ def shows_colours(file: TextIO) -> bool:
 
 
 class Pen:
-    """Writes text to a stream, coloured on a terminal and bare otherwise.
+    """Writes text, and beside it what was not generated; coloured on a terminal and bare otherwise.
 
     Args:
-        file: where to.
+        file: gets the text.
         colour: whether the reader is a terminal that shows colours.
+        aside: gets the rest; None is the same file.
     """
 
-    def __init__(self, file: TextIO, colour: bool) -> None:
+    def __init__(self, file: TextIO, colour: bool, aside: TextIO | None = None) -> None:
         self._file, self.colour = file, colour
+        self._aside = file if aside is None else aside
+        self._dims = colour if aside is None or aside is file else shows_colours(aside)
 
     def step(self, text: str, tokens: int) -> None:
         """Write the text of one step that added so many tokens."""
-        self._write(text, STEP_COLOURS.get(min(tokens, max(STEP_COLOURS)), ""))
+        self._write(self._file, text, STEP_COLOURS.get(min(tokens, max(STEP_COLOURS)), ""), self.colour)
 
     def aside(self, text: str) -> None:
         """Text that was not generated."""
-        self._write(text, DIM)
-
-    def note(self, text: str) -> None:
-        """A line that the next note replaces; only a terminal sees it, and an empty one erases it."""
-        if self.colour:
-            self._put(f"{ERASE_LINE}{DIM}{text}{RESET}" if text else ERASE_LINE)
+        self._write(self._aside, text, DIM, self._dims)
 
     def legend(self) -> None:
         """Say what the colours mean."""
         if self.colour:
             *fewer, most = [f"{code}{count}{RESET}" for count, code in STEP_COLOURS.items()]
-            self._put(f"{DIM}tokens that came in one step:{RESET} 1 {' '.join(fewer)} {most} or more\n")
+            legend = f"tokens that came in one step:{RESET} 1 {' '.join(fewer)} {most} or more\n"
+            _put(self._aside, f"{DIM}{legend}")
 
-    def _write(self, text: str, code: str) -> None:
-        if self.colour:
+    def _write(self, file: TextIO, text: str, code: str, colour: bool) -> None:
+        if colour:
             text = text.replace("\x1b", "\u241b")  # a model must not steer the terminal
-        self._put(f"{code}{text}{RESET}" if self.colour and code and text else text)
+        _put(file, f"{code}{text}{RESET}" if colour and code and text else text)
 
-    def _put(self, text: str) -> None:
-        self._file.write(text)
-        self._file.flush()
+
+def _put(file: TextIO, text: str) -> None:
+    file.write(text)
+    file.flush()
 
 
 class Shown(NamedTuple):
@@ -85,6 +88,7 @@ def show(
     ids: Sequence[int],
     pen: Pen,
     stream: bool = True,
+    before: Callable[[], object] | None = None,
 ) -> Shown:
     """Run a decoder and write its text, which may have been interrupted: as it comes, or at the end.
 
@@ -94,22 +98,30 @@ def show(
         ids: the prompt.
         pen: writes.
         stream: whether to write after every step.
+        before: writes what the text is to stand behind, when it comes: until then the line is the wait's.
     """
     detokenizer, parts = Detokenizer(tokenizer, ids), list[str]()
+    unwritten = contextlib.ExitStack()
+    if before:
+        unwritten.callback(before)
+    unwritten.enter_context(waiting(FIRST if stream else ALL))
 
     def on_tokens(tokens: list[int], step: int) -> None:
+        if stream:
+            unwritten.close()
         parts.append(detokenizer.push(tokens))
         if stream:
             pen.step(parts[-1], len(tokens))
 
     interruption = None
-    try:
-        output = run(on_tokens)
-    except Interrupted as error:
-        output, interruption = error.output, error
+    with unwritten:
+        try:
+            output = run(on_tokens)
+        except Interrupted as error:
+            output, interruption = error.output, error
     parts.append(detokenizer.flush())
     pen.step(parts[-1] if stream else "".join(parts), 1)
-    pen.aside("\n")
+    pen.step("\n", 1)
     return Shown("".join(parts), output, interruption)
 
 

@@ -1,6 +1,6 @@
-"""`python -m launch.tune`: how long steps take here, S by step tokens, the fastest setting, and what adaptive reaches.
+"""`lp tune`: how long steps take here, S by step tokens, the fastest setting, and what adaptive reaches.
 
-Writes tune.json, tune.png and experiment/tuned.yaml into the run folder; `launch.generate experiment=tuned
+Writes tune.json, tune.png and experiment/tuned.yaml into the run folder; `lp generate experiment=tuned
 --config-dir FOLDER` decodes with the best fixed setting.
 """
 
@@ -18,12 +18,13 @@ from rich.table import Table
 
 import lp
 from lp.budget.step_times import StepTimes
+from lp.commands import app_command
 from lp.engine.lookahead import MEASURE
 from lp.errors import UserError
 
 from .bench.compare import alternate
 from .bench.plots import tune_plot
-from .bench.table import console_on, empty_table
+from .bench.table import console_on, empty_table, put
 from .bench.tune import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
 from .builders import PLAIN, measured, shape_and_pool
 from .cli import start
@@ -73,7 +74,7 @@ def tune(config: TuneConfig) -> None:
         if config.output is Output.json:
             print(json.dumps(found), flush=True)
         else:
-            console.print(_table(tried, title))
+            put(_table(tried, title), console)
             for line in _conclusions(adaptive, tried, found["ranks"]):
                 say(line)
     finally:  # a reader that has left, or a disk that is full, must not take the minutes of the search with it
@@ -82,7 +83,7 @@ def tune(config: TuneConfig) -> None:
     at = (free.tokens_a_step, free.compression)
     picture = tune_plot(adaptive.step_times, _by_budget(tried), at, title, folder / "tune.png")
     if config.output is not Output.json:
-        say(f"use it: python -m launch.generate experiment=tuned --config-dir {folder}")
+        say(f"use it: {app_command('generate')} experiment=tuned --config-dir {folder}")
         say(f"figure: {picture}")
 
 
@@ -147,7 +148,7 @@ def _write(folder: Path, found: dict[str, Any], tried: list[SettingResult]) -> N
     assert best is not None
     (folder / "experiment").mkdir(parents=True, exist_ok=True)
     (folder / "experiment" / "tuned.yaml").write_text(
-        "# @package _global_\n# The best fixed setting that launch.tune found.\n"
+        "# @package _global_\n# The best fixed setting that `lp tune` found.\n"
         "defaults:\n  - override /decoder: lookahead\n\n"
         f"W: {best.window_size}\nN: {best.ngram_size}\nG: {best.guess_set_size}\n"
         f"pool:\n  mib: {best.pool_mib}\n  model_ngrams: {json.dumps(best.pool_model_ngrams)}\n"

@@ -78,7 +78,7 @@ class LookaheadConfig:
         pool_mib: most memory of the pool, MiB; the oldest entries make room.
         pool_file: with "session", a safetensors file to begin with, if it exists, and to write after every call.
         pool_model_ngrams: what the model writes behind 1 to 3 tokens, which votes where the pool has not seen them:
-            a file of scripts/build_model_ngrams.py, "auto" for the one beside the model, if it is there, or "off".
+            a file of `lp ngrams`, "auto" for the one beside the model, if it is there, or "off".
         window_noise: under sampling, the window iterates under the sampler's own noise; False guesses greedily.
         warmup_steps: first steps that verify nothing and read no n-gram, as the reference code's N - 1; for ablations.
         kv_sync: how ranks get each other's accepted KV.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
+from lp.commands import in_clone
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,9 +26,12 @@ def command() -> str | None:
     hydra = HydraConfig.get()
     ranks = os.environ.get("WORLD_SIZE", "1")
     app = str(hydra.job.config_name)
+    arguments = shlex.join([app, *hydra.overrides.task])
     if ranks == "1":
-        return shlex.join(["lp", app, *hydra.overrides.task])
-    return f"NPROC={ranks} " + shlex.join(["bash", "torchrun.sh", f"launch.{app}", *hydra.overrides.task])
+        return f"lp {arguments}"
+    if in_clone():
+        return f"NPROC={ranks} bash torchrun.sh launch.{arguments}"
+    return f"torchrun --nproc-per-node {ranks} -m lp {arguments}"
 
 
 def commit(root: Path = ROOT) -> str | None:

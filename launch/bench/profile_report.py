@@ -13,6 +13,7 @@ from rich.table import Table
 
 from .profile import Point, Profile
 from .speed import Speed
+from .table import put
 
 PICTURE = "profile.png"
 
@@ -45,10 +46,10 @@ def as_json(report: Report) -> str:
 
 def print_tables(report: Report, console: Console) -> None:
     """t(T), the parts of a step, tokens a second, and the setting."""
-    console.print(_step_times(report.found))
-    console.print(_step(report))
+    put(_step_times(report.found), console)
+    put(_step(report), console)
     if report.speeds:
-        console.print(_speeds(report.speeds))
+        put(_speeds(report.speeds), console)
     console.print(caption(report), markup=False, highlight=False, soft_wrap=True)
 
 

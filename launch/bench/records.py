@@ -45,7 +45,7 @@ def load_records(path: str | Path) -> list[Record]:
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     records = [record for file in files if file.is_file() for record, _ in _lines(file, file.read_bytes())]
     if not records:
-        raise NoRecordsError(f"{path} holds no records; give the folder that launch.benchmark wrote to")
+        raise NoRecordsError(f"{path} holds no records; give the folder that lp benchmark wrote to")
     return records
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lp.commands import module_command
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
@@ -56,9 +57,8 @@ def load_texts(path: str | Path) -> list[Text]:
         try:
             texts.append(Text(**json.loads(line)))
         except (json.JSONDecodeError, TypeError) as error:
-            raise UserError(
-                f"{path}, line {number} is no text ({error}); write the file with scripts/tables.py texts"
-            ) from None
+            remedy = f"write the file with {module_command('bench.tables')} texts"
+            raise UserError(f"{path}, line {number} is no text ({error}); {remedy}") from None
     return texts
 
 

@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from lp.commands import module_command
+
 from ..builders import ORACLE, PLAIN
 from .plots import accepted_plot, dataset_plot, heat_map, scaling_plots, time_plot, tokens_plot
 from .records import load_records
@@ -45,7 +47,7 @@ def write_report(folder: Path) -> list[Path]:
         setting = "; ".join([caption(found), *notes(found)])
     else:
         setting = (folder / "scaling.md").read_text(encoding="utf-8").split("\n\n")[1].strip()
-    drawn_by = shlex.join(["python", "scripts/tables.py", "report", str(folder)])
+    drawn_by = f"{module_command('bench.tables')} report {shlex.quote(str(folder))}"
     parts = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(setting)}</p>"]
     pictures: list[Path] = []
     if found:

@@ -130,6 +130,11 @@ class Total:
         equal = [record["equal"] for record in self.records]
         return None if None in equal else equal.count(False)
 
+    @property
+    def near_ties(self) -> int:
+        """Of these, those that part where rounding lets either token win."""
+        return sum(bool(record["difference"] and record["difference"]["near_tie"]) for record in self.records)
+
     def quality(self, name: str, key: str | None = None) -> float | None:
         """Mean over prompts of a figure that quality=true adds; None where it was not asked for."""
         found = [record["quality"][name] for record in self.records if record.get("quality")]
@@ -164,6 +169,7 @@ class Total:
             "tokens_a_step": self.tokens_a_step,
             "peak_bytes": self.peak_bytes,
             "differing": self.differing,
+            "near_ties": None if self.differing is None else self.near_ties,
             **judged,
         }
 
@@ -225,6 +231,22 @@ def table_of(found: Sequence[Total]) -> tuple[list[str], list[list[str]]]:
     return [*names, *HEADS, *more], lines
 
 
+def verdict(prompts: int, differing: int, near_ties: int) -> str:
+    """The cell of a table: how many texts are not plain decoding's, and for how many of them rounding is no excuse.
+
+    Args:
+        prompts: that were compared.
+        differing: of them, those whose text parts from plain decoding's.
+        near_ties: of these, those that part where the two best scores tie within rounding.
+    """
+    if not differing:
+        return "equal"
+    if near_ties == differing:
+        return f"{differing} of {prompts} part at near-ties"
+    beside = f", {near_ties} at near-ties" if near_ties else ""
+    return f"differs on {differing} of {prompts}{beside}"
+
+
 def spread(values: Sequence[float]) -> str:
     """Least and most of several rounds in a cell; one round has none."""
     return f"{min(values):.2f}-{max(values):.2f}x" if len(values) > 1 else "-"
@@ -247,7 +269,7 @@ def solved(total: Total) -> str:
 def cells(total: Total, names: Sequence[str]) -> list[str]:
     """A line of a table: the settings named, then the figures of HEADS."""
     speed = f"{total.speedup:.2f}x" if total.speedup else "-"
-    output = {None: "-", 0: "equal"}.get(total.differing, f"differs on {total.differing} of {total.prompts}")
+    output = "-" if total.differing is None else verdict(total.prompts, total.differing, total.near_ties)
     return [
         *(short(total.setting.get(name)) for name in names),
         total.method,

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from .records import NoRecordsError, Record, load_records
 from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
+
+UNLIMITED = 10_000  # columns: more than any table has
 
 
 class ProgressBar:
@@ -84,13 +90,29 @@ def empty_table(heads: Sequence[str], left: Sequence[str], **look: Any) -> Table
     return table
 
 
+def put(table: Table, console: Console) -> None:
+    """Print a table; where the terminal is too narrow for it, a paragraph a row, each figure behind its head."""
+    whole = Measurement.get(console, console.options.update(max_width=UNLIMITED), table).maximum
+    if whole <= console.width:
+        console.print(table)
+        return
+    say = partial(console.print, markup=False, highlight=False)
+    if table.title:
+        say(str(table.title))
+    for name, *figures in zip(*(column.cells for column in table.columns), strict=True):
+        say(str(name))
+        pairs = zip(table.columns[1:], figures, strict=True)
+        text = ", ".join(f"{column.header} {figure}" for column, figure in pairs)
+        say(Padding(Text(text), (0, 0, 0, 2)))
+
+
 def print_totals(found: Sequence[Total], console: Console) -> None:
     """A line for each setting and method, and the settings that they share."""
     heads, lines = table_of(found)
     table = empty_table(heads, ("method", "output"))
     for line in lines:
         table.add_row(*line)
-    console.print(table)
+    put(table, console)
     for text in (caption(found), *notes(found)):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 

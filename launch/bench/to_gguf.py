@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("gguf", help="the file to write")
     args = parser.parse_args()
     if not is_installed("gguf"):
-        parser.error("needs the package gguf; pip install gguf, or pip install '.[llama-cpp]'")
+        parser.error("needs the package gguf; pip install gguf")
     try:
         write_gguf(load(args.model, "float32", "cpu").model, args.gguf)
     except UserError as error:

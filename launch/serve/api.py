@@ -73,8 +73,9 @@ async def _too_deep(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
+    paths = ", ".join(sorted({route.path for route in request.app.routes}))
     messages = {
-        404: f"there is no path {request.url.path!r}; docs/serving.md lists those that there are",
+        404: f"there is no path {request.url.path!r}; there are {paths}",
         405: f"{request.url.path} does not take {request.method}",
     }
     headers = dict(error.headers or {})

@@ -14,6 +14,7 @@ from typing import Any
 
 import lp
 from lp.checks import as_float, check_int
+from lp.commands import install_command
 from lp.engine.engine import MOST_SEQUENCES
 from lp.engine.inputs import eos_ids
 from lp.engine.interrupts import Terminated, sigterm_raises
@@ -94,7 +95,7 @@ def check(config: ServeConfig) -> None:
     """
     missing = [package for package in PACKAGES if not is_installed(package)]
     if missing:
-        raise UserError(f"launch.serve needs {', '.join(missing)}; install the extra: pip install '.[serve]'")
+        raise UserError(f"lp serve needs {', '.join(missing)}; install the extra: {install_command('serve')}")
     check_common(config)
     if config.decoder.name == ORACLE:
         raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")

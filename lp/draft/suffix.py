@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lp.checks import check_choice, check_count, check_real, set_field
+from lp.commands import in_clone
 from lp.config import KVSync, LookaheadConfig, windowless
 from lp.draft.registry import register_source
 from lp.draft.source import StepSamples
@@ -63,9 +64,9 @@ def native_tree() -> Any:
     try:
         from arctic_inference.suffix_decoding._C import SuffixTree as native
     except ImportError as error:
+        alone = ", or build the tree alone with scripts/build_suffix_tree.sh" if in_clone() else ""
         raise UserError(
-            f"suffix decoding needs the suffix tree of arctic-inference ({error}); pip install arctic-inference, or "
-            "build the tree alone with scripts/build_suffix_tree.sh"
+            f"suffix decoding needs the suffix tree of arctic-inference ({error}); pip install arctic-inference{alone}"
         ) from None
     return native
 

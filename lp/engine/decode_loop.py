@@ -38,6 +38,7 @@ from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import check_sampled
 from lp.sampling.top_logits import INVALID_TOKEN, unpack_top_logits
+from lp.waits import waiting
 
 T = TypeVar("T")
 
@@ -203,8 +204,9 @@ class Generation:
             packed.append(self.step_pass.top_logits(logits, self.request.prompt, num_logits))
 
         def fill() -> None:
-            chunk = self.request.prefill_chunk
-            self.runner.prefill(self.request.prompt[:-1], self.cache, chunk, collect if num_logits else None)
+            chunk, tokens = self.request.prefill_chunk, self.request.prompt[:-1]
+            with waiting("reading the prompt", len(tokens), "tokens") as wait:
+                self.runner.prefill(tokens, self.cache, chunk, collect if num_logits else None, wait)
 
         self._attempt(fill)
         self.cache.length = len(self.request.prompt) - 1  # if it failed, too: the message of the first step tells it

@@ -34,6 +34,7 @@ from lp.parallel.agreement import check_same
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import check_vocabulary
 from lp.sampling.grammar import Cursor
+from lp.waits import waiting
 
 MEASURE = "measure"  # for `step_times`
 
@@ -115,6 +116,9 @@ class LookaheadDecoder(BatchDecoder):
         """What steps may take, what they cost, and what those of the last text took: two lines."""
         origin = self._step_times.origin if self._step_times else ""
         return f"{describe_budget(self.config, self.step_times)}{origin}\n{describe_steps(self._last)}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
 
     @property
     def step_times(self) -> StepTimes | None:
@@ -203,7 +207,7 @@ class LookaheadDecoder(BatchDecoder):
 
     def capture_steps(self, generation: Generation) -> None:
         on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it
-        with self.context.setting_up("capturing steps") if on_gpu else nullcontext():
+        with self.context.setting_up("capturing steps") if on_gpu else nullcontext(), waiting("capturing steps"):
             generation.capture_steps()
 
     def ended(self, stats: list[StepStats]) -> None:

@@ -52,6 +52,9 @@ class PlainDecoder(BatchDecoder):
         super().__init__(model, context)
         self.runner = runner_of(model, attention, Capture(capture))
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: one token a step, attention {self.attention}>"
+
     @property
     def attention(self) -> str:
         """The backend's name."""

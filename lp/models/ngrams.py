@@ -1,14 +1,20 @@
 """What a model says behind contexts of 1 to 3 tokens, averaged over texts that it writes.
 
-It becomes a file of `lp.draft.pool.model_ngrams`.
+It becomes a file of `lp.draft.pool.model_ngrams`. What was observed lies in files while it is measured, a unit of work
+after the other, so that a run that was ended goes on where it stopped.
 
 V: vocabulary; K: logits of a context; B: texts of a batch; n: observations, of one context each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,14 +22,17 @@ from transformers import PreTrainedModel
 
 from lp.draft.pool.model_ngrams import Contexts
 from lp.draft.pool.tables import MAX_LOGITS_ORDER
+from lp.errors import UserError
 from lp.models.loader import vocabulary_size
 from lp.models.releases import cache_in, cache_keyword
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.top_logits import TopLogits, pack_again
+from lp.waits import Wait, waiting
 
 NUM_LOGITS = 8  # K
 OBSERVED = 32  # probabilities of an observation, of which K of their means remain
 BATCH = 64  # B
+WIDER = 4  # times as many texts of one token fit into a pass as texts that go on
 TEXT_TOKENS = 256  # of a text that the model writes
 TEMPERATURE = 0.9  # at which it writes
 NO_TOKEN = -1
@@ -45,6 +54,7 @@ def measure_ngrams(
     num_logits: int = NUM_LOGITS,
     batch: int = BATCH,
     seed: int = 0,
+    folder: Path | None = None,
 ) -> list[Contexts]:
     """The best logits behind every token, and behind the longer contexts that came most often.
 
@@ -59,65 +69,167 @@ def measure_ngrams(
         num_logits: K.
         batch: B.
         seed: of what the model writes.
+        folder: for what was observed so far; a call that finds such a folder of an equal call goes on with it. None:
+            memory.
 
     Returns:
         The contexts of 1, 2, 3 tokens.
+
+    Raises:
+        ValueError: the folder is of another call.
     """
     size = vocabulary_size(model)
-    single = _together(_single_tokens(model, beginnings, batch), size * len(beginnings))
-    written = _together(_written(model, beginnings, num_tokens, batch, seed), _most_written(num_tokens, batch))
-    found = [_means([_of_length(single, 1), _of_length(written, 1)], size, size, num_logits)]
-    for length in range(2, MAX_LOGITS_ORDER + 1):
-        if len((observed := _of_length(written, length)).contexts):
-            found.append(_means([observed], size, max_contexts, num_logits))
+    texts, text_tokens = _texts_written(num_tokens, batch)
+    asked = {
+        "model": model.config.to_json_string(),
+        "dtype": str(model.dtype),
+        "beginnings": [list(beginning) for beginning in beginnings],
+        "tokens": num_tokens,
+        "batch": batch,
+        "seed": seed,
+    }
+    singles = Observations(size * len(beginnings), folder and folder / "tokens", asked)
+    writes = Observations(texts * text_tokens, folder and folder / "texts", asked)
+    total = len(singles.probs) + len(writes.probs)
+    with waiting("measuring what the model says", total, "tokens") as wait:
+        wait.done = wait.first = singles.count + writes.count
+        singles.take(_single_tokens(model, beginnings, batch, wait))
+        writes.take(_written(model, beginnings, num_tokens, batch, seed, wait))
+    single, written = singles.all(), writes.all()
+    with waiting("averaging"):
+        found = [_means([_of_length(single, 1), _of_length(written, 1)], size, size, num_logits)]
+        for length in range(2, MAX_LOGITS_ORDER + 1):
+            if len((observed := _of_length(written, length)).contexts):
+                found.append(_means([observed], size, max_contexts, num_logits))
     return found
 
 
-def _together(batches: Iterator[Observed], most: int) -> Observed:
-    """All in one, of `most` or fewer: many small arrays would keep the memory of a model's large ones between them."""
-    contexts = np.full((most, MAX_LOGITS_ORDER), NO_TOKEN, np.int64)
-    tokens, probs = np.zeros((most, OBSERVED), np.int64), np.zeros((most, OBSERVED), np.float32)
-    end = 0
-    for each in batches:
-        begin, end = end, end + len(each.contexts)
-        contexts[begin:end, MAX_LOGITS_ORDER - each.contexts.shape[1] :] = each.contexts
-        tokens[begin:end, : each.tokens.shape[1]] = each.tokens
-        probs[begin:end, : each.probs.shape[1]] = each.probs
-    return Observed(contexts[:end], tokens[:end], probs[:end])
+Unit = Callable[[], Iterator[Observed]]  # of work, which is done as a whole or not at all
 
 
-def _most_written(num_tokens: int, batch: int) -> int:
-    """Observations of `_written`, at most."""
-    return -(-num_tokens // (batch * _text_tokens(num_tokens, batch))) * batch * _text_tokens(num_tokens, batch)
+class Observations:
+    """What was observed, in arrays that are made once: many small ones would keep a model's memory between them.
+
+    Args:
+        most: so many, or fewer.
+        folder: where they lie, so that another process can go on; None: memory.
+        asked: what they are of.
+
+    Attributes:
+        count: how many there are.
+        units: of work that are done.
+
+    Raises:
+        ValueError: the folder has those of something else.
+    """
+
+    def __init__(self, most: int, folder: Path | None, asked: dict[str, Any]) -> None:
+        self.count = self.units = 0
+        self._asked = asked
+        self._state = folder and folder / "state.json"
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        if self._state and self._state.is_file():
+            state = json.loads(self._state.read_text(encoding="utf-8"))
+            if state["asked"] != asked:
+                what = "has what was measured of another model or with other options"
+                raise UserError(f"{str(folder)!r} {what}; remove it, or write to another file")
+            self.count, self.units = state["count"], state["units"]
+        self.contexts = self._array(folder, "contexts", np.int64, (most, MAX_LOGITS_ORDER))
+        self.tokens = self._array(folder, "tokens", np.int64, (most, OBSERVED))
+        self.probs = self._array(folder, "probs", np.float32, (most, OBSERVED))
+
+    def _array(self, folder: Path | None, name: str, dtype: type, shape: tuple[int, int]) -> np.ndarray:
+        if folder is None or not shape[0]:  # no file is mapped that is empty
+            return np.zeros(shape, dtype)
+        path = folder / name
+        return np.memmap(path, dtype, "r+" if path.exists() else "w+", shape=shape)
+
+    def take(self, units: Iterator[Unit]) -> None:
+        """Do the units of work that are not done yet."""
+        for number, unit in enumerate(units):
+            if number < self.units:
+                continue
+            end = self.count
+            for each in unit():
+                begin, end = end, end + len(each.contexts)
+                self.contexts[begin:end] = NO_TOKEN
+                self.contexts[begin:end, MAX_LOGITS_ORDER - each.contexts.shape[1] :] = each.contexts
+                self.tokens[begin:end, : each.tokens.shape[1]] = each.tokens
+                self.probs[begin:end, : each.probs.shape[1]] = each.probs
+            self.count, self.units = end, number + 1
+            self._write()
+
+    def _write(self) -> None:
+        if self._state:
+            part = self._state.with_suffix(f".{os.getpid()}.part")
+            state = {"asked": self._asked, "count": self.count, "units": self.units}
+            part.write_text(json.dumps(state), encoding="utf-8")
+            part.replace(self._state)
+
+    def all(self) -> Observed:
+        """All of them."""
+        return Observed(self.contexts[: self.count], self.tokens[: self.count], self.probs[: self.count])
 
 
-def _text_tokens(num_tokens: int, batch: int) -> int:
-    """Tokens of a text that the model writes, at most."""
-    return min(TEXT_TOKENS, max(1, num_tokens // batch))
+def _texts_written(num_tokens: int, batch: int) -> tuple[int, int]:
+    """How many texts the model writes, and of how many tokens at most."""
+    text_tokens = min(TEXT_TOKENS, max(1, num_tokens // batch))
+    return -(-num_tokens // (batch * text_tokens)) * batch, text_tokens
 
 
-@torch.inference_mode()
-def _single_tokens(model: PreTrainedModel, beginnings: Sequence[Sequence[int]], batch: int) -> Iterator[Observed]:
-    """Every token of the vocabulary behind each beginning."""
+def _single_tokens(
+    model: PreTrainedModel, beginnings: Sequence[Sequence[int]], batch: int, wait: Wait
+) -> Iterator[Unit]:
+    """Every token of the vocabulary behind each beginning, whose keys and values are computed once."""
     device = model.get_input_embeddings().weight.device
-    for tokens in torch.arange(vocabulary_size(model), device=device).split(batch):
-        for beginning in beginnings:
-            ids = _texts(beginning, tokens, model)
-            yield _observed(tokens[:, None], model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1])
+    caches: dict[int, Any] = {}  # of the beginnings, made when a unit needs them
+
+    @torch.inference_mode()
+    def unit(tokens: torch.Tensor, index: int) -> Iterator[Observed]:
+        if index not in caches:
+            caches[index] = _cache_of(model, beginnings[index])
+        if caches[index] is None:
+            output = model(input_ids=_texts(beginnings[index], tokens, model), use_cache=False, logits_to_keep=1)
+        else:
+            cache = copy.deepcopy(caches[index])
+            cache.batch_repeat_interleave(len(tokens))
+            ids = _texts((), tokens, model)
+            output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
+        yield _observed(tokens[:, None], output.logits[:, -1])
+        wait.done += len(tokens)
+
+    for tokens in torch.arange(vocabulary_size(model), device=device).split(WIDER * batch):
+        for index in range(len(beginnings)):
+            yield partial(unit, tokens, index)
 
 
 @torch.inference_mode()
+def _cache_of(model: PreTrainedModel, beginning: Sequence[int]) -> Any:
+    """The cache behind a beginning; None where it cannot be given to several texts, as with recurrent states."""
+    ids = torch.tensor([list(beginning)], dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    if not ids.numel():
+        return None
+    cache = cache_in(model(input_ids=ids, use_cache=True, logits_to_keep=1))
+    layers = getattr(cache, "layers", None)
+    shared = layers and all(hasattr(layer, "batch_repeat_interleave") for layer in layers)
+    return cache if shared else None
+
+
 def _written(
-    model: PreTrainedModel, beginnings: Sequence[Sequence[int]], num_tokens: int, batch: int, seed: int
-) -> Iterator[Observed]:
+    model: PreTrainedModel, beginnings: Sequence[Sequence[int]], num_tokens: int, batch: int, seed: int, wait: Wait
+) -> Iterator[Unit]:
     """What the model said at every position of texts that it writes, behind the last tokens that there were."""
     device = model.get_input_embeddings().weight.device
-    generator = torch.Generator(device).manual_seed(seed)
     eos = model.generation_config.eos_token_id if model.generation_config else None
     ends = torch.tensor([] if eos is None else eos, dtype=torch.int64, device=device).reshape(-1)
+    generator = torch.Generator(device).manual_seed(seed)
     order = torch.randperm(vocabulary_size(model), generator=generator, device=device)
-    text_tokens = _text_tokens(num_tokens, batch)
-    for number in range(-(-num_tokens // (batch * text_tokens))):
+    texts, text_tokens = _texts_written(num_tokens, batch)
+
+    @torch.inference_mode()
+    def unit(number: int) -> Iterator[Observed]:
+        generator.manual_seed(seed + 1 + number)  # as it would be if the units before were done by another process
         first = torch.arange(number * batch, (number + 1) * batch, device=device) % len(order)
         ids = _texts(beginnings[number % len(beginnings)], order[first], model)
         goes_on = torch.ones(batch, dtype=torch.bool, device=device)
@@ -125,6 +237,7 @@ def _written(
         for _ in range(text_tokens):
             logits = output.logits[:, -1].float()
             yield _observed(ids[goes_on, -MAX_LOGITS_ORDER:], logits[goes_on])
+            wait.done += batch
             new = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
             goes_on &= ~torch.isin(new[:, 0], ends)
             if not goes_on.any():
@@ -133,6 +246,9 @@ def _written(
             inputs = new.clamp(max=embedded_tokens(model) - 1)
             cache = {cache_keyword(model): cache_in(output)}
             output = model(input_ids=inputs, use_cache=True, logits_to_keep=1, **cache)
+
+    for number in range(texts // batch):
+        yield partial(unit, number)
 
 
 def _texts(beginning: Sequence[int], tokens: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:

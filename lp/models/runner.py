@@ -39,6 +39,7 @@ from lp.models.support import check_supported, inexact_quantisation
 from lp.models.view import ModelView
 from lp.models.weight_layout import restore
 from lp.to_device import to_device
+from lp.waits import Wait, waiting
 
 logger = logging.getLogger(__name__)
 _KEPT = "_lp_runners"  # attribute of the model: its runners
@@ -142,7 +143,8 @@ class ModelRunner:
         self._choose_backend(backends_to_try(self.model, attention), probe)
         self._fallback = capture is Capture.AUTO
         if mode := capture_mode(capture, model, self.boundary is not None, self.backend):
-            self._capture_steps(mode, probe)
+            with waiting("trying whether steps can be captured"):
+                self._capture_steps(mode, probe)
 
     @property
     def fused(self) -> bool:
@@ -175,7 +177,8 @@ class ModelRunner:
                 self.backend = backend
                 self._take_up_weights()
                 if probe:
-                    self._probe()
+                    with waiting(f"asking the model whether it honours a tree mask under {backend.name}"):
+                        self._probe()
                 break
             except ValueError as error:
                 if backend is backends[-1]:
@@ -193,7 +196,8 @@ class ModelRunner:
         self.masks = StepMasks(self.config, self.model.dtype, self.device, self.backend)
         self.recurrent = recurrent_shapes(self.model, named_kinds(self.config))
         self._cache_keyword = cache_keyword(self.model)
-        fused = fuse(self.model) if self._may_fuse else None
+        with waiting("fusing the layers"):
+            fused = fuse(self.model) if self._may_fuse else None
         self.network: PreTrainedModel | FusedModel = fused or self.model
         self._state = model_state(self.model)
 
@@ -314,6 +318,7 @@ class ModelRunner:
         cache: StaticKVCache,
         chunk: int,
         on_logits: Callable[[torch.Tensor], object] | None = None,
+        wait: Wait | None = None,
     ) -> None:
         """Cache the KV of the tokens before `c`, `chunk` of them a pass, so that no mask exceeds chunk x prompt.
 
@@ -322,6 +327,7 @@ class ModelRunner:
         Args:
             on_logits: is given the logits (tokens, V) of every pass, of a divided model this rank's part of them; None:
                 the LM head computes as few as it can.
+            wait: counts the tokens that are cached.
         """
         boundary = self.boundary
         end = len(tokens)
@@ -342,6 +348,8 @@ class ModelRunner:
             if on_logits:
                 on_logits(logits)
             cache.commit(range(len(chunk_tokens)))
+            if wait:
+                wait.done = next_start
 
     def forget_growth(self, cache: StaticKVCache) -> None:
         """Where rotary frequencies are those of the longest text so far, begin anew: the last pass was of another text.

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lp.checks import check_int, check_kind
+from lp.commands import install_command
 from lp.errors import UserError
 from lp.optional import is_installed
 from lp.sampling.ebnf import ebnf_to_lark
@@ -42,7 +43,7 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
         if not is_installed("llguidance"):
-            raise UserError("a grammar needs llguidance; install the extra: pip install '.[grammar]'")
+            raise UserError(f"a grammar needs llguidance; install the extra: {install_command('grammar')}")
         check_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "the model's, as lp.load(...).tokenizer")
         vocabulary = check_int("vocabulary", vocabulary, 1, 2**31 - 1, "give model.config.vocab_size")
         self._vocabulary = vocabulary

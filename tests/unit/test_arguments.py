@@ -12,6 +12,7 @@ import textwrap
 
 import pytest
 
+import launch.apps
 import launch.cli
 import lp
 from launch.arguments import PROMPT, STDIN, overrides_first, take_prompt
@@ -89,8 +90,8 @@ def test_the_command_lists_its_apps(capsys: pytest.CaptureFixture[str]) -> None:
     assert error.startswith("error: there is no app 'genrate'; did you mean 'generate'?\n") and listed in error
     script = (ROOT / "torchrun.sh").read_text(encoding="utf-8")
     shown = dict(re.findall(r"^  launch\.(\w+) +(.+?)(?: \(the default\))?$", script, re.MULTILINE))
-    assert shown == {name: app.summary for name, app in launch.cli.APPS.items()}
-    assert all(f"launch.{name} " in script for name in launch.cli.APPS)
+    assert shown == {name: app.summary for name, app in launch.apps.APPS.items()} | launch.apps.TOOLS
+    assert all(f"launch.{name} " in script for name in [*launch.apps.APPS, *launch.apps.TOOLS])
     launch.cli.main(["--version"])
     assert capsys.readouterr().out == f"lp {lp.__version__}\n"
 

@@ -17,8 +17,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException
 
 from launch.app import CONF, import_plugins, register_resolvers
+from launch.apps import APPS
 from launch.arguments import take_prompt
-from launch.cli import APPS
 from launch.schema import register, settings
 from lp.attention import registry as attention_registry
 from lp.draft import registry as source_registry

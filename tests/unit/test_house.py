@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = [
-    {"lp.errors", "lp.digest", "lp.compiled", "lp.optional", "lp.to_device"},
+    {"lp.errors", "lp.digest", "lp.compiled", "lp.optional", "lp.to_device", "lp.waits", "lp.commands"},
     {"lp.checks"},
     {"lp.config"},
     {"lp.sampling"},

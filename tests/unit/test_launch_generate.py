@@ -24,7 +24,7 @@ from lp.models.loader import DEMO_MODEL
 from tests.conftest import Processes, read_until
 from tests.unit.conftest import Ran, save_tiny_model
 
-SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=40", "limit=2")
+SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=40", "limit=2", "compare=true")
 METHODS = ["lookahead_auto", "plain", "prompt_lookup"]
 
 
@@ -45,8 +45,23 @@ def _rows(out: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()[:1] and line[:2] == "  "}
 
 
-def test_the_default_shows_text_and_a_table_that_says_equal(generate: Callable[..., Ran]) -> None:
-    """The first thing a newcomer sees."""
+def test_text_alone_unless_it_is_asked_to_compare(launch_generate: Callable[..., Ran], tiny_folder: Path) -> None:
+    """A minute of measuring, behind seconds of text, is not what a user of `lp generate TEXT` came for."""
+    ran = launch_generate(*(default for default in SMALL if default != "compare=true"), f"model.name={tiny_folder}")
+    assert ran.code == 0 and _rows(ran.out)["lookahead_auto"][-2:] == ["not", "compared"]
+    assert "plain" not in _rows(ran.out)
+
+
+def test_output_text_leaves_stdout_to_the_text(generate: Callable[..., Ran]) -> None:
+    """`lp generate ... output=text > file.py` must give a file that is the text."""
+    found = json.loads(generate("output=json", "compare=false").out)
+    ran = generate("output=text")
+    assert ran.out == "".join(f"{prompt['text']}\n" for prompt in found["prompts"])
+    assert "=== builtin/" in ran.err and "float64, cpu" in ran.err and _rows(ran.err)["plain"][-1] == "equal"
+
+
+def test_comparing_shows_text_and_a_table_that_says_equal(generate: Callable[..., Ran]) -> None:
+    """What the README's first command prints."""
     ran = generate()
     assert ran.code == 0
     assert [f"=== {prompt.task_id} " in ran.out for prompt in load_builtin(3)] == [True, True, False]
@@ -208,8 +223,8 @@ def test_ctrl_c_on_a_terminal_keeps_text_and_figures(processes: Processes, tmp_p
 
 @pytest.mark.skipif(not (DEMO_MODEL / "model.safetensors").is_file(), reason="the demo model's weights are absent")
 def test_the_demo_model_by_default(launch_generate: Callable[..., Ran]) -> None:
-    """No argument at all: several built-in prompts, equal tokens, fewer steps."""
-    found = json.loads(launch_generate("output=json", "max_new_tokens=32", "task=showcase").out)
+    """Several built-in prompts, equal tokens, fewer steps."""
+    found = json.loads(launch_generate("output=json", "compare=true", "max_new_tokens=32", "task=showcase").out)
     assert found["model"] == "demo" and len(found["prompts"]) == 4
     assert found["prompts"][0]["task_id"] == "builtin/07_vector_operators"  # the order of conf/task/showcase.yaml
     assert found["methods"]["lookahead_auto"]["S"] > 1.0
@@ -255,6 +270,8 @@ def test_a_json_schema(launch_generate: Callable[..., Ran], tmp_path: Path) -> N
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}')
-    ran = launch_generate("output=json", f"json_schema={schema}", "limit=1", "max_new_tokens=48")  # the demo model
+    ran = launch_generate(
+        "output=json", "compare=true", f"json_schema={schema}", "limit=1", "max_new_tokens=48"
+    )  # the demo model
     found = json.loads(ran.out)
     assert found["equal"] is True and list(json.loads(found["prompts"][0]["text"])) == ["ok"]

@@ -88,12 +88,11 @@ def test_the_pen_colours_steps_of_several_tokens_alone() -> None:
     assert file.getvalue() == f"<1>{STEP_COLOURS[2]}<2>{RESET}{STEP_COLOURS[5]}<9>{RESET}"
 
 
-def test_bare_text_has_no_escape_codes_and_no_notes() -> None:
+def test_bare_text_has_no_escape_codes() -> None:
     """Piped output goes into files."""
     file = io.StringIO()
     pen = Pen(file, colour=False)
     pen.legend()
-    pen.note("measuring")
     pen.aside("prompt ")
     pen.step("text", 3)
     assert file.getvalue() == "prompt text"

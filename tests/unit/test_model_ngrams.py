@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import launch.ngrams
 import lp
+from launch.cli import run_tool
 from lp.draft.pool.mixture import LOGITS_0, MODEL_0, MODEL_NONE_0, NONE_0
 from lp.draft.pool.model_ngrams import (
     AUTO,
@@ -31,7 +35,6 @@ from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.noise import gumbel
 from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
-from scripts import build_model_ngrams
 from tests.pools import Ballot, ballot, empty_tables, logits_of, reads_of
 from tests.tiny_models import VOCABULARY, drawn_text, tiny_model
 
@@ -154,6 +157,87 @@ def test_they_are_the_models(tmp_path: Path) -> None:
     assert read is not None and np.array_equal(read, file) and isinstance(read, np.memmap)
 
 
+def test_a_beginning_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anew for every batch, the beginnings of a vocabulary of 49,152 took most of two hours."""
+    model = tiny_model()
+    beginning = [*range(3, 23)]
+    tokens = 0
+    forward = model.forward
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal tokens
+        tokens += options["input_ids"].numel()
+        return forward(*args, **options)
+
+    monkeypatch.setattr(model, "forward", counted)
+    measure_ngrams(model, [beginning], 0, 100, 8, batch=2)
+    assert tokens == len(beginning) + VOCABULARY
+
+
+def test_models_with_recurrent_layers() -> None:
+    """Their states cannot be given to several texts: they are computed anew, and are the same as of a text alone."""
+    model = tiny_model("qwen3_next")
+    (measured,) = measure_ngrams(model, [[3, 4]], 0, 100, 4, batch=7)
+    with torch.inference_mode():
+        said = model(torch.tensor([[3, 4, 9]])).logits[0, -1].float().log_softmax(-1).topk(4)
+    row = measured.tokens[:, 0].tolist().index(9)
+    top = unpack_top_logits(measured.packed[row : row + 1])
+    assert np.asarray(top.tokens)[0].tolist() == said.indices.tolist()
+    assert np.asarray(top.logits)[0] == pytest.approx(said.values.numpy(), rel=1e-4)
+
+
+class Ended(BaseException):
+    """As a kill ends it."""
+
+
+@pytest.mark.parametrize("passes", [1, 3, 9, 14])
+def test_a_run_that_was_killed_goes_on(passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour of a large model's texts must not be lost; nor may what goes on be another file than the whole one."""
+    model = tiny_model(eos_token_id=None)
+    asked = {"beginnings": [[3], [4, 5]], "num_tokens": 64, "max_contexts": 50, "num_logits": 4, "batch": 5}
+    whole = measure_ngrams(model, **asked)
+    forward, count = model.forward, 0
+
+    def killed(*args: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > passes:
+            raise Ended
+        return forward(*args, **options)
+
+    monkeypatch.setattr(model, "forward", killed)
+    with pytest.raises(Ended):
+        measure_ngrams(model, **asked, folder=tmp_path / "part")
+    count = -(10**6)
+    gone_on = measure_ngrams(model, **asked, folder=tmp_path / "part")
+    passes_again = 10**6 + count
+    for one, other in zip(whole, gone_on, strict=True):
+        assert np.array_equal(one.tokens, other.tokens) and np.array_equal(one.packed, other.packed)
+    count = -(10**6)
+    measure_ngrams(model, **asked)
+    done = min(max(passes - 2, 0), 8)  # but the two beginnings: all batches of the vocabulary, at most
+    assert passes_again <= 10**6 + count - done, "what was done is not done again"
+    with pytest.raises(ValueError, match="has what was measured of another model or with other options; remove it"):
+        measure_ngrams(model, **{**asked, "seed": 1}, folder=tmp_path / "part")
+
+
+def test_the_tool_writes_a_file_that_the_pool_finds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_folder: Path
+) -> None:
+    """From a model's folder to tokens that are plain decoding's, with votes of the file."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    run_tool("ngrams", [str(folder), "--tokens", "256", "--mib", "4", "--device", "cpu"])
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{folder / FILE_NAME}: 8 logits behind each of ")
+    assert "if it is ended, it goes on from" in said.err and said.err.count("\n") == 1
+    assert sorted(path.name for path in folder.glob("lp_*")) == [FILE_NAME]
+    model = load(str(folder), "float64").model
+    decoder = lp.LookaheadDecoder(model, CONFIG)
+    assert decoder.generate([1, 2, 3], 8).tokens == lp.AutoregressiveDecoder(model).generate([1, 2, 3], 8).tokens
+    assert decoder.factory._model_ngrams is not None
+
+
 def test_what_the_model_writes_is_counted_by_its_last_tokens() -> None:
     """The text is written in batches with a cache: of another text, or one position off, it would be noise."""
     model = tiny_model(eos_token_id=None)
@@ -241,19 +325,18 @@ def test_a_vocabulary_that_was_changed_since(tmp_path: Path) -> None:
     ("options", "error"),
     [
         (["--output", "missing/n.npy"], "no file can be written to the folder 'missing'"),
-        (["--num-logits", "0"], "--num-logits and --batch are 1 at least"),
-        (["--tokens", "-1"], "--tokens is 0 at least"),
+        (["--num-logits", "0"], "--num-logits is 0 and --batch 64; both must be 1 at least"),
+        (["--tokens", "-1"], "--tokens is -1; it must be 0 at least"),
         (["--mib", "0.1"], "--mib 0.1 has no room for a vocabulary of 4096"),
     ],
 )
-def test_what_the_script_refuses_before_it_measures(
+def test_what_is_refused_before_it_is_measured(
     options: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Minutes of measuring, and then no file."""
-    monkeypatch.setattr("sys.argv", ["build_model_ngrams", *options])
-    monkeypatch.setattr(build_model_ngrams, "measure_ngrams", lambda *_: pytest.fail("it has measured"))
+    monkeypatch.setattr(launch.ngrams, "measure_ngrams", lambda *_, **__: pytest.fail("it has measured"))
     with pytest.raises(SystemExit) as ended:
-        build_model_ngrams.main()
+        run_tool("ngrams", ["demo", *options])
     assert ended.value.code == 2 and error in capsys.readouterr().err
 
 

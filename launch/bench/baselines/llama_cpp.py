@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lp.commands import install_command, module_command
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.request import Request
@@ -32,11 +33,13 @@ def missing(options: BaselineOptions) -> str | None:
     """The package, the model's GGUF file, or greedy decoding, which alone gives tokens that compare."""
     if not is_installed("llama_cpp"):
         return (
-            "needs the package llama-cpp-python; pip install '.[llama-cpp]', which compiles it: "
+            f"needs the package llama-cpp-python; {install_command('llama-cpp')}, which compiles it: "
             "a C++ compiler, cmake and some ten minutes"
         )
     if options.gguf is None:
-        return "needs the model as a GGUF file; give gguf=FILE (docs/benchmarks.md says how to make one)"
+        return (
+            f"needs the model as a GGUF file; give gguf=FILE ({module_command('bench.to_gguf')} MODEL FILE makes one)"
+        )
     if not Path(options.gguf).is_file():
         return f"needs the model as a GGUF file, and gguf={options.gguf} is none; give the path of one"
     if not options.greedy:

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from transformers import PreTrainedModel
 
+from lp.commands import install_command
 from lp.engine.decoder import Decoder
 from lp.errors import UserError
 from lp.optional import is_installed
@@ -62,7 +63,7 @@ BuildT = TypeVar("BuildT", bound=Build)
 
 def needs_package(name: str, extra: str) -> Missing:
     """A baseline's `missing` that looks for a package, which an extra of ours installs."""
-    hint = f"needs the package {name}; pip install '.[{extra}]', or pip install {name}"
+    hint = f"needs the package {name}; {install_command(extra)}, or pip install {name}"
     return lambda options: None if is_installed(name) else hint
 
 

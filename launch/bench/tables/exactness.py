@@ -1,9 +1,10 @@
 """How often rounding makes lookahead and plain decoding differ, by dtype: docs/exactness.md.
 
-    python scripts/tables.py exactness --task data/humaneval.jsonl --limit 40
+    python scripts/tables.py exactness --task data/humaneval.jsonl --limit 8 --max-new-tokens 128
+    python scripts/tables.py exactness --model FOLDER --builtin 8 --reference plain --temperatures 0,0.8
 
-A step of many tokens runs other kernels than a step of one, which add in another order; where the two best logits tie
-within rounding, either may win. Every first difference is listed with the float64 model's gap of its two best logits.
+A step of many tokens runs other kernels than a step of one, which add in another order; where the two best scores tie
+within rounding, either may win. Every first difference is listed with the float64 model's gap of its two best scores.
 The built-in prompts come first, then those of --task.
 """
 
@@ -11,61 +12,88 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import lp
 from lp.models.loader import load
+from lp.waits import waiting
 
-from ..compare import first_difference, logit_gap
+from ..compare import Prediction, first_difference
 from ..prompts import Prompt, load_builtin, load_jsonl
 from ..summary import markdown
-from ._common import PAPER, add_prompt_arguments
+from ._common import PAPER, add_prompt_arguments, by_commas, sampling_at
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
+REFERENCES = ("generate", "plain")
 
 
-def compare(name: str, dtype: str, prompts: list[Prompt], max_new_tokens: int) -> dict[str, Any]:
-    """Lookahead against transformers' own greedy text, prompt by prompt."""
-    loaded = load(name, dtype)
-    exact = load(name, "float64").model
-    decoder = lp.LookaheadDecoder(loaded.model, lp.LookaheadConfig(**PAPER))
+def compare(args: argparse.Namespace, dtype: str, prompts: list[Prompt]) -> dict[str, Any]:
+    """Lookahead against plain decoding, text by text."""
+    loaded = load(args.model, dtype)
+    exact = load(args.model, "float64").model
+    decoder = lp.LookaheadDecoder(loaded.model, lp.LookaheadConfig(**PAPER), attention=args.attention)
+    plain = plain_text(args, loaded.model)
     differing = []
     compared = 0
-    for prompt in prompts:
-        ids = loaded.tokenizer(prompt.text)["input_ids"]
+    texts = [(prompt, temperature) for temperature in args.temperatures for prompt in prompts]
+    with waiting(f"comparing in {dtype}", len(texts), "texts") as wait:
+        for prompt, temperature in texts:
+            ids = loaded.tokenizer(prompt.text)["input_ids"]
+            sampling = sampling_at(temperature)
+            expected = plain(ids, sampling)
+            at = first_difference(decoder.generate(ids, args.max_new_tokens, sampling).tokens, expected)
+            compared += len(expected) if at is None else at + 1
+            if at is not None:
+                gap = Prediction.behind(exact, [*ids, *expected[:at]], sampling).gap()
+                where = {"prompt": prompt.task_id, "temperature": temperature, "position": at}
+                differing.append({**where, "gap": None if gap is None else round(gap, 6)})
+            wait.done += 1
+    return {"dtype": dtype, "texts": len(texts), "tokens": compared, "differing": differing}
+
+
+def plain_text(args: argparse.Namespace, model: Any) -> Callable[[list[int], lp.SamplingParams | None], list[int]]:
+    """Plain decoding of a text: transformers' own, or one token a step on the engine of lookahead."""
+    if args.reference == "plain":
+        decoder = lp.PlainDecoder(model, attention=args.attention)
+        return lambda ids, sampling: decoder.generate(ids, args.max_new_tokens, sampling).tokens
+
+    def generated(ids: list[int], sampling: lp.SamplingParams | None) -> list[int]:
+        if sampling is not None:
+            raise lp.UserError("transformers' generate draws other noise; take --temperatures 0, or --reference plain")
         batch = torch.tensor([ids])
         mask = torch.ones_like(batch)
-        plain = loaded.model.generate(batch, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
-        expected = plain[0, len(ids) :].tolist()
-        at = first_difference(decoder.generate(ids, max_new_tokens).tokens, expected)
-        compared += len(expected) if at is None else at + 1
-        if at is not None:
-            gap = logit_gap(exact, [*ids, *expected[:at]])
-            differing.append({"prompt": prompt.task_id, "position": at, "gap": round(gap, 6)})
-    return {"dtype": dtype, "prompts": len(prompts), "tokens": compared, "differing": differing}
+        text = model.generate(batch, attention_mask=mask, max_new_tokens=args.max_new_tokens, do_sample=False)
+        return text[0, len(ids) :].tolist()
+
+    return generated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo")
     add_prompt_arguments(parser)
+    parser.add_argument("--builtin", type=int, help="so many of the built-in prompts; all without it")
     parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--reference", default="generate", choices=REFERENCES, help="whose texts are the right ones")
+    parser.add_argument("--temperatures", type=by_commas(float), default=[0.0])
+    parser.add_argument("--attention", default="auto")
     parser.add_argument("--threads", type=int, default=1)
 
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    prompts = load_builtin() + (load_jsonl(args.task, args.limit) if args.task else [])
-    results = [compare(args.model, dtype, prompts, args.max_new_tokens) for dtype in args.dtypes]
+    prompts = load_builtin(args.builtin) + (load_jsonl(args.task, args.limit) if args.task else [])
+    results = [compare(args, dtype, prompts) for dtype in args.dtypes]
     lines = []
     for result in results:
         differing = result["differing"]
         often = f"{result['tokens'] // len(differing):,}" if differing else "-"
-        largest = max((item["gap"] for item in differing), default="-")
-        lines.append(
-            (result["dtype"], str(len(prompts)), f"{result['tokens']:,}", str(len(differing)), often, str(largest))
-        )
-    heads = ("dtype", "prompts", "tokens compared", "prompts that differ", "one in ... tokens")
-    print(markdown((*heads, "largest float64 gap there"), lines))
-    print(json.dumps({"model": args.model, "max_new_tokens": args.max_new_tokens, "results": results}))
+        largest = max((item["gap"] for item in differing if item["gap"] is not None), default="-")
+        parted = f"{len(differing)} of {result['texts']}"
+        lines.append((result["dtype"], parted, f"{result['tokens']:,}", often, str(largest)))
+    heads = ("dtype", "texts that part", "tokens compared", "one in ... tokens", "largest float64 gap there")
+    print(markdown(heads, lines))
+    asked = {"model": args.model, "reference": args.reference, "attention": args.attention}
+    print(json.dumps({**asked, "max_new_tokens": args.max_new_tokens, "results": results}))

@@ -1,7 +1,7 @@
 """Model n-grams: the best logits behind contexts of 1 to 3 tokens, averaged over texts that the model itself wrote.
 
 A pool votes with them where they know a longer context than it has seen logits behind. They depend on the model alone:
-`scripts/build_model_ngrams.py` measures them once, and every process maps the file that it writes into memory.
+`lp ngrams` measures them once, and every process maps the file that it writes into memory.
 
 The file is one int64 array: HEADER numbers, the keys of R rows, and the packed logits of each row. A context's row
 lies in a bucket of WAYS, as in `lp.draft.pool.tables`.
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.format import open_memmap
 
+from lp.commands import app_command
 from lp.compiled import compiled_array, compiled_ints, jit
 from lp.draft.pool.tables import (
     MODEL,
@@ -147,7 +148,7 @@ def read_file(choice: str, folder: str, vocabulary_size: int) -> np.ndarray | No
     path = Path(folder, FILE_NAME) if choice == AUTO else Path(choice)
     if choice == OFF or (choice == AUTO and not (folder and path.is_file())):
         return None
-    remedy = f"write it with scripts/build_model_ngrams.py, or choose pool_model_ngrams={OFF}"
+    remedy = f"write it with {app_command('ngrams')} MODEL, or choose pool_model_ngrams={OFF}"
     try:
         file = open_memmap(path, mode="c")  # c: of a type that compiled functions take
     except (OSError, ValueError, EOFError) as error:

@@ -1,0 +1,37 @@
+"""The apps and tools of the command `lp`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class App:
+    """One of the apps. Its module, and its file of keys in conf/, have its name.
+
+    Args:
+        function: of the module, which takes the config of a job.
+        summary: one line for the list of apps.
+        prompts: whether it continues prompts, which `--prompt` gives.
+    """
+
+    function: str
+    summary: str
+    prompts: bool = True
+
+
+APPS = {
+    "generate": App("generate", "continue prompts and show the text"),
+    "chat": App("chat", "talk to a model at a terminal", prompts=False),
+    "serve": App("serve", "put a model behind the endpoints that editors and clients call", prompts=False),
+    "benchmark": App("benchmark", "measure methods on the prompts of a task"),
+    "scaling": App("scaling", "measure or project methods over numbers of ranks"),
+    "profile": App("profile_model", "show where the time of a step goes", prompts=False),
+    "tune": App("tune", "find the fastest W, N, G on this machine"),
+}
+
+
+TOOLS = {
+    "ngrams": "measure what a model writes behind 1 to 3 tokens, for the pool",
+    "doctor": "say what this machine, and a model on it, can do, and why not",
+}

@@ -1,0 +1,216 @@
+"""`lp doctor [MODEL]`: what this machine can do, and a model on it: versions, device, threads, attention, and why not.
+
+    lp doctor                       # packages, devices, threads, folders
+    lp doctor MODEL --dtype auto    # loads it too: attention, fused layers, captured steps, and what is refused
+
+A line each. What goes wrong on the way is a line of its own. The exit code is 1 where the model cannot be decoded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import lp
+from lp.attention.registry import attention_choices
+from lp.commands import app_command, in_clone, install_command
+from lp.compiled import COMPILED
+from lp.draft.pool.model_ngrams import FILE_NAME
+from lp.models.loader import DEMO_MODEL, Loaded, context_limit, load
+from lp.optional import is_installed
+from lp.waits import waiting
+
+from .bench.ceilings import device_name
+from .bench.machine import machine_now, remarks
+from .weights_bar import tensors_counted
+
+NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "hydra-core")
+# What is refused without these packages, by the extra that brings them.
+EXTRAS = {
+    "serve": (("fastapi", "uvicorn", "prometheus_client"), f"{app_command('serve')}"),
+    "grammar": (("llguidance",), "json_schema=, and grammars of a server's clients"),
+    "quantized": (("torchao",), "models whose weights torchao quantised"),
+    "datasets": (("datasets",), "tasks that come from the hub"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a name on the hub, or demo")
+    parser.add_argument("--dtype", default="auto", help="of the weights; auto: as the checkpoint says (auto)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (a GPU if there is one)")
+    parser.add_argument("--attention", default="auto", choices=attention_choices(), help="a backend (auto)")
+    parser.add_argument("--capture", default="auto", choices=[str(each) for each in lp.Capture], help="(auto)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what is found.
+
+    Raises:
+        SystemExit: 1 where the model cannot be decoded.
+    """
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    for line in (*_each(*_MACHINE), *_each(lambda: _remarks(device))):
+        print(line, flush=True)
+    if args.model and not _examine(args, device):
+        raise SystemExit(1)
+
+
+def _each(*checks: Callable[[], Sequence[tuple[str, str]]]) -> Iterator[str]:
+    """The lines of some checks; one that fails has a line that says so."""
+    for check in checks:
+        try:
+            yield from (f"{name:13}{text}" for name, text in check())
+        except Exception as error:  # whatever is broken is what this program is asked for
+            yield f"{'failed':13}{check.__name__.strip('_')}: {_of(error)}"
+
+
+def _of(error: BaseException) -> str:
+    """An error on one line: a user's as it is, another with its class."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, lp.UserError) else f"{type(error).__name__}: {text}"
+
+
+def _versions() -> list[tuple[str, str]]:
+    where = f"a clone at {Path(lp.__file__).parent.parent}" if in_clone() else f"{Path(lp.__file__).parent}"
+    found = [("lp", f"{lp.__version__}, {where}"), ("python", f"{platform.python_version()}, {sys.executable}")]
+    for name in NEEDED:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            found.append((name, "not installed"))
+    if not COMPILED:
+        found.append(("compiled", "no: without numba the pool's functions run as plain Python, some 20 times slower"))
+    return found
+
+
+def _extras() -> list[tuple[str, str]]:
+    found = []
+    for extra, (packages, use) in EXTRAS.items():
+        missing = [name for name in packages if not is_installed(name)]
+        if missing:
+            found.append(("refused", f"{use}: {', '.join(missing)} missing; {install_command(extra)}"))
+    return found
+
+
+def _devices() -> list[tuple[str, str]]:
+    if not torch.cuda.is_available():
+        built = "torch is built without CUDA" if torch.version.cuda is None else "torch finds no GPU that it can use"
+        return [("device", f"cpu, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}; no GPU: {built}")]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = device_name(torch.device("cuda", index))
+        found.append(("device", f"cuda:{index} {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"))
+    return found
+
+
+def _threads() -> list[tuple[str, str]]:
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    why = f"OMP_NUM_THREADS={chosen}" if chosen else "torch's choice; OMP_NUM_THREADS sets it"
+    return [("threads", f"{torch.get_num_threads()} ({why})")]
+
+
+def _folders() -> list[tuple[str, str]]:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lp"
+    there = next(each for each in (cache, *cache.parents) if each.exists())
+    writable = os.access(there, os.W_OK | os.X_OK)
+    return [("cache", f"{cache}{'' if writable else ', which cannot be written: step times are found anew each time'}")]
+
+
+def _remarks(device: str) -> list[tuple[str, str]]:
+    return [("machine", line) for line in remarks([{"machine": machine_now(torch.device(device), 1)}])]
+
+
+_MACHINE = (_versions, _devices, _threads, _folders, _extras)
+
+
+def _examine(args: argparse.Namespace, device: str) -> bool:
+    """Print what can be done with a model; whether it can be decoded."""
+    said: list[str] = []
+    try:
+        with _heard(said):
+            with waiting(f"loading {args.model}") as wait, tensors_counted(wait):
+                loaded = load(args.model, args.dtype, device)
+            for line in _each(lambda: _model(loaded), lambda: _tokenizer(loaded)):
+                print(line, flush=True)
+            decoder = lp.PlainDecoder(loaded.model, None, args.attention, args.capture)
+    except Exception as error:
+        for line in (*_notes(said), f"{'REFUSED':13}{_of(error)}"):
+            print(line, flush=True)
+        return False
+    for line in (*_each(lambda: _runner(decoder)), *_notes(said), *_each(lambda: _ngrams(args.model))):
+        print(line, flush=True)
+    return True
+
+
+@contextmanager
+def _heard(said: list[str]) -> Iterator[None]:
+    """Within the block, what lp warns of and logs is kept."""
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    keeper, logger = Keeper(), logging.getLogger("lp")
+    logger.addHandler(keeper)
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)  # why layers are not fused
+    logger.propagate = False
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", UserWarning)
+            yield
+    finally:
+        logger.removeHandler(keeper)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        said += [str(each.message) for each in found if each.category is UserWarning]
+
+
+def _notes(said: Sequence[str]) -> list[str]:
+    return [f"{'note':13}{' '.join(text.split())}" for text in said]
+
+
+def _model(loaded: Loaded) -> list[tuple[str, str]]:
+    model = loaded.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    size = f"{model.num_parameters() / 1e6:.1f} M parameters"
+    limit = context_limit(model)
+    context = f"a context of {limit} tokens" if limit else "no limit of its context"
+    return [("model", f"{type(model).__name__}, {size}, {dtype}, on {device_name(model.device)}, {context}")]
+
+
+def _tokenizer(loaded: Loaded) -> list[tuple[str, str]]:
+    chats = "a chat template" if loaded.tokenizer.chat_template else "no chat template: chats are continued as one text"
+    return [("tokenizer", f"{len(loaded.tokenizer)} tokens, {chats}")]
+
+
+def _runner(decoder: lp.PlainDecoder) -> list[tuple[str, str]]:
+    runner = decoder.runner
+    not_captured = "no" if runner.device.type == "cuda" else "no: the device is no GPU"
+    found = [
+        ("attention", runner.attention),
+        ("layers", "fused" if runner.fused else "transformers' own, not fused"),
+        ("capture", str(runner.captured.mode) if runner.captured else not_captured),
+        ("exact", "yes" if runner.exact else "NO: activations are quantised, so tokens may differ"),
+    ]
+    if not runner.takes_forests:
+        found.append(("refused", "steps of several texts at once, which this model's layers keep no states for"))
+    return found
+
+
+def _ngrams(name: str) -> list[tuple[str, str]]:
+    folder = DEMO_MODEL if name == "demo" else Path(name).expanduser()
+    there = (folder / FILE_NAME).is_file()
+    return [("n-grams", f"{folder / FILE_NAME}" if there else f"none beside the model; {app_command('ngrams')} {name}")]

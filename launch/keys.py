@@ -1,0 +1,166 @@
+"""Every key of every app with its type, default and text: what `--help` and docs/config.md are made of.
+
+A key's text is the comment above it in conf/, the file of the app before base.yaml, or else the entry of its field in
+the docstring of its dataclass. A key without a text is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from lp.errors import UserError
+
+from .app import CONF
+from .schema import LinkSchema
+
+GROUPS = ("decoder", "sampling")  # groups whose keys depend on the choice: sections of their own
+
+
+class Key(NamedTuple):
+    """One line of a table."""
+
+    name: str
+    kind: str
+    default: str
+    text: str
+
+
+def choices(group: str) -> list[str]:
+    """The names that a group takes."""
+    stored = ConfigStore.instance().repo.get(group, {})
+    names = {path.stem for path in (CONF / group).glob("*.yaml")} | {name.removesuffix(".yaml") for name in stored}
+    return sorted(names)
+
+
+def app_keys(app: str) -> list[Key]:
+    """All keys of an app, but those of GROUPS."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose(app)
+    comments = (
+        comments_of(CONF / "base.yaml") | comments_of(CONF / "benchmark.yaml") | comments_of(CONF / f"{app}.yaml")
+    )
+    schema = OmegaConf.get_type(config)
+    assert schema is not None
+    return list(schema_keys(schema, OmegaConf.to_container(config, resolve=False), comments, ""))
+
+
+def schema_keys(schema: Any, values: Any, comments: dict[str, str], prefix: str) -> Iterator[Key]:
+    """The keys of a schema in the order of its fields, those of nested ones with their path."""
+    hints = typing.get_type_hints(schema)
+    texts = docstring_entries(schema)
+    for item in dataclasses.fields(schema):
+        name = prefix + item.name
+        hint = hints[item.name]
+        if name in GROUPS:
+            continue
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            yield from schema_keys(hint, values[item.name], comments, f"{name}.")
+        elif hint == dict[str, LinkSchema]:
+            yield Key(
+                name, "links by name", ", ".join(f"`{link}`" for link in values[item.name]), one_line(comments[name])
+            )
+            for key in schema_keys(LinkSchema, {}, {}, f"{name}.NAME."):
+                yield key._replace(default="")
+        else:
+            text = comments.get(name) or texts.get(item.name)
+            if text is None:
+                raise UserError(f"{name} of {schema.__name__} has no text; write a comment above it in conf/")
+            yield Key(name, kind_of(hint), shown(values.get(item.name)), one_line(text))
+
+
+def config_keys(config: type, group: str, names: Sequence[str]) -> list[Key]:
+    """The keys of the choices of a group that are made of one config: the texts of its docstring, their defaults."""
+    texts = docstring_entries(config)
+    hints = typing.get_type_hints(config)
+    keys = []
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        nodes = [OmegaConf.to_container(compose("generate", [f"{group}={name}"])[group]) for name in names]
+    for item in dataclasses.fields(config):
+        defaults = dict.fromkeys(shown(typing.cast(dict, node)[item.name]) for node in nodes)
+        keys.append(
+            Key(f"{group}.{item.name}", kind_of(hints[item.name]), ", ".join(defaults), one_line(texts[item.name]))
+        )
+    return keys
+
+
+def comments_of(path: Path) -> dict[str, str]:
+    """The comment above every key of a file, or behind it, by the key's path."""
+    found: dict[str, str] = {}
+    comment: list[str] = []
+    parents: list[tuple[int, str]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        match = re.match(r"( *)([\w]+):(?:.*\s# (.*))?", line)
+        if line.strip().startswith("#"):
+            comment.append(line.strip().lstrip("# "))
+            continue
+        if match:
+            indent = len(match[1])
+            parents = [parent for parent in parents if parent[0] < indent]
+            text = " ".join(comment) or match[3]
+            if text:
+                found[".".join([*(name for _, name in parents), match[2]])] = text
+            parents.append((indent, match[2]))
+        comment = []
+    return found
+
+
+def docstring_entries(cls: type) -> dict[str, str]:
+    """The entries of the `Args:` section of a class's docstring, by field."""
+    doc = inspect.getdoc(cls) or ""
+    if "Args:\n" not in doc:
+        return {}
+    entries: dict[str, str] = {}
+    names: list[str] = []
+    for line in doc.split("Args:\n")[1].split("\n\n")[0].splitlines():
+        match = re.match(r" {4}([\w, ]+): (.*)", line)
+        if match:
+            names = match[1].split(", ")
+            entries |= dict.fromkeys(names, match[2])
+        else:
+            entries |= {name: f"{entries[name]} {line.strip()}" for name in names}
+    return entries
+
+
+def summary(cls: type) -> str:
+    """What a config is for: the first paragraph of its docstring."""
+    return one_line((inspect.getdoc(cls) or "").split("\n\n")[0])
+
+
+def kind_of(hint: Any) -> str:
+    """A type as users know it."""
+    if isinstance(hint, types.UnionType):
+        return " or ".join("null" if part is type(None) else kind_of(part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is list:
+        return f"list of {kind_of(typing.get_args(hint)[0])}"
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return " or ".join(f"`{member.value}`" for member in hint)
+    return {"str": "text", "bool": "true or false"}.get(hint.__name__, hint.__name__)
+
+
+def shown(value: Any) -> str:
+    """A default as YAML has it."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, bool):
+        value = str(value).lower()
+    if isinstance(value, list):
+        value = f"[{', '.join(map(str, value))}]"
+    return f"`{'null' if value is None else value}`"
+
+
+def one_line(text: str) -> str:
+    """A text for a cell: without a line break or a bar."""
+    text = " ".join(text.split()).replace("|", "\\|").rstrip(".")
+    return text[0].upper() + text[1:] if re.match(r"[a-z]+ ", text) else text

@@ -1,0 +1,112 @@
+"""`lp ngrams MODEL`: measure what a model writes behind contexts of 1 to 3 tokens, and store it for the pool.
+
+Needs no data: the model writes texts, and the file has what it said there, by the last 1, 2 and 3 tokens. The pool
+finds it beside the model (pool.model_ngrams=auto); a file elsewhere is given as pool.model_ngrams=PATH. A run that was
+ended goes on where it stopped when it is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from lp.draft.pool.model_ngrams import FILE_NAME, FULL, new_file, rows_of, write_file
+from lp.errors import UserError
+from lp.models.loader import DEMO_MODEL, load, vocabulary_size
+from lp.models.ngrams import BATCH, NUM_LOGITS, measure_ngrams
+from lp.waits import waiting
+
+from .weights_bar import tensors_counted
+
+BEGINNINGS = (
+    "\n",
+    "def f(x):\n    ",
+    "Write a function that returns the sum of all the numbers in a list.\n",
+)
+# A GPU measures 300,000 tokens and the whole vocabulary behind three beginnings in minutes. So few that a CPU core
+# does them for a model of 135 M parameters in ten:
+CPU_TOKENS, CPU_BEGINNINGS = 16_384, 1
+GPU_TOKENS = 300_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("model", metavar="MODEL", help="a folder, a name on the hub, or demo")
+    parser.add_argument("--dtype", default="float32", help="of the weights (float32)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1")
+    parser.add_argument(
+        "--tokens", type=int, help=f"that the model writes ({GPU_TOKENS:,} on a GPU, {CPU_TOKENS:,} on a CPU)"
+    )
+    parser.add_argument(
+        "--beginnings",
+        type=int,
+        choices=range(1, len(BEGINNINGS) + 1),
+        help=f"behind which every token is seen ({len(BEGINNINGS)} on a GPU, {CPU_BEGINNINGS} on a CPU)",
+    )
+    parser.add_argument(
+        "--mib", type=float, default=64, help="of the file, at most; the least frequent contexts make room (64)"
+    )
+    parser.add_argument("--num-logits", type=int, default=NUM_LOGITS, help="of a context; 8 bytes each (8)")
+    parser.add_argument("--batch", type=int, default=BATCH, help="texts that are written at a time (64)")
+    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--output", type=Path, help=f"the file; without it {FILE_NAME} in the model's folder")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure and write.
+
+    Raises:
+        UserError: an option out of range, or nowhere to write: before anything is measured.
+    """
+    path = checked_path(args)
+    on_cpu = torch.device(args.device).type == "cpu"
+    tokens = (CPU_TOKENS if on_cpu else GPU_TOKENS) if args.tokens is None else args.tokens
+    count = args.beginnings or (CPU_BEGINNINGS if on_cpu else len(BEGINNINGS))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with waiting(f"loading {args.model}") as wait, tensors_counted(wait):
+        loaded = load(args.model, args.dtype, args.device)
+    vocabulary, rows = vocabulary_size(loaded.model), rows_of(args.mib, args.num_logits)
+    left = int(rows * FULL) - vocabulary
+    if left < 0:
+        raise UserError(f"--mib {args.mib:g} has no room for a vocabulary of {vocabulary}; give it more")
+    beginnings = [loaded.tokenizer(text)["input_ids"] for text in BEGINNINGS[:count]]
+    part = path.with_name(f"{path.name}.part")
+    if not sys.stderr.isatty():
+        print(f"{vocabulary * count + tokens:,} tokens; if it is ended, it goes on from {part}", file=sys.stderr)
+    contexts = measure_ngrams(
+        loaded.model, beginnings, tokens, max(left // 2, 1), args.num_logits, args.batch, folder=part
+    )
+    file, placed = new_file(vocabulary, rows, contexts)
+    write_file(file, path)
+    shutil.rmtree(part, ignore_errors=True)
+    print(f"{path}: {args.num_logits} logits behind each of {placed:,} contexts, {file.nbytes / 2**20:.1f} MiB")
+
+
+def checked_path(args: argparse.Namespace) -> Path:
+    """Where the file is to be written.
+
+    Raises:
+        UserError: nowhere; or another option is out of range.
+    """
+    folder = DEMO_MODEL if args.model == "demo" else Path(os.path.expanduser(args.model))
+    if args.output is None and not folder.is_dir():
+        raise UserError(
+            f"{args.model!r} is no folder; say with --output where to write, and give that as pool.model_ngrams"
+        )
+    path: Path = args.output or folder / FILE_NAME
+    if not os.access(path.parent, os.W_OK | os.X_OK):  # not after minutes of measuring
+        raise UserError(f"no file can be written to the folder {str(path.parent)!r}; give another path with --output")
+    if min(args.num_logits, args.batch) < 1 or not math.isfinite(args.mib):
+        raise UserError(
+            f"--num-logits is {args.num_logits} and --batch {args.batch}; both must be 1 at least, and --mib a number"
+        )
+    if args.tokens is not None and args.tokens < 0:
+        raise UserError(f"--tokens is {args.tokens}; it must be 0 at least")
+    return path

@@ -1,0 +1,124 @@
+"""One line on a terminal that says what is being waited for, how far it is, and for how long yet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from lp.waits import Wait, heard_by
+
+from .once import rank
+
+SHOWN_AFTER_S = 1.0  # a shorter wait needs no word
+REFRESH_S = 0.5
+LONG_S = 60.0  # a log gets one line of a wait that is as long as that
+DIM, RESET, ERASE_LINE = "\x1b[2m", "\x1b[0m", "\r\x1b[2K"
+
+
+class WaitLine:
+    """Shows waits on a file: on a terminal as a line that is written anew, and erased before anything else is written.
+
+    Where the file is no terminal, it gets one line in all, of the first wait that is very long.
+
+    Args:
+        file: where to.
+        terminal: whether it takes escape codes.
+    """
+
+    def __init__(self, file: TextIO, terminal: bool) -> None:
+        self._file, self._terminal = file, terminal
+        self._waits: list[Wait] = []
+        self._lock = threading.Lock()
+        self._shown = self._said = False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begins(self, wait: Wait) -> None:
+        """Show it once it has lasted."""
+        with self._lock:
+            self._waits.append(wait)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._refresh, name="wait line", daemon=True)
+                self._thread.start()
+
+    def ends(self, wait: Wait) -> None:
+        """Erase its line: what comes next may be text."""
+        with self._lock:
+            self._waits.remove(wait)
+            self._erase()
+
+    def close(self) -> None:
+        """Nothing is shown any more."""
+        self._ended.set()
+        if self._thread:
+            self._thread.join()
+
+    def _refresh(self) -> None:
+        while not self._ended.wait(REFRESH_S):
+            with self._lock:
+                now_s = time.monotonic()
+                if not self._waits or now_s - self._waits[0].began_s < SHOWN_AFTER_S:
+                    continue
+                text = describe(shown_of(self._waits), now_s)
+                if self._terminal:
+                    columns = shutil.get_terminal_size().columns
+                    self._put(f"{ERASE_LINE}{DIM}{text[: columns - 1]}{RESET}")
+                    self._shown = True
+                elif not self._said and now_s - self._waits[0].began_s > LONG_S:
+                    self._said = True
+                    self._put(f"{text}\n")
+
+    def _erase(self) -> None:
+        if self._shown:
+            self._put(ERASE_LINE)
+            self._shown = False
+
+    def _put(self, text: str) -> None:
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except (OSError, ValueError):  # nobody reads it any more
+            self._ended.set()
+
+
+def shown_of(waits: list[Wait]) -> Wait:
+    """Of waits within each other: the outermost that knows how far it is, else the innermost."""
+    return next((wait for wait in waits if wait.total), waits[-1])
+
+
+def describe(wait: Wait, now_s: float) -> str:
+    """What, how far, and how long yet: "reading the prompt: 512 of 4,096 tokens, 3 s, about 21 s left"."""
+    passed_s = now_s - wait.began_s
+    if not wait.total:
+        return f"{wait.what} ({duration(passed_s)})"
+    text = f"{wait.what}: {wait.done:,} of {wait.total:,} {wait.unit}".rstrip()
+    done = wait.done - wait.first
+    left = f", about {duration(passed_s * (wait.total - wait.done) / done)} left" if done > 0 else ""
+    return f"{text}, {duration(passed_s)}{left}"
+
+
+def duration(seconds: float) -> str:
+    """As people say it: "12 s", "4 min", "2.5 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def waits_shown() -> Iterator[None]:
+    """Within the block rank 0 shows on stderr what takes long."""
+    if rank() > 0 or sys.stderr is None:
+        yield
+        return
+    line = WaitLine(sys.stderr, sys.stderr.isatty() and os.environ.get("TERM") != "dumb")
+    try:
+        with heard_by(line):
+            yield
+    finally:
+        line.close()
