@@ -112,7 +112,7 @@ class _Parser:
     def _error(self, what: str) -> UserError:
         line = self._text.count("\n", 0, self._at) + 1
         column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + 1
-        return UserError(f"it has {what} at line {line}, column {column}; see docs/serving.md for what is taken")
+        return UserError(f"it has {what} at line {line}, column {column}; write it without")
 
     def _peek(self) -> str:
         return self._text[self._at : self._at + 1]

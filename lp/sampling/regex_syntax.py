@@ -186,9 +186,7 @@ class _Parser:
 
     def _error(self, what: str) -> UserError:
         shown = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:80]}..."
-        return UserError(
-            f"{what} at character {self._at} of the pattern {shown!r}: see docs/serving.md for what is taken"
-        )
+        return UserError(f"{what} at character {self._at} of the pattern {shown!r}; write it without")
 
     def _peek(self, count: int = 1) -> str:
         return self._pattern[self._at : self._at + count]

@@ -58,7 +58,7 @@ BAD = {
     "decoder=lokahead": "did you mean 'decoder=lookahead'?",
     "task=human_eval": "did you mean 'task=humaneval'?",
     "model=none": "Could not find 'model/none' Available options in 'model': codellama_13b",
-    "model=codellama_7b": "codellama_7b is a shape without weights, for launch.profile; model=hf takes a model",
+    "model=codellama_7b": "codellama_7b is a shape without weights, for lp profile; model=hf takes a model",
     "model=hf": "model.name is missing; give model.name=...",
     "attention=none": "Available options in 'attention': auto eager flash flex sdpa",
     "attention.capture=none": "attention.capture is 'none'; it must be one of auto, off, graph, compile",
@@ -177,7 +177,7 @@ def test_what_the_other_apps_cannot_use(start_app: Callable[..., Ran]) -> None:
         ran = start_app(launch.scaling.scaling, "scaling", "decoder=lookahead_auto", *asked, "model.name=./none")
         _assert_user_error(ran, f"decoder is 'lookahead_auto'{said}")
     ran = start_app(launch.profile.profile_model, "profile", "parallel.tp=2", "model.name=./none")
-    _assert_user_error(ran, "parallel.tp is 2, but launch.profile measures models that are whole on every rank")
+    _assert_user_error(ran, "parallel.tp is 2, but lp profile measures models that are whole on every rank")
     ran = start_app(launch.scaling.scaling, "scaling", "decoder=plain", "decoder.name=lookahead", "project=true")
     _assert_user_error(ran, "choose with decoder=lookahead\n")
     for seconds in ("inf", "-1"):  # waited for other nodes with no end, or a traceback

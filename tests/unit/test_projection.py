@@ -375,7 +375,7 @@ def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.Monke
     """Under torchrun every rank would launch ranks."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     ran = scale()
-    assert ran.code == 2 and "start it with python -m launch.scaling" in ran.err
+    assert ran.code == 2 and "start it alone: bash torchrun.sh launch.scaling" in ran.err
 
 
 def test_one_rank_runs_what_one_rank_can(

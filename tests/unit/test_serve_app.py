@@ -85,7 +85,7 @@ def test_events_are_sent_at_once() -> None:
 def test_without_the_extra_it_says_which(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.serve.server, "is_installed", lambda package: package != PACKAGES[1])
     ran = start_app(serve, "serve", "port=0")
-    assert ran.code == 2 and "launch.serve needs uvicorn; install the extra: pip install '.[serve]'" in ran.err
+    assert ran.code == 2 and "lp serve needs uvicorn; install the extra: pip install '.[serve]'" in ran.err
 
 
 def test_requests_that_did_not_end_are_found_again(tmp_path: Path) -> None:
