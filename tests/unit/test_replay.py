@@ -78,7 +78,5 @@ def test_texts_round_trip(tmp_path: Path) -> None:
     path.write_text("".join(text.line() for text in texts) + texts[0].line()[:20])
     assert load_texts(path) == texts
     path.write_text(texts[0].line() + '{"task": 3}\n')
-    with pytest.raises(
-        ValueError, match=r"line 2 is no text .* write the file with python -m launch.bench.tables texts"
-    ):
+    with pytest.raises(ValueError, match=r"line 2 is no text .* with python -m launch.bench.tables texts"):
         load_texts(path)
