@@ -161,7 +161,7 @@ def describe(session: Session[Any]) -> dict[str, Any]:
         "stop_strings": config.stop_strings,
         "json_schema": config.json_schema,
         "max_new_tokens": config.max_new_tokens,
-        "repeats": config.repeats,
+        "repeats": config.repeats if config.compare else 1,
         "machine": machine_now(session.context.device, session.context.world_size),
     }
 

@@ -42,7 +42,7 @@ def test_two_ranks_say_what_one_process_says(
     job could not be joined again; ranks but the first leave no files.
     """
     before = set(ROOT.iterdir())
-    asked = ["-m", *settings, "task=builtin", "max_new_tokens=24,0,5", "output=json"]
+    asked = ["-m", *settings, "task=builtin", "max_new_tokens=24,0,5", "output=json", "compare=true"]
     ran = processes.run(processes.torchrun(2, APP, *asked), _run_dir(tmp_path))
     assert ran.returncode == 2
     assert ran.stderr.count("max_new_tokens is 0") == 1 and "Traceback" not in ran.stderr, ran.stderr

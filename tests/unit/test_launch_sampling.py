@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.conftest import Ran
 
-SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "prompt=x")
+SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=16", "prompt=x", "compare=true")
 SAMPLE = ("sampling=sample", "sampling.temperature=0.8", "sampling.top_p=0.95")
 
 

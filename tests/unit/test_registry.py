@@ -62,7 +62,7 @@ def test_the_apps_know_a_new_source(
         "max_new_tokens=20",
     ]
     try:
-        ran = launch_generate(*overrides, "decoder.num_tokens=3", "output=json")
+        ran = launch_generate(*overrides, "decoder.num_tokens=3", "output=json", "compare=true")
         assert ran.code == 0, ran.err
         found = json.loads(ran.out)
         assert found["method"] == "test_repeat" and found["equal"] is True
