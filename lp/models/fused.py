@@ -335,33 +335,18 @@ def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     if not tied:
         with contextlib.suppress(Unknown):
             return _Projection(model, "lm_head")
-    elif head.weight.device.type == "cpu" and head.bias is None and type(head) is nn.Linear:
-        return partial(_tied_head, head)  # embeddings are looked up in its weight: rows must each lie in one piece
     return partial(_called, head)
 
 
 def _projection_of(head: ShardedHead, tied: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """This rank's part of the logits."""
-    if not tied:
-        return _Projection(head, "linear")
-    if head.weight.device.type == "cpu" and head.bias is None:
-        return partial(_tied_head, head.linear)
-    return partial(_called, head.linear)
+    return partial(_called, head.linear) if tied else _Projection(head, "linear")
 
 
 def _called(head: Any, x: torch.Tensor) -> torch.Tensor:
     """The module itself, called as transformers does: a hook may look at the shape."""
     logits: torch.Tensor = head(x[None])
     return logits[0]
-
-
-def _tied_head(head: Any, x: torch.Tensor) -> torch.Tensor:
-    """Of one token it is a product for every row: the matrix library is slower."""
-    state = vars(head)
-    if len(x) > 1 or "forward" in state or any(state[name] for name in HOOKS):
-        return _called(head, x)
-    logits: torch.Tensor = torch.linalg.vecdot(head.weight, x)[None]
-    return logits
 
 
 class _Norm:
