@@ -34,6 +34,7 @@ from .bench.shapes import SHAPES
 from .builders import METHODS, ORACLE, Builders, decoder_builders
 from .chat_tokens import chat_tokens
 from .schema import Common, Config, Tasked, frozen
+from .threads import settle_threads
 from .weights_bar import tensors_counted
 
 WARM_UP_TOKENS = 8  # enough to touch every code path once
@@ -132,6 +133,7 @@ def open_session(config: Config) -> Session[Config]:
     path, context = journal_path(config, sampling), open_context(config)
     journal = Journal(path, context, fixed_weights=True) if path else None
     loaded = load_model(config, context)
+    say_threads(context, loaded)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}
     for decoder in decoders.values():
         decoder.follows = config.generation_config
@@ -234,6 +236,12 @@ def open_context(config: Common) -> lp.ParallelContext:
     parallel, device = config.parallel, known_device(config.model.device)
     timeouts = parallel.timeout_s, parallel.setup_timeout_s
     return lp.ParallelContext.from_env(parallel.backend, device, *timeouts, parallel.tp, parallel.one_shot_sums)
+
+
+def say_threads(context: lp.ParallelContext, loaded: Loaded) -> None:
+    """Take the number of threads that is fastest now, where one rank has the machine; a line on stderr says so."""
+    if context.world_size == 1 and (line := settle_threads(loaded.model)):
+        print(line, file=sys.stderr)
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
