@@ -7,8 +7,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Protocol
 
+from lp.budget.observed_times import Estimate
 from lp.budget.step_times import StepTimes
 from lp.config import LookaheadConfig
+
+SURE = 0.08  # a doubt about a size's step time that is worth no words
 
 
 class Step(Protocol):
@@ -37,16 +40,18 @@ def describe_budget(config: LookaheadConfig, step_times: StepTimes | None) -> st
     return f"adaptive budget up to {shape} depth={config.depth}; {step_times}"
 
 
-def describe_origin(path: Path, doubtful: Sequence[int] = ()) -> str:
-    """Where step times are stored, or why they are not.
+def describe_origin(path: Path, estimate: Estimate, threads: int) -> str:
+    """How surely step times are known, where they are stored, and what they hold for.
 
     Args:
-        doubtful: sizes that a busy machine may have slowed down, 0 for the plain step.
+        path: of their file.
+        estimate: of which they are.
+        threads: that a step is computed by, on a CPU; 0 on another device.
     """
-    if not doubtful:
-        return f"; stored in {path}"
-    sizes = ", ".join(f"{size} tokens" if size else "plain" for size in doubtful)
-    return f"; not stored, since the machine seemed busy with something else (steps: {sizes})"
+    sure = [size for size, doubt in zip(estimate.num_tokens, estimate.doubts, strict=True) if doubt <= SURE]
+    known = f"known to {100 * SURE:.0f} % up to {sure[-1]} tokens" if sure else "guessed from one layer"
+    by = f", {threads} thread{'s' if threads > 1 else ''}" if threads else ""
+    return f"; {known}, by {estimate.steps} steps{by}; kept in {path}"
 
 
 def describe_steps(steps: Sequence[Step]) -> str:

@@ -7,14 +7,15 @@ Every rank decides from the same figures (probabilities, accepted tokens, rank 0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from lp.budget.backoff import BackOff
 from lp.budget.calibration import EXPLORATION_TOKENS, Calibration, DepthDiscount, DraftRecord, exploration_bonus
+from lp.budget.observed_times import TimedStep
 from lp.budget.running_ratio import MEMORY_STEPS, PRIOR_STEPS, RunningRatio
-from lp.budget.step_times import StepTimes, extended
+from lp.budget.step_times import StepTimes, differ, extended, scaled
 from lp.budget.window_policy import WindowPolicy
 from lp.compiled import compiled_array
 from lp.config import MAX_STEP_TOKENS, LookaheadConfig
@@ -25,6 +26,8 @@ from lp.errors import UserError
 # Time is priced above its worth by this factor: of all draft tokens those are taken that look best, and they are less
 # likely than they look. Fitted on the demo model (docs/budget.md).
 PRICE_MARGIN = 1.25
+
+Clock = Callable[[TimedStep], StepTimes | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,15 @@ class Budget(Protocol):
         """How many tokens this rank should compute in a step of `num_tokens`, which may be more if that is faster."""
         ...
 
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Take in how long a step took on this rank that computed nothing else than this text.
+
+        Args:
+            num_tokens: computed, without padding; 0 of a plain step.
+            seconds: that it took.
+        """
+        ...
+
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
         """Learn from a step.
 
@@ -132,6 +144,9 @@ class FixedBudget:
         """Steps are not padded."""
         return num_tokens
 
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Time decides nothing."""
+
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
         """Nothing is learned."""
 
@@ -148,6 +163,7 @@ class AdaptiveBudget:
         ranks: that share a step.
         temperature: of sampling from the whole vocabulary, 0 if there is none.
         texts: that a step may compute together, at most.
+        clock: told how long steps took; gives the step times by which the text goes on, or None.
 
     Attributes:
         company: of the next step.
@@ -163,16 +179,16 @@ class AdaptiveBudget:
         ranks: int = 1,
         temperature: float = 0.0,
         texts: int = 1,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock
+        self._texts = texts
         self.step_tokens = min(step_tokens(config), step_times.max_tokens)
         self.max_padded_tokens = step_times.max_tokens
-        if texts > 1:
-            step_times = extended(step_times, texts * self.step_tokens)
         self.company = Company()
-        self._step_times = step_times
         self.ranks = ranks
-        self._seconds = compiled_array(step_times.seconds_by_tokens)
-        self._marginal_seconds = compiled_array(step_times.marginal_seconds)
+        self._take(step_times)
+        step_times = self._step_times
         self._rate = RunningRatio(PRIOR_STEPS, PRIOR_STEPS * step_times.plain_s, MEMORY_STEPS)
         self._accepted = RunningRatio(PRIOR_STEPS, PRIOR_STEPS, MEMORY_STEPS)  # draft tokens a step
         self._calibration = Calibration()
@@ -180,6 +196,14 @@ class AdaptiveBudget:
         self._window = WindowPolicy(config, step_times, self._price_per_s, ranks)
         self._back_off = BackOff(temperature)
         self.columns = self._next_columns()
+
+    def _take(self, step_times: StepTimes) -> None:
+        """Decide by these step times."""
+        if self._texts > 1:
+            step_times = extended(step_times, self._texts * self.step_tokens)
+        self._step_times = step_times
+        self._seconds = compiled_array(step_times.seconds_by_tokens)
+        self._marginal_seconds = compiled_array(step_times.marginal_seconds)
 
     @property
     def idle(self) -> bool:
@@ -238,6 +262,17 @@ class AdaptiveBudget:
     def padded_size(self, num_tokens: int) -> int:
         """More tokens where a larger step is faster."""
         return self._step_times.padded_size(num_tokens)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Go on by other step times, if the clock now has some that differ."""
+        if self._clock is None:
+            return
+        computed = self.padded_size(num_tokens) if num_tokens else 0
+        if found := self._clock(TimedStep(computed, seconds)):
+            found = scaled(found, self._step_times.plain_s)  # the rate so far is in seconds of these
+            if differ(found, self._step_times):
+                self._take(found)
+                self._window.take(self._step_times)
 
     def record_step(self, new_tokens: Sequence[int], num_tokens: int, drafts: DraftRecord) -> None:
         """Learn from a step; if lookahead does not reach plain decoding's rate, the next ones are plain."""

@@ -12,6 +12,8 @@ from lp.errors import UserError
 # A step is padded to a larger size only if that takes less than this share of its time; less is noise of the
 # measurement, and padding is real work.
 PADDING_GAIN = 0.9
+# Step times that differ by less decide alike.
+NEWS = 1.03
 # Largest size whose times are tabulated token by token.
 MAX_TABLE_TOKENS = 1 << 14
 # Sizes that are printed.
@@ -47,12 +49,12 @@ class StepTimes:
         if not (from_1 and ascending and paired and self.max_tokens <= MAX_TABLE_TOKENS):
             raise UserError(
                 f"step times have num_tokens {self.num_tokens} and seconds {self.seconds}; num_tokens must be integers "
-                f"that ascend from 1 to at most {MAX_TABLE_TOKENS}, with one time each; measure the steps again"
+                f"that ascend from 1 to at most {MAX_TABLE_TOKENS}, with one time each; remove their file, or mend them"
             )
         if not all(0 < value < float("inf") for value in (*self.seconds, self.plain_s)):
             raise UserError(
                 f"step times have seconds {self.seconds} and plain_s {self.plain_s}; all must be positive and finite; "
-                "measure the steps again"
+                "remove their file, or mend them"
             )
 
     @classmethod
@@ -141,3 +143,15 @@ def extended(times: StepTimes, max_tokens: int) -> StepTimes:
         return times
     seconds = times.seconds[-1] * max_tokens / times.max_tokens
     return StepTimes((*times.num_tokens, max_tokens), (*times.seconds, seconds), times.plain_s)
+
+
+def scaled(times: StepTimes, plain_s: float) -> StepTimes:
+    """The same ratios, with plain steps of so many seconds."""
+    share = plain_s / times.plain_s
+    return StepTimes(times.num_tokens, tuple(share * each for each in times.seconds), plain_s)
+
+
+def differ(times: StepTimes, others: StepTimes) -> bool:
+    """Whether some step takes longer or shorter by more than NEWS, among those of the same sizes."""
+    pairs = [(times.plain_s, others.plain_s), *zip(times.seconds, others.seconds, strict=False)]
+    return any(max(pair) > NEWS * min(pair) for pair in pairs)

@@ -1,4 +1,4 @@
-"""Step times on disk: measured once for a model and a machine, and read from the user's cache folder afterwards."""
+"""Step times on disk: what was learned of a model and a machine, and how surely, in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,16 @@ from typing import Any
 import torch
 import transformers
 
-from lp.budget.measure import Measurement
-from lp.budget.step_times import StepTimes
+from lp.budget.observed_times import Estimate
 from lp.compiled import COMPILED
-from lp.parallel.context import ParallelContext
 
-FORMAT = 4  # of the files, and part of their names: other formats are not read
-PLAIN = "plain"  # the plain step's name in a file
+FORMAT = 5  # of the files, and part of their names: other formats are not read
 
 
 class StepTimesFile:
     """Where the step times of a model and a machine are stored, for a person to read, to change and to remove.
 
-    A JSON object: what is timed, and `seconds` of a step by its tokens, and of a plain step. The file's name begins
-    with the model's.
+    A JSON object: what is timed, and what `Estimate.as_json` gives. The file's name begins with the model's.
 
     Args:
         about: what is timed, in words.
@@ -52,52 +48,28 @@ class StepTimesFile:
             return self._kept.get(self.path.name) or self.path.read_text(encoding="utf-8")
         return None
 
-    def write(self, times: StepTimes) -> None:
+    def write(self, estimate: Estimate) -> None:
         """Write the whole file or nothing; warns where the folder cannot be written to."""
-        seconds = {PLAIN: times.plain_s, **dict(zip(map(str, times.num_tokens), times.seconds, strict=True))}
         day = datetime.now().astimezone().isoformat(" ", "minutes")
-        text = json.dumps({**self._about, "written": day, "seconds": seconds}, indent=1)
+        text = json.dumps({**self._about, "written": day, **estimate.as_json()}, indent=1)
         try:
             _write(self.path, text)
         except OSError as error:
             if self.path.name not in self._kept:
                 warnings.warn(
-                    f"the step times are measured again for every model that is loaded, because {self.path.parent} "
+                    f"what is learned of step times is lost with this process, because {self.path.parent} "
                     f"cannot be written to ({error.strerror}): set XDG_CACHE_HOME to a folder of your own",
                     stacklevel=2,
                 )
             self._kept[self.path.name] = text
 
 
-def read_step_times(text: str) -> StepTimes | None:
-    """Those of a file's text; None if it was cut, or edited into something else."""
+def read_estimate(text: str) -> Estimate | None:
+    """That of a file's text; None if it was cut, or edited into something else."""
     try:
-        seconds = dict(json.loads(text)["seconds"])
-        plain_s = seconds.pop(PLAIN)
-        return StepTimes(tuple(map(int, seconds)), tuple(seconds.values()), plain_s)
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        return Estimate.from_json(json.loads(text))
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError, AttributeError):
         return None
-
-
-def load_or_measure(
-    file: StepTimesFile, measure: Callable[[], Measurement], context: ParallelContext, again: bool = False
-) -> Measurement:
-    """The step times of this model and machine: from the file, or measured, and stored if they can be trusted.
-
-    Args:
-        file: of rank 0; the others' is not looked at.
-        measure: measures them, on all ranks.
-        context: the ranks; what rank 0 finds counts.
-        again: measure them, whatever is stored.
-    """
-    text = file.text() if context.is_main and not again else None
-    text = context.share_text(text, "looking for step times")
-    if text and (times := read_step_times(text)):
-        return Measurement(times, ())
-    measured = measure()
-    if context.is_main and not measured.doubtful:
-        file.write(measured.times)
-    return measured
 
 
 def machine_key(device: torch.device) -> tuple[Any, ...]:

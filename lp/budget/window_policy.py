@@ -41,10 +41,14 @@ class WindowPolicy:
         self._sizes = [size for size in WINDOW_SIZES if size <= columns and self.num_tokens(size) <= largest]
         sizes = np.array(self._sizes)
         self._window_tokens = np.array([self.num_tokens(size) for size in self._sizes])
-        # More tokens than the step times know are not to be had.
-        self._seconds = np.append(step_times.seconds_by_tokens, np.inf)
+        self.take(step_times)
         self._gains = LARGEST_GAIN * sizes / (sizes + HALF_GAIN_COLUMNS)
         self._worth = RunningRatio(PRIOR_STEPS * self._worths((), price_per_s), PRIOR_STEPS, MEMORY_STEPS)
+
+    def take(self, step_times: StepTimes) -> None:
+        """Decide by these step times, which know as many tokens as those before."""
+        # More tokens than the step times know are not to be had.
+        self._seconds = np.append(step_times.seconds_by_tokens, np.inf)
 
     def num_tokens(self, columns: int) -> int:
         """Step tokens of a window with so many columns, the last generated token included."""

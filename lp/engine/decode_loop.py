@@ -137,6 +137,7 @@ class Generation:
         self.stopped_by = Stop.NONE  # what of some rank's message ended the text
         self.last_tokens = 1  # of the largest rank's last step
         self.stats: list[StepStats] = []
+        self._thread_s = 0.0  # of the last step, see `_step_s`
         self.timer = timer or StepTimer()
         self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape, self.timer)
         observe_part = getattr(source, "observe_part", None) if merges_late else None
@@ -313,10 +314,22 @@ class Generation:
     def step(self) -> Stop:
         """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""
         self.timer.restart()
+        taken = len(self.stats)
         part = self.begin_step()
         if part.plain and self.context.alone:
-            return self._plain_step_alone(part)
-        return self.end_step(part, self._messages(part))
+            reason = self._plain_step_alone(part)
+        else:
+            reason = self.end_step(part, self._messages(part))
+        # Other processors, as a grammar's, take time of their own.
+        if self.budget.learns and len(self.stats) > taken and self.request.sampler.prefix_free:
+            self.budget.observe(0 if part.plain else self.last_tokens, self._step_s)
+        return reason
+
+    @property
+    def _step_s(self) -> float:
+        """Of the last step: on a CPU, of one rank, this thread's own seconds, which other programs do not lengthen."""
+        on_cpu = self.runner.device.type == "cpu" and self.context.alone
+        return self._thread_s if on_cpu else self.stats[-1].seconds
 
     def begin_step(self) -> StepPart:
         """What this rank computes in the next step."""
@@ -560,6 +573,7 @@ class Generation:
             num_draft: draft tokens of all ranks.
             columns: of the window; None for a plain step.
         """
+        self._thread_s = self.timer.thread_s()  # now: the user's own code comes next
         reason = self._stream(len(new_tokens))
         seconds = self.timer.seconds()
         plain = columns is None

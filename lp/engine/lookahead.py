@@ -49,8 +49,8 @@ class LookaheadDecoder(BatchDecoder):
         context: the ranks to share each step with; None is this process alone.
         attention: "auto", or a backend's name: "sdpa", "eager", "flash", "flex"; the model itself stays as loaded.
         capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
-        step_times: for an adaptive config; None measures them once, stores them in the user's cache folder, and
-            corrects them by the steps of every text; "measure" does so whatever is stored.
+        step_times: for an adaptive config; None takes those that the user's cache folder has, or begins with a guess by
+            one layer, and corrects them by the steps of every text; "measure" begins anew, whatever is known.
 
     Attributes:
         settings: the config as it was given, which ranks must agree on.
@@ -88,7 +88,7 @@ class LookaheadDecoder(BatchDecoder):
         if self.context.lp.world_size > 1:  # a rank has nobody else to differ from, and the checksum reads every weight
             check_same(self.context.lp, making, model_digests(model))
         if not (step_times is None or step_times == MEASURE or isinstance(step_times, StepTimes)):
-            raise UserError(f"step_times is {step_times!r}; give StepTimes, {MEASURE!r}, or None for those stored")
+            raise UserError(f"step_times is {step_times!r}; give StepTimes, {MEASURE!r}, or None for those known")
         self._step_times: GivenStepTimes | None = None
         if self.config.adaptive and isinstance(step_times, StepTimes):
             self._step_times = GivenStepTimes(step_times)
@@ -110,7 +110,9 @@ class LookaheadDecoder(BatchDecoder):
         """
         if self.step_times is None:
             return FixedBudget(self.config, self.context.lp.world_size if hasattr(source, "propose_share") else 1)
-        return AdaptiveBudget(self.config, self.step_times, self.context.lp.world_size, temperature, texts)
+        assert self._step_times
+        times, clock = self._step_times.careful, self._step_times.observe
+        return AdaptiveBudget(self.config, times, self.context.lp.world_size, temperature, texts, clock)
 
     def explain(self) -> str:
         """What steps may take, what they cost, and what those of the last text took: two lines."""
@@ -122,7 +124,7 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Of an adaptive config, by which the next text's budget decides."""
+        """Of an adaptive config, as far as they are known."""
         return self._step_times.times if self._step_times else None
 
     @property
@@ -222,7 +224,5 @@ class LookaheadDecoder(BatchDecoder):
             self.capture_steps(generation)
             with self.context.stepping(generation.message_shape.size):
                 output = generation.run()
-        if self._step_times and request.sampler.prefix_free:  # other processors, as a grammar's, take time of their own
-            self._step_times.observe(output.step_stats)
         self.ended(output.step_stats)
         return output

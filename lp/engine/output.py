@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from lp.models.clock import thread_clock
+
+THREAD_CLOCK = thread_clock()
+
 
 class _Part:
     """Adds up the time spent inside it, as in `with timer.forward:`."""
@@ -36,14 +40,20 @@ class StepTimer:
     def __init__(self) -> None:
         self.forward, self.exchange, self.callback = _Part(), _Part(), _Part()
         self._started = time.perf_counter()
+        self._thread_started = THREAD_CLOCK()
 
     def restart(self) -> float:
         """Seconds since the start or the last restart; the parts begin anew."""
         now = time.perf_counter()
         elapsed_s = now - self._started
         self._started = now
+        self._thread_started = THREAD_CLOCK()
         self.forward.total_s = self.exchange.total_s = self.callback.total_s = 0.0
         return elapsed_s
+
+    def thread_s(self) -> float:
+        """Seconds of this thread's processor since the start or the last restart."""
+        return THREAD_CLOCK() - self._thread_started
 
     def count_as_exchange(self, seconds: float) -> None:
         """Of the time in the model, so much was the exchange: a GPU's queue holds both, and the host waits once."""

@@ -1,45 +1,78 @@
-"""Times the steps of a decoder: real steps of every size, through its loop, its pool and its ranks."""
+"""The step times of a decoder: one table for a model in this process, which the steps of its texts correct."""
 
 from __future__ import annotations
 
-import random
+import json
 import struct
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
 
 from lp.budget.explain import describe_origin
-from lp.budget.measure import SIZES, Measurement, measure_step_times
-from lp.budget.observed_times import corrected
-from lp.budget.policy import FixedBudget
+from lp.budget.observed_times import Estimate, TimedStep
+from lp.budget.prior import SIZES, prior_times
 from lp.budget.step_times import StepTimes
-from lp.budget.step_times_cache import StepTimesFile, load_or_measure, machine_key
+from lp.budget.step_times_cache import StepTimesFile, machine_key, read_estimate
 from lp.checks import env_int
 from lp.config import LookaheadConfig, PoolScope
-from lp.draft.pool.factory import fresh_tables
-from lp.draft.pool.ngram_pool import NGramPool
-from lp.draft.share import Share, step_tokens
-from lp.draft.source import ShareInput
-from lp.draft.tree import DraftTree
-from lp.engine.decode_loop import Generation, cache_slots
-from lp.engine.decoder import Decoder
-from lp.engine.interrupts import interruption
-from lp.engine.output import GenerationOutput, StepStats
-from lp.engine.request import Request
-from lp.models.kv_cache import StaticKVCache
-from lp.models.loader import context_limit, vocabulary_size
+from lp.draft.share import step_tokens
+from lp.models.layer_timing import TIMED_SIZES, time_passes
 from lp.models.runner import ModelRunner
 from lp.parallel.agreement import exchange
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Stop
 
-# Tokens of the text in which steps are timed: half of them are its prompt, unless the model's context is shorter.
-TEXT_TOKENS = 512
-# Longest draft path of a timed step, so that it ends before the text does. All of its tokens are wrong.
-TIMED_DEPTH = TEXT_TOKENS // 8
+# Steps are learned from a few at a time, as many as half of those before, within these bounds.
+FEWEST_STEPS, MOST_STEPS = 4, 32
+# The file is written when so many times the steps of the one before are known, or a size is off by more than this.
+WRITTEN_EVERY = 4
+WRITTEN_CHANGE = 1.1
+
+
+class StepTimesTable:
+    """What is known of a model's step times in this process, whatever decoders it has.
+
+    Args:
+        file: where it is kept.
+        estimate: to begin with.
+
+    Attributes:
+        estimate: as it is now; other threads may replace it by a later one.
+    """
+
+    def __init__(self, file: StepTimesFile, estimate: Estimate) -> None:
+        self.file = file
+        self.estimate = estimate
+        self._written = estimate
+        self._lock = Lock()
+        self._pending: list[TimedStep] = []
+
+    def add(self, step: TimedStep) -> bool:
+        """Take in a step that computed nothing else than one text; whether the estimate is another one now."""
+        with self._lock:
+            self._pending.append(step)
+            if len(self._pending) < min(max(self.estimate.steps // 2, FEWEST_STEPS), MOST_STEPS):
+                return False
+            self.estimate = self.estimate.after(self._pending)
+            self._pending = []
+            if self._is_news():
+                self._written = self.estimate
+                self.file.write(self.estimate)
+            return True
+
+    def _is_news(self) -> bool:
+        if self.estimate.steps >= WRITTEN_EVERY * max(self._written.steps, 1):
+            return True
+        moved = np.abs(_ratios(self.estimate) - _ratios(self._written)).max()
+        return bool(moved > np.log(WRITTEN_CHANGE)) and self.estimate.steps >= self._written.steps + 2 * MOST_STEPS
+
+
+def _ratios(estimate: Estimate) -> np.ndarray:
+    """Logarithms of all sizes' step times over the plain step's."""
+    ratios: np.ndarray = estimate.mean[1:] - estimate.mean[0]
+    return ratios
 
 
 class GivenStepTimes:
@@ -47,56 +80,106 @@ class GivenStepTimes:
 
     Attributes:
         times: the same on every rank.
+        careful: by which budgets decide.
         origin: where they are from, for the user.
     """
 
-    origin = ""
-
     def __init__(self, times: StepTimes) -> None:
-        self.times = times
+        self.times = self.careful = times
 
-    def observe(self, steps: Sequence[StepStats]) -> None:
-        """Take in the steps of a text that shared none of them."""
+    @property
+    def origin(self) -> str:
+        return ""
+
+    def observe(self, step: TimedStep) -> StepTimes | None:
+        """Take in a step that computed nothing else than one text.
+
+        Returns:
+            Step times by which the text goes on; None: by those it has.
+        """
+        return None
 
     def update(self) -> None:
         """Take what rank 0 learned; called by every rank between texts."""
 
 
 class KnownStepTimes(GivenStepTimes):
-    """The step times of a decoder: from the user's cache folder, or measured now, in a few seconds.
+    """The step times of a decoder, as its model's table has them.
 
-    Texts correct them.
+    A table begins with what the user's cache folder has, or with a prior, for which one layer is timed in less than a
+    second. What it learns from a text holds for the next steps where there is one rank, else, as rank 0 has it, for the
+    next text.
 
     Args:
         runner, config, context: the decoder's.
-        again: measure them, whatever is stored.
+        again: begin with the prior, whatever is known.
     """
 
     def __init__(
         self, runner: ModelRunner, config: LookaheadConfig, context: ParallelContext, again: bool = False
     ) -> None:
         self._context = context
-        self._file = step_times_file(runner, config, context)
-        measured = load_or_measure(self._file, StepTimingDecoder(runner, config, context).measure, context, again)
-        super().__init__(measured.times)
-        self.origin = describe_origin(self._file.path, measured.doubtful)
-        self._observed = self.times  # by this rank's clock
+        self._threads = torch.get_num_threads() if runner.device.type == "cpu" else 0
+        self._table = _table_of(runner, config, context, again)
+        self._take(self._table.estimate)
+        self.update()
 
-    def observe(self, steps: Sequence[StepStats]) -> None:
-        self._observed = corrected(self.times, steps)
-        if self._context.is_main and self._observed != self.times:
-            self._file.write(self._observed)
-            self.origin = describe_origin(self._file.path)
+    @property
+    def origin(self) -> str:
+        return describe_origin(self._table.file.path, self._table.estimate, self._threads)
+
+    def _take(self, estimate: Estimate) -> None:
+        self.times, self.careful = estimate.times, estimate.careful
+
+    def observe(self, step: TimedStep) -> StepTimes | None:
+        if not self._context.is_main or not self._table.add(step) or not self._context.alone:
+            return None
+        self._take(self._table.estimate)
+        return self.careful
 
     def update(self) -> None:
-        mine = struct.pack(f"{1 + len(self.times.seconds)}d", self._observed.plain_s, *self._observed.seconds)
-        words = exchange(self._context, "correcting step times", np.frombuffer(mine, np.int64).tolist())
-        plain_s, *seconds = words[0].numpy().view(np.float64).tolist()
-        self.times = self._observed = StepTimes(self.times.num_tokens, tuple(seconds), plain_s)
+        estimate = self._table.estimate
+        if self._context.alone:
+            self._take(estimate)
+            return
+        both = [each for times in (estimate.times, estimate.careful) for each in (times.plain_s, *times.seconds)]
+        words = exchange(
+            self._context,
+            "correcting step times",
+            np.frombuffer(struct.pack(f"{len(both)}d", *both), np.int64).tolist(),
+        )
+        first, second = words[0].numpy().view(np.float64).reshape(2, -1).tolist()
+        self.times, self.careful = (StepTimes(estimate.num_tokens, each[1:], each[0]) for each in (first, second))
+
+
+def _table_of(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext, again: bool) -> StepTimesTable:
+    """The table of a decoder with these parts: rank 0 decides what it begins with."""
+    file = step_times_file(runner, config, context)
+    tables = runner.step_times
+    known = None if again else tables.get(file.path.name)
+    if context.alone and known:
+        return known
+    text = None
+    if context.is_main and not again:
+        text = json.dumps(known.estimate.as_json()) if known else file.text()
+    text = context.share_text(text, "looking for step times")
+    stored = read_estimate(text) if text else None
+    if known is None or stored is None:
+        known = tables[file.path.name] = StepTimesTable(file, stored or _prior(runner, config, context))
+    return known
+
+
+def _prior(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> Estimate:
+    with context.setting_up("timing a layer"):
+        pass_s = time_passes(runner)
+    mine = torch.tensor([pass_s[size] for size in TIMED_SIZES], dtype=torch.float64)
+    seconds = context.broadcast(mine, 0).tolist()
+    times = prior_times(dict(zip(TIMED_SIZES, seconds, strict=True)), min(step_tokens(config), SIZES[-1]))
+    return Estimate.of_prior(times)
 
 
 def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> StepTimesFile:
-    """Where the step times of a decoder with these parts are stored."""
+    """Where the step times of a decoder with these parts are kept."""
     model = runner.model
     config_without_pool = replace(config, pool_scope=PoolScope.REQUEST, pool_file=None, pool_model_ngrams="off")
     key_parts = (
@@ -121,88 +204,3 @@ def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: Paral
         "attention": runner.attention,
     }
     return StepTimesFile(about, key_parts, vars(runner.original).setdefault("_lp_step_times", {}))
-
-
-class StepTimingDecoder(Decoder):
-    """Decodes a drawn text with steps of given sizes, whose draft tokens are all wrong: each step adds one token.
-
-    Args:
-        runner: the decoder's, whose steps are timed.
-        config: the decoder's.
-        context: the ranks.
-    """
-
-    def __init__(self, runner: ModelRunner, config: LookaheadConfig, context: ParallelContext) -> None:
-        super().__init__(runner.model, context)
-        self.runner = runner
-        self.max_tokens = min(step_tokens(config), SIZES[-1])
-        self.config = replace(
-            config,
-            adaptive=False,
-            window_size=0,
-            ngram_size=2,
-            guess_set_size=self.max_tokens - 1,
-            draft_depth=min(config.depth, TIMED_DEPTH),
-            warmup_steps=0,
-        )
-        self._measured: Measurement | None = None
-
-    def measure(self) -> Measurement:
-        """Measure the step times, on all ranks."""
-        text_tokens = min(context_limit(self.model) or TEXT_TOKENS, TEXT_TOKENS)
-        rng = random.Random(0)
-        vocabulary = vocabulary_size(self.model)
-        prompt = [rng.randrange(vocabulary) for _ in range(max(text_tokens // 2, 1))]
-        self.generate(prompt, text_tokens, eos_token_id=())
-        assert self._measured
-        return self._measured
-
-    def _decode(self, request: Request) -> GenerationOutput:
-        self.runner.follow()
-        with self.runner.borrowed_cache(cache_slots(request, FixedBudget(self.config))) as cache:
-            self._measured = self._measure(request, cache)
-        return GenerationOutput([], "length", [])
-
-    def _measure(self, request: Request, cache: StaticKVCache) -> Measurement:
-        budget = FixedBudget(self.config)
-        generation = self._prefilled(request, budget, cache)
-        reason = Stop.NONE
-
-        def step(num_tokens: int) -> float:
-            nonlocal generation, reason
-            no_room = len(generation.tokens) > (request.limit - len(request.prompt)) // 2  # for deep trees
-            lacks_kv = generation.catch_up_counts.any()  # of a draft token that was right, for all that
-            if reason or no_room or lacks_kv:
-                generation = self._prefilled(request, budget, cache)
-            budget.step_tokens = max(num_tokens, 1)
-            budget.idle = not num_tokens
-            reason = generation.step()
-            if reason is Stop.INTERRUPTED:
-                # A signal of 0: it was another rank's.
-                raise generation.failure or interruption(request.signals.received)
-            return generation.stats[-1].seconds
-
-        return measure_step_times(step, self.max_tokens, self.context)
-
-    def _prefilled(self, request: Request, budget: FixedBudget, cache: StaticKVCache) -> Generation:
-        budget.step_tokens = self.max_tokens  # its message and its cache are made for the largest step
-        tables = fresh_tables(self.config, vocabulary_size(self.model))
-        source = RejectedDrafts(self.config, request.prompt, None, tables)
-        cache.clear()
-        late = self.runner.beside_host
-        generation = Generation(self.config, self.context.lp, self.runner, source, budget, request, cache, late)
-        generation.capture_steps()
-        generation.prefill()
-        return generation
-
-
-class RejectedDrafts(NGramPool):
-    """The n-gram pool, with every draft token it proposes replaced by a wrong one, and always as many as allowed."""
-
-    def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
-        """The pool's share with other tokens, filled up with children of the root."""
-        share = super().propose_share(text, step)
-        missing = step.rooms[step.rank] - len(share.draft)
-        tokens = [token - 1 if token else 1 for token in share.draft.tokens]
-        tree = DraftTree([*tokens, *[0] * missing], [*share.draft.parents, *[-1] * missing], merge=False)
-        return Share(tree, share.common)

@@ -13,9 +13,10 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -151,6 +152,17 @@ class FusedModel:
         kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep, None)
         return Output(self._scaled(self._lm_head(self._norm(x_TE[kept]))[None]))
 
+    def first_layer(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> FusedModel:
+        """A model of the first layer alone, over the same weights.
+
+        Args:
+            around: gives what is called in the layer's place.
+        """
+        shallow = copy(self)
+        first = self._layers[0]
+        shallow._layers = [cast(_Layer, _Around(first.kind, around(first)))]
+        return shallow
+
     def _rotation(self, x_TE: torch.Tensor, position_ids: torch.Tensor, kind: str | None) -> _Rotation:
         """Of the model's own frequencies."""
         given = () if kind is None else (kind,)
@@ -177,6 +189,22 @@ class _Attend:
     function: Callable[..., Any]
     cache: Any
     keywords: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Around:
+    """A layer within something else.
+
+    Attributes:
+        kind: the layer's.
+        call: the layer, and what is around it.
+    """
+
+    kind: str | None
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
 
 
 class _Layer:

@@ -110,6 +110,7 @@ class ModelRunner:
         network: what steps call: `model`, or fused layers over its weights.
         backend: of attention, the one that `auto` or the caller chose.
         captured: runs captured steps; None where they are not.
+        step_times: what decoders know of them, by all that they depend on (`lp.engine.step_timing`).
         exact: False for a quantised model whose kernels let tokens of a step change each other; a warning says so.
 
     Raises:
@@ -135,6 +136,7 @@ class ModelRunner:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)
         self.boundary = rope_boundary(self.config)
         self._lock = threading.Lock()
+        self.step_times: dict[str, Any] = {}
         self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self._knows_all = False  # a whole pass has run
         self.captured: CapturedSteps | None = None
@@ -275,6 +277,10 @@ class ModelRunner:
         """
         layers = self.config.num_hidden_layers
         return new_cache(layers, capacity, deferred=deferred, known=self._known, shapes=self.recurrent)
+
+    def forget_kinds(self) -> None:
+        """Of keys and values, for a runner of other layers: this one's own are left to whom it was copied from."""
+        self._known, self._knows_all = {}, False
 
     @property
     def known_kinds(self) -> dict[StatesKind, int]:

@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import lp
-from lp.budget.measure import SIZES
+from lp.budget.prior import SIZES
 from lp.budget.step_times import StepTimes
 from lp.config import LookaheadConfig
 from lp.draft.share import step_tokens

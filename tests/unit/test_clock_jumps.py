@@ -6,14 +6,13 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import lp
-from lp.budget import measure
+from lp.budget.observed_times import Estimate, TimedStep
+from lp.budget.step_times import StepTimes
 from lp.engine.journal import Journal
-from lp.engine.step_timing import StepTimingDecoder
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.pools import drawn_step_times
@@ -54,23 +53,12 @@ def test_a_text_under_clocks_that_jump(ranks: int, tmp_path: Path, cases: Callab
         assert by_rank == [[expected] * 3] * ranks
 
 
-def test_step_times_measured_while_the_machine_slept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour in one step: stored, it would make every later text take plain steps, or the largest there are."""
-    monkeypatch.setattr(measure, "ROUNDS", 2)
-    monkeypatch.setattr(measure, "DOUBTS_S", 0.1)
-    config = lp.LookaheadConfig(pool_mib=1)
-    decoder = lp.LookaheadDecoder(tiny_model(), config, step_times=drawn_step_times(random.Random(1)))
-    now = time.perf_counter
-    for sleeps_at in range(4, 60, 14):
-        readings = iter(range(1_000_000))
-        slept_s = [0.0]
-
-        def clock(readings: Any = readings, slept_s: list[float] = slept_s, sleeps_at: int = sleeps_at) -> float:
-            slept_s[0] += 3600.0 * (next(readings) == sleeps_at)
-            return now() + slept_s[0]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(time, "perf_counter", clock)
-            measured = StepTimingDecoder(decoder.runner, config, ParallelContext()).measure()
-        assert slept_s[0], "the run has become too short"
-        assert measured.doubtful or max(measured.times.seconds) < 60.0, (sleeps_at, measured)
+def test_a_step_in_which_the_machine_slept() -> None:
+    """An hour in one step: believed, it would make every later text take plain steps, or the largest there are."""
+    times = StepTimes((1, 8, 64), (0.010, 0.012, 0.020), 0.009)
+    known = Estimate.of_prior(times)
+    for size in (0, 1, 8, 64):
+        usual = [TimedStep(each, times.step_s(each) if each else times.plain_s) for each in (0, 8) for _ in range(8)]
+        after = known.after([*usual, TimedStep(size, 3600.0)]).times
+        for each in (1, 8, 64):
+            assert 0.8 < after.step_s(each) / after.plain_s / (times.step_s(each) / times.plain_s) < 1.25, (size, each)

@@ -21,7 +21,8 @@ from launch.bench.records import RecordFile
 from launch.errors import DISK_FULL
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
-from lp.budget.step_times_cache import StepTimesFile, read_step_times
+from lp.budget.observed_times import Estimate
+from lp.budget.step_times_cache import StepTimesFile, read_estimate
 from lp.draft.pool.model_ngrams import Contexts, new_file, read_file, write_file
 from lp.engine.journal import Journal
 from lp.parallel.context import ParallelContext
@@ -111,20 +112,21 @@ def test_model_ngrams_without_room(tmp_path: Path) -> None:
 def test_step_times_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept for this process, with one warning, and no half of them on the disk for the next."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    times = lp.StepTimes((1, 8, 64), (0.1, 0.2, 0.3), 0.05)
-    StepTimesFile({"model": "tiny"}, ["size"], {}).write(times)
+    estimate = Estimate.of_prior(lp.StepTimes((1, 8, 64), (0.1, 0.2, 0.3), 0.05))
+    StepTimesFile({"model": "tiny"}, ["size"], {}).write(estimate)
     folder = tmp_path / "lp" / "step_times"
     (written,) = folder.iterdir()
     kept: dict[str, str] = {}
     file = StepTimesFile({"model": "tiny"}, ["key"], kept)
     for room in sizes(written.stat().st_size, 60):
         kept.clear()
-        with room_for(room), pytest.warns(UserWarning, match="measured again"):
-            file.write(times)
+        with room_for(room), pytest.warns(UserWarning, match="is lost with this process"):
+            file.write(estimate)
         with room_for(room), warnings.catch_warnings():
             warnings.simplefilter("error")
-            file.write(times)
-        assert read_step_times(file.text() or "") == times
+            file.write(estimate)
+        found = read_estimate(file.text() or "")
+        assert found and found.times == estimate.times
         assert left(folder) == {written.name}
 
 

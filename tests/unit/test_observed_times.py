@@ -1,23 +1,25 @@
-"""Step times corrected by the steps of a text: what is moved, what is noise, and that all ranks take rank 0's."""
+"""Step times learned from the steps of texts: what corrects them, what does not, and that all ranks take rank 0's."""
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 import lp
-from lp.budget.measure import Measurement
-from lp.budget.observed_times import corrected
+from lp.budget.observed_times import Estimate, TimedStep
+from lp.budget.policy import AdaptiveBudget
+from lp.budget.prior import prior_times
 from lp.budget.step_times import StepTimes
-from lp.budget.step_times_cache import read_step_times
-from lp.engine.output import StepStats
-from lp.engine.step_timing import KnownStepTimes, StepTimingDecoder
+from lp.budget.step_times_cache import read_estimate
+from lp.engine.step_timing import KnownStepTimes
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import tiny_model
@@ -32,77 +34,160 @@ def given_step_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 TIMES = StepTimes((1, 4, 16, 64), (0.010, 0.012, 0.014, 0.020), 0.009)
 
 
-def _steps(times: StepTimes, sizes: dict[int, int], noise: float = 0.0, slow: float = 1.0) -> list[StepStats]:
+def _steps(times: StepTimes, sizes: Mapping[int, int], noise: float = 0.0, slow: float = 1.0) -> list[TimedStep]:
     """So many steps of each size, 0 for plain ones, which take their time by `times`, shuffled."""
     rng = random.Random(0)
     steps = []
     for size, count in sizes.items():
         seconds = slow * (times.step_s(size) if size else times.plain_s)
-        for _ in range(count):
-            taken = seconds * rng.uniform(1, 1 + noise)
-            steps.append(StepStats(max(size, 1), 0, 0, taken, 0.0, 0.0, 0, not size, max(size, 1)))
+        steps += [TimedStep(size, seconds * rng.uniform(1, 1 + noise)) for _ in range(count)]
     rng.shuffle(steps)
     return steps
 
 
-def test_what_was_measured_on_a_busy_machine_is_corrected() -> None:
-    """A plain step of 91.92 ms beside steps of 39.57 ms was once kept for ever; now some texts correct it."""
-    times = wrong = StepTimes((1, 4, 16, 64), (0.010, 0.012, 0.045, 0.020), 0.090)
-    for _ in range(8):
-        times = corrected(times, _steps(TIMES, {0: 20, 4: 20, 64: 20}))
-    assert times.plain_s / times.step_s(4) == pytest.approx(TIMES.plain_s / TIMES.step_s(4), rel=0.26)
-    assert times.step_s(64) / times.step_s(4) == pytest.approx(TIMES.step_s(64) / TIMES.step_s(4), rel=0.26)
-    slow_16 = StepTimes(TIMES.num_tokens, (0.010, 0.012, 0.060, 0.100), TIMES.plain_s)
-    moved = corrected(slow_16, _steps(TIMES, {1: 20, 16: 30, 64: 20}))
-    assert moved.seconds[1] / moved.seconds[0] == pytest.approx(1.2, rel=0.5), "a size between is moved in part"
-    half = corrected(wrong, _steps(TIMES, {0: 20, 4: 20}))
-    assert half.plain_s / half.step_s(4) == pytest.approx((0.090 / 0.012 * 0.009 / 0.012) ** 0.5, rel=0.01)
+def _ratio(times: StepTimes, size: int) -> float:
+    """Of a step of this size to a plain one."""
+    return times.step_s(size) / times.plain_s
 
 
-@pytest.mark.parametrize(
-    ("sizes", "noise", "slow"),
-    [
-        ({0: 20, 4: 20, 64: 20}, 0.2, 1.0),  # noise
-        ({0: 20, 4: 20, 64: 20}, 0.0, 3.0),  # a machine that is busy throughout
-        ({0: 30, 4: 7}, 0.0, 1.0),  # one size alone has enough steps
-        ({}, 0.0, 1.0),
-    ],
-)
-def test_what_agrees_stays(sizes: dict[int, int], noise: float, slow: float) -> None:
-    """Step times that follow every noise would be written and sent to the ranks after every text."""
-    assert corrected(TIMES, _steps(TIMES, sizes, noise, slow)) is TIMES
+def test_a_wrong_guess_is_corrected() -> None:
+    """A plain step of 2.3 x what a step of a token takes was once kept for ever; now the first steps correct it."""
+    estimate = Estimate.of_prior(StepTimes((1, 4, 16, 64), (0.010, 0.012, 0.045, 0.020), 0.023))
+    for _ in range(6):
+        estimate = estimate.after(_steps(TIMES, {0: 12, 1: 4, 4: 8, 16: 4, 64: 4}, noise=0.1))
+    for size in (1, 4, 16, 64):
+        assert _ratio(estimate.times, size) == pytest.approx(_ratio(TIMES, size), rel=0.1)
+    assert estimate.steps == 6 * 32 and estimate.doubts.max() < 0.06
 
 
-def test_padded_steps_count_as_what_was_computed() -> None:
-    """A step of 3 tokens that is padded to 64 tells of 64."""
-    padding = StepTimes((1, 4, 64, 128), (0.050, 0.050, 0.020, 0.040), 0.009)
-    slow_64 = StepTimes((1, 64, 128), (0.060, 0.060, 0.040), 0.009)
-    moved = corrected(padding, _steps(slow_64, {3: 20, 128: 30}))
-    assert moved.seconds[3] == 0.040 and moved.seconds[2] == pytest.approx(0.020 * (0.040 / 0.020) ** 0.5, rel=0.01)
+def test_sizes_that_were_not_taken_follow_their_neighbours() -> None:
+    """A prior that is too cheap everywhere is found out by small steps, before a large one is lost."""
+    cheap = Estimate.of_prior(StepTimes((1, 4, 8, 16, 64), (0.010, 0.010, 0.010, 0.010, 0.010), 0.010))
+    dear = StepTimes((1, 4, 8, 16, 64), (0.010, 0.020, 0.025, 0.030, 0.060), 0.010)
+    learned = cheap.after(_steps(dear, {0: 16, 8: 16}))
+    assert _ratio(learned.times, 8) == pytest.approx(2.5, rel=0.15)
+    assert 1.2 < _ratio(learned.times, 4) < 2.3 and _ratio(learned.times, 64) > 1.8
+    assert learned.doubts[4] > learned.doubts[3] > learned.doubts[2], "the farther, the more doubtful"
+    assert (learned.doubts < cheap.doubts).all()
 
 
-def test_ranks_take_what_rank_0_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("slow", [0.3, 1.0, 3.0])
+def test_a_busy_machine_changes_no_ratio(slow: float) -> None:
+    """It slows all steps down, and no decision depends on that."""
+    before = Estimate.of_prior(TIMES)
+    after = before.after(_steps(TIMES, {0: 12, 4: 12, 64: 8}, noise=0.05, slow=slow))
+    for size in (1, 4, 16, 64):
+        assert _ratio(after.times, size) == pytest.approx(_ratio(TIMES, size), rel=0.06)
+
+
+def test_steps_of_one_size_say_nothing_of_the_others() -> None:
+    """A text of plain steps would make every size look known."""
+    before = Estimate.of_prior(TIMES)
+    after = before
+    for _ in range(20):
+        after = after.after(_steps(TIMES, {0: 32}, slow=2.0))
+    assert after.doubts == pytest.approx(before.doubts, rel=0.05)
+    assert _ratio(after.times, 16) == pytest.approx(_ratio(TIMES, 16), rel=0.05)
+
+
+def test_a_single_step_that_was_disturbed_is_hardly_believed() -> None:
+    """A process that was put to sleep in a step of 16 tokens would never take one again."""
+    known = Estimate.of_prior(TIMES)
+    for _ in range(4):
+        known = known.after(_steps(TIMES, {0: 12, 1: 4, 4: 8, 16: 4, 64: 4}, noise=0.1))
+    disturbed = known.after([*_steps(TIMES, {0: 20, 4: 11}, noise=0.1), TimedStep(16, 30 * TIMES.step_s(16))])
+    assert _ratio(disturbed.times, 16) < 1.15 * _ratio(known.times, 16)
+    slower = StepTimes(TIMES.num_tokens, (0.010, 0.012, 0.042, 0.042), TIMES.plain_s)
+    really = known
+    for _ in range(16):
+        really = really.after(_steps(slower, {0: 16, 16: 16}, noise=0.1))
+    assert _ratio(really.times, 16) == pytest.approx(0.042 / 0.009, rel=0.15), "what stays slow is believed"
+
+
+def test_impossible_seconds_are_left_out() -> None:
+    """A clock that was set back, and steps larger than any that is known."""
+    known = Estimate.of_prior(TIMES)
+    assert (
+        known.after([TimedStep(4, -1.0), TimedStep(4, 0.0), TimedStep(4, float("inf")), TimedStep(999, 1.0)]) is known
+    )
+    assert known.after([]) is known
+
+
+def test_noisier_steps_leave_more_doubt() -> None:
+    """What is learned beside something else is kept, and says how little it is worth."""
+    before = Estimate.of_prior(TIMES)
+    doubts = [before.after(_steps(TIMES, {0: 12, 16: 12}, noise)).doubts[2] for noise in (0.02, 3.0)]
+    assert doubts[0] < 0.8 * doubts[1] < doubts[1] < before.doubts[2]
+
+
+def test_doubt_costs_and_pads_nothing() -> None:
+    """While it is doubtful a draft token pays by a margin; a small size that nobody took is no reason to pad."""
+    flat = Estimate.of_prior(prior_times({1: 0.01, 2: 0.01, 8: 0.01, 48: 0.01}, 128))
+    for estimate in (flat, flat.after(_steps(flat.times, {0: 40, 8: 40}))):
+        times, careful = estimate.times, estimate.careful
+        assert all(careful.padded_size(size) == size for size in range(1, 129))
+        assert all(careful.step_s(size) >= times.step_s(size) for size in range(1, 129))
+        assert careful.plain_s == times.plain_s
+    assert flat.careful.step_s(64) / flat.times.step_s(64) == pytest.approx(np.exp(flat.doubts[11]), rel=1e-6)
+    config = lp.LookaheadConfig(adaptive=True)
+    bold, shy = AdaptiveBudget(config, flat.times), AdaptiveBudget(config, flat.careful)
+    assert (
+        np.asarray(shy.price(1, 0).marginal_seconds)[1:60].min()
+        > np.asarray(bold.price(1, 0).marginal_seconds)[1:60].max()
+    )
+
+
+def test_a_text_goes_on_by_what_its_steps_took() -> None:
+    """Alone, a rank learns within a text: a guess that is far off would cost all of the first one."""
+    config = lp.LookaheadConfig(adaptive=True)
+    dear = StepTimes(TIMES.num_tokens, (0.011, 0.030, 0.080, 0.400), 0.009)
+    estimate = Estimate.of_prior(TIMES)
+    taken: list[TimedStep] = []
+
+    def clock(step: TimedStep) -> StepTimes | None:
+        nonlocal estimate
+        taken.append(step)
+        if len(taken) % 8:
+            return None
+        estimate = estimate.after(taken[-8:])
+        return estimate.careful
+
+    budget = AdaptiveBudget(config, estimate.careful, clock=clock)
+    before = np.asarray(budget.price(1, 0).seconds)[16] * budget.tokens_per_s
+    for turn in range(40):
+        size = (0, 16)[turn % 2]
+        budget.observe(size, 5 * (dear.step_s(size) if size else dear.plain_s))
+    after = np.asarray(budget.price(1, 0).seconds)[16] * budget.tokens_per_s
+    assert before < 2.5 and after == pytest.approx(0.080 / 0.009, rel=0.2), (
+        "in plain steps, whatever the machine's load"
+    )
+    given = AdaptiveBudget(config, TIMES)
+    given.observe(16, 9.0)
+    assert np.asarray(given.price(1, 0).seconds)[16] == TIMES.step_s(16), "times that a user gave stay"
+
+
+def test_ranks_take_what_rank_0_learned(tmp_path: Path) -> None:
     """By its own clock each rank would choose another budget; and the file has what was learned."""
-    model = tiny_model()
-    monkeypatch.setattr(StepTimingDecoder, "measure", lambda decoder: Measurement(TIMES, ()))
+    models = [tiny_model(), tiny_model()]
 
     def body(context: ParallelContext) -> list[StepTimes | None]:
-        decoder = lp.LookaheadDecoder(model, None, context)
-        found = [decoder.step_times]
+        decoder = lp.LookaheadDecoder(models[context.rank], None, context)
         known = decoder._step_times
-        assert known
-        known.observe(_steps(TIMES, {0: 20 + 20 * context.rank, 4: 30}, slow=1.0 + context.rank))
-        slow_plain = StepTimes(TIMES.num_tokens, TIMES.seconds, 9.0 if context.is_main else 0.001)
-        known.observe(_steps(slow_plain, {0: 20, 4: 30}))
+        assert isinstance(known, KnownStepTimes)
+        found = [known.times, known.careful]
+        slow_plain = StepTimes((1, 128), (0.001, 0.02), 0.1 if context.is_main else 0.0001)
+        for step in _steps(slow_plain, {0: 32, 4: 32}):
+            assert known.observe(step) is None, "within a text ranks decide alike"
         decoder.generate([1, 2, 3], 1)
-        return [*found, decoder.step_times]
+        return [*found, known.times, known.careful]
 
     both = run_lockstep(2, body)
-    assert both[0] == both[1] and both[0][0] == TIMES
-    after = both[0][1]
-    assert after and after.plain_s > TIMES.plain_s and after.seconds == TIMES.seconds
+    assert both[0] == both[1]
+    first, _, after, careful = both[0]
+    assert first and after and careful and after.plain_s > 5 * after.step_s(4) and careful.step_s(4) > after.step_s(4)
     (file,) = tmp_path.rglob("*.json")
-    assert read_step_times(file.read_text()) == after
+    stored = read_estimate(file.read_text())
+    assert stored and stored.steps
 
 
 class SlowProcessor(LogitsProcessor):
@@ -117,15 +202,13 @@ class SlowProcessor(LogitsProcessor):
 
 def test_processors_of_a_text_leave_the_step_times_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a grammar takes for its nodes is not what steps of other texts take."""
-    times = StepTimes((1, 4, 64, 128), (1e-3,) * 4, 1e-3)
-    monkeypatch.setattr(StepTimingDecoder, "measure", lambda decoder: Measurement(times, ()))
-    observed: list[int] = []
-    monkeypatch.setattr(KnownStepTimes, "observe", lambda self, steps: observed.append(len(steps)))
+    observed: list[TimedStep] = []
+    monkeypatch.setattr(KnownStepTimes, "observe", lambda self, step: observed.append(step))
     decoder = lp.LookaheadDecoder(tiny_model())
     decoder.generate([1, 2, 3], 8, logits_processor=[SlowProcessor()])
     assert not observed
     decoder.generate([1, 2, 3], 8, lp.SamplingParams(temperature=0.8, top_p=0.9, seed=0))
-    assert len(observed) == 1
+    assert observed
 
 
 class _Sleeps(StoppingCriteria):
@@ -138,8 +221,8 @@ class _Sleeps(StoppingCriteria):
 @pytest.mark.parametrize("slow", ["callback", "criterion"])
 def test_what_the_user_runs_leaves_the_step_times_alone(name: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal that prints slowly would make every step look alike, and the wrong drafts pay."""
-    times = StepTimes((1, 4, 64, 128), (1e-3,) * 4, 1e-3)
-    monkeypatch.setattr(StepTimingDecoder, "measure", lambda decoder: Measurement(times, ()))
+    observed: list[TimedStep] = []
+    monkeypatch.setattr(KnownStepTimes, "observe", lambda self, step: observed.append(step))
     model = tiny_model()
     decoder = lp.LookaheadDecoder(model) if name == "lookahead" else lp.AutoregressiveDecoder(model)
     decoder.generate([1, 2, 3], 8)  # compiles
@@ -148,19 +231,17 @@ def test_what_the_user_runs_leaves_the_step_times_alone(name: str, slow: str, mo
     else:
         output = decoder.generate([1, 2, 3], 8, stopping_criteria=[_Sleeps()])
     assert max(step.seconds for step in output.step_stats) < 0.5
+    assert all(step.seconds < 0.5 for step in observed) and bool(observed) == (name == "lookahead")
     assert output.decode_s > 0.5 * output.steps, "the caller waited for it all the same"
 
 
-def test_a_decoder_says_where_its_step_times_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it nobody finds the file, or learns that there is none because the machine was busy."""
+def test_a_decoder_says_how_surely_it_knows_its_step_times(tmp_path: Path) -> None:
+    """Without it nobody finds the file, or learns that the figures are a guess."""
     model = tiny_model()
-    found = [Measurement(TIMES, (0, 4)), Measurement(TIMES, ()), Measurement(StepTimes.constant(0.01, 9), ())]
-    monkeypatch.setattr(StepTimingDecoder, "measure", lambda decoder: found.pop(0))
-    assert "not stored, since the machine seemed busy" in (line := lp.LookaheadDecoder(model).explain())
-    assert "(steps: plain, 4 tokens)" in line
-    assert f"stored in {tmp_path}" in lp.LookaheadDecoder(model).explain()
-    assert lp.LookaheadDecoder(model).step_times == TIMES and len(found) == 1
-    assert lp.LookaheadDecoder(model, step_times="measure").step_times == StepTimes.constant(0.01, 9)
-    assert lp.LookaheadDecoder(model).step_times == StepTimes.constant(0.01, 9)
+    decoder = lp.LookaheadDecoder(model)
+    assert f"; guessed from one layer, by 0 steps, 1 thread; kept in {tmp_path}" in decoder.explain()
+    for _ in range(4):
+        decoder.generate([1, 2, 3] * 4, 40, eos_token_id=())
+    assert "; known to 8 % up to " in decoder.explain()
     with pytest.raises(ValueError, match="step_times is 'again'; give StepTimes, 'measure', or None"):
         lp.LookaheadDecoder(model, step_times="again")

@@ -1,9 +1,7 @@
-"""The step times of a decoder: measured by real steps of its own loop, with a key of all that they depend on."""
+"""The step times of a decoder: one table for a model in this process, with a key of all that they depend on."""
 
 from __future__ import annotations
 
-import signal
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,114 +9,159 @@ import pytest
 import torch
 
 import lp
-from lp.budget.measure import Measurement
-from lp.budget.step_times import StepTimes
-from lp.budget.step_times_cache import StepTimesFile
-from lp.draft.layout import StepLayout
-from lp.engine.interrupts import DeferredSignals, Terminated
-from lp.engine.step_pass import StepPass
-from lp.engine.step_timing import StepTimingDecoder
-from lp.models.runner import ModelRunner
+from lp.budget.step_times_cache import read_estimate
+from lp.engine.step_timing import KnownStepTimes, step_times_file
+from lp.models.layer_timing import TIMED_SIZES, time_passes
+from lp.models.runner import ModelRunner, runner_of
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import tiny_model
 
+ADAPTIVE = lp.LookaheadConfig(adaptive=True)
+
 
 @pytest.fixture(autouse=True)
-def given_step_times() -> None:
-    """Here decoders measure."""
-
-
-def test_real_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that the loop does not really run would have the times of smaller ones."""
+def given_step_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here decoders learn their step times, in a cache folder of their own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    computed: list[int] = []
-    run = StepPass.run
-
-    def counted(self: StepPass, layout: StepLayout, *args: Any) -> torch.Tensor:
-        computed.append(layout.num_tokens)
-        return run(self, layout, *args)
-
-    monkeypatch.setattr(StepPass, "run", counted)
-    config = lp.LookaheadConfig(adaptive=True, window_size=4, guess_set_size=20)
-    times = lp.LookaheadDecoder(tiny_model(), config).step_times
-    assert times is not None and times.num_tokens == (1, 2, 3, 4, 6, 8, 12, 16, 24)
-    assert set(times.num_tokens) <= set(computed)
-    assert lp.LookaheadDecoder(tiny_model(), config).step_times == times
 
 
-def test_ranks_have_step_times_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exchange is in them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model, config = tiny_model(), lp.LookaheadConfig(adaptive=True, window_size=0, guess_set_size=4)
-    alone = lp.LookaheadDecoder(model, config).step_times
-    both = run_lockstep(2, lambda context: lp.LookaheadDecoder(model, config, context).step_times)
-    assert both[0] == both[1] != alone and len([*tmp_path.rglob("*.json")]) == 2
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the passes that are timed before a decoder has any step times."""
+    taken: list[int] = []
+
+    def noted(runner: ModelRunner) -> dict[int, float]:
+        taken.extend(TIMED_SIZES)
+        return time_passes(runner)
+
+    monkeypatch.setattr("lp.engine.step_timing.time_passes", noted)
+    return taken
+
+
+def _known(decoder: lp.LookaheadDecoder) -> KnownStepTimes:
+    assert isinstance(decoder._step_times, KnownStepTimes)
+    return decoder._step_times
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt_neox", "gemma3", "mixtral", "qwen3_5", "mamba2"])
+def test_one_layer_is_timed(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of a large model would take seconds before the first token. A clock that counts layers tells."""
+    model = tiny_model(arch)
+    runner = runner_of(model)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr("lp.models.layer_timing.clock_of", lambda device: lambda: float(next(ticks)))
+    before = {id(module): dict(vars(module)) for module in model.modules()}
+    found = time_passes(runner)
+    # A pass is four readings of the clock: around itself and around its layer, which is one reading apart.
+    layers = runner.config.num_hidden_layers
+    assert found == dict.fromkeys(TIMED_SIZES, 3.0 + layers - 1), "the layer counts as often as there are layers"
+    assert all(vars(module).keys() == before[id(module)].keys() for module in model.modules()), (
+        "the model stays as it is"
+    )
+
+
+def test_timing_leaves_the_runner_as_it_is() -> None:
+    """Buffers of the next cache are made by what a runner knows of all its layers."""
+    model = tiny_model()
+    runner = ModelRunner(model)
+    kinds, network = runner.known_kinds, runner.network
+    time_passes(runner)
+    assert runner.known_kinds == kinds and runner.network is network
+    assert runner.fused and len(runner.network._layers) == runner.config.num_hidden_layers
+
+
+def test_a_model_whose_layers_are_not_found_is_timed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not start."""
+    monkeypatch.setattr("lp.models.layer_timing._Shallow._cut", lambda self, view: False)
+    runner = ModelRunner(tiny_model("gpt_neox"))
+    assert all(seconds > 0 for seconds in time_passes(runner).values())
+
+
+def test_no_decoder_times_what_another_one_knows(passes: list[int], tmp_path: Path) -> None:
+    """Every call of custom_generate makes a decoder; five to eighteen seconds before each were no use."""
+    model = tiny_model()
+    first = lp.LookaheadDecoder(model)
+    assert passes == [*TIMED_SIZES] and first.step_times
+    for _ in range(10):
+        ids = torch.tensor([[1, 2, 3]])
+        model.generate(ids, max_new_tokens=4, do_sample=False, custom_generate=lp.generate, trust_remote_code=True)
+    other = lp.LookaheadDecoder(model)
+    assert passes == [*TIMED_SIZES], "no call times anything again"
+    assert _known(other)._table is _known(first)._table and _known(first)._table.estimate.steps > 0
+    lp.LookaheadDecoder(tiny_model())
+    assert passes == [*TIMED_SIZES], "another process, or model object, has the file"
+    lp.LookaheadDecoder(model, step_times="measure")
+    assert passes == 2 * [*TIMED_SIZES], "unless it is asked to begin anew"
+    assert not lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)).step_times
+    assert passes == 2 * [*TIMED_SIZES], "a fixed budget needs no times"
+
+
+def test_what_is_learned_is_kept_with_its_doubts(tmp_path: Path) -> None:
+    """On a busy machine nothing was stored, and every decoder measured again."""
+    decoder = lp.LookaheadDecoder(tiny_model())
+    prior = _known(decoder)._table.estimate
+    for _ in range(3):
+        decoder.generate([1, 2, 3] * 4, 40, eos_token_id=())
+    (file,) = tmp_path.rglob("*.json")
+    stored = read_estimate(file.read_text())
+    assert stored and stored.steps > 0 and stored.doubts.min() < prior.doubts.min()
+    again = lp.LookaheadDecoder(tiny_model())
+    assert again.step_times == stored.times and _known(again).careful == stored.careful
+
+
+def test_an_engine_with_one_text_learns_and_with_several_does_not() -> None:
+    """A server's texts mostly run alone; steps that texts share tell of none of them."""
+    model = tiny_model()
+    decoder = lp.LookaheadDecoder(model)
+    table = _known(decoder)._table
+    with lp.Engine(decoder) as engine:
+        engine.submit([1, 2, 3] * 4, 30, eos_token_id=())
+        engine.run()
+        learned = table.estimate.steps + len(table._pending)
+        assert learned > 0
+        for first in (1, 2):
+            engine.submit([first, 2, 3] * 4, 8, eos_token_id=())
+        while engine.running != 1 and engine.step():
+            if engine.running == 2:
+                assert table.estimate.steps + len(table._pending) == learned
+        engine.run()
+
+
+def test_ranks_have_step_times_of_their_own(tmp_path: Path) -> None:
+    """The exchange is in them; and ranks of which one has no table yet meet in the same collectives."""
+    models = [tiny_model(), tiny_model()]
+    alone = lp.LookaheadDecoder(models[0], ADAPTIVE)
+
+    def body(context: ParallelContext) -> list[Any]:
+        decoder = lp.LookaheadDecoder(models[context.rank], ADAPTIVE, context)
+        return [decoder.step_times, _known(decoder).careful]
+
+    both = run_lockstep(2, body)
+    assert both[0] == both[1] and both[0][0] != alone.step_times
+    models[1] = tiny_model()
+    assert run_lockstep(2, body) == both
 
 
 def test_the_key_has_all_that_a_step_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads or on two nodes, a pool without numba or learning: their step times differ."""
-    keys: list[str] = []
+    runner = runner_of(tiny_model())
 
-    def noted(file: StepTimesFile, *others: Any) -> Measurement:
-        keys.append(file.path.name)
-        return Measurement(StepTimes.constant(0.01, 9), ())
+    def key(config: lp.LookaheadConfig = ADAPTIVE, context: ParallelContext | None = None) -> str:
+        return step_times_file(runner, config, context or ParallelContext()).path.name
 
-    monkeypatch.setattr("lp.engine.step_timing.load_or_measure", noted)
-    model, config = tiny_model(), lp.LookaheadConfig(adaptive=True)
-    lp.LookaheadDecoder(model, config)
-    lp.LookaheadDecoder(model, config, ParallelContext(backend="gloo"))
+    keys = [key(), key(context=ParallelContext(backend="gloo"))]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    lp.LookaheadDecoder(model, config)
+    keys.append(key())
     monkeypatch.setattr("lp.budget.step_times_cache.COMPILED", "otherwise")
-    lp.LookaheadDecoder(model, config)
-    lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=True, learn=False))
-    lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=True, learn=False, pool_scope="session", pool_file="x"))
+    keys.append(key())
+    keys.append(key(lp.LookaheadConfig(adaptive=True, learn=False)))
+    keys.append(key(lp.LookaheadConfig(adaptive=True, learn=False, pool_scope="session", pool_file="x")))
     assert len({*keys}) == 5 and keys[4] == keys[5], "the pool that is timed does not matter, what steps do to it does"
 
 
-def test_the_largest_step_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window of several levels would be cut to what is known; warm-up steps would make all sizes look alike."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_all_sizes_of_a_step_are_learned() -> None:
+    """A window of several levels would be cut to what is known."""
     config = lp.LookaheadConfig(adaptive=True, window_size=6, ngram_size=4, guess_set_size=0, warmup_steps=3)
-    decoder = lp.LookaheadDecoder(tiny_model(), config)
-    assert decoder.step_times is not None and decoder.step_times.max_tokens == 18
-    assert StepTimingDecoder(decoder.runner, config, decoder.context).config.warmup_steps == 0
-
-
-def test_sigterm_while_steps_are_timed_is_no_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The app ends with 0 where it was asked to end, and with 130 after Ctrl-C."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forward = ModelRunner.forward
-
-    def stopped(self: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), DeferredSignals):
-            signal.raise_signal(signal.SIGTERM)
-        return forward(self, *args, **options)
-
-    monkeypatch.setattr(ModelRunner, "forward", stopped)
-    with pytest.raises(Terminated):
-        lp.LookaheadDecoder(tiny_model(), lp.LookaheadConfig(adaptive=True, guess_set_size=4))
-    assert not [*tmp_path.rglob("*.json")]
-
-
-def test_a_rank_that_fails_while_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says why; the others end in order, as they do in a text."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    forward, ended, first = ModelRunner.forward, dict[int, str](), tiny_model()
-    models = [first, deepcopy(first)]
-
-    def body(context: ParallelContext) -> None:
-        def failing(self: Any, tokens: list[int], *args: Any, **kwargs: Any) -> Any:
-            if len(tokens) == 12 and self.original is models[1]:
-                raise RuntimeError("this device is gone")
-            return forward(self, tokens, *args, **kwargs)
-
-        monkeypatch.setattr(ModelRunner, "forward", failing)
-        try:
-            lp.LookaheadDecoder(models[context.rank], lp.LookaheadConfig(adaptive=True), context)
-        except BaseException as error:
-            ended[context.rank] = f"{type(error).__name__} {error}"
-
-    run_lockstep(2, body)
-    assert ended == {0: "Terminated ", 1: "RuntimeError this device is gone"}
+    times = lp.LookaheadDecoder(tiny_model(), config).step_times
+    assert times is not None and times.max_tokens == 18

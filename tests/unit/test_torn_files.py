@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 import lp
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
-from lp.budget.step_times_cache import StepTimesFile, read_step_times
+from lp.budget.observed_times import Estimate
+from lp.budget.step_times_cache import StepTimesFile, read_estimate
 from lp.draft.pool.factory import load_tables, save_tables
 from lp.draft.pool.model_ngrams import Contexts, new_file, read_file, write_file
 from lp.draft.pool.tables import Tables
@@ -176,17 +177,18 @@ def test_model_ngrams_cut_after_any_byte(tmp_path: Path) -> None:
 
 
 def test_step_times_cut_after_any_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a file of step times is measured again, as none is; times of some sizes alone would steer every step."""
+    """Half a file of step times is no file; times of some sizes alone would steer every step."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = StepTimesFile({"model": "tiny"}, ["key"], {})
     times = lp.StepTimes((1, 8, 64), (0.1, 0.2, 0.3), 0.05)
-    file.write(times)
+    file.write(Estimate.of_prior(times))
     whole = file.path.read_bytes()
     for length in range(len(whole)):
         file.path.write_bytes(whole[:length])
-        assert read_step_times(file.text() or "") is None, length
+        assert read_estimate(file.text() or "") is None, length
     file.path.write_bytes(whole)
-    assert read_step_times(file.text() or "") == times
+    found = read_estimate(file.text() or "")
+    assert found and found.times == times
 
 
 def test_unfinished_requests_cut_after_any_byte(tmp_path: Path) -> None:

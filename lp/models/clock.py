@@ -1,0 +1,28 @@
+"""Clocks that tell what work takes: on a CPU this thread's own, which other programs do not lengthen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """The clock that tells what work on a device takes, in seconds: on a CPU this thread's, which other programs do not
+    slow down; on a GPU the host's, once the device has done what was asked of it.
+    """
+    if device.type == "cpu":
+        return thread_clock()
+
+    def synchronised() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return synchronised
+
+
+def thread_clock() -> Callable[[], float]:
+    """Seconds of this thread's processor; of the wall where the system counts them in coarse steps."""
+    return time.thread_time if time.get_clock_info("thread_time").resolution < 1e-4 else time.perf_counter

@@ -1,0 +1,114 @@
+"""How long a pass of the whole model takes, by one of its layers: what is known of step times before the first step.
+
+A pass of one layer is timed, and within it the layer itself. What is left is the LM head, the embeddings and the masks;
+the layer counts as often as the model has layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lp.attention.registry import set_attention
+from lp.models.clock import clock_of
+from lp.models.fused import FusedModel
+from lp.models.recurrent_layers import tree_forward
+from lp.models.runner import ModelRunner
+from lp.models.sharded_layers import replica_of
+from lp.models.view import ModelView
+
+logger = logging.getLogger(__name__)
+# Tokens of the passes. Libraries have kernels of their own for one token and for a few; on some processors bfloat16 is
+# slow below 32 (docs/budget.md).
+TIMED_SIZES = (1, 2, 8, 48)
+# Passes of each size, the first of which is not counted; a second pass is for what may seem too slow by chance.
+ROUNDS = 3
+# Rounds end after so many seconds of this thread. One round is always complete.
+ROUNDS_S = 0.25
+
+
+def time_passes(runner: ModelRunner, sizes: tuple[int, ...] = TIMED_SIZES) -> dict[int, float]:
+    """Seconds of a pass of the whole model by its tokens; every rank of a divided model calls it.
+
+    Args:
+        runner: of the model, which other threads may use meanwhile.
+        sizes: numbers of tokens.
+    """
+    clock = clock_of(runner.device)
+    shallow = _Shallow(runner, clock)
+    divided = replica_of(runner.model) is not None  # then all of its ranks must run the same passes
+    fastest: dict[int, float] = {}
+    start = clock()
+    with torch.inference_mode():
+        for turn in range(ROUNDS):
+            if turn > 1 and clock() - start > ROUNDS_S and not divided:
+                break
+            for size in sizes:
+                seconds = shallow.pass_s(size, num_logits=size if turn else 1)
+                if turn:  # the first one allocates; what it takes of the LM head is not counted
+                    fastest[size] = min(seconds, fastest.get(size, seconds))
+    return fastest
+
+
+class _Shallow:
+    """A model with its first layer alone, over the same weights.
+
+    Args:
+        runner: of the model.
+        clock: as of `clock_of`.
+    """
+
+    def __init__(self, runner: ModelRunner, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_layers: int = runner.config.num_hidden_layers
+        self._layer_s = 0.0
+        self._runner = copy.copy(runner)
+        self._runner.captured = None
+        self._runner.forget_kinds()
+        if isinstance(runner.network, FusedModel):
+            self._runner.network = runner.network.first_layer(self._timed)
+            return
+        view = ModelView(runner.original, tree_forward).model
+        set_attention(view, runner.backend)
+        self._runner.model = self._runner.network = view
+        if not self._cut(view):
+            self._num_layers = 1
+            logger.info("whole passes are timed: no list of layers was found in %s", type(view).__name__)
+
+    def _cut(self, view: nn.Module) -> bool:
+        """Leave the first layer; whether the layers were found."""
+        lists = (module for module in view.modules() if isinstance(module, nn.ModuleList))
+        layers = next((each for each in lists if len(each) == self._num_layers), None)
+        if layers is None:
+            return False
+        first = layers[0]
+        vars(first)["forward"] = self._timed(first.forward)
+        layers._modules = {"0": first}
+        return True
+
+    def _timed(self, layer: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **keywords: Any) -> Any:
+            start = self._clock()
+            out = layer(*args, **keywords)
+            self._layer_s += self._clock() - start
+            return out
+
+        return timed
+
+    def pass_s(self, num_tokens: int, num_logits: int) -> float:
+        """Seconds of a pass of the whole model, with logits of so many tokens."""
+        runner = self._runner
+        cache = runner.cache_without_buffers(num_tokens)
+        visible = np.tri(num_tokens, dtype=bool)
+        tokens = range(num_tokens)
+        self._layer_s = 0.0
+        start = self._clock()
+        runner.forward(tokens, tokens, visible, cache, range(num_logits), capture=False, whole=False)
+        seconds = self._clock() - start
+        return seconds + (self._num_layers - 1) * self._layer_s
