@@ -13,6 +13,7 @@ from rich.table import Table
 
 import lp
 from lp.engine.output import GenerationOutput
+from lp.sampling.params import is_greedy
 
 from .bench.ceilings import device_name
 from .bench.compare import Difference, Measured
@@ -170,6 +171,9 @@ def describe_sampling(sampling: lp.SamplingParams | None) -> str:
     """The temperature, the seed, the verifier, and what else is not as by default."""
     if sampling is None:
         return "greedy"
+    if sampling.greedy:
+        penalty = sampling.repetition_penalty
+        return "greedy" if penalty == 1 else f"greedy with repetition_penalty={penalty}"
     always = ("temperature", "seed", "verifier")
     values = asdict(sampling)
     shown = [name for name in values if name in always or values[name] != asdict(lp.SamplingParams())[name]]
@@ -180,7 +184,7 @@ def as_table(report: Report) -> Table:
     """The totals, a line a method."""
     count = len(report.results)
     prompts = "1 prompt" if count == 1 else f"{count} prompts"
-    title = f"{prompts}, {'sampled' if report.sampling else 'greedy'}, decoding only"
+    title = f"{prompts}, {'greedy' if is_greedy(report.sampling) else 'sampled'}, decoding only"
     heads = ("method", "tokens", "steps", "S", "tokens/s", "vs plain", "output")
     table = empty_table(heads, ("method", "output"), title=title, title_style="bold")
     found = report.totals()
@@ -248,7 +252,8 @@ def print_table(report: Report, console: Console) -> None:
 
 
 def _sentence(at: Difference, report: Report) -> str:
-    scores = "logits" if report.sampling is None else "scores (processed logits with noise)"
+    drawn = not is_greedy(report.sampling)
+    scores = "scores (processed logits with noise)" if drawn else "processed logits" if report.sampling else "logits"
     gap = f"the two best {scores} are {at.gap:.3g} apart" if at.gap is not None else "the warpers leave one token"
     return (
         f"{at.method} differs from plain decoding at new token {at.position} ({at.token}, plain {at.plain_token}); "

@@ -1,7 +1,8 @@
 """`lp scaling`: methods over world sizes, measured by launches of launch.benchmark, or projected.
 
-Measured: one launch for each of `ranks`, on the nodes that it needs; speed-up is against plain decoding on one device
-of the same launch, so that drift between launches cancels. Projected (project=true): every rank's share timed on this
+Measured: one launch for each of `ranks`, on the nodes that it needs. Speed-up is against plain decoding on one device
+with nothing else running, which is launched where `ranks` has no 1; that against plain decoding on one device of the
+same launch, whose ranks may share cores, stands beside it. Projected (project=true): every rank's share timed on this
 device, marked as such in every table and plot. `--cfg job` shows the keys.
 """
 
@@ -14,7 +15,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,7 @@ from .bench.projection import Link, Projection, Run, check_projectable
 from .bench.quality import check_rouge
 from .bench.records import Record, digest, load_records
 from .bench.scaling import (
+    IN_LAUNCH,
     MEASURED,
     PROJECTED,
     ErrorsOfRuns,
@@ -44,6 +46,7 @@ from .bench.scaling import (
     errors_of_runs,
     measured_lines,
     medians,
+    plain_rate,
     projected_lines,
     scaling_table,
     with_efficiency,
@@ -61,12 +64,12 @@ from .bench.session import (
 )
 from .bench.summary import markdown, short
 from .bench.table import PipeConsole
-from .builders import ALONE, PLAIN, measured
+from .builders import ALONE, ORACLE, PLAIN, measured
 from .cli import start
 from .nodes import Leader, Nodes, follow, leading
 from .schema import SHAPE_KEYS, Output, ScalingConfig, frozen
 from .session import checked, sampling_of
-from .sweep import folder_of_run, relaunch
+from .sweep import folder_of_run, goes_on, relaunch
 
 LATE = ("parameters", "threads", "sampling")  # of a record's settings: the launch itself finds them
 ROUNDS = 3  # of projections
@@ -103,6 +106,8 @@ def scaling(config: ScalingConfig) -> None:
         return
     folder = Path(config.out).absolute() if config.out else folder_of_run()
     check_folder(config, folder)
+    if not config.out:
+        print(goes_on(folder), file=sys.stderr, flush=True)
     models = ModelCache()
     with leading(nodes, arguments, config.parallel.timeout_s) as leader:
         folders = [folder / f"run-{number}" for number in range(1, config.runs + 1)] if config.runs > 1 else [folder]
@@ -121,12 +126,13 @@ def run(config: ScalingConfig, leader: Leader, folder: Path, models: ModelCache)
     splits = splits_of(config)
     if splits:
         for ranks, tp in splits:
-            leader.launch(ranks, partial(launch_benchmark, config, _folder_of(folder, ranks, tp)), tp=tp)
-        found = [_records_of_one_setting(_folder_of(folder, *split)) for split in splits]
-        lines += [line for records in found for line in measured_lines(records)]
-        caption = "; ".join(
-            [_caption(found[0][0], config), *remarks([record for records in found for record in records])]
-        )
+            leader.launch(ranks, partial(launch_benchmark, config, _folder_of(config, folder, ranks, tp)), tp=tp)
+        found = {split: _records_of_one_setting(_folder_of(config, folder, *split)) for split in splits}
+        alone = {tp: plain_rate(records) for (ranks, tp), records in found.items() if ranks == tp}
+        for (_, tp), records in found.items():
+            lines += measured_lines(records, alone.get(tp))
+        every = [record for records in found.values() for record in records]
+        caption = "; ".join([_caption(found[splits[-1]][0], config), *remarks(every), *_baselines(alone, found)])
     if config.project:
         bench = open_bench(replace(config, methods=[LOOKAHEAD, PLAIN]), models)
         with _threads_of_a_rank(config):
@@ -179,7 +185,7 @@ def check(config: ScalingConfig) -> Nodes:
     check_int("runs", config.runs, 1, 100, "give how often to measure and project")
     check_timeouts(config.parallel.timeout_s, config.parallel.setup_timeout_s)
     nodes = Nodes.of(config.nodes)
-    for ranks in config.ranks:
+    for ranks, _ in splits_of(config):
         nodes.check(ranks)
     return nodes
 
@@ -192,7 +198,7 @@ def check_folder(config: ScalingConfig, folder: Path) -> None:
     """
     folders = [folder / f"run-{number}" for number in range(1, config.runs + 1)] if config.runs > 1 else [folder]
     for each, (ranks, tp) in itertools.product(folders, splits_of(config)):
-        place = _folder_of(each, ranks, tp)
+        place = _folder_of(config, each, ranks, tp)
         if not any(place.glob("*.jsonl")):
             continue
         found = _records_of_one_setting(place)[0]["settings"]
@@ -226,14 +232,17 @@ def _at(config: ScalingConfig, ranks: int, tp: int) -> ScalingConfig:
 
 
 def splits_of(config: ScalingConfig) -> list[tuple[int, int]]:
-    """(ranks, tp) of every launch: all that divide."""
-    return [
+    """(ranks, tp) of every launch: all that divide, and before them plain decoding alone, which they are over."""
+    wanted = [
         (ranks, tp) for ranks in config.ranks for tp in config.tp if ranks % tp == 0 and _methods(config, ranks, tp)
     ]
+    alone = dict.fromkeys((tp, tp) for _, tp in wanted)
+    return [*(split for split in alone if split not in wanted and _methods(config, *split)), *wanted]
 
 
-def _folder_of(folder: Path, ranks: int, tp: int) -> Path:
-    return folder / (f"ranks-{ranks}" if tp == 1 else f"ranks-{ranks}-tp-{tp}")
+def _folder_of(config: ScalingConfig, folder: Path, ranks: int, tp: int) -> Path:
+    name = f"ranks-{ranks}" if ranks in config.ranks else f"plain-{ranks}"
+    return folder / (name if tp == 1 else f"{name}-tp-{tp}")
 
 
 def launch_benchmark(
@@ -257,8 +266,16 @@ def launch_benchmark(
 
 
 def _methods(config: ScalingConfig, ranks: int, tp: int = 1) -> list[str]:
-    """Those that this many ranks can run, with packages that are there."""
+    """Those that this many ranks can run, with packages that are there; where they were not asked for, plain decoding.
+
+    With it runs the method that `decoder` is about, or the benchmark would refuse the keys of a decoder.
+    """
     methods = methods_of(config)
+    if ranks not in config.ranks:
+        plain = [name for name in (PLAIN, ORACLE) if name in methods][:1]
+        decoder = config.decoder.name
+        needed = [] if decoder == LOOKAHEAD else [name for name in (decoder, decoder + ALONE) if name in methods][:1]
+        return [*plain, *needed] if plain else []
     missing = missing_methods(config, methods)
     methods = [name for name in methods if name not in missing]
     if tp > 1:
@@ -366,6 +383,28 @@ def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, tab
     scaling_plots(lines, caption, folder)
     if table:
         print(f"written to {folder}")
+
+
+def _baselines(alone: Mapping[int, float | None], found: Mapping[tuple[int, int], Sequence[Record]]) -> list[str]:
+    """What speed-ups are over: plain decoding alone, and in each launch of more ranks.
+
+    Args:
+        alone: tokens/s by tp.
+        found: records by (ranks, tp).
+    """
+    said = []
+    for tp, rate in alone.items():
+        if rate:
+            where = "one device" if tp == 1 else f"{tp} ranks that hold a model between them,"
+            said.append(f"vs plain: over plain decoding on {where} with nothing else running, {rate:.1f} tokens/s")
+    rates = {split: plain_rate(records) for split, records in found.items() if split[0] > split[1]}
+    shared = []
+    for (ranks, tp), rate in rates.items():
+        if rate:
+            shared.append(f"{rate:.1f} with {ranks} ranks" if tp == 1 else f"{rate:.1f} with {ranks} ranks, tp {tp}")
+    if shared:
+        said.append(f"{IN_LAUNCH}: over plain decoding in the same launch, {', '.join(shared)}")
+    return said
 
 
 def _caption(record: Record, config: ScalingConfig) -> str:

@@ -268,7 +268,7 @@ def seeded(
         context: of whose rank 0 a seed is drawn, if none was given.
         before: the seed of a run that goes on.
     """
-    if sampling is None or sampling.seed is not None:
+    if sampling is None or sampling.greedy or sampling.seed is not None:
         return sampling
     drawn = shared_seed(context, "drawing the seed of a run")
     return replace(sampling, seed=drawn if before is None else before)

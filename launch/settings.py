@@ -11,6 +11,7 @@ import lp
 from lp.checks import check_int
 from lp.errors import UserError
 from lp.sampling.generation_config import Checkpoint
+from lp.sampling.params import is_greedy
 
 from .schema import ChatConfig, frozen, mirror
 from .session import sampled_by_checkpoint, sampling_of
@@ -39,7 +40,9 @@ class Settings:
         """
         sampling = sampling_of(config)
         base = sampling or lp.SamplingParams(seed=config.seed)
-        return cls(sampling=base, greedy=sampling is None, max_new_tokens=config.max_new_tokens)
+        greedy = is_greedy(sampling)
+        base = replace(base, temperature=1.0) if base.greedy else base
+        return cls(sampling=base, greedy=greedy, max_new_tokens=config.max_new_tokens)
 
     def behind(self, checkpoint: Checkpoint) -> Settings:
         """The same where the config says how to sample; else as the checkpoint does."""
@@ -51,10 +54,14 @@ class Settings:
     @property
     def chosen(self) -> lp.SamplingParams | None:
         """For a decoder."""
-        return None if self.greedy else self.sampling
+        if not self.greedy:
+            return self.sampling
+        if self.sampling.repetition_penalty == 1:
+            return None
+        return lp.SamplingParams(temperature=0.0, repetition_penalty=self.sampling.repetition_penalty)
 
     def changed(self, words: list[str]) -> Settings:
-        """With these `key=value` set; a temperature of 0 is greedy, any other field of the sampling ends that.
+        """With these `key=value` set; a temperature of 0 is greedy, any other field of what draws ends that.
 
         Raises:
             ValueError: an unknown key, or a value of another type or out of range.
@@ -81,10 +88,12 @@ class Settings:
             raise UserError(f"{key}: {str(error).splitlines()[0]}; /set shows the settings") from None
         if key == "temperature" and values[key] == 0:
             return replace(self, greedy=True)
-        return replace(self, sampling=frozen(lp.SamplingParams, OmegaConf.to_object(values)), greedy=False)
+        sampling = frozen(lp.SamplingParams, OmegaConf.to_object(values))
+        return replace(self, sampling=sampling, greedy=self.greedy and key == "repetition_penalty")
 
     def __str__(self) -> str:
         values = {**asdict(self.sampling), "max_new_tokens": self.max_new_tokens}
         if self.greedy:
-            values = {"temperature": "0 (greedy)", "max_new_tokens": self.max_new_tokens}
+            of_greedy = ("repetition_penalty", "max_new_tokens")
+            values = {"temperature": "0 (greedy)", **{name: values[name] for name in of_greedy}}
         return " ".join(f"{key}={'null' if value is None else value}" for key, value in values.items())

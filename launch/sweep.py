@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -86,6 +87,11 @@ def folder_of_run() -> Path:
     return Path(hydra.sweep.dir if hydra.mode == RunMode.MULTIRUN else hydra.runtime.output_dir).absolute()
 
 
+def goes_on(folder: Path) -> str:
+    """How a run goes on that is killed; said before it is."""
+    return f"records: {folder}; if this is interrupted, the same command with out={shlex.quote(str(folder))} goes on"
+
+
 def surviving(job: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
     """The job; in a sweep, its failure is noted and the next one runs.
 
@@ -147,6 +153,8 @@ class SweepEnd(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Before the first job: those that failed when the same folder was swept before are run again."""
         self.jobs = count_jobs(config)
+        if self.report and config.get("out") is None and rank() == 0:
+            print(goes_on(Path(config.hydra.sweep.dir).absolute()), file=sys.stderr, flush=True)
         for note in _notes(Path(config.hydra.sweep.dir)):
             note.unlink()
 

@@ -153,7 +153,7 @@ class Prediction:
         prefix: its tokens.
         logits: (V,) float64, of one forward pass.
         near_tie: two logits this close may swap ranks.
-        sampling: None is greedy; its seed must be known.
+        sampling: None is greedy; the seed of what draws must be known.
     """
 
     prefix: list[int]
@@ -174,11 +174,13 @@ class Prediction:
         """(V,), whose argmax is the token: the logits, processed and under the noise of their position."""
         if self.sampling is None:
             return logits
-        assert self.sampling.seed is not None
         scores = logits[None]
         ids = torch.tensor([self.prefix])
         for processor in self.sampling.processors():
             scores = processor(ids, scores)
+        if self.sampling.greedy:
+            return scores[0]
+        assert self.sampling.seed is not None
         return scores[0] + gumbel(self.sampling.seed, 0, len(self.prefix), len(logits), logits.device)
 
     def gap(self) -> float | None:

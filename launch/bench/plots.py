@@ -92,6 +92,8 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
         for number, (label, series) in enumerate(drawn_lines.items()):
             projected = bool(series) and series[0].kind == PROJECTED
             style: dict[str, Any] = {"linestyle": "--", "markerfacecolor": "none"} if projected else {}
+            if not _is_line(series):
+                style["linestyle"] = "none"
             of_line = style | look(number, label)
             axes.plot([line.ranks for line in series], [line.speedup for line in series], **of_line)
             ranged = [line for line in series if line.least is not None and line.most is not None]
@@ -100,10 +102,15 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
         ranks = sorted({line.ranks for line in lines})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [str(number) for number in ranks])
-        axes.set(xlabel="ranks", ylabel="speed-up over plain\non one device (x)", ylim=(0, None))
+        axes.set(xlabel="ranks", ylabel="speed-up over plain\nalone on one device (x)", ylim=(0, None))
         axes.axhline(1, color="0.7", linewidth=0.6, zorder=0)
         drawn.legend(**LEGEND | {"ncols": 1})
     return path
+
+
+def _is_line(series: Sequence[Line]) -> bool:
+    """Whether its points differ in ranks alone: between those of other W or G there is nothing that was measured."""
+    return len({(line.W, line.G) for line in series}) == 1 and len({line.ranks for line in series}) == len(series)
 
 
 def _without_overlaps(all_series: Sequence[Sequence[Line]]) -> dict[str, Sequence[Line]]:
@@ -185,7 +192,7 @@ def tune_plot(
         times.plot(sizes, [1e3 * step_times.step_s(size) for size in sizes], color=COLOURS[0], label="used, padded")
         times.plot([1], [1e3 * step_times.plain_s], **look(6, "plain step") | {"ls": "none"})
         times.set(xlabel="tokens a step", ylabel="ms a step", ylim=(0, None))
-        brought.plot(*zip(*by_budget, strict=True), **look(1, "lookahead, W = 0, by G"))
+        brought.plot(*zip(*by_budget, strict=True), **look(1, "lookahead, W = 0, by G") | {"ls": "none"})
         brought.plot(*adaptive, **look(0, "lookahead_auto") | {"ls": "none", "markersize": 5})
         highest = max(s for _, s in [*by_budget, adaptive])
         brought.set_xscale("log", base=2)
@@ -334,10 +341,9 @@ def tokens_plot(found: Sequence[Total], caption: str, path: Path) -> Path:
     with figure(path, caption, 2.5) as (drawn, (axes,)):
         for method, number in method_numbers(total.method for total in found).items():
             of_method = sorted((t for t in found if t.method == method), key=lambda total: total.tokens_a_step)
-            several_n = len(of_method) > 2 and len({t.setting["N"] for t in of_method}) > 1
             step_tokens = [total.tokens_a_step for total in of_method]
             compressions = [total.compression for total in of_method]
-            axes.plot(step_tokens, compressions, linestyle="none" if several_n else "-", **look(number, method))
+            axes.plot(step_tokens, compressions, linestyle="none", **look(number, method))  # of different W, N and G
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         highest = max(total.compression for total in found)

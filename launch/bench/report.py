@@ -77,7 +77,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def _line(record: dict[str, str]) -> Line:
-    types = dict.fromkeys(("method", "kind", "link"), str) | dict.fromkeys(("ranks", "tp", "W", "G"), int)
+    types = dict.fromkeys(("method", "kind", "link"), str) | dict.fromkeys(("ranks", "tp", "W", "G", "launch"), int)
     values = {name: types.get(name, float)(text) if text else None for name, text in record.items()}
     return Line(**values)  # type: ignore[arg-type]
 

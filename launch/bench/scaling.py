@@ -16,8 +16,10 @@ from .summary import Total, spread, totals
 MEASURED, PROJECTED = "measured", "projected"
 ErrorsOfRuns = dict[tuple[str, int], list[float]]  # by method and ranks
 SPREAD = "of rounds"
+IN_LAUNCH = "vs plain of the launch"
 HEADS = (
-    *("method", "ranks", "tp", "kind", "W", "G", "tokens/s", "vs plain", SPREAD, "efficiency", "S", "step tokens"),
+    *("method", "ranks", "tp", "kind", "W", "G", "tokens/s", "vs plain", SPREAD, IN_LAUNCH, "efficiency", "S"),
+    "step tokens",
     *("forward ms", "exchange ms", "host ms"),
 )
 
@@ -34,7 +36,10 @@ class Line:
         link: of a projection, with "weak" behind it where every rank has the same shape; None where it was measured.
         W, G: of all ranks together; None for methods without.
         tokens_per_s: of decoding.
-        speedup: against plain decoding on one device, or on one replica.
+        speedup: against plain decoding on one device, or on one replica, with nothing else running.
+        launch: ranks of the launch that it was measured in; None where it was projected.
+        speedup_in_launch: against plain decoding on one device, or replica, of the same launch, whose ranks may share
+            cores; None where it was projected.
         compression: S.
         num_tokens: of a step, of the largest rank.
         forward_ms, exchange_ms, host_ms: a step; of several ranks the slowest's, or of measured ones their mean.
@@ -59,6 +64,13 @@ class Line:
     tp: int = 1
     least: float | None = None
     most: float | None = None
+    launch: int | None = None
+    speedup_in_launch: float | None = None
+
+    @property
+    def shares_the_machine(self) -> bool:
+        """Whether it was measured on a part of a launch's ranks."""
+        return self.launch is not None and self.launch > self.ranks
 
     @property
     def series(self) -> str:
@@ -77,24 +89,40 @@ class Line:
         shape = ["-" if value is None else str(value) for value in (self.W, self.G)]
         speeds = ["-" if self.speedup is None else f"{self.speedup:.2f}x"]
         speeds += ["-" if self.least is None or self.most is None else spread([self.least, self.most])]
+        speeds += ["-" if self.speedup_in_launch is None else f"{self.speedup_in_launch:.2f}x"]
         speeds += ["-" if self.efficiency is None else f"{self.efficiency:.0%}", f"{self.compression:.2f}"]
         times = [f"{value:.2f}" for value in (self.forward_ms, self.exchange_ms, self.host_ms)]
-        head = [self.method, str(self.ranks), str(self.tp), kind, *shape, f"{self.tokens_per_s:.1f}"]
+        method = f"{self.method}, in a launch of {self.launch}" if self.shares_the_machine else self.method
+        head = [method, str(self.ranks), str(self.tp), kind, *shape, f"{self.tokens_per_s:.1f}"]
         return [*head, *speeds, f"{self.num_tokens:.1f}", *times]
 
 
 def scaling_table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    """Heads and cells; the spread has a column where several rounds were measured."""
+    """Heads and cells; the spread has a column where several rounds were measured, launches of several ranks theirs."""
     heads, cells = [*HEADS], [line.cells() for line in lines]
-    if all(line.least is None for line in lines):
-        column = heads.index(SPREAD)
+    empty = {
+        SPREAD: all(line.least is None for line in lines),
+        IN_LAUNCH: not any(line.shares_the_machine for line in lines),
+    }
+    for head in (head for head, is_empty in empty.items() if is_empty):
+        column = heads.index(head)
         for each in (heads, *cells):
             del each[column]
     return heads, cells
 
 
-def measured_lines(records: Sequence[Record]) -> list[Line]:
-    """Of one launch's records."""
+def plain_rate(records: Sequence[Record]) -> float | None:
+    """Tokens/s of plain decoding in one launch, which others are compared with; None where it did not run."""
+    return totals(records)[0].plain_tokens_per_s
+
+
+def measured_lines(records: Sequence[Record], alone: float | None = None) -> list[Line]:
+    """Of one launch's records.
+
+    Args:
+        records: of the launch.
+        alone: tokens/s of plain decoding with nothing else running; None takes that of this launch.
+    """
     lines = []
     for total in totals(records):
         names = ("forward_ms", "exchange_ms", "host_ms")
@@ -110,11 +138,13 @@ def measured_lines(records: Sequence[Record]) -> list[Line]:
             W=total.setting["W"] if shaped else None,
             G=total.guess_set_size if shaped else None,
             tokens_per_s=total.tokens_per_s,
-            speedup=total.speedup,
+            speedup=total.tokens_per_s / alone if alone else total.speedup,
             compression=total.compression,
             num_tokens=_a_step(total, "num_tokens", max),
+            launch=total.setting["ranks"],
+            speedup_in_launch=total.speedup,
             **means,
-            **_range(total.speedups),
+            **_range([rate / alone for rate in total.rates] if alone and total.speedups else total.speedups),
         )
         lines.append(line)
     return lines
@@ -186,7 +216,16 @@ def medians(runs: Sequence[Sequence[Line]]) -> list[Line]:
 
 
 def _median(lines: Sequence[Line]) -> Line:
-    names = ("tokens_per_s", "speedup", "compression", "num_tokens", "forward_ms", "exchange_ms", "host_ms")
+    names = (
+        "tokens_per_s",
+        "speedup",
+        "speedup_in_launch",
+        "compression",
+        "num_tokens",
+        "forward_ms",
+        "exchange_ms",
+        "host_ms",
+    )
     found = {name: [getattr(line, name) for line in lines] for name in names}
     middle: dict[str, Any] = {name: median(each) for name, each in found.items() if None not in each}
     speedups = [line.speedup for line in lines if line.speedup]
@@ -200,9 +239,13 @@ def errors_of_runs(runs: Sequence[Sequence[Line]]) -> ErrorsOfRuns:
 
 
 def errors(lines: Iterable[Line], link: str = "gloo") -> dict[tuple[str, int], float]:
-    """How far speed-ups projected over this link are off those measured with the same W and G, by method and ranks."""
+    """How far speed-ups projected over this link are off those measured with the same W and G, by method and ranks.
+
+    Both are over plain decoding on a device as large as each rank has in the launch.
+    """
     speedups: dict[tuple[str, int, int | None, int | None], dict[str, float]] = {}
     for line in lines:
-        if line.speedup and line.tp == 1 and line.link in (None, link):
-            speedups.setdefault((line.method, line.ranks, line.W, line.G), {})[line.kind] = line.speedup
+        speedup = line.speedup_in_launch or line.speedup
+        if speedup and line.tp == 1 and line.link in (None, link):
+            speedups.setdefault((line.method, line.ranks, line.W, line.G), {})[line.kind] = speedup
     return {key[:2]: pair[PROJECTED] / pair[MEASURED] - 1 for key, pair in speedups.items() if len(pair) == 2}

@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+import lp
 from lp.errors import UserError
 
 from .errors import SHOWN, ApiError, of_validation
@@ -41,7 +42,7 @@ def build_app(
         max_body_bytes: of a request.
         host: where the server listens. Without a key, a server of LOOPBACK answers to these names alone.
     """
-    app = FastAPI(title="lp", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="lp", version=lp.__version__, docs_url=None, redoc_url=None)  # theirs need the internet
     for router in (openai_routes(served), llamacpp_routes(served), status_routes(served)):
         app.include_router(router)
     app.add_exception_handler(ApiError, _api_error)
@@ -75,7 +76,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     paths = ", ".join(sorted({route.path for route in request.app.routes}))
     messages = {
-        404: f"there is no path {request.url.path!r}; there are {paths}",
+        404: f"there is no path {request.url.path[:SHOWN]!r}; there are {paths}; /docs says what they take",
         405: f"{request.url.path} does not take {request.method}",
     }
     headers = dict(error.headers or {})

@@ -15,12 +15,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     StringConstraints,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from lp.errors import UserError
+from lp.sampling.params import LEAST_TEMPERATURE, MOST_PENALTY
 
 from .errors import SHOWN
 
@@ -59,6 +62,70 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _not_too_cold(value: float) -> float:
+    """Refuse a temperature by which scores would overflow."""
+    if 0 < value < LEAST_TEMPERATURE:
+        raise UserError(f"temperature is {value!r}; give 0, which is greedy, or at least {LEAST_TEMPERATURE:g}")
+    return value
+
+
+NotTooCold = AfterValidator(_not_too_cold)
+RepetitionPenalty = Annotated[float, Field(ge=1 / MOST_PENALTY, le=MOST_PENALTY)]
+CountedPenalty = Annotated[float, Field(ge=-MOST_PENALTY, le=MOST_PENALTY)]
+LastTokens = Annotated[Int, Field(ge=-1)]
+
+
+def _check_prompt(value: Any, wanted: str, several: bool) -> Any:
+    """Refuse the first thing that is no prompt, by its place: an error of each type that it could be says nothing.
+
+    Args:
+        value: of the field.
+        wanted: what may be given.
+        several: whether it may be a list of prompts.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise UserError(f"prompt is {_shown(value)}; give {wanted}")
+    if not value:
+        raise UserError(f"prompt is []; give {wanted}, with one token or more")
+    if not several or _is_id(value[0]):
+        _check_ids(value, "prompt", wanted)
+        return value
+    kind = type(value[0])
+    for place, each in enumerate(value):
+        if type(each) is not kind or kind not in (str, list):
+            raise UserError(f"prompt[{place}] is {_shown(each)}; give {wanted}, not of several kinds")
+        if each == []:
+            raise UserError(f"prompt[{place}] is []; give one token id or more")
+        if kind is list:
+            _check_ids(each, f"prompt[{place}]", "token ids")
+    return value
+
+
+def _check_ids(values: list[Any], name: str, wanted: str) -> None:
+    for place, each in enumerate(values):
+        if not _is_id(each):
+            raise UserError(f"{name}[{place}] is {_shown(each)}; give {wanted}; a token id is an integer >= 0")
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _shown(value: Any) -> str:
+    text = repr(value[:SHOWN] if isinstance(value, str | list) else value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _prompts(value: Any) -> Any:
+    return _check_prompt(value, "a text, texts, token ids, or lists of token ids", several=True)
+
+
+def _one_prompt(value: Any) -> Any:
+    return _check_prompt(value, "one text, or its token ids; /v1/completions takes several", several=False)
+
+
 Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS), BeforeValidator(_listed)]
 
 
@@ -76,33 +143,84 @@ class Body(Fields):
 
     Attributes:
         REFUSED: settings that would change the text and cannot be had, and what to do instead.
+        NEUTRAL: of such settings, values that change nothing; of the others, nothing, false, and numbers up to 0 do.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     REFUSED: ClassVar[dict[str, str]] = {}
+    NEUTRAL: ClassVar[dict[str, Any]] = {
+        **dict.fromkeys(("tfs_z", "num_beams", "guidance_scale", "repetition_penalty", "min_keep", "n", "n_cmpl"), 1),
+        **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), True),
+    }
 
     @model_validator(mode="after")
     def _refuse(self) -> Body:
         for name, remedy in self.REFUSED.items():
-            if (self.model_extra or {}).get(name):
+            if name in (self.model_extra or {}) and self._changes_text(name, (self.model_extra or {})[name]):
                 raise UserError(f"{name} is not supported; {remedy}")
         return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """With what is refused, which no schema tells."""
+        schema = handler(core_schema)
+        handler.resolve_ref_schema(schema).update({"x-refused": cls.REFUSED} if cls.REFUSED else {})
+        return schema
+
+    def _changes_text(self, name: str, value: Any) -> bool:
+        neutral = self.NEUTRAL.get(name, 0)
+        if neutral is True:
+            return value is not True
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return value > neutral if number else bool(value)
 
 
 class Sampled(Body):
     """How tokens are sampled; what is not given is the server's own setting."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    REFUSED = {
+        **dict.fromkeys(
+            ("mirostat", "mirostat_mode", "tfs_z", "top_a", "top_n_sigma", "epsilon_cutoff", "eta_cutoff", "min_keep"),
+            "take temperature, top_k, top_p, min_p and typical_p",
+        ),
+        **dict.fromkeys(
+            ("dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor", "adaptive_target"),
+            "take temperature, top_k, top_p, min_p and typical_p",
+        ),
+        "no_repeat_ngram_size": "give frequency_penalty",
+        "guidance_scale": "leave it out",
+        "lora": "load the model with its adapter",
+    }
+    temperature: Annotated[float, Field(ge=0, le=2), NotTooCold] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    repeat_last_n: LastTokens | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Int | None = None
     ignore_eos: Bool = False
+
+    @property
+    def penalty(self) -> float | None:
+        """By transformers' name, or by llama.cpp's."""
+        return self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
+
+    @model_validator(mode="after")
+    def _one_penalty(self) -> Sampled:
+        if (
+            None not in (self.repetition_penalty, self.repeat_penalty)
+            and self.repetition_penalty != self.repeat_penalty
+        ):
+            raise UserError(
+                f"repetition_penalty is {self.repetition_penalty:g} and repeat_penalty is {self.repeat_penalty:g}, "
+                "which are one setting; give one of them"
+            )
+        return self
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -160,6 +278,7 @@ class OpenAI(Sampled):
     """What both of OpenAI's endpoints take."""
 
     REFUSED = {
+        **Sampled.REFUSED,
         **dict.fromkeys(
             ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
             "give response_format",
@@ -167,7 +286,15 @@ class OpenAI(Sampled):
         **dict.fromkeys(("grammar", "json_schema"), "give response_format, or take /completion"),
         **dict.fromkeys(("bad_words", "allowed_token_ids", "min_tokens"), "give logit_bias"),
         "stop_token_ids": "give stop",
-        "use_beam_search": "a step verifies one path, and beams depend on each other: leave it out",
+        "include_stop_str_in_output": "a text ends before its stop string",
+        "truncate_prompt_tokens": "send as much as there is room for",
+        "prompt_logprobs": "give echo and logprobs to /v1/completions",
+        "skip_special_tokens": "special tokens are no text",
+        "n_probs": "give logprobs",
+        **dict.fromkeys(
+            ("use_beam_search", "num_beams"),
+            "a step verifies one path, and beams depend on each other: leave it out",
+        ),
     }
     model: Text | None = None
     n: Annotated[Int, Field(ge=1, le=MOST_CHOICES)] = 1
@@ -190,16 +317,34 @@ class OpenAI(Sampled):
         return self
 
 
+def _first(*given: int | None) -> int | None:
+    """The first one that is given."""
+    return next((each for each in given if each is not None), None)
+
+
 class CompletionBody(OpenAI):
     """/v1/completions."""
 
-    REFUSED = {**OpenAI.REFUSED, "prompt_embeds": "give a text or token ids"}
-    prompt: Text | TokenIds | Texts | TokenLists
+    REFUSED = {
+        **OpenAI.REFUSED,
+        "prompt_embeds": "give a text or token ids",
+        "add_special_tokens": "give token ids",
+        "top_logprobs": "give logprobs",
+        "max_completion_tokens": "give max_tokens",
+        "prediction": "/v1/chat/completions has it",
+    }
+    prompt: Annotated[Text | TokenIds | Texts | TokenLists, BeforeValidator(_prompts)]
     suffix: Text | None = None
-    max_tokens: Annotated[Int, Field(ge=0)] | None = None
+    max_tokens: Annotated[Int, Field(ge=-1)] | None = None
+    n_predict: Annotated[Int, Field(ge=-2)] | None = None
     logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Bool = False
     best_of: Int | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """By OpenAI's name of the limit, or llama.cpp's."""
+        return _first(self.max_tokens, self.n_predict)
 
     @model_validator(mode="after")
     def _sound(self) -> CompletionBody:
@@ -209,8 +354,9 @@ class CompletionBody(OpenAI):
             raise UserError("echo is true with a suffix; leave one of them out")
         if self.suffix and not isinstance(self.prompt, str):
             raise UserError("suffix is given, but prompt is no single text; give one text before the gap")
-        if self.max_tokens == 0 and not self.echo:
-            raise UserError("max_tokens is 0, which leaves nothing to do without echo; ask for at least one token")
+        if self.most_tokens == 0 and not self.echo:
+            name = "n_predict" if self.max_tokens is None else "max_tokens"
+            raise UserError(f"{name} is 0, which leaves nothing to do without echo; ask for at least one token")
         return self
 
 
@@ -292,12 +438,27 @@ class Prediction(Fields):
     content: Content
 
 
+def _some(value: int, info: ValidationInfo) -> int:
+    """Refuse an answer of no tokens."""
+    if value == 0:
+        raise UserError(f"{info.field_name} is 0; ask for one token or more, or give -1 for the server's own limit")
+    return value
+
+
+AnswerTokens = Annotated[Int, Field(ge=-1), AfterValidator(_some)]
+
+
 class ChatBody(OpenAI):
     """/v1/chat/completions."""
 
     REFUSED = {
         **OpenAI.REFUSED,
         "functions": "give tools",
+        **dict.fromkeys(
+            ("reasoning_effort", "enable_thinking"), "give what the model's template reads in chat_template_kwargs"
+        ),
+        "add_generation_prompt": "give the text so far to /v1/completions",
+        **dict.fromkeys(("prompt", "suffix", "echo"), "/v1/completions has it"),
         "chat_template": "the server has its own, by its setting chat_template",
         "continue_final_message": "give the text so far to /v1/completions",
         "documents": "give chat_template_kwargs.documents",
@@ -306,9 +467,9 @@ class ChatBody(OpenAI):
         "web_search_options": "this server has no search",
     }
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_tokens: Annotated[Int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
-    n_predict: Annotated[Int, Field(ge=-1)] | None = None
+    max_tokens: AnswerTokens | None = None
+    max_completion_tokens: AnswerTokens | None = None
+    n_predict: Annotated[Int, Field(ge=-2)] | None = None
     logprobs: Bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     prediction: Prediction | None = None
@@ -320,10 +481,8 @@ class ChatBody(OpenAI):
     @property
     def most_tokens(self) -> int | None:
         """By OpenAI's names of the limit, or llama.cpp's, whose 0 caches the prompt alone, by one token."""
-        given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if given is None and self.n_predict is not None and self.n_predict >= 0:
-            return max(self.n_predict, 1)
-        return given
+        given = _first(self.max_completion_tokens, self.max_tokens, self.n_predict)
+        return 1 if given == 0 else given
 
     @model_validator(mode="after")
     def _sound(self) -> ChatBody:
@@ -339,34 +498,69 @@ class ChatBody(OpenAI):
         return self
 
 
+SAMPLERS = {  # llama.cpp's letters of them; those without a setting here change nothing
+    "k": "top_k",
+    "p": "top_p",
+    "m": "min_p",
+    "y": "typ_p",
+    "t": "temperature",
+    "e": "penalties",
+    "d": "dry",
+    "x": "xtc",
+    "s": "top_n_sigma",
+    "i": "infill",
+    "a": "adaptive_p",
+}
+OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "nucleus": "top_p", "temp": "temperature"}
+
+
+def _sampler_names(value: Any) -> Any:
+    """A chain as names, which llama.cpp takes as letters, too.
+
+    Raises:
+        UserError: names what is no sampler.
+    """
+    if not isinstance(value, str | list):
+        return value
+    names = [SAMPLERS.get(letter, letter) for letter in value] if isinstance(value, str) else value
+    plain = [name.replace("-", "_") if isinstance(name, str) else name for name in names]
+    known = [OTHER_NAMES.get(name, name) if isinstance(name, str) else name for name in plain]
+    for name, given in zip(known, names, strict=True):
+        if name not in SAMPLERS.values():
+            raise UserError(f"samplers has {_shown(given)}; give some of {', '.join(SAMPLERS.values())}")
+    return known
+
+
 class LlamaCpp(Body):
     """What both of llama.cpp's endpoints take."""
 
     REFUSED = {
-        "mirostat": "take temperature, top_k and top_p",
-        "lora": "load the model with its adapter",
-        "image_data": "this model takes text alone",
-        "n_probs": "/v1/completions has logprobs",
-        "logit_bias": "/v1/completions has it",
-        **dict.fromkeys(("dry_multiplier", "xtc_probability", "dynatemp_range"), "take temperature, top_k and top_p"),
+        **Sampled.REFUSED,
+        **dict.fromkeys(("image_data", "multimodal_data"), "this model takes text alone"),
+        **dict.fromkeys(("n_probs", "logprobs", "top_logprobs"), "/v1/completions has logprobs"),
+        **dict.fromkeys(("logit_bias", "n", "n_cmpl", "echo", "suffix"), "/v1/completions has it"),
+        "repetition_penalty": "give repeat_penalty",
+        "response_format": "give json_schema or grammar",
     }
-    prompt: Text | TokenIds = ""
-    n_predict: Annotated[Int, Field(ge=-1)] = -1
-    temperature: Annotated[float, Field(ge=0)] = 0.8
+    prompt: Annotated[Text | TokenIds, BeforeValidator(_one_prompt)] = ""
+    n_predict: Annotated[Int, Field(ge=-2)] = -1
+    max_tokens: Annotated[Int, Field(ge=-2)] | None = None
+    temperature: Annotated[float, Field(ge=0), NotTooCold] = 0.8
     top_k: Int = 40
     top_p: Annotated[float, Field(ge=0)] = 0.95
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.05
     typical_p: Annotated[float, Field(gt=0)] = 1.0
-    repeat_penalty: Annotated[float, Field(gt=0)] = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    repeat_penalty: RepetitionPenalty = 1.0
+    repeat_last_n: LastTokens = -1
+    presence_penalty: CountedPenalty = 0.0
+    frequency_penalty: CountedPenalty = 0.0
     seed: Int = -1
     stop: Stops = []
     stream: Bool = False
-    samplers: Names | Text | None = None
+    samplers: Annotated[Names, BeforeValidator(_sampler_names)] | None = None
     cache_prompt: Bool = True
     n_indent: Annotated[Int, Field(ge=0)] = 0
-    t_max_predict_ms: Annotated[float, Field(ge=0)] = 0
+    t_max_predict_ms: Annotated[float, Field(ge=-1)] = 0  # 0 and -1: no limit
     ignore_eos: Bool = False
     grammar: Text = ""
     json_schema: dict[str, Any] | None = None
@@ -380,6 +574,12 @@ class LlamaCpp(Body):
         return ("json_schema", json.dumps(self.json_schema)) if self.json_schema else None
 
     @property
+    def most_tokens(self) -> int:
+        """By either name of the limit."""
+        given = self.n_predict if "n_predict" in self.model_fields_set else self.max_tokens
+        return self.n_predict if given is None else given
+
+    @property
     def top(self) -> dict[str, Any]:
         """What the samplers of its chain leave out, as fields of lp.SamplingParams; none for greedy decoding."""
         on = self.samples_by
@@ -388,13 +588,13 @@ class LlamaCpp(Body):
             "top_k": max(self.top_k, 0) if on("top_k") else 0,
             "top_p": min(self.top_p, 1.0) if on("top_p") else 1.0,
             "min_p": self.min_p if on("min_p") else 0.0,
-            "typical_p": min(self.typical_p, 1.0) if on("typ_p") or on("typical_p") else 1.0,
+            "typical_p": min(self.typical_p, 1.0) if on("typ_p") else 1.0,
             "repetition_penalty": self.repeat_penalty if on("penalties") else 1.0,
         }
 
     def samples_by(self, name: str) -> bool:
         """Whether the sampler is in the chain, which has all of them where none is given by names."""
-        return not isinstance(self.samplers, list) or name in self.samplers
+        return self.samplers is None or name in self.samplers
 
 
 class ExtraBody(Fields):
@@ -408,6 +608,9 @@ class ExtraBody(Fields):
 class InfillBody(LlamaCpp):
     """/infill."""
 
+    REFUSED = {name: remedy for name, remedy in LlamaCpp.REFUSED.items() if name != "suffix"} | {
+        "suffix": "give input_suffix"
+    }
     prompt: Text = ""
     input_prefix: Text
     input_suffix: Text

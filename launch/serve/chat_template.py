@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..chat_tokens import LiteralCopy, chat_tokens, text_tokens
 from .bodies import ChatBody, Message, plain_text
-from .errors import ApiError
+from .errors import SHOWN, ApiError
 
 # How a template is applied, and which one: a client's own could run for ever.
 SET_HERE = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
@@ -35,9 +35,15 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: Lit
     """
     given = body.chat_template_kwargs or {}
     for name in SET_HERE.intersection(given):
+        if name == "add_generation_prompt" and given[name] is True:
+            continue
         raise ApiError(
-            400, f"chat_template_kwargs has {name!r}, which no template reads; leave it out", "chat_template_kwargs"
+            400,
+            f"chat_template_kwargs.{name} is {repr(given[name])[:SHOWN]}, and the server sets {name} itself: the "
+            "assistant's turn begins behind the messages, by the server's own template; leave it out",
+            "chat_template_kwargs",
         )
+    given = {name: value for name, value in given.items() if name not in SET_HERE}
     if not tokenizer.chat_template:
         text = ""
         for message in body.messages:

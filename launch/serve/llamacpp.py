@@ -18,6 +18,8 @@ from .responses import streamed, whole
 from .served import Served, TextGroup, Wanted
 from .spec import TextSpec
 
+DRAWN_SEEDS = (-1, 0xFFFFFFFF)  # llama.cpp draws one for these
+
 
 def llamacpp_routes(served: Served) -> APIRouter:
     """The routes."""
@@ -49,7 +51,7 @@ def llamacpp_routes(served: Served) -> APIRouter:
         extras = [Extra(extra.filename, extra.text) for extra in body.input_extra]
         room = None
         if served.context is not None:
-            wanted = served.limits.max_new_tokens if body.n_predict < 0 else max(body.n_predict, 1)
+            wanted = served.limits.max_new_tokens if body.most_tokens < 0 else max(body.most_tokens, 1)
             room = served.context - min(wanted, served.context // 2)
         prompt, truncated = await asyncio.to_thread(
             served.fim.prompt, body.input_prefix + body.prompt, body.input_suffix, room, extras
@@ -77,18 +79,20 @@ class LlamaCompletion:
         self.body = body
         self.prompt = prompt
         self.truncated = truncated
-        wanted = served.limits.max_new_tokens if body.n_predict < 0 else body.n_predict
+        wanted = body.most_tokens
+        penalised = body.samples_by("penalties")
         self.spec = TextSpec(
             prompt=prompt,
-            max_new_tokens=served.new_tokens(prompt, max(wanted, 1)),  # the prompt alone is cached by one token
-            sampling=served.sampled(body.top, None if body.seed == -1 else body.seed),
+            max_new_tokens=served.new_tokens(prompt, wanted or 1),  # the prompt alone is cached by one token
+            sampling=served.sampled(body.top, None if body.seed in DRAWN_SEEDS else body.seed),
             eos=served.ends(ends or [], body.ignore_eos),
-            presence_penalty=body.presence_penalty if body.samples_by("penalties") else 0.0,
-            frequency_penalty=body.frequency_penalty if body.samples_by("penalties") else 0.0,
+            presence_penalty=body.presence_penalty if penalised else 0.0,
+            frequency_penalty=body.frequency_penalty if penalised else 0.0,
+            repeat_last_n=body.repeat_last_n,
             grammar=body.grammar_given,
         )
         self.nothing = wanted == 0
-        limit_s = body.t_max_predict_ms / 1000
+        limit_s = max(body.t_max_predict_ms, 0) / 1000
         self.text = Wanted(self.spec, [*served.stop, *body.stop], body.n_indent, limit_s or None)
 
     async def whole(self) -> dict[str, Any]:
@@ -123,7 +127,7 @@ class LlamaCompletion:
         """What comes with the end."""
         predicted = 0 if self.nothing else ending.num_tokens
         generated = 0 if self.nothing else ending.generated
-        sampling = self.spec.sampling or {"temperature": 0.0}
+        sampling = self.spec.sampling or {}
         return {
             "index": 0,
             "id_slot": 0,

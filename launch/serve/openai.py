@@ -62,7 +62,7 @@ def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | N
         "top_k": body.top_k,
         "min_p": body.min_p,
         "typical_p": body.typical_p,
-        "repetition_penalty": body.repetition_penalty,
+        "repetition_penalty": body.penalty,
     }
     return TextSpec(
         prompt=prompt,
@@ -72,6 +72,7 @@ def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | N
         logit_bias=served.biases(body.logit_bias),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
+        repeat_last_n=-1 if body.repeat_last_n is None else body.repeat_last_n,
         grammar=body.grammar_given,
     )
 
@@ -129,7 +130,7 @@ class _Answer:
     def _seed(self) -> dict[str, Any]:
         """That repeats the text, if it was sampled."""
         sampling = self.texts[0].spec.sampling if self.texts else None
-        return {"seed": sampling["seed"]} if sampling else {}
+        return {"seed": sampling["seed"]} if sampling and sampling["temperature"] else {}
 
     def choices_of(self, spec: TextSpec) -> list[Wanted]:
         """The n texts of a prompt."""
@@ -161,9 +162,9 @@ class Completion(_Answer):
         served.check_count(len(prompts) * body.n)
         self.prompts = [served.checked(prompt, "prompt") for prompt in prompts]
         self.echoes = self._sent() if body.echo else [""] * len(self.prompts)
-        if body.max_tokens == 0:
+        if body.most_tokens == 0:
             return
-        limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        limit = COMPLETION_TOKENS if body.most_tokens is None else body.most_tokens
         for prompt in self.prompts:
             spec = spec_of(served, body, prompt, limit)
             spec = replace(spec, eos=served.ends(ends, body.ignore_eos), logprobs=body.logprobs)
@@ -195,7 +196,7 @@ class Completion(_Answer):
             one = given[place]
             detokenizer = Detokenizer(self.served.words)
             texts.append(one if isinstance(one, str) else detokenizer.push(prompt))
-            if self.body.max_tokens == 0:
+            if self.body.most_tokens == 0:
                 texts[-1] += detokenizer.flush()
         return texts
 

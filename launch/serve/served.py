@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,9 +21,10 @@ from lp.sampling.logprob_sampler import Logprob
 from ..chat_tokens import LiteralCopy, text_tokens
 from ..detokenizer import Vocabulary
 from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
-from .errors import ApiError
+from .errors import SHOWN, ApiError
 from .fim import FimPrompts
 from .metrics import Metrics
+from .names import ModelNames
 from .spec import TextSpec
 from .unfinished import UnfinishedRequests
 from .watch import TextWatch
@@ -52,6 +52,7 @@ class Served:
 
     Args:
         name: of the model, as the user gave it.
+        served_as: what clients call it instead, as of `ModelNames.of`.
         model, tokenizer: loaded.
         loop: runs the engine.
         sampling: of clients that say nothing; None is greedy.
@@ -74,18 +75,21 @@ class Served:
     unfinished: UnfinishedRequests = field(default_factory=lambda: UnfinishedRequests(None))
     fim: FimPrompts | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    served_as: Sequence[str] = ()
     literal: LiteralCopy = field(init=False)  # of the tokenizer
     words: Vocabulary = field(init=False)  # its tokens
+    names: ModelNames = field(init=False)
     _token_names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "literal", LiteralCopy(self.tokenizer))
         object.__setattr__(self, "words", Vocabulary(self.tokenizer))
+        object.__setattr__(self, "names", ModelNames.of(self.name, self.served_as))
 
     @property
     def short_name(self) -> str:
-        """The last part of a path or a hub name, which clients may give too."""
-        return Path(self.name).name or self.name
+        """What the model is called in answers."""
+        return self.names.shown
 
     @property
     def context(self) -> int | None:
@@ -103,8 +107,9 @@ class Served:
         Raises:
             ApiError: 404.
         """
-        if name and name not in (self.name, self.short_name):
-            message = f"there is no model {name!r}; this server has {self.short_name!r}"
+        if name and not self.names.has(name):
+            known = " or ".join(map(repr, self.names.listed))
+            message = f"there is no model {name[:SHOWN]!r}; this server has {known}, or leave model out"
             raise ApiError(404, message, "model", "model_not_found")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -131,25 +136,34 @@ class Served:
         return ids
 
     def new_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """How many tokens a text may have: what the client wants, as far as the context goes."""
-        most = self.limits.max_new_tokens if wanted is None else wanted
+        """How many tokens a text may have, as far as the context goes.
+
+        Args:
+            prompt: token ids.
+            wanted: what the client says; None or -1 leaves it to the server, -2 is all of the context, as of llama.cpp.
+        """
+        most = self.limits.max_new_tokens if wanted is None or wanted < 0 else wanted
+        if wanted == -2 and self.context is not None:
+            return self.context - len(prompt)
         return most if self.context is None else min(most, self.context - len(prompt))
 
-    def sampled(self, wanted: dict[str, Any], seed: int | None) -> dict[str, Any] | None:
-        """The fields of lp.SamplingParams, where the client's replace the server's; None is greedy.
+    def sampled(self, wanted: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """The fields of lp.SamplingParams, where the client's replace the server's.
 
         Args:
             wanted: fields that are given; None where the client gives none.
             seed: any integer; None draws one.
         """
         given = {name: value for name, value in wanted.items() if value is not None}
-        if given.get("temperature", 1.0 if self.sampling else 0.0) == 0 or given.get("top_p") == 0:
-            return None
+        if given.get("top_p") == 0:
+            given |= {"temperature": 0.0, "top_p": 1.0}
         if given.get("top_k") == -1:
             given["top_k"] = 0
-        base = self.sampling or lp.SamplingParams()
-        drawn = secrets.randbits(48) if base.seed is None else base.seed  # exact in JavaScript too
-        return asdict(replace(base, **given, seed=drawn if seed is None else seed % 2**63))
+        params = replace(self.sampling or lp.SamplingParams(temperature=0.0), **given)
+        if params.greedy:
+            return asdict(replace(params, seed=None))
+        drawn = secrets.randbits(48) if params.seed is None else params.seed  # exact in JavaScript too
+        return asdict(replace(params, seed=drawn if seed is None else seed % 2**63))
 
     def ends(self, others: Sequence[int] = (), ignored: bool = False) -> list[int] | None:
         """Token ids that end a text; None for the model's own alone.

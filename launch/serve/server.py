@@ -34,6 +34,7 @@ from ..session import check_common, open_model, sampling_of, say_threads
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
 from .grammars import Grammars
+from .names import served_names
 from .unfinished import UnfinishedRequests, only_server, unfinished_folder
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra
@@ -100,6 +101,7 @@ def check(config: ServeConfig) -> None:
     check_common(config)
     if config.decoder.name == ORACLE:
         raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")
+    served_names(config.served_name)
     check_int("port", config.port, 0, 65535, "0 takes any free one")
     check_int("max_sequences", config.max_sequences, 1, MOST_SEQUENCES, "try 8")
     check_int("max_waiting", config.max_waiting, 0, float("inf"), "0 refuses what can't begin at once")
@@ -156,7 +158,8 @@ def listen(
     loop = EngineLoop(engine, grammars, config.max_waiting, failed.set)
     known = fim_format(loaded.tokenizer, fim)
     served = Served(
-        name=config.served_name or config.model.name,
+        name=config.model.name,
+        served_as=served_names(config.served_name),
         model=loaded.model,
         tokenizer=loaded.tokenizer,
         loop=loop,

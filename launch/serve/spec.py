@@ -9,7 +9,7 @@ from typing import Any
 from transformers import LogitsProcessor, SequenceBiasLogitsProcessor
 
 import lp
-from lp.sampling.penalties import CountPenalty
+from lp.sampling.penalties import CountPenalty, RecentRepetitionPenalty
 
 from .grammars import Grammars
 
@@ -27,6 +27,7 @@ class TextSpec:
         logit_bias: added to the logits of a token, by its id.
         presence_penalty: subtracted from the logits of tokens that were generated.
         frequency_penalty: the same, once for each time.
+        repeat_last_n: the penalties, that of `sampling` too, are on so many last tokens; -1 is all, 0 is no penalty.
         prediction: tokens that the client expects.
         grammar: (kind, text) of the grammar that the text follows, as of `Grammars.grammar`; None for none.
         resumed: first tokens of the text, which a server before this one generated.
@@ -42,6 +43,7 @@ class TextSpec:
     logit_bias: list[tuple[int, float]] = field(default_factory=list)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repeat_last_n: int = -1
     prediction: list[int] = field(default_factory=list)
     grammar: tuple[str, str] | None = None
     resumed: list[int] = field(default_factory=list)
@@ -73,7 +75,7 @@ class TextSpec:
         return {
             "input_ids": [*self.prompt, *self.resumed],
             "max_new_tokens": self.max_new_tokens - len(self.resumed),
-            "sampling": None if self.sampling is None else lp.SamplingParams(**self.sampling),
+            "sampling": self._sampling_params(),
             "sequence": self.sequence,
             "eos_token_id": self.eos,
             "logits_processor": self._processors(),
@@ -81,10 +83,20 @@ class TextSpec:
             "grammar": grammars.grammar(*self.grammar) if self.grammar else None,
         }
 
+    def _sampling_params(self) -> lp.SamplingParams | None:
+        """Without the penalty where it is on the last tokens alone."""
+        if self.sampling is None:
+            return None
+        return lp.SamplingParams(**self.sampling | ({} if self.repeat_last_n == -1 else {"repetition_penalty": 1.0}))
+
     def _processors(self) -> list[LogitsProcessor]:
         processors: list[LogitsProcessor] = []
-        if self.presence_penalty or self.frequency_penalty:
-            processors.append(CountPenalty(len(self.prompt), self.presence_penalty, self.frequency_penalty))
+        last = None if self.repeat_last_n == -1 else self.repeat_last_n
+        if (self.presence_penalty or self.frequency_penalty) and last != 0:
+            processors.append(CountPenalty(len(self.prompt), self.presence_penalty, self.frequency_penalty, last))
         if biases := [[[token], bias] for token, bias in self.logit_bias if bias]:
             processors.append(SequenceBiasLogitsProcessor(biases))
+        penalty = (self.sampling or {}).get("repetition_penalty", 1.0)
+        if last and penalty != 1:
+            processors.append(RecentRepetitionPenalty(penalty, last))
         return processors

@@ -1,4 +1,4 @@
-"""What is not a text: /health, /metrics, /v1/models, /tokenize, /detokenize, /props and the page."""
+"""What is not a text: /health, /metrics, /v1/models, /tokenize, /detokenize, /props, /docs and the page."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 import lp
 
 from ..detokenizer import decoded
 from .bodies import DetokenizeBody, TokenizeBody
+from .docs_page import docs_page
 from .errors import ApiError
 from .served import Served, closing
 
 PAGE = Path(__file__).with_name("page.html")
-OPEN_PATHS = ("/", "/health")  # without the API key: they tell nothing and run nothing
+OPEN_PATHS = ("/", "/health", "/docs", "/openapi.json")  # without the API key: they tell nothing and run nothing
+POLICY = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
 def status_routes(served: Served) -> APIRouter:
@@ -27,8 +29,7 @@ def status_routes(served: Served) -> APIRouter:
 
     @router.get("/")
     async def page() -> Response:
-        policy = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; frame-ancestors 'none'"
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": policy})
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": POLICY})
 
     @router.get("/health")
     @router.get("/v1/health")
@@ -49,7 +50,7 @@ def status_routes(served: Served) -> APIRouter:
     @router.get("/models")
     async def models() -> dict[str, Any]:
         own = {"max_model_len": served.context, "fill_in_the_middle": served.fim is not None}
-        return {"object": "list", "data": [model_data(served.short_name) | own]}
+        return {"object": "list", "data": [model_data(name) | own for name in served.names.listed]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -69,6 +70,10 @@ def status_routes(served: Served) -> APIRouter:
             "plain_tokens_per_s": 1 / times.plain_s if times else None,
             "ranks": served.loop.context.world_size,
         }
+
+    @router.get("/docs")
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(docs_page(request.app.openapi()), headers={"Content-Security-Policy": POLICY})
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:

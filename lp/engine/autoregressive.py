@@ -60,7 +60,7 @@ class AutoregressiveDecoder(Decoder):
                 token = request.sampler.sample_last(logits, text)
             stop = Stop.INTERRUPTED if request.signals.requested else Stop.NONE
             token, stop = agreed_token(self.context.replica, self.model.device, token, stop)
-            check_sampled(token, len(stats), len(text) - 1)
+            check_sampled(token, len(stats), len(text) - 1, request.sampler)
             request.sampler.record([0], [0])
             text.append(token)
             inputs = prompt.new_tensor([[token]])

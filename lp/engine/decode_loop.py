@@ -381,7 +381,7 @@ class Generation:
 
     def _take_plain(self, token: int, layout: StepLayout) -> Stop:
         """Take in what a plain step sampled."""
-        check_sampled(token, len(self.stats), layout.positions[0])
+        check_sampled(token, len(self.stats), layout.positions[0], self.request.sampler)
         self.request.sampler.record([0], [0])
         self.cache.commit([0])
         self.text.append(token)
@@ -494,7 +494,8 @@ class Generation:
     def _verify(self, layout: StepLayout) -> tuple[Outcome, list[int]]:
         """Walk the union of all ranks' trees along what was sampled; the outcome, and this rank's nodes of its path."""
         outcome, own_path = self.union.walk(self.context.rank, 0 if self._warming_up else self.union.num_nodes)
-        check_sampled(outcome.tokens[-1], len(self.stats), len(self.text) - 1 + outcome.accepted)
+        position = len(self.text) - 1 + outcome.accepted
+        check_sampled(outcome.tokens[-1], len(self.stats), position, self.request.sampler)
         self.request.sampler.record(layout.sampled_nodes, own_path)
         return outcome, own_path
 

@@ -95,7 +95,8 @@ class Decoder(ABC):
         Args:
             input_ids: the prompt, (L,) or (1, L): a list, a numpy array or a tensor of integers.
             max_new_tokens: most tokens to add.
-            sampling: temperature, warpers and seed; None is what the checkpoint says, or else greedy.
+            sampling: temperature, penalty, warpers and seed; a temperature of 0 is greedy, with the penalty. None is what
+                the checkpoint says, or else greedy.
             logits_processor: transformers' processors, applied before the warpers of `sampling`.
             padding: left padding of the prompt, which processors and criteria see and the model does not.
             sequence: index of this sequence in a batch, which sampled noise depends on.
@@ -258,7 +259,7 @@ class Decoder(ABC):
             boundary=boundary,
             prediction=expected,
             grammar=grammar,
-            seed=sampling.seed if sampling else None,
+            seed=None if sampling is None or sampling.greedy else sampling.seed,
         )
 
     @contextmanager
@@ -328,7 +329,7 @@ class Decoder(ABC):
         """With no seed in either, rank 0 draws one for all; ranks that need none take part too."""
         if sampling is not None and sampling.seed is None and seed is not None:
             sampling = replace(sampling, seed=seed)
-        wanted = sampling is not None and sampling.seed is None
+        wanted = sampling is not None and sampling.seed is None and not sampling.greedy
         seed = shared_seed(self.context, f"drawing the seed of {self.call}", wanted)
         return replace(sampling, seed=seed) if sampling is not None and wanted else sampling
 

@@ -233,7 +233,7 @@ class Journal:
             options["generation_config"] = said
         name = _text_name(model, ids, new, sampling, options)
         record = self.records.setdefault(name, Record())
-        sampled = checkpoint.samples if sampling is None else True
+        sampled = checkpoint.samples if sampling is None else not sampling.greedy
         given = sampling.seed if sampling is not None and sampling.seed is not None else call.get("seed")
         if sampled and given is None and record.seed is None:
             record.seed = shared_seed(self.context, "drawing the seed of a journal's text")

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
 
+# Of a model's finite logits (65504 at most in float16), scores within these limits are finite in float32.
+LEAST_TEMPERATURE = 1e-20
+MOST_PENALTY = 1e6
+
+
 class Verifier(StrEnum):
     """How sampled text is verified."""
 
@@ -27,14 +32,16 @@ class SamplingParams:
     """Sampling that reproduces: one seed gives one text with lookahead on or off, on any number of ranks.
 
     Args:
-        temperature: > 0; greedy decoding is `sampling=None`.
+        temperature: 0 takes the likeliest token behind the penalty, as `sampling=None` does without one; the seed and
+            what leaves tokens out (top_k, top_p, min_p, typical_p) change nothing then. Else at least 1e-20.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
         min_p: drop tokens less likely than this share of the likeliest token's probability; 0 keeps all.
         typical_p: locally typical sampling; 1 keeps all.
-        repetition_penalty: > 0; 1 is none.
+        repetition_penalty: in [1e-6, 1e6]; 1 is none.
         seed: 0 <= seed < 2**63; None draws one from torch's generator, rank 0's for all.
-        verifier: "coupled", or "rejection", which is equal to plain sampling in distribution only.
+        verifier: "coupled", or "rejection", which is equal to plain sampling in distribution only, and draws: it
+            needs a temperature > 0.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -50,10 +57,18 @@ class SamplingParams:
     verifier: Verifier = Verifier.COUPLED
 
     def __post_init__(self) -> None:
-        _check_above(self, "temperature", math.inf, "greedy is sampling=None, in the apps sampling=greedy")
-        _check_above(self, "top_p", 1, "1.0 keeps every token")
-        _check_above(self, "typical_p", 1, "1.0 keeps every token")
-        _check_above(self, "repetition_penalty", math.inf, "1.0 is no penalty")
+        temperature = as_float(self.temperature)
+        if temperature is None or not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
+            limit = f"0, which is greedy, or a number >= {LEAST_TEMPERATURE:g}"
+            raise UserError(f"temperature is {self.temperature!r}; it must be {limit}; try 0.8")
+        set_field(self, "temperature", temperature)
+        _check_share(self, "top_p")
+        _check_share(self, "typical_p")
+        penalty = as_float(self.repetition_penalty)
+        if penalty is None or not 1 / MOST_PENALTY <= penalty <= MOST_PENALTY:
+            limit = f"a number in [{1 / MOST_PENALTY:g}, {MOST_PENALTY:g}]"
+            raise UserError(f"repetition_penalty is {self.repetition_penalty!r}; it must be {limit}; 1.0 is no penalty")
+        set_field(self, "repetition_penalty", penalty)
         min_p = as_float(self.min_p)
         if min_p is None or not 0 <= min_p < 1:
             raise UserError(f"min_p is {self.min_p!r}; it must be a number in [0, 1); 0 keeps every token")
@@ -62,6 +77,15 @@ class SamplingParams:
         if self.seed is not None:
             check_count(self, "seed", 0, 2**63 - 1, "leave it null to draw one")
         check_choice(self, "verifier", Verifier)
+        if self.greedy and self.verifier is Verifier.REJECTION:
+            raise UserError(
+                "verifier is 'rejection' with a temperature of 0, which draws nothing; leave one of them out"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the likeliest one behind the penalty."""
+        return self.temperature == 0
 
     def processors(self) -> list[LogitsProcessor]:
         """transformers' processors for these settings, in its order."""
@@ -69,20 +93,28 @@ class SamplingParams:
 
         settings: tuple[tuple[Callable[[Any], LogitsProcessor], float, float], ...] = (  # the last: changes nothing
             (tf.RepetitionPenaltyLogitsProcessor, self.repetition_penalty, 1),
+        )
+        warpers: tuple[tuple[Callable[[Any], LogitsProcessor], float, float], ...] = (
             (tf.TemperatureLogitsWarper, self.temperature, 1),
             (tf.TopKLogitsWarper, self.top_k, 0),
             (tf.TopPLogitsWarper, self.top_p, 1),
             (tf.MinPLogitsWarper, self.min_p, 0),
             (tf.TypicalLogitsWarper, self.typical_p, 1),
         )
+        if not self.greedy:
+            settings += warpers
         return [processor(value) for processor, value, neutral in settings if value != neutral]
 
 
-def _check_above(config: SamplingParams, name: str, high: float, remedy: str) -> None:
-    """Refuse a field that is not finite and in (0, high], and make it a float."""
+def is_greedy(sampling: SamplingParams | None) -> bool:
+    """Whether tokens are not drawn."""
+    return sampling is None or sampling.greedy
+
+
+def _check_share(config: SamplingParams, name: str) -> None:
+    """Refuse a field that is not in (0, 1], and make it a float."""
     value = getattr(config, name)
     number = as_float(value)
-    if number is None or not 0 < number <= high or math.isinf(number):
-        limit = "a number > 0" if math.isinf(high) else f"a number in (0, {high:g}]"
-        raise UserError(f"{name} is {value!r}; it must be {limit}; {remedy}")
+    if number is None or not 0 < number <= 1:
+        raise UserError(f"{name} is {value!r}; it must be a number in (0, 1]; 1.0 keeps every token")
     set_field(config, name, number)

@@ -1,4 +1,4 @@
-"""Penalties on tokens that were generated already, as OpenAI's interface has them.
+"""Penalties on tokens that came already: of a text so far, as OpenAI's interface has them, or of its last tokens.
 
 n: nodes, L: tokens of the prefix, V: vocabulary.
 """
@@ -6,7 +6,7 @@ n: nodes, L: tokens of the prefix, V: vocabulary.
 from __future__ import annotations
 
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 
 class CountPenalty(LogitsProcessor):
@@ -16,14 +16,16 @@ class CountPenalty(LogitsProcessor):
         prompt_tokens: of the prompt, whose tokens do not count.
         presence: subtracted once.
         frequency: subtracted for each time.
+        last: so many last tokens count; None for all.
     """
 
     per_branch = True
 
-    def __init__(self, prompt_tokens: int, presence: float, frequency: float) -> None:
+    def __init__(self, prompt_tokens: int, presence: float, frequency: float, last: int | None = None) -> None:
         self.prompt_tokens = prompt_tokens
         self.presence = presence
         self.frequency = frequency
+        self.last = last
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores (n, V).
@@ -32,7 +34,32 @@ class CountPenalty(LogitsProcessor):
             input_ids: (n, L).
             scores: (n, V).
         """
-        generated = input_ids[:, self.prompt_tokens :]
+        first = self.prompt_tokens if self.last is None else max(self.prompt_tokens, input_ids.shape[1] - self.last)
+        generated = input_ids[:, first:]
         counts = torch.zeros_like(scores)
         counts.scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
         return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class RecentRepetitionPenalty(RepetitionPenaltyLogitsProcessor):
+    """transformers' repetition penalty on the last tokens alone, of the prompt or not.
+
+    Args:
+        penalty: as transformers has it.
+        last: how many tokens.
+    """
+
+    per_branch = True
+
+    def __init__(self, penalty: float, last: int) -> None:
+        super().__init__(penalty)
+        self.last = last
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (n, V).
+
+        Args:
+            input_ids: (n, L).
+            scores: (n, V).
+        """
+        return super().__call__(input_ids[:, -self.last :], scores)

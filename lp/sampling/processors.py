@@ -33,6 +33,14 @@ PREFIX_FREE = (
     tf.LogitNormalization,
     tf.TopHLogitsWarper,
 )
+# Of these, those whose best score is finite where that of the logits is, within the limits of lp.SamplingParams.
+KEEP_FINITE = (
+    tf.TemperatureLogitsWarper,
+    tf.TopKLogitsWarper,
+    tf.TopPLogitsWarper,
+    tf.MinPLogitsWarper,
+    tf.TypicalLogitsWarper,
+)
 # Functions of each node's (prefix, scores): one call a depth, since the prefixes of one depth have one length.
 BY_PREFIX = (
     tf.RepetitionPenaltyLogitsProcessor,
@@ -97,6 +105,11 @@ class BranchProcessors:
 
     def __len__(self) -> int:
         return len(self._processors)
+
+    @property
+    def changing(self) -> list[str]:
+        """Names of those that may make infinite scores of finite ones: all but those that only leave tokens out."""
+        return [type(processor).__name__ for processor in self._processors if type(processor) not in KEEP_FINITE]
 
     def settings(self) -> list[Any]:
         """Names and settings, in a form that reads the same on every rank."""

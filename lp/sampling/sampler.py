@@ -21,7 +21,7 @@ from transformers import LogitsProcessor
 from lp.digest import chain_digest
 from lp.errors import UserError
 from lp.sampling.noise import NoiseCache
-from lp.sampling.params import SamplingParams, Verifier
+from lp.sampling.params import SamplingParams, Verifier, is_greedy
 from lp.sampling.processors import BranchProcessors
 from lp.sampling.top_logits import INVALID_TOKEN
 from lp.to_device import to_device
@@ -302,7 +302,7 @@ def build_sampler(
     """The sampler of one call.
 
     Args:
-        sampling: None is greedy; its seed must be drawn already.
+        sampling: None is greedy; the seed of what draws must be drawn already.
         processors: the caller's, applied before the warpers of `sampling`.
         padding: left padding, for processors alone.
         sequence: index in the batch.
@@ -315,9 +315,10 @@ def build_sampler(
     Raises:
         ValueError: a processor that can't be used branch by branch.
     """
-    if sampling is None:
-        return Sampler(BranchProcessors(processors, padding))
-    branch_processors = BranchProcessors([*processors, *sampling.processors()], padding)
+    own = sampling.processors() if sampling else []
+    branch_processors = BranchProcessors([*processors, *own], padding)
+    if sampling is None or is_greedy(sampling):
+        return Sampler(branch_processors)
     assert sampling.seed is not None
     if sampling.verifier is Verifier.REJECTION:
         generator = torch.Generator().manual_seed(chain_digest(sampling.seed, [sequence, rank]))
@@ -345,17 +346,27 @@ def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], gener
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def check_sampled(token: int, step: int, position: int) -> None:
+def check_sampled(token: int, step: int, position: int, sampler: Sampler) -> None:
     """Refuse to go on from scores that are NaN or infinite: argmax would name some token all the same.
+
+    Args:
+        token: sampled.
+        step: number of the decode step.
+        position: whose scores they are.
+        sampler: of the request, whose processors may have made them so.
 
     Raises:
         NotFinite: the decode step, the position, and the remedy.
     """
-    if token == INVALID_TOKEN:
+    if token != INVALID_TOKEN:
+        return
+    where = f"at step {step} (position {position}) are NaN or infinite"
+    if changing := sampler.processors.changing:
         raise NotFinite(
-            f"the model's logits at step {step} (position {position}) are NaN or infinite; {NOT_FINITE_REMEDY}. So "
-            "they are where logits processors and a grammar together forbid every token; leave some of them out"
+            f"the scores {where}; they are the model's logits behind {', '.join(changing)}, which may overflow, or "
+            f"together forbid every token: leave some of them out. If it fails without them, {NOT_FINITE_REMEDY}"
         )
+    raise NotFinite(f"the model's logits {where}; {NOT_FINITE_REMEDY}")
 
 
 def _finite_argmax(scores: torch.Tensor) -> torch.Tensor:

@@ -113,12 +113,13 @@ def test_a_text_of_several_lines(talk: Callable[..., Ran], prompts: list[dict[st
 
 def test_set_reaches_the_decoder(talk: Callable[..., Ran], prompts: list[dict[str, Any]]) -> None:
     lines = ["/set temperature=0.8 top_p=0.9 seed=3", "a", "/set max_new_tokens=5 verifier=rejection seed=null", "b"]
-    ran = talk("\n".join([*lines, "/set temperature=0", "c", "/set"]))
-    sampled, rejected, greedy = (prompt["asked"] for prompt in prompts)
+    ran = talk("\n".join([*lines, "/set temperature=0", "c", "/set repetition_penalty=1.5", "d", "/set"]))
+    sampled, rejected, greedy, penalised = (prompt["asked"] for prompt in prompts)
     assert sampled == (12, lp.SamplingParams(temperature=0.8, top_p=0.9, seed=3))
     assert rejected == (5, lp.SamplingParams(temperature=0.8, top_p=0.9, verifier=lp.Verifier.REJECTION))
-    assert greedy == (5, None)
-    assert ran.out.splitlines()[-1] == "temperature=0 (greedy) max_new_tokens=5" and ran.err == ""
+    assert greedy == (5, None) and penalised == (5, lp.SamplingParams(temperature=0, repetition_penalty=1.5))
+    assert ran.out.splitlines()[-1] == "temperature=0 (greedy) repetition_penalty=1.5 max_new_tokens=5"
+    assert ran.err == ""
 
 
 def test_sampling_of_the_config_is_used(talk: Callable[..., Ran], prompts: list[dict[str, Any]]) -> None:
@@ -130,7 +131,7 @@ def test_sampling_of_the_config_is_used(talk: Callable[..., Ran], prompts: list[
 
 WRONG = {
     "/set top_p=3": "top_p is 3.0; it must be a number in (0, 1]",
-    "/set temperature=-1": "temperature is -1.0; it must be a number > 0",
+    "/set temperature=-1": "temperature is -1.0; it must be 0, which is greedy, or a number >=",
     "/set heat=1": "unknown setting 'heat'; known: temperature, top_k",
     "/set seed=a": "seed: Value 'a' of type 'str' could not be converted to Integer; /set shows the settings",
     "/set verifier=none": "verifier is 'none'; it must be one of",

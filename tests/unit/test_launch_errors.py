@@ -66,7 +66,7 @@ BAD = {
     "sampling.name=hot": "sampling.name is 'hot'; choose with sampling=<one of greedy, sample>",
     "sampling=hot": "Available options in 'sampling': greedy sample",
     "sampling.temperature=1": "unknown config key 'sampling.temperature'; known here: name; sampling=sample has",
-    "sampling=sample sampling.temperature=0": "temperature is 0.0; it must be a number > 0; greedy is sampling=None",
+    "sampling=sample sampling.temperature=-1": "temperature is -1.0; it must be 0, which is greedy, or a number >=",
     "sampling=sample sampling.top_k=1.5": "sampling.top_k: Value '1.5'",
     "sampling=sample sampling.heat=1": "unknown config key 'sampling.heat'; known here: name, temperature",
     "sampling=sample sampling.verifier=x": "verifier is 'x'; it must be one of ['coupled', 'rejection']",

@@ -391,10 +391,54 @@ def test_one_rank_runs_what_one_rank_can(
             raise SystemExit(3)
 
     monkeypatch.setattr(launch.scaling, "relaunch", relaunch)
-    assert scale("ranks=[1,2]", "weak=false", "links.gloo.hop_us=9", "nodes.nproc=2", f"out={tmp_path}").code == 3
+    methods = "methods=[lookahead,lookahead_auto,plain,transformers_tp]"
+    keys = ("ranks=[1,2]", "weak=false", "links.gloo.hop_us=9", "nodes.nproc=2", f"out={tmp_path}")
+    assert scale(*keys, methods).code == 3
+    assert "methods=[lookahead,lookahead_auto,plain]" in asked[0][1] and methods in asked[1][1]
+    asked.clear()
+    assert scale(*keys).code == 3
     assert "methods=[lookahead,lookahead_auto,plain]" in asked[0][1]
-    assert "methods=[lookahead,lookahead_auto,plain,transformers_tp]" in asked[1][1]
+    assert "methods=[lookahead,lookahead_auto,plain]" in asked[1][1]  # transformers_tp only if asked
     assert all(
         "W=4" in overrides and not [o for o in overrides if o.startswith(("weak", "ranks", "links", "nodes"))]
         for _, overrides in asked
     )
+
+
+def test_plain_decoding_alone_is_launched_where_it_was_not_asked_for(
+    monkeypatch: pytest.MonkeyPatch, scale: Callable[..., Ran], tmp_path: Path
+) -> None:
+    """Speed-ups were over plain decoding beside idle ranks that had its cores: 0.66 x of plain decoding read 1.18 x."""
+    asked: list[tuple[int, str]] = []
+
+    def relaunch(ranks: int, app: str, overrides: list[str], place: Sequence[str]) -> None:
+        asked.append((ranks, next(each for each in overrides if each.startswith("methods="))))
+        out = Path(next(each for each in overrides if each.startswith("out=")).removeprefix("out="))
+        out.mkdir(parents=True)
+        names = asked[-1][1].removeprefix("methods=[").removesuffix("]").split(",")
+        for name in names:
+            seconds = {("plain", 1): 1.0, ("plain", 2): 2.0, ("lookahead", 2): 1.6}[name, ranks]
+            setting = {"task": "a", "W": 4, "N": 3, "G": 4, "ranks": ranks, "tp": 1, "dtype": "float32"}
+            row = {
+                "index": 0, "prompt_digest": "x", "method": name, "task": "a", "tokens": 8, "steps": 4, "accepted": {},
+                "settings": setting | {"methods": names, "model": "m", "parameters": 1e6}, "decode_s": seconds,
+                "rounds_s": [seconds, 1.25 * seconds], "versions": {"torch": "1"}, "hardware": "2 cores", "machine": {},
+                "split": [{"num_tokens": 1.0, "forward_ms": 1.0, "exchange_ms": 0.0, "host_ms": 0.0}],
+            }  # fmt: skip
+            with (out / "records.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    monkeypatch.setattr(launch.scaling, "relaunch", relaunch)
+    monkeypatch.chdir(tmp_path)
+    ran = scale("ranks=[2]", "methods=[lookahead,plain]", f"hydra.run.dir={tmp_path / 'run'}")
+    assert ran.code == 0, ran.err
+    assert asked == [(1, "methods=[plain]"), (2, "methods=[lookahead,plain]")]
+    assert f"the same command with out={tmp_path / 'run'} goes on" in ran.err
+    plain, both, beside = read_lines(tmp_path / "run" / "scaling.csv")
+    assert [line.speedup for line in (plain, both, beside)] == pytest.approx([1.0, 1 / 1.6, 0.5])
+    assert [line.speedup_in_launch for line in (plain, both, beside)] == pytest.approx([1.0, 2 / 1.6, 1.0])
+    assert (both.least, both.most) == pytest.approx((1 / 1.6 / 1.25, 1 / 1.6))
+    table = (tmp_path / "run" / "scaling.md").read_text()
+    assert "plain, in a launch of 2" in table and "| vs plain of the launch |" in table
+    assert "one device with nothing else running, 8.0 tokens/s" in table
+    assert "vs plain of the launch: over plain decoding in the same launch, 4.0 with 2 ranks" in table

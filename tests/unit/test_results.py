@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch.bench.plots import _colours, _without_overlaps, heat_map
+from launch.bench.plots import _colours, _is_line, _without_overlaps, heat_map
 from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import read_lines, write_report
 from launch.bench.scaling import PROJECTED, Line, errors, measured_lines
@@ -292,3 +293,13 @@ def test_scaling_lines_survive_their_csv() -> None:
         for line in read_lines(path):
             assert isinstance(line.ranks, int) and isinstance(line.tokens_per_s, float) and line.num_tokens > 0
             assert (line.link is None) == (line.kind == "measured") and line.cells()[0] == line.method
+
+
+def test_points_of_other_shapes_are_no_line() -> None:
+    """Between W and G of one launch and those of the next there is nothing that was measured."""
+    figures = dict(tokens_per_s=1.0, compression=1.0, num_tokens=1.0, forward_ms=1.0, exchange_ms=0.0, host_ms=0.0)
+    common: dict[str, Any] = dict(method="lookahead", kind="measured", link=None, speedup=1.0, **figures)
+    one, two = Line(ranks=1, W=4, G=4, **common), Line(ranks=2, W=4, G=4, **common)
+    assert _is_line([one, two])
+    assert not _is_line([one, replace(two, W=8)]) and not _is_line([one, replace(two, G=8)])
+    assert not _is_line([one, one])  # one method in two launches

@@ -304,7 +304,7 @@ def test_window_guesses_under_the_samplers_noise() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("temperature", 0.0),
+        ("temperature", 1e-310),
         ("temperature", -1),
         ("temperature", "1"),
         ("top_p", 0.0),
@@ -314,6 +314,8 @@ def test_window_guesses_under_the_samplers_noise() -> None:
         ("min_p", 1.0),
         ("typical_p", 0),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-310),
+        ("repetition_penalty", 2e6),
         ("seed", -1),
         ("seed", 2**63),
     ],
@@ -322,6 +324,41 @@ def test_bad_sampling_is_refused(name: str, value: Any) -> None:
     """The error names the value and the remedy."""
     with pytest.raises(ValueError, match=rf"{name} is {value!r}; it must be .*; "):
         lp.SamplingParams(**{name: value})
+
+
+def test_a_temperature_of_zero_is_greedy_behind_the_penalty() -> None:
+    """A penalty can be had without drawing, as transformers' `generate` has it; what leaves tokens out has no say."""
+    model, ids = tiny_model(), [5, 9, 3, 5, 9, 3, 7]
+    plain = plain_greedy(model, ids, 30)
+    for penalty in (1.0, 1.3):
+        expected = plain_greedy(model, ids, 30, repetition_penalty=penalty)
+        assert (expected == plain) == (penalty == 1)
+        sampling = lp.SamplingParams(temperature=0, repetition_penalty=penalty, top_k=2, typical_p=0.1)
+        for decoder in (lp.AutoregressiveDecoder(model), lp.PlainDecoder(model), lp.LookaheadDecoder(model)):
+            assert decoder.generate(ids, 30, sampling).tokens == expected
+    with pytest.raises(ValueError, match="verifier is 'rejection' with a temperature of 0"):
+        lp.SamplingParams(temperature=0, verifier=lp.Verifier.REJECTION)
+
+
+def test_scores_that_processors_spoil_are_not_the_models_fault() -> None:
+    """Who reads of the model's weights looks for the fault in the wrong place."""
+
+    class Overflows(tf.RepetitionPenaltyLogitsProcessor):
+        per_branch = True
+
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"scores at step 0 .* behind Overflows, which may overflow"):
+        lp.LookaheadDecoder(model).generate([1, 2], 9, logits_processor=[Overflows(1e-310)])
+
+
+def test_the_hardest_settings_keep_scores_finite() -> None:
+    """Limits of a field that let scores overflow would blame the model for what was asked."""
+    logits = torch.tensor([[65504.0, -65504.0, 1.0, -1.0]])
+    for penalty in (1e-6, 1e6):
+        sampling = lp.SamplingParams(temperature=1e-20, repetition_penalty=penalty, seed=0)
+        processors = [CountPenalty(0, 1e6, 1e6), *sampling.processors()]
+        scores = BranchProcessors(processors)(logits, [[]], [0, 1] * 5000)
+        assert scores.isfinite().all()
 
 
 def test_unknown_processors_are_refused_unless_declared() -> None:
