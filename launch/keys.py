@@ -146,7 +146,7 @@ def kind_of(hint: Any) -> str:
         return f"list of {kind_of(typing.get_args(hint)[0])}"
     if isinstance(hint, type) and issubclass(hint, Enum):
         return " or ".join(f"`{member.value}`" for member in hint)
-    return {"str": "text", "bool": "true or false"}.get(hint.__name__, hint.__name__)
+    return {"str": "text", "bool": "true or false", "Any": "any"}.get(hint.__name__, hint.__name__)
 
 
 def shown(value: Any) -> str:

@@ -328,7 +328,7 @@ class ServeConfig(Common):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)  # not in a traceback or a log
-    served_name: Any = None  # a name, or several
+    served_name: Any = None  # text, a list of text, or null
     chat_template: str | None = None
     max_sequences: int = 8
     max_waiting: int = 64

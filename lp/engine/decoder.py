@@ -95,8 +95,8 @@ class Decoder(ABC):
         Args:
             input_ids: the prompt, (L,) or (1, L): a list, a numpy array or a tensor of integers.
             max_new_tokens: most tokens to add.
-            sampling: temperature, penalty, warpers and seed; a temperature of 0 is greedy, with the penalty. None is what
-                the checkpoint says, or else greedy.
+            sampling: temperature, penalty, warpers and seed; a temperature of 0 is greedy, with the penalty. None is
+                what the checkpoint says, or else greedy.
             logits_processor: transformers' processors, applied before the warpers of `sampling`.
             padding: left padding of the prompt, which processors and criteria see and the model does not.
             sequence: index of this sequence in a batch, which sampled noise depends on.
