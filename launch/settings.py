@@ -25,11 +25,13 @@ class Settings:
         sampling: used unless greedy.
         greedy: whether every token is the most likely one.
         max_new_tokens: most tokens of an answer.
+        given: the config says how to sample, whatever the checkpoint does.
     """
 
     sampling: lp.SamplingParams
     greedy: bool
     max_new_tokens: int
+    given: bool = False
 
     @classmethod
     def of(cls, config: ChatConfig) -> Settings:
@@ -42,11 +44,12 @@ class Settings:
         base = sampling or lp.SamplingParams(seed=config.seed)
         greedy = is_greedy(sampling)
         base = replace(base, temperature=1.0) if base.greedy else base
-        return cls(sampling=base, greedy=greedy, max_new_tokens=config.max_new_tokens)
+        given = sampling is not None
+        return cls(sampling=base, greedy=greedy, max_new_tokens=config.max_new_tokens, given=given)
 
     def behind(self, checkpoint: Checkpoint) -> Settings:
         """The same where the config says how to sample; else as the checkpoint does."""
-        if not self.greedy:
+        if self.given:
             return self
         sampling = sampled_by_checkpoint(None, checkpoint, self.sampling.seed)
         return self if sampling is None else replace(self, sampling=sampling, greedy=False)
