@@ -159,11 +159,22 @@ class Served:
             given |= {"temperature": 0.0, "top_p": 1.0}
         if given.get("top_k") == -1:
             given["top_k"] = 0
-        params = replace(self.sampling or lp.SamplingParams(temperature=0.0), **given)
+        params = replace(self._unasked(), **given)
         if params.greedy:
             return asdict(replace(params, seed=None))
         drawn = secrets.randbits(48) if params.seed is None else params.seed  # exact in JavaScript too
         return asdict(replace(params, seed=drawn if seed is None else seed % 2**63))
+
+    def _unasked(self) -> lp.SamplingParams:
+        """What a client gets that gives nothing: what the server's own settings say, the checkpoint's, then greedy."""
+        checkpoint = self.loop.engine.decoder.checkpoint()
+        said = checkpoint.sampling
+        if self.sampling is None and not checkpoint.samples:
+            return lp.SamplingParams(**said | {"temperature": 0.0})
+        base = self.sampling or lp.SamplingParams()
+        neutral = lp.SamplingParams()
+        own = {name for name in said if getattr(base, name) != getattr(neutral, name)}
+        return replace(base, **{name: value for name, value in said.items() if name not in own})
 
     def ends(self, others: Sequence[int] = (), ignored: bool = False) -> list[int] | None:
         """Token ids that end a text; None for the model's own alone.

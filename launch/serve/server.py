@@ -8,8 +8,10 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lp
@@ -79,10 +81,11 @@ def _serve(config: ServeConfig) -> None:
             loaded.tokenizer.chat_template = template
         decoder = builders[config.decoder.name](loaded.model, context)
         assert isinstance(decoder, StepDecoder)
+        decoder.follows = config.generation_config
         engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
         warm_up(engine)
         grammars = Grammars(loaded.tokenizer, vocabulary_size(loaded.model))
-        model = resumed_model(loaded, context) if config.journal else None
+        model = resumed_model(loaded, context, decoder.checkpoint().says) if config.journal else None
         if bound:
             listen(config, bound, loaded, engine, grammars, sampling, fim, unfinished_requests(config, model))
         else:
@@ -187,13 +190,16 @@ def listen(
         raise loop.failure
 
 
-def resumed_model(loaded: Loaded, context: lp.ParallelContext) -> str | None:
+def resumed_model(
+    loaded: Loaded, context: lp.ParallelContext, said: Mapping[str, Any] = MappingProxyType({})
+) -> str | None:
     """What texts depend on besides their requests, alike on all ranks; None where they can't go on behind tokens."""
     if not resumable(loaded.model):
         if context.is_main:
             print("journal: texts of this model can't go on behind known tokens; seeds are kept", file=sys.stderr)
         return None
-    return json.dumps([model_name(loaded.model, context), sorted(eos_ids(loaded.model, None))])
+    named = [model_name(loaded.model, context), sorted(eos_ids(loaded.model, None))]
+    return json.dumps([*named, repr(said)] if said else named)
 
 
 def unfinished_requests(config: ServeConfig, model: str | None) -> UnfinishedRequests:

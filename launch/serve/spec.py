@@ -81,6 +81,7 @@ class TextSpec:
             "logits_processor": self._processors(),
             "prediction": self.prediction,
             "grammar": grammars.grammar(*self.grammar) if self.grammar else None,
+            "continued": len(self.resumed),
         }
 
     def _sampling_params(self) -> lp.SamplingParams | None:
