@@ -74,7 +74,7 @@ async def _too_deep(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    paths = ", ".join(sorted({route.path for route in request.app.routes}))
+    paths = ", ".join(request.app.openapi()["paths"])
     messages = {
         404: f"there is no path {request.url.path[:SHOWN]!r}; there are {paths}; /docs says what they take",
         405: f"{request.url.path} does not take {request.method}",

@@ -62,4 +62,5 @@ class RecentRepetitionPenalty(RepetitionPenaltyLogitsProcessor):
             input_ids: (n, L).
             scores: (n, V).
         """
-        return super().__call__(input_ids[:, -self.last :], scores)
+        processed: torch.Tensor = super().__call__(input_ids[:, -self.last :], scores)
+        return processed

@@ -297,11 +297,11 @@ FIELDS: dict[str, dict[str, Entry]] = {
     CHAT: {
         **OF_OPENAI,
         "messages": Changed(of_messages(content="xyz")),
-        "messages.role": Changed(of_messages(role="system")),
+        "messages.role": Changed(of_messages(role="system"), other_prompt),
         "messages.content": Changed(of_messages(content="xyz")),
         "messages.content.type": Refused(of_messages(content=[{"type": "image_url", "text": "a"}])),
         "messages.content.text": Changed(of_messages(content=[{"type": "text", "text": "xyz"}])),
-        "messages.name": Changed(of_messages(name="me")),
+        "messages.name": Changed(of_messages(name="me"), other_prompt),
         "messages.tool_call_id": Changed({"messages": [USER, {"role": "tool", "content": "a", "tool_call_id": "1"}]}),
         "messages.tool_calls": Changed(with_call(), other_prompt),
         "messages.tool_calls.id": Changed(with_call(id="12"), other_prompt, before=with_call()),
