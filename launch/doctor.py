@@ -23,6 +23,7 @@ import torch
 
 import lp
 from lp.attention.registry import attention_choices
+from lp.budget.step_times_cache import cache_folder
 from lp.commands import app_command, in_clone, install_command
 from lp.compiled import COMPILED
 from lp.draft.pool.model_ngrams import FILE_NAME
@@ -122,7 +123,7 @@ def _threads() -> list[tuple[str, str]]:
 
 
 def _folders() -> list[tuple[str, str]]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lp"
+    cache = cache_folder().parent
     there = next(each for each in (cache, *cache.parents) if each.exists())
     writable = os.access(there, os.W_OK | os.X_OK)
     return [("cache", f"{cache}{'' if writable else ', which cannot be written: step times are found anew each time'}")]

@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,7 +149,7 @@ class Estimate:
         """Of what `as_json` gave, as it is now.
 
         Raises:
-            ValueError, TypeError, KeyError, IndexError: it is something else.
+            ValueError, TypeError, KeyError, IndexError, OverflowError: it is something else.
         """
         seconds = dict(found["seconds"])
         plain_s = seconds.pop("plain")
@@ -157,15 +158,22 @@ class Estimate:
         n = 1 + len(times.num_tokens)
         if rows.shape != (n, n) or not np.isfinite(rows).all() or np.linalg.eigvalsh(rows)[0] < -1e-4:
             raise ValueError("no covariance")
-        return cls(times.num_tokens, np.log([plain_s, *times.seconds]), (rows + rows.T) / 2, int(found["steps"]))
+        known = cls(times.num_tokens, np.log([plain_s, *times.seconds]), (rows + rows.T) / 2, int(found["steps"]))
+        with np.errstate(over="ignore"):
+            _ = known.careful  # here, and not in a decode step: doubts may make it infinite
+        return known
 
 
 def _noise(by_size: Any) -> float:
     """By how much steps differ from others of their size: by the median deviation, which what stands out is not in."""
-    deviations = [abs(value - float(np.median(each))) for each in by_size if len(each) > 2 for value in each]
+    deviations = []
+    for each in by_size:
+        if len(each) > 2:
+            middle = median(each)  # once: this is part of a decode step
+            deviations += [abs(value - middle) for value in each]
     if not deviations:
         return STEP_NOISE
-    seen = 1.4826 * float(np.median(deviations))  # the standard deviation of a normal distribution
+    seen = 1.4826 * median(deviations)  # the standard deviation of a normal distribution
     count = len(deviations)
     return float(np.sqrt((NOISE_STEPS * STEP_NOISE**2 + count * seen**2) / (NOISE_STEPS + count)))
 

@@ -68,7 +68,7 @@ def read_estimate(text: str) -> Estimate | None:
     """That of a file's text; None if it was cut, or edited into something else."""
     try:
         return Estimate.from_json(json.loads(text))
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, AttributeError):
         return None
 
 

@@ -45,6 +45,14 @@ def test_what_is_broken_has_a_line(capsys: pytest.CaptureFixture[str], monkeypat
     assert found["python"] and found["cache"]
 
 
+def test_the_cache_is_the_folder_that_step_times_are_in(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative XDG_CACHE_HOME is ignored, as the specification has it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    assert said(capsys)["cache"][0].startswith(str(Path("~/.cache/lp").expanduser()))
+
+
 def test_a_model(capsys: pytest.CaptureFixture[str], tiny_folder: Path) -> None:
     found = said(capsys, str(tiny_folder), "--device", "cpu")
     assert "LlamaForCausalLM" in found["model"][0] and "a context of 256 tokens" in found["model"][0]

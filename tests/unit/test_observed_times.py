@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -245,3 +247,30 @@ def test_a_decoder_says_how_surely_it_knows_its_step_times(tmp_path: Path) -> No
     assert "; known to 8 % up to " in decoder.explain()
     with pytest.raises(ValueError, match="step_times is 'again'; give StepTimes, 'measure', or None"):
         lp.LookaheadDecoder(model, step_times="again")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("steps", float("inf")),
+        ("covariance", [json.dumps([1e7 * (row == column) for column in range(5)]) for row in range(5)]),
+        ("covariance", [json.dumps([10**400] * 5)] * 5),
+    ],
+)
+def test_a_file_edited_to_numbers_beyond_all_bounds_is_not_read(key: str, value: Any) -> None:
+    """It would fail each decoder that is made, or a step of its texts."""
+    written = Estimate.of_prior(TIMES).as_json()
+    assert read_estimate(json.dumps(written)) and read_estimate(json.dumps(written | {key: value})) is None
+
+
+def test_the_median_of_a_size_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learning is part of a decode step: a median for each of its steps would be most of it."""
+    calls = []
+
+    def counted(values: list[float]) -> float:
+        calls.append(values)
+        return statistics.median(values)
+
+    monkeypatch.setattr("lp.budget.observed_times.median", counted)
+    Estimate.of_prior(TIMES).after(_steps(TIMES, {0: 16, 1: 16}, noise=0.1))
+    assert len(calls) == 3  # of two sizes, and of what their steps deviate by
