@@ -10,6 +10,8 @@ n: sizes, and the plain step before them.
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,7 +110,7 @@ class Estimate:
         by_size: dict[int, list[float]] = {}
         for step in steps:
             if step.num_tokens <= self.num_tokens[-1] and 0 < step.seconds < float("inf"):
-                by_size.setdefault(self._index(step.num_tokens), []).append(float(np.log(step.seconds)))
+                by_size.setdefault(self._index(step.num_tokens), []).append(math.log(step.seconds))
         if not by_size:
             return self
         num_steps = sum(map(len, by_size.values()))
@@ -131,7 +133,10 @@ class Estimate:
         """The place of the size that this one is nearest to; the plain step's is 0."""
         if not num_tokens:
             return 0
-        return 1 + int(np.abs(np.log(np.array(self.num_tokens) / num_tokens)).argmin())
+        sizes = self.num_tokens
+        above = min(bisect_left(sizes, num_tokens), len(sizes) - 1)
+        below = max(above - 1, 0)
+        return 1 + (below if num_tokens**2 <= sizes[below] * sizes[above] else above)  # by the ratio
 
     def as_json(self) -> dict[str, Any]:
         """For a file that a person can read: seconds by tokens, doubts in per cent, and what the doubts are made of."""
@@ -166,7 +171,7 @@ class Estimate:
 
 def _noise(by_size: Any) -> float:
     """By how much steps differ from others of their size: by the median deviation, which what stands out is not in."""
-    deviations = []
+    deviations: list[float] = []
     for each in by_size:
         if len(each) > 2:
             middle = median(each)  # once: this is part of a decode step

@@ -116,11 +116,18 @@ class StepTimes:
         A draft token whose accept probability is below the price of this time pays in no larger step, since the tokens
         after it are less likely still.
         """
-        seconds = self.seconds_by_tokens
+        seconds = self.seconds_by_tokens.tolist()
         marginal = np.full(self.max_tokens + 1, np.inf)
-        for size in range(self.max_tokens):
-            further = np.arange(1, self.max_tokens - size + 1)
-            marginal[size] = ((seconds[size + 1 :] - seconds[size]) / further).min()
+        corners = [self.max_tokens]  # of the lower convex hull of all larger sizes, the nearest last
+
+        def slope(size: int, larger: int) -> float:
+            return float((seconds[larger] - seconds[size]) / (larger - size))
+
+        for size in range(self.max_tokens - 1, -1, -1):  # in one pass: new step times come between two steps of a text
+            while len(corners) > 1 and slope(size, corners[-1]) >= slope(size, corners[-2]):
+                corners.pop()
+            marginal[size] = slope(size, corners[-1])
+            corners.append(size)
         return marginal
 
     @cached_property
