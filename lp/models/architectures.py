@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from lp.models.skipped_layer import SkippedLayer
+
 
 class NormRule(Enum):
     """Where a norm rounds to the model's dtype: it divides by the root mean square in float32, whatever the dtype."""
@@ -109,7 +111,8 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     _check(model, path, architecture.prefix + "ForCausalLM", {"model", "lm_head"})
     _check(model.model, path, architecture.prefix + architecture.base, {"embed_tokens", "layers", "norm", "rotary_emb"})
     norms = [model.model.norm]
-    for layer in model.model.layers:
+    layers = running(model.model.layers)
+    for layer in layers:
         named = {name for name in (*architecture.attention_norms, *architecture.mlp_norms) if name is not None}
         children = {"self_attn", "mlp"} | named
         _check(layer, path, architecture.prefix + "DecoderLayer", children, children | _DROPOUTS)
@@ -120,12 +123,17 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
             raise Unknown("its layers have a config of their own")
         norms += [layer._modules[name] for name in named]
         norms += [attention._modules[name] for name in _QK_NORMS & set(attention._modules)]
-    head_dims = {layer.self_attn.head_dim for layer in model.model.layers}
+    head_dims = {layer.self_attn.head_dim for layer in layers}
     if any(head_dims != {2 * len(frequencies)} for frequencies in model.model.rotary_emb.buffers()):
         raise Unknown("rotary positions turn a part of each head")
     for norm in norms:
         _check(norm, path, architecture.prefix + "RMSNorm", set())
     return architecture
+
+
+def running(layers: Iterable[Any]) -> list[Any]:
+    """Decoder layers without those that are skipped."""
+    return [layer for layer in layers if not isinstance(layer, SkippedLayer)]
 
 
 def is_plain_mlp(mlp: nn.Module, prefix: str) -> bool:

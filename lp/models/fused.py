@@ -31,9 +31,11 @@ from lp.models.architectures import (
     architecture_of,
     check_unhooked,
     is_plain_mlp,
+    running,
 )
 from lp.models.releases import cache_keyword
 from lp.models.sharded_layers import RowWiseLinear, ShardedHead
+from lp.models.skipped_layer import NoHead
 from lp.models.weight_layout import is_mergeable, laid_out
 
 logger = logging.getLogger(__name__)
@@ -98,7 +100,7 @@ class FusedModel:
         self._cache_keyword = cache_keyword(model)
         self._decoder = model.model
         self._device = model.model.embed_tokens.weight.device
-        layers = model.model.layers[: model.config.num_hidden_layers]
+        layers = running(model.model.layers[: model.config.num_hidden_layers])
         if len({(weight.dtype, weight.device) for weight in model.parameters()}) > 1:
             raise Unknown("its weights have several dtypes or devices")
         self._layers = [_Layer(layer, self.architecture) for layer in layers]
@@ -356,6 +358,8 @@ def _product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -
 def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """From (tokens, E) to (tokens, V): the module itself, if it is not plain."""
     head: Any = model.lm_head
+    if isinstance(head, NoHead):
+        return partial(_called, head)
     tied = head.weight is model.model.embed_tokens.weight
     if isinstance(head, ShardedHead):
         check_unhooked(head)

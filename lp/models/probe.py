@@ -1,79 +1,99 @@
 """The probe: checks on a model itself, with a few tokens, that it honours a tree mask.
 
-Two branches of DEPTH tokens follow the last token `c` of a text. One tree-shaped step must give the logits that plain
-causal forward passes of each branch give, and so must a step after a commit.
+Two branches of DEPTH tokens follow the last token `c` of a text. One tree-shaped step must give what plain causal
+forward passes of each branch give, and so must a step after a commit.
 
-B: branches, V: vocabulary size.
+1. The whole model runs one such step, of three tokens, in its own dtype: it can, and its logits are finite.
+2. The verdict is given on an excerpt in float32 (`lp.models.excerpt`). How far the step may be off lies between two
+   numbers that the excerpt itself shows: what rounding does, and what one node does that sees another one too many, one
+   too few, or has another position.
+3. In the dtype of the model, the attention kernel is held against exact attention over the same tensors, and fused
+   layers against the model's own (`lp.models.own_dtype`).
+
+B: branches, T: nodes, E: hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import sqrt
+from statistics import median
 
-import numpy as np
 import torch
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lp.attention.base import AttentionBackend
 from lp.draft.layout import ancestors
 from lp.errors import UserError
-from lp.models.captured_steps import CapturedSteps
-from lp.models.kv_cache import CacheTooLarge, StaticKVCache
+from lp.models.excerpt import PRECISE, Excerpt
+from lp.models.kv_cache import CacheTooLarge
 from lp.models.model_lock import lock_of
-from lp.models.recurrent_layers import NO_LIMIT
-from lp.models.vocabulary import embedded_tokens
+from lp.models.own_dtype import fault_in_own_dtype
+from lp.models.support import float32_precision
+from lp.models.trial import (
+    BRANCHES,
+    DEPTH,
+    PARENTS,
+    PREFIX,
+    Fault,
+    StepRunner,
+    Trial,
+    planted,
+    positions_of,
+    relative_error,
+    tokens_of,
+)
 from lp.sampling.sampler import NOT_FINITE_REMEDY
 
-PREFIX = 10  # tokens before `c`
-DEPTH = 3  # tokens of a branch
-SHORT_WINDOW = 6  # tokens; below PREFIX, so that no token of the step sees the start of the text
-# Nodes: `c`, then the branches in turn, so that under a mask by order alone the branches see each other.
-PARENTS = [-1, 0, 0, 1, 2, 3, 4]
-BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
-# Limits of the mean relative error of the logits. Measured on models of 6 and 32 layers: 1e-6 in float32, 0.003 in
-# float16, 0.02 in bfloat16; a branch that sees another has 0.04 to 0.07 with weights as initialised and 0.2 to 0.5 with
-# sharper ones.
-TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.02}
-FULL_PRECISION = 2e-3  # TF32 matmuls included
+# Rounding is made visible by embeddings that are off by a few times what it does: sums over a row end so.
+ROUNDINGS = 4
+INT8 = 2.0**-8  # relative, of activations rounded to 8 bits
+SHOWS = 4  # times what rounding does: a planted fault below it tells nothing
+PLANTED = (2, 4, 6)  # nodes with a planted fault, one at a time
+FEW = 3  # nodes of the whole model's step
 _MARK = "_lp_honours_tree_mask"  # attribute of the model: what it passed with, as `check_tree_mask` names it
 
 
-class StepRunner(Protocol):
-    """What the probe needs of a model runner; see `lp.models.runner.ModelRunner` for the attributes and methods."""
+@dataclass(frozen=True)
+class Findings:
+    """How a tree-shaped step of an excerpt compares with plain passes; errors are relative to the output's spread.
 
-    original: PreTrainedModel
-    model: PreTrainedModel
-    config: PretrainedConfig
-    device: torch.device
-    backend: AttentionBackend
-    captured: CapturedSteps | None
-    exact: bool
+    Attributes:
+        error: the largest of a node.
+        noise: what rounding does.
+        faults: what each planted fault does at its node.
+        own_dtype: what is off in the model's own dtype; None: nothing.
+    """
+
+    error: float
+    noise: float
+    faults: list[tuple[Fault, float]]
+    own_dtype: str | None = None
 
     @property
-    def fused(self) -> bool: ...
+    def limit(self) -> float:
+        """The largest error of a step that is right: as many times what rounding does as a fault is times it."""
+        return sqrt(self.noise * self.fault) if self.fault else SHOWS / 2 * self.noise
 
-    def new_cache(self, capacity: int) -> StaticKVCache: ...
+    @property
+    def fault(self) -> float:
+        """What a planted fault does, of those that show; 0: none does."""
+        return median([effect for _, effect in self.faults if effect > SHOWS * self.noise] or [0.0])
 
-    def prefill(self, tokens: Sequence[int], cache: StaticKVCache, chunk: int) -> None: ...
-
-    def forward(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        visible: np.ndarray,
-        cache: StaticKVCache,
-        logits_indices: Sequence[int],
-    ) -> torch.Tensor: ...
+    @property
+    def failure(self) -> str | None:
+        """What is wrong with the step; None: nothing."""
+        if self.error <= self.limit:
+            return self.own_dtype
+        return (
+            f"does not honour a tree mask: a tree-shaped step is off by {self.error:.2g} of the spread of its results, "
+            f"where rounding makes {self.noise:.1g}"
+        )
 
 
 def check_tree_mask(runner: StepRunner) -> None:
     """Compare a tree-shaped step with plain forward passes; once for each way that a model's steps run.
-
-    Where the model has a sliding window, the runner's view of it has a short one meanwhile: the same code runs with 24
-    tokens, whatever the window. And the time steps of Mamba-2 have no limits, which hold for some tokens alone.
 
     Raises:
         ValueError: the model cannot run such a step, or runs it with other results; names the architecture.
@@ -84,32 +104,101 @@ def check_tree_mask(runner: StepRunner) -> None:
         how = (runner.backend.name, runner.captured is not None, runner.fused)
         if how in passed:
             return
-        with torch.inference_mode(), _short_window(runner), _no_limits(runner):
-            error = _mean_error(runner)
-        dtype = runner.model.dtype if runner.exact else torch.bfloat16  # activations rounded to 8 bits are as coarse
-        if error <= TOLERANCE.get(dtype, FULL_PRECISION):
+        with torch.inference_mode():
+            _check_runs(runner)
+            failure = probed(runner).failure
+        if failure is None:
             passed.add(how)
             return
-    raise UserError(
-        f"{_name(runner)} does not honour a tree mask: logits of a tree-shaped step are off by "
-        f"{error:.2g} of their spread; {_remedy(runner)}"
-    )
+    raise UserError(f"{_name(runner)} {failure}; {_remedy(runner)}")
 
 
-def _mean_error(runner: StepRunner) -> float:
-    """Of the tree's logits and of the step after the commit, against plain forward passes."""
-    vocabulary = embedded_tokens(runner.model)
-    # From the middle of the vocabulary: special tokens lie at its ends.
-    ids = [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
-    prefix = ids[:PREFIX]
-    nodes = ids[PREFIX:]
-    texts = torch.tensor([prefix + [nodes[node] for node in branch] for branch in BRANCHES], device=runner.device)
-    behind_prefix = torch.arange(texts.shape[1], device=runner.device)[-DEPTH - 1 :]  # as in a step: see `forward`
-    tree_logits = None
+def _check_runs(runner: StepRunner) -> None:
+    """Let the whole model run a tree-shaped step.
+
+    Raises:
+        ValueError: it cannot, or its logits are not finite.
+    """
+    nodes = tokens_of(runner.model)[-FEW:]
+    visible = ancestors(PARENTS[:FEW])
+    positions = positions_of(visible, 0)
+    with _named(runner):
+        logits = runner.forward(nodes, positions, visible, runner.new_cache(len(nodes)), range(len(nodes)))
+    if not logits.isfinite().all():
+        raise UserError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
+
+
+def probed(runner: StepRunner) -> Findings:
+    """What an excerpt of the model shows: in float32, in the model's dtype if its kernels take no other, or all of the
+    model, if its code does not run with some of its layers.
+
+    Raises:
+        ValueError: nor does that run.
+        OutOfMemoryError: the device is full.
+    """
+    with suppress(Exception):  # of code that nobody here knows
+        return _findings(runner)
+    if runner.original.dtype not in PRECISE:
+        with suppress(Exception):
+            return _findings(runner, in_float32=False)
+    with _named(runner):
+        return _findings(runner, whole=True)
+
+
+def _findings(runner: StepRunner, **how: bool) -> Findings:
+    """What the excerpt shows that is made so."""
+    excerpt = Excerpt(runner.original, **how)
+    tokens = tokens_of(excerpt.model)
+    prefix, nodes = tokens[:PREFIX], tokens[PREFIX:]
+    reference, noise = _plain(excerpt, prefix, nodes, ROUNDINGS * _rounding(runner, excerpt.model))
+    trial = Trial(runner.over(excerpt.model), prefix, nodes)
+    step = trial.step()
+    faults = [(fault, trial.effect(fault, step)) for fault in planted(PLANTED)]
+    own_dtype = None
+    if excerpt.model.dtype in PRECISE and runner.original.dtype not in PRECISE:
+        own_dtype = fault_in_own_dtype(runner, excerpt, trial, step)
+    after_commit = trial.after_commit()
+    errors = [relative_error(step, reference).max(), relative_error(after_commit, reference[-1:]).max()]
+    return Findings(float(torch.stack(errors).max()), noise, faults, own_dtype)
+
+
+def _plain(excerpt: Excerpt, prefix: list[int], nodes: list[int], off: float) -> tuple[torch.Tensor, float]:
+    """What plain passes over both branches give for every node, (T, E), and how far that is off if embeddings are."""
+    model = excerpt.model
+    device = model.get_input_embeddings().weight.device
+    texts = torch.tensor([prefix + [nodes[node] for node in branch] for branch in BRANCHES], device=device)
+    behind_prefix = torch.arange(texts.shape[1], device=device)[-DEPTH - 1 :]  # as in a step: see `forward`
+
+    def by_node() -> torch.Tensor:
+        outputs = model(texts, use_cache=False, logits_to_keep=behind_prefix).logits  # (B, DEPTH + 1, E)
+        places = {
+            node: place
+            for branch, row in zip(BRANCHES, outputs, strict=True)
+            for node, place in zip(branch, row, strict=True)
+        }
+        return torch.stack([places[node] for node in range(len(nodes))])
+
+    exact = by_node()
+    with excerpt.perturbed(off):
+        perturbed = by_node()
+    excerpt.settle()
+    return exact, float(relative_error(perturbed, exact).max())
+
+
+def _rounding(runner: StepRunner, model: PreTrainedModel) -> float:
+    """The largest relative error of one rounding in a pass of this model."""
+    if not runner.exact:
+        return INT8
+    if model.dtype in PRECISE:
+        return float32_precision() / 2
+    return torch.finfo(model.dtype).eps / 2
+
+
+@contextmanager
+def _named(runner: StepRunner) -> Iterator[None]:
+    """Name the model and a remedy in what it raises."""
     try:
-        plain_logits = runner.model(texts, use_cache=False, logits_to_keep=behind_prefix).logits  # (B, DEPTH + 1, V)
-        if plain_logits.isfinite().all():
-            tree_logits = _tree_logits(runner, prefix, nodes)
+        yield
     except torch.OutOfMemoryError:
         raise
     except CacheTooLarge as full:
@@ -119,64 +208,6 @@ def _mean_error(runner: StepRunner) -> float:
         raise UserError(
             f"{_name(runner)} cannot run a tree-shaped step ({type(failure).__name__}: {reason}); {_remedy(runner)}"
         ) from failure
-    if tree_logits is None:
-        raise UserError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
-    errors = [
-        _relative_error(tree_logits[node], plain_logits[index, depth])
-        for index, branch in enumerate(BRANCHES)
-        for depth, node in enumerate(branch)
-    ]
-    errors.append(_relative_error(tree_logits[-1], plain_logits[1, -1]))
-    return float(torch.stack(errors).mean())
-
-
-def _tree_logits(runner: StepRunner, prefix: list[int], nodes: list[int]) -> torch.Tensor:
-    """Logits of the tree's nodes, then of the last one again in a step of its own: (nodes + 1, V)."""
-    cache = runner.new_cache(PREFIX + len(nodes))
-    runner.prefill(prefix, cache, PREFIX)
-    visible = ancestors(PARENTS)
-    positions = [PREFIX + int(row.sum()) - 1 for row in visible]
-    tree = runner.forward(nodes, positions, visible, cache, range(len(nodes)))
-    cache.commit(BRANCHES[1][:-1])
-    after_commit = runner.forward(nodes[-1:], positions[-1:], visible[:1, :1], cache, [0])
-    return torch.cat([tree, after_commit])
-
-
-def _relative_error(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Root mean square of the difference by the reference's spread, which is 0 where all tokens are equally likely."""
-    spread = reference.double().std()
-    difference = (logits.double() - reference.double()).square().mean().sqrt()
-    return difference / torch.where(spread > 0, spread, 1.0)
-
-
-@contextmanager
-def _short_window(runner: StepRunner) -> Iterator[None]:
-    window = getattr(runner.config, "sliding_window", None)
-    if window is None or window <= SHORT_WINDOW:
-        yield
-        return
-    modules: list[nn.Module] = [m for m in runner.model.modules() if getattr(m, "sliding_window", None) == window]
-    holders: list[Any] = [runner.config, *modules]
-    try:
-        for holder in holders:
-            holder.sliding_window = SHORT_WINDOW
-        yield
-    finally:
-        for holder in holders:
-            holder.sliding_window = window
-
-
-@contextmanager
-def _no_limits(runner: StepRunner) -> Iterator[None]:
-    limited: list[Any] = [module for module in runner.model.modules() if hasattr(module, "time_step_limit")]
-    limits = [module.time_step_limit for module in limited]
-    try:
-        for module in limited:
-            module.time_step_limit = NO_LIMIT
-        yield
-    finally:
-        for module, limit in zip(limited, limits, strict=True):
-            module.time_step_limit = limit
 
 
 def _name(runner: StepRunner) -> str:

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from lp.errors import UserError
 from lp.models.recurrent_states import DTYPE, LayerState, RecurrentShape, RecurrentStates
 from lp.models.releases import cache_in
+from lp.models.skipped_layer import SkippedLayer
 from lp.models.tree_recurrence import StepTree, convolution, gated_delta_rule, state_space
 
 RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # of layers, as configs name them
@@ -260,7 +261,8 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
             transformers without their cache.
     """
     shapes = {module.layer_idx: layer.shape(module) for module, layer in _found(model)}
-    missing = [index for index, kind in enumerate(kinds) if kind in RECURRENT_KINDS and index not in shapes]
+    skipped = {module.index for module in model.modules() if isinstance(module, SkippedLayer)}
+    missing = [i for i, kind in enumerate(kinds) if kind in RECURRENT_KINDS and i not in shapes and i not in skipped]
     if missing:
         raise UserError(
             f"{type(model).__name__} has recurrent layers ({', '.join(map(str, missing[:8]))}) of a class that is not "

@@ -132,7 +132,7 @@ class ModelRunner:
         self.config = self.model.config.get_text_config()
         inexact = inexact_quantisation(model.config)
         self.exact = inexact is None
-        if inexact:
+        if inexact and probe:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)
         self.boundary = rope_boundary(self.config)
         self._lock = threading.Lock()
@@ -202,6 +202,17 @@ class ModelRunner:
             fused = fuse(self.model) if self._may_fuse else None
         self.network: PreTrainedModel | FusedModel = fused or self.model
         self._state = model_state(self.model)
+
+    def over(self, model: PreTrainedModel, fused: bool = True) -> ModelRunner:
+        """A runner like this one of another model, which it does not ask whether it honours a tree mask.
+
+        Args:
+            fused: with fused layers, if this one has.
+        """
+        runner = ModelRunner(model, self.backend.name, Capture.OFF, probe=False, fused=fused and self.fused)
+        if self.captured:
+            runner.captured = runner._captured_steps(Capture.OFF)
+        return runner
 
     def _probe(self) -> None:
         """Check that steps honour a tree mask; fused layers that do not are given up, if the model's own do.

@@ -122,10 +122,15 @@ def logit_rounding(model: Any) -> float:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     precision = max(torch.finfo(dtype).eps for dtype in (*dtypes, torch.float32))
     if dtypes == {torch.float32}:
-        try:
-            precision = FLOAT32_PRECISION[torch.get_float32_matmul_precision()]
-        except RuntimeError:  # set by torch.backends' own switches, which this call does not read
-            precision = FLOAT32_PRECISION["medium"]
+        precision = float32_precision()
     if any("expert" in name for name in vars(model.config.get_text_config()) if not name.startswith("_")):
         precision = max(precision, torch.finfo(torch.bfloat16).eps)
     return math.sqrt(precision)
+
+
+def float32_precision() -> float:
+    """Twice the largest relative error of a rounding in products of float32, as they are set to be computed."""
+    try:
+        return FLOAT32_PRECISION[torch.get_float32_matmul_precision()]
+    except RuntimeError:  # set by torch.backends' own switches, which this call does not read
+        return FLOAT32_PRECISION["medium"]

@@ -84,18 +84,25 @@ class ModelView:
             return self._modules[id(module)]
         attributes, modules, buffers = state = _state(module)
         mirrored = {name: child if child is None else self._mirrored(child) for name, child in modules.items()}
-        knows = "sliding_window" in attributes or any(isinstance(v, PretrainedConfig) for v in attributes.values())
-        knows = knows or self._replaced(module) is not None
-        if not knows and all(map(is_, mirrored.values(), modules.values())):
+        if not self._is_copied(module, attributes) and all(map(is_, mirrored.values(), modules.values())):
             self._modules[id(module)] = module
             return module
         copied = self._modules[id(module)] = object.__new__(type(module))
+        vars(copied).update(_modules=mirrored, **self._storage(module, attributes, buffers))
+        self._copied.append((module, state))
+        return copied
+
+    def _is_copied(self, module: nn.Module, attributes: dict[str, Any]) -> bool:
+        """Whether a module has a copy even if none of its own modules has."""
+        knows = "sliding_window" in attributes or any(isinstance(v, PretrainedConfig) for v in attributes.values())
+        return knows or self._replaced(module) is not None
+
+    def _storage(self, module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:
+        """The attributes of a copy that hold tensors."""
         # A rotary scaling writes its frequencies in place. Tables stay shared: they are large, and constant.
         own = {name for name in attributes["_non_persistent_buffers_set"] if getattr(buffers.get(name), "ndim", 0) == 1}
         buffers = {name: buffer.clone() if name in own else buffer for name, buffer in buffers.items()}
-        vars(copied).update(_modules=mirrored, _buffers=buffers)
-        self._copied.append((module, state))
-        return copied
+        return {"_buffers": buffers, "_parameters": attributes["_parameters"]}
 
     def _own(self, value: Any) -> Any:
         """The view's own form of a config, a module, or a method of one: a `forward` that hooks have wrapped."""
@@ -116,7 +123,7 @@ class ModelView:
         return value
 
 
-_OWN = ("_modules", "_buffers", "_compiled_call_impl")  # the last one is bound to the original
+_OWN = ("_modules", "_buffers", "_parameters", "_compiled_call_impl")  # the last one is bound to the original
 
 
 def _settings(model: PreTrainedModel) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,23 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import lp
+import lp.attention.flash
 from lp.attention.masks import StepMasks
+from lp.draft.layout import ancestors
 from lp.models.kv_cache import StaticKVCache
+from lp.models.probe import probed
 from lp.models.runner import ModelRunner
-from tests.tiny_models import SLIDING_WINDOW, tiny_model
+from lp.models.trial import PARENTS, PREFIX, Fault, planted
+from tests.tiny_models import SLIDING_WINDOW, tiny_config, tiny_model
 
 SLIDING = ["mistral_sliding", "qwen2_sliding", "gemma3", "phi3_sliding", "starcoder2"]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 VARIED = ["llama", "gpt2", "opt", "gpt_neox", "falcon", "mixtral", "deepseek_v3", "gemma2", "gpt_oss", *SLIDING]
 build = StepMasks.build
+
+
+def _by_order(self: StepMasks, visible: np.ndarray, positions: torch.Tensor, length: int) -> Any:
+    return build(self, np.tri(len(visible), dtype=bool), positions, length)
 
 
 def _counted(model: PreTrainedModel) -> list[int]:
@@ -35,15 +45,30 @@ def _counted(model: PreTrainedModel) -> list[int]:
 def test_branches_that_see_each_other_are_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that drops the mask and goes by order alone would mix branches, and often pass a greedy comparison."""
 
-    def by_order(self: StepMasks, visible: np.ndarray, positions: torch.Tensor, length: int) -> Any:
-        return build(self, np.tri(len(visible), dtype=bool), positions, length)
-
-    monkeypatch.setattr(StepMasks, "build", by_order)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        sharpness = 6.0 if dtype is torch.bfloat16 else 3.0  # of a blunt model rounding hides a sixteenth
+    monkeypatch.setattr(StepMasks, "build", _by_order)
+    for dtype in DTYPES:
         with pytest.raises(ValueError, match=r"ForCausalLM|LMHeadModel") as refused:
-            ModelRunner(tiny_model(arch, dtype=dtype, sharpness=sharpness))
+            ModelRunner(tiny_model(arch, dtype=dtype))
         assert "does not honour a tree mask" in str(refused.value)
+
+
+@pytest.mark.parametrize("arch", VARIED)
+@pytest.mark.parametrize("fault", planted([5]), ids=lambda fault: fault.kind)
+def test_one_node_that_is_wrong_is_refused(arch: str, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 a large model differs from itself by more than one node changes that is seen and must not be."""
+    honest, forward = ancestors(PARENTS), ModelRunner.forward
+    monkeypatch.setattr("lp.models.trial.planted", lambda nodes: [])
+
+    def wrong(self: ModelRunner, tokens: Any, positions: Any, visible: np.ndarray, *rest: Any, **kw: Any) -> Any:
+        if np.array_equal(visible, honest) and kw.get("capture", True):
+            visible = fault.visible
+            positions = [positions[0] - PREFIX + position for position in fault.positions]
+        return forward(self, tokens, positions, visible, *rest, **kw)
+
+    monkeypatch.setattr(ModelRunner, "forward", wrong)
+    for dtype in DTYPES:
+        with pytest.raises(ValueError, match="does not honour a tree mask"):
+            ModelRunner(tiny_model(arch, dtype=dtype, num_hidden_layers=2))
 
 
 @pytest.mark.parametrize("arch", SLIDING)
@@ -126,11 +151,13 @@ def test_the_probe_is_small_and_runs_once() -> None:
     model = tiny_model("gemma3")
     num_tokens = _counted(model)
     lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=False))
-    assert num_tokens == [14, 10, 7, 1]  # two plain branches at once, prefix, tree, the step after the commit
+    # The whole model's step; two plain branches at once, twice; prefix, tree, planted faults, tree, the step behind it.
+    passes = [3, 14, 14, 10, 7, *[7] * 9, 7, 1]
+    assert num_tokens == passes
     lp.LookaheadDecoder(model, lp.PromptLookupConfig())
-    assert len(num_tokens) == 4
+    assert len(num_tokens) == len(passes)
     lp.LookaheadDecoder(model, lp.LookaheadConfig(adaptive=False), attention="eager")
-    assert len(num_tokens) == 8
+    assert num_tokens == passes * 2
     ModelRunner(tiny_model("llama"), probe=False)
 
 
@@ -147,8 +174,41 @@ def test_the_probe_leaves_the_model_as_it_was() -> None:
         assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_half_precision_passes() -> None:
-    """Rounding is no fault of the mask."""
-    for arch in ("llama", "gemma3", "gpt2", "qwen3_moe", "deepseek_v3"):
-        for dtype in (torch.bfloat16, torch.float16):
-            ModelRunner(tiny_model(arch, dtype=dtype))
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "gpt2", "qwen3_moe", "deepseek_v3"])
+def test_half_precision_passes(arch: str) -> None:
+    """Rounding is no fault of the mask, nor of fused layers."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for layers in (2, 12):
+            runner = ModelRunner(tiny_model(arch, dtype=dtype, num_hidden_layers=layers, **_kinds(arch, layers)))
+            assert runner.fused == (arch in ("llama", "gemma3", "qwen3_moe"))
+
+
+def _kinds(arch: str, layers: int) -> dict[str, Any]:
+    named = tiny_config(arch).layer_types if arch == "gemma3" else None
+    return {"layer_types": named * (layers // 2)} if named else {}
+
+
+def test_a_kernel_that_is_wrong_in_the_models_dtype_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict about the mask is given in float32, which is another kernel."""
+    kernel = lp.attention.flash._cpu_flash
+
+    def coarse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        return kernel(q, k, v * 1.1 if v.dtype is torch.bfloat16 else v, *args, **kw)
+
+    monkeypatch.setattr("lp.attention.flash._cpu_flash", coarse)
+    ModelRunner(tiny_model(dtype=torch.float32), "flash")
+    with pytest.raises(ValueError, match="computes attention in bfloat16 that is off by 0.1, where rounding makes"):
+        ModelRunner(tiny_model(dtype=torch.bfloat16), "flash")
+
+
+def test_a_noisy_arithmetic_is_judged_by_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of activations in 8 bits one node is hidden; a mask that mixes branches is not."""
+    monkeypatch.setattr("lp.models.runner.inexact_quantisation", lambda config: "simulated")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runner = ModelRunner(tiny_model(dtype=torch.bfloat16))
+        found = probed(runner)
+        assert 0.005 < found.noise < found.limit < found.fault
+        monkeypatch.setattr(StepMasks, "build", _by_order)
+        with pytest.raises(ValueError, match="does not honour a tree mask"):
+            ModelRunner(tiny_model(dtype=torch.bfloat16))

@@ -1,0 +1,105 @@
+"""Attention kernels held against exact attention over the tensors that a model gives them.
+
+H: query heads, T: step tokens, N: keys, D: head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "lp_recorded"
+_CALLS = "_lp_attention_calls"  # attribute of a config: what `_recorded` calls, and where it leaves what it saw
+# A kernel may be this many times as far off as plain products in its dtype are: it may round elsewhere, as often.
+SLACK = 4
+OTHERWISE = ("softcap", "s_aux", "position_bias")  # arguments of a function that is not softmax(q k) v alone
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an attention function was given, and returned.
+
+    Attributes:
+        layer: its index.
+        q_HTD, k_HND, v_HND, out_HTD: keys and values as every query head sees them.
+        scale: of the scores.
+    """
+
+    layer: int
+    q_HTD: torch.Tensor
+    k_HND: torch.Tensor
+    v_HND: torch.Tensor
+    out_HTD: torch.Tensor
+    scale: float
+
+    def errors(self, visible_TN: torch.Tensor) -> tuple[float, float]:
+        """The kernel's error, and the largest that is put down to rounding; relative to sum(p |v|) of a token's head.
+
+        Args:
+            visible_TN: bool, which keys the first tokens see; the function may have been given more of both.
+        """
+        num_tokens, num_keys = visible_TN.shape
+        dtype = self.q_HTD.dtype
+        q, k, v = self.q_HTD[:, :num_tokens], self.k_HND[:, :num_keys], self.v_HND[:, :num_keys]
+        scores = (q.double() @ k.double().mT * self.scale).masked_fill(~visible_TN, -torch.inf)
+        p = scores.softmax(-1)
+        exact, size = p @ v.double(), (p @ v.double().abs()).norm(dim=-1)
+
+        def error(out: torch.Tensor) -> float:
+            return float(((out.double() - exact).norm(dim=-1) / size).nan_to_num(0.0, torch.inf).max())
+
+        rounded = (q @ k.mT * self.scale).masked_fill(~visible_TN, -torch.inf).softmax(-1, torch.float32).to(dtype) @ v
+        return error(self.out_HTD[:, :num_tokens]), SLACK * (error(rounded) + torch.finfo(dtype).eps / 2)
+
+
+@contextmanager
+def recorded(model: PreTrainedModel, implementation: str) -> Iterator[list[Call]]:
+    """What is called as attention of this implementation within the block, if it is softmax attention alone.
+
+    Args:
+        model: nobody else's; its config is written to.
+        implementation: its attention, one that transformers knows by name.
+    """
+    calls: list[Call] = []
+    AttentionInterface.register(NAME, _recorded)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+    for config in configs:
+        vars(config)[_CALLS] = (ALL_ATTENTION_FUNCTIONS[implementation], calls)
+    model.set_attn_implementation(NAME)
+    try:
+        yield calls
+    finally:
+        model.set_attn_implementation(implementation)
+        for config in configs:
+            del vars(config)[_CALLS]
+
+
+def _recorded(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    function: Callable[..., Any]
+    config: Any = module.config
+    function, calls = vars(config)[_CALLS]
+    result = function(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    plain = all(kwargs.get(name) is None for name in OTHERWISE) and key.shape[2] == value.shape[2]
+    if plain and query.shape[1] % key.shape[1] == 0 and isinstance(module.layer_idx, int):
+        repeats = query.shape[1] // key.shape[1]
+        k_HND, v_HND = (states[0].repeat_interleave(repeats, 0) for states in (key, value))
+        out_HTD = result[0][0].transpose(0, 1)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        calls.append(Call(module.layer_idx, query[0].clone(), k_HND, v_HND, out_HTD.clone(), scale))
+    return result

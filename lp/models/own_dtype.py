@@ -1,0 +1,59 @@
+"""What the probe checks in a model's own dtype, where rounding hides a wrong mask but not a wrong kernel.
+
+- The attention kernel: exact attention over the same tensors, one layer of each kind. It may be off by a few times what
+  plain products in that dtype are.
+- Fused layers: what they give, against the excerpt in float32. They may be off by little more than the model's own
+  layers, which round in the same places.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lp.attention.exact import Call, recorded
+from lp.models.excerpt import Excerpt
+from lp.models.trial import StepRunner, Trial, relative_error
+
+EAGER = "eager"  # transformers' own products: there is no kernel
+FUSED_SLACK = 2  # times the rounding of the model's own layers that fused ones may have
+
+
+def fault_in_own_dtype(runner: StepRunner, excerpt: Excerpt, trial: Trial, step: torch.Tensor) -> str | None:
+    """What is off by more than rounding is, in the words of an error; None: nothing.
+
+    Args:
+        runner: of the model.
+        excerpt: in float32.
+        trial: over it.
+        step: what that gave.
+    """
+    own = Excerpt(runner.original, in_float32=False, form=excerpt.form)
+    tried = Trial(runner.over(own.model), trial.prefix, trial.nodes)
+    ours, calls = _step_and_calls(tried)
+    dtype = str(runner.original.dtype).removeprefix("torch.")
+    if calls and all(error <= limit for error, limit in _errors(trial, _step_and_calls(trial)[1])):
+        error, limit = max(_errors(trial, calls), key=lambda pair: pair[0] / pair[1])
+        if not error <= limit:
+            return f"computes attention in {dtype} that is off by {error:.2g}, where rounding makes up to {limit:.1g}"
+    if tried.runner.fused:
+        theirs = Trial(runner.over(own.model, fused=False), trial.prefix, trial.nodes).step()
+        error, rounding = (float(relative_error(each, step).mean()) for each in (ours, theirs))
+        if not error <= FUSED_SLACK * rounding:
+            return (
+                f"has fused layers that are off by {error:.2g} in {dtype}, where its own ones are off by {rounding:.2g}"
+            )
+    return None
+
+
+def _step_and_calls(trial: Trial) -> tuple[torch.Tensor, list[Call]]:
+    """A step, and what attention was given in it."""
+    implementation = trial.runner.backend.implementation
+    if implementation == EAGER:
+        return trial.step(), []
+    with recorded(trial.runner.model, implementation) as calls:
+        return trial.step(), calls
+
+
+def _errors(trial: Trial, calls: list[Call]) -> list[tuple[float, float]]:
+    """Of each call, and its limit. A function that fails in float32 computes something else than attention alone."""
+    return [call.errors(trial.visible_keys(call.layer)) for call in calls]

@@ -1,0 +1,169 @@
+"""What the probe runs: a tree-shaped step behind a few tokens, as it is and with a fault planted in it.
+
+T: nodes, N: keys, E: hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lp.attention.base import AttentionBackend, StepView
+from lp.attention.masks import FULL, SLIDING, named_kinds
+from lp.draft.layout import ancestors
+from lp.models.captured_steps import CapturedSteps
+from lp.models.kv_cache import StaticKVCache
+from lp.models.vocabulary import embedded_tokens
+
+PREFIX = 10  # tokens before `c`
+DEPTH = 3  # tokens of a branch
+# Nodes: `c`, then the branches in turn, so that under a mask by order alone the branches see each other.
+PARENTS = [-1, 0, 0, 1, 2, 3, 4]
+BRANCHES = [[0, 1, 3, 5], [0, 2, 4, 6]]
+
+
+class StepRunner(Protocol):
+    """What the probe needs of a model runner; see `lp.models.runner.ModelRunner` for the attributes and methods."""
+
+    original: PreTrainedModel
+    model: PreTrainedModel
+    config: PretrainedConfig
+    device: torch.device
+    backend: AttentionBackend
+    captured: CapturedSteps | None
+    exact: bool
+
+    @property
+    def fused(self) -> bool: ...
+
+    def over(self, model: PreTrainedModel, fused: bool = True) -> StepRunner: ...
+
+    def new_cache(self, capacity: int) -> StaticKVCache: ...
+
+    def prefill(self, tokens: Sequence[int], cache: StaticKVCache, chunk: int) -> None: ...
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        visible: np.ndarray,
+        cache: StaticKVCache,
+        logits_indices: Sequence[int],
+        capture: bool = True,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted in a step.
+
+    Attributes:
+        kind: "sees one too many", "sees one too few" or "has another position".
+        node: whose it is.
+        visible: of the step, with the fault.
+        positions: likewise.
+    """
+
+    kind: str
+    node: int
+    visible: np.ndarray
+    positions: list[int]
+
+
+class Trial:
+    """Steps of a runner over an excerpt, behind a prefix.
+
+    Args:
+        runner: of the excerpt.
+        prefix, nodes: tokens.
+    """
+
+    def __init__(self, runner: StepRunner, prefix: list[int], nodes: list[int]) -> None:
+        self.runner = runner
+        self.prefix = prefix
+        self.nodes = nodes
+        self.visible = ancestors(PARENTS)
+        self.positions = positions_of(self.visible, len(prefix))
+        self.cache = runner.new_cache(len(prefix) + len(nodes))
+        runner.prefill(prefix, self.cache, len(prefix))
+
+    def step(self) -> torch.Tensor:
+        """What a tree-shaped step gives for its nodes, (T, E)."""
+        return self._run(self.visible, self.positions, True)
+
+    def visible_keys(self, layer: int) -> torch.Tensor:
+        """Which keys the nodes see in a layer, bool (T, N): of the prefix, then of the step."""
+        config = self.runner.config
+        window = getattr(config, "sliding_window", None)
+        kind = (named_kinds(config) or [SLIDING if window else FULL] * config.num_hidden_layers)[layer]
+        device = self.runner.device
+        visible_TT = torch.from_numpy(self.visible).to(device)
+        positions_T = torch.tensor(self.positions, device=device)
+        return StepView(
+            visible_TT,
+            positions_T,
+            self.positions[0],
+            None,
+            window if kind == SLIDING else None,
+            self.runner.model.dtype,
+        ).visible_TN()
+
+    def effect(self, fault: Fault, step: torch.Tensor) -> float:
+        """How far a fault moves its node's output from what `step` gave."""
+        faulty = self._run(fault.visible, fault.positions, False)
+        node = slice(fault.node, fault.node + 1)
+        return float(relative_error(faulty[node], step[node]).max())
+
+    def after_commit(self) -> torch.Tensor:
+        """What the last node gives in a step of its own behind the commit of the path before it, (1, E)."""
+        self._run(self.visible, self.positions, True)
+        self.cache.commit(BRANCHES[1][:-1])
+        return self.runner.forward(self.nodes[-1:], self.positions[-1:], self.visible[:1, :1], self.cache, [0]).clone()
+
+    def _run(self, visible: np.ndarray, positions: list[int], capture: bool) -> torch.Tensor:
+        every = range(len(self.nodes))
+        return self.runner.forward(self.nodes, positions, visible, self.cache, every, capture=capture).clone()
+
+
+def planted(nodes: Sequence[int]) -> list[Fault]:
+    """A step's faults, one at a time: of each node, a mask with one node too many or too few, and another position."""
+    faults = []
+    visible = ancestors(PARENTS)
+    positions = positions_of(visible, PREFIX)
+    for node in nodes:
+        of_other_branch = next(
+            j for j in (node - 1, node + 1, node - 3) if 0 <= j < len(visible) and not visible[node, j]
+        )
+        for kind, other, sees in (
+            ("sees one too many", of_other_branch, True),
+            ("sees one too few", PARENTS[node], False),
+        ):
+            changed = visible.copy()
+            changed[node, other] = sees
+            faults.append(Fault(kind, node, changed, positions))
+        moved = [position + (index == node) for index, position in enumerate(positions)]
+        faults.append(Fault("has another position", node, visible, moved))
+    return faults
+
+
+def tokens_of(model: PreTrainedModel) -> list[int]:
+    """From the middle of the vocabulary: special tokens lie at its ends."""
+    vocabulary = embedded_tokens(model)
+    return [vocabulary // 4 + 37 * i % max(vocabulary // 2, 1) for i in range(PREFIX + len(PARENTS))]
+
+
+def positions_of(visible: np.ndarray, start: int) -> list[int]:
+    """Positions of nodes that see these, the first at `start`."""
+    return [start + int(row.sum()) - 1 for row in visible]
+
+
+def relative_error(outputs: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
+    """Root mean square of the difference by the reference's spread, (T,); by 1 where all tokens are equally likely."""
+    spread = references.double().std(-1)
+    difference = (outputs.double() - references.double()).square().mean(-1).sqrt()
+    return difference / torch.where(spread > 0, spread, 1.0)
