@@ -253,6 +253,22 @@ def tiny_model(
     return model
 
 
+def drawn_weights(seed: int, dtype: torch.dtype, arch: str = "llama") -> PreTrainedModel:
+    """A model of eight layers with drawn sharpness, and outliers as trained models have them: some channels of the
+    embeddings, of norms and of what layers add are up to a hundred times as large as the others.
+    """
+    rng = random.Random(seed)
+    model = tiny_model(arch, seed, torch.float32, sharpness=rng.uniform(1, 6), num_hidden_layers=8)
+    channels = rng.sample(range(32), rng.randint(0, 3))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if channels and name.endswith(("embed_tokens.weight", "norm.weight")):
+                parameter[..., channels] *= 10 ** rng.uniform(0, 2)
+            elif channels and name.endswith(("down_proj.weight", "o_proj.weight")) and rng.random() < 0.2:
+                parameter[channels] *= 10 ** rng.uniform(0, 2)
+    return model.to(dtype)
+
+
 def sharpened(
     config: Any, seed: int, dtype: torch.dtype, sharpness: float = 3.0, attention: str | None = None
 ) -> PreTrainedModel:

@@ -28,12 +28,14 @@ HALVES = (torch.float16, torch.bfloat16)
 TRITON = is_installed("triton")
 DTYPES = (*HALVES, torch.float32) if TRITON else HALVES  # that some kernel here takes
 PAGE = 256  # cache slots, the unit of FlashAttention's block tables
-# A trial's largest error of a token, relative to its size: four times an eps, of which a right kernel makes half. In
-# float32 it is the order of the sums. A token that sees one key too many, or too few, is off by 0.1.
-TRIAL_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 0.03, torch.float32: 1e-4}
 TRIAL_CAPACITY = 4 * PAGE
 TRIAL_LENGTHS = (0, 300, 1000)
 TRIAL_TOKENS = 17
+# A trial's largest error of a token, relative to its size: four times an eps, of which a right kernel makes half, as it
+# rounds probabilities and results. In float32 it is the order of the sums, over at most so many keys. A token that sees
+# one key too many, or too few, is off by 0.1.
+TRIAL_TOLERANCE = {dtype: 4 * torch.finfo(dtype).eps for dtype in HALVES}
+TRIAL_TOLERANCE[torch.float32] = (max(TRIAL_LENGTHS) + TRIAL_TOKENS) * torch.finfo(torch.float32).eps
 TRIAL_SEQUENCES = ((0, 11, 500, 300), (11, 6, 20, 37))  # of each its first token, tokens, first slot and cached tokens
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor | None], torch.Tensor]
 

@@ -101,7 +101,7 @@ class Excerpt(ModelView):
         if not self._casts:
             return storage
         if id(module) in self._kept:  # as plain attributes: the excerpt's parameters are those of one dtype
-            return storage | {"_parameters": {}} | attributes["_parameters"]
+            return {**storage, "_parameters": {}, **attributes["_parameters"]}
         parameters = {name: _in_float32(parameter) for name, parameter in attributes["_parameters"].items()}
         storage["_buffers"] = {name: _in_float32(buffer) for name, buffer in storage["_buffers"].items()}
         return storage | {"_parameters": parameters}

@@ -2,8 +2,8 @@
 
 - The attention kernel: exact attention over the same tensors, one layer of each kind. It may be off by a few times what
   plain products in that dtype are.
-- Fused layers: what they give, against the excerpt in float32. They may be off by little more than the model's own
-  layers, which round in the same places.
+- Fused layers: what they give, against the excerpt in float32. They may be off by a few times what the model's own
+  layers are, which round in the same places; the median of nodes counts, as a router may take another expert for one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lp.models.excerpt import Excerpt
 from lp.models.trial import StepRunner, Trial, relative_error
 
 EAGER = "eager"  # transformers' own products: there is no kernel
-FUSED_SLACK = 2  # times the rounding of the model's own layers that fused ones may have
+FUSED_SLACK = 4  # times the rounding of the model's own layers that fused ones may have: as a kernel's
 
 
 def fault_in_own_dtype(runner: StepRunner, excerpt: Excerpt, trial: Trial, step: torch.Tensor) -> str | None:
@@ -37,7 +37,7 @@ def fault_in_own_dtype(runner: StepRunner, excerpt: Excerpt, trial: Trial, step:
             return f"computes attention in {dtype} that is off by {error:.2g}, where rounding makes up to {limit:.1g}"
     if tried.runner.fused:
         theirs = Trial(runner.over(own.model, fused=False), trial.prefix, trial.nodes).step()
-        error, rounding = (float(relative_error(each, step).mean()) for each in (ours, theirs))
+        error, rounding = (float(relative_error(each, step).median()) for each in (ours, theirs))
         if not error <= FUSED_SLACK * rounding:
             return (
                 f"has fused layers that are off by {error:.2g} in {dtype}, where its own ones are off by {rounding:.2g}"

@@ -15,11 +15,10 @@ B: branches, T: nodes, E: hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import sqrt
-from statistics import median
 
 import torch
 from transformers import PreTrainedModel
@@ -46,10 +45,11 @@ from lp.models.trial import (
 )
 from lp.sampling.sampler import NOT_FINITE_REMEDY
 
-# Rounding is made visible by embeddings that are off by a few times what it does: sums over a row end so.
-ROUNDINGS = 4
+# Rounding is made visible by embeddings that are off by as many roundings. A sum in float32 is rounded after every
+# addition, in other dtypes once.
+ROUNDINGS = {True: 8, False: 4}  # whether the arithmetic is float32's
 INT8 = 2.0**-8  # relative, of activations rounded to 8 bits
-SHOWS = 4  # times what rounding does: a planted fault below it tells nothing
+SHOWS = 16  # times what rounding does: a planted fault below it tells nothing; a right step may be off by the root
 PLANTED = (2, 4, 6)  # nodes with a planted fault, one at a time
 FEW = 3  # nodes of the whole model's step
 _MARK = "_lp_honours_tree_mask"  # attribute of the model: what it passed with, as `check_tree_mask` names it
@@ -74,12 +74,12 @@ class Findings:
     @property
     def limit(self) -> float:
         """The largest error of a step that is right: as many times what rounding does as a fault is times it."""
-        return sqrt(self.noise * self.fault) if self.fault else SHOWS / 2 * self.noise
+        return sqrt(self.noise * max(self.fault, SHOWS * self.noise))
 
     @property
     def fault(self) -> float:
-        """What a planted fault does, of those that show; 0: none does."""
-        return median([effect for _, effect in self.faults if effect > SHOWS * self.noise] or [0.0])
+        """What the smallest planted fault does, of those that show; 0: none does."""
+        return min([effect for _, effect in self.faults if effect > SHOWS * self.noise], default=0.0)
 
     @property
     def failure(self) -> str | None:
@@ -87,8 +87,7 @@ class Findings:
         if self.error <= self.limit:
             return self.own_dtype
         return (
-            f"does not honour a tree mask: a tree-shaped step is off by {self.error:.2g} of the spread of its results, "
-            f"where rounding makes {self.noise:.1g}"
+            f"does not honour a tree mask: a tree-shaped step is off by {self.error:.2g} of the spread of its results"
         )
 
 
@@ -128,32 +127,35 @@ def _check_runs(runner: StepRunner) -> None:
         raise UserError(f"{_name(runner)} gives logits that are NaN or infinite; {NOT_FINITE_REMEDY}")
 
 
-def probed(runner: StepRunner) -> Findings:
+def probed(runner: StepRunner, nodes: Sequence[int] = PLANTED) -> Findings:
     """What an excerpt of the model shows: in float32, in the model's dtype if its kernels take no other, or all of the
     model, if its code does not run with some of its layers.
+
+    Args:
+        nodes: that faults are planted at.
 
     Raises:
         ValueError: nor does that run.
         OutOfMemoryError: the device is full.
     """
     with suppress(Exception):  # of code that nobody here knows
-        return _findings(runner)
+        return _findings(runner, nodes)
     if runner.original.dtype not in PRECISE:
         with suppress(Exception):
-            return _findings(runner, in_float32=False)
+            return _findings(runner, nodes, in_float32=False)
     with _named(runner):
-        return _findings(runner, whole=True)
+        return _findings(runner, nodes, whole=True)
 
 
-def _findings(runner: StepRunner, **how: bool) -> Findings:
+def _findings(runner: StepRunner, nodes_at: Sequence[int], in_float32: bool = True, whole: bool = False) -> Findings:
     """What the excerpt shows that is made so."""
-    excerpt = Excerpt(runner.original, **how)
+    excerpt = Excerpt(runner.original, in_float32, whole)
     tokens = tokens_of(excerpt.model)
     prefix, nodes = tokens[:PREFIX], tokens[PREFIX:]
-    reference, noise = _plain(excerpt, prefix, nodes, ROUNDINGS * _rounding(runner, excerpt.model))
+    reference, noise = _plain(excerpt, prefix, nodes, _off(runner, excerpt.model))
     trial = Trial(runner.over(excerpt.model), prefix, nodes)
     step = trial.step()
-    faults = [(fault, trial.effect(fault, step)) for fault in planted(PLANTED)]
+    faults = [(fault, trial.effect(fault, step)) for fault in planted(nodes_at)]
     own_dtype = None
     if excerpt.model.dtype in PRECISE and runner.original.dtype not in PRECISE:
         own_dtype = fault_in_own_dtype(runner, excerpt, trial, step)
@@ -185,13 +187,13 @@ def _plain(excerpt: Excerpt, prefix: list[int], nodes: list[int], off: float) ->
     return exact, float(relative_error(perturbed, exact).max())
 
 
-def _rounding(runner: StepRunner, model: PreTrainedModel) -> float:
-    """The largest relative error of one rounding in a pass of this model."""
+def _off(runner: StepRunner, model: PreTrainedModel) -> float:
+    """By what share of themselves embeddings are moved, to learn what rounding does in this model."""
     if not runner.exact:
-        return INT8
+        return ROUNDINGS[False] * INT8
     if model.dtype in PRECISE:
-        return float32_precision() / 2
-    return torch.finfo(model.dtype).eps / 2
+        return ROUNDINGS[True] * float32_precision() / 2
+    return ROUNDINGS[False] * torch.finfo(model.dtype).eps / 2
 
 
 @contextmanager

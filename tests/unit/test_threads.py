@@ -65,7 +65,7 @@ def test_a_text_while_a_decoder_is_made(arch: str) -> None:
         vars(model).pop(probe._MARK)  # so that it is asked again
         with _meanwhile(model, others) as passes:
             ModelRunner(model, attention)
-        assert len(passes) == 4, "those of the probe"
+        assert len(passes) > 10, "those of the probe"
     others()
 
 
