@@ -209,7 +209,7 @@ class ModelRunner:
         Args:
             fused: with fused layers, if this one has.
         """
-        runner = ModelRunner(model, self.backend.name, Capture.OFF, probe=False, fused=fused and self.fused)
+        runner = type(self)(model, self.backend.name, Capture.OFF, probe=False, fused=fused and self.fused)
         if self.captured:
             runner.captured = runner._captured_steps(Capture.OFF)
         return runner

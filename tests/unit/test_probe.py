@@ -238,14 +238,14 @@ def test_an_excerpt_leaves_the_model_as_it_is() -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "gemma3"])
 def test_a_layer_too_large_to_be_copied(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights stay in bfloat16: the verdict is as sharp, since what they round is rounded alike on both sides."""
+    """Its weights stay in bfloat16: most of what they round is rounded alike on both sides."""
     monkeypatch.setattr("lp.models.excerpt.MOST_BYTES", 5000)  # a few of the weights
     runner = ModelRunner(tiny_model(arch, dtype=torch.bfloat16))
     excerpt = Excerpt(runner.original)
     assert excerpt.rounded
     with torch.inference_mode():
         found = probed(runner)
-    assert found.error <= found.limit < 0.01 < found.fault
+    assert found.error <= found.limit < found.fault and found.limit < 0.05
 
 
 def test_a_layer_whose_code_needs_all_others_is_judged_whole() -> None:
