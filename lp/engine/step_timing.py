@@ -149,14 +149,16 @@ class KnownStepTimes(GivenStepTimes):
             np.frombuffer(struct.pack(f"{len(both)}d", *both), np.int64).tolist(),
         )
         first, second = words[0].numpy().view(np.float64).reshape(2, -1).tolist()
-        self.times, self.careful = (StepTimes(estimate.num_tokens, each[1:], each[0]) for each in (first, second))
+        self.times, self.careful = (
+            StepTimes(estimate.num_tokens, tuple(each[1:]), each[0]) for each in (first, second)
+        )
 
 
 def _table_of(runner: ModelRunner, config: LookaheadConfig, context: ParallelContext, again: bool) -> StepTimesTable:
     """The table of a decoder with these parts: rank 0 decides what it begins with."""
     file = step_times_file(runner, config, context)
     tables = runner.step_times
-    known = None if again else tables.get(file.path.name)
+    known: StepTimesTable | None = None if again else tables.get(file.path.name)
     if context.alone and known:
         return known
     text = None
