@@ -22,6 +22,7 @@ from launch.stream import Pen
 from lp.checks import check_int
 from lp.models.loader import load
 from lp.parallel.context import ParallelContext
+from lp.sampling.generation_config import Checkpoint
 from lp.parallel.thread_ranks import run_lockstep
 from tests.unit.conftest import CONTEXT, Ran, with_template
 
@@ -254,6 +255,9 @@ def test_a_rank_that_fails_alone_stays_in_step(
         asked, lines = list[list[int]](), iter(["one", "two", None])
 
         class Fails:
+            def checkpoint(self) -> Checkpoint:
+                return Checkpoint.of(loaded.model.generation_config)
+
             def generate(self, ids: list[int], *args: Any, on_tokens: Any, **options: Any) -> lp.GenerationOutput:
                 asked.append(ids)
                 if len(asked) == 1 and context.rank in bad:
