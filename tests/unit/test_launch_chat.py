@@ -22,8 +22,8 @@ from launch.stream import Pen
 from lp.checks import check_int
 from lp.models.loader import load
 from lp.parallel.context import ParallelContext
-from lp.sampling.generation_config import Checkpoint
 from lp.parallel.thread_ranks import run_lockstep
+from lp.sampling.generation_config import Checkpoint
 from tests.unit.conftest import CONTEXT, Ran, with_template
 
 SMALL = ("model=hf", "model.dtype=float64", "W=4", "N=3", "G=4", "max_new_tokens=12")
