@@ -65,7 +65,7 @@ def test_scaling_measures_ranks_and_holds_a_projection_against_them(
     assert ran.returncode == 0, ran.stderr
     lines = [(line.method, line.ranks, line.kind) for line in read_lines(tmp_path / "scaling.csv")]
     assert lines.count(("lookahead", 2, "projected")) == 4
-    on_two = ("lookahead", "lookahead_auto", "transformers_tp")
+    on_two = ("lookahead", "lookahead_auto")
     measured = {("plain", 1, "measured"), *((method, 2, "measured") for method in on_two)}
     assert measured == {line for line in lines if line[2] == "measured"}
     assert "lookahead on 2 ranks: projected" in (tmp_path / "scaling.md").read_text()

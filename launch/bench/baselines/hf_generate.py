@@ -29,6 +29,7 @@ from lp.models.loader import load
 from lp.models.releases import cache_keyword
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
+from lp.sampling.generation_config import NONE
 
 from .registry import BaselineOptions, register_baseline
 
@@ -86,6 +87,8 @@ class HFGenerateDecoder(Decoder):
         prompt_lookup: tokens that prompt lookup copies a step; None copies none.
         draft: a model that drafts; None for none.
     """
+
+    follows = NONE  # a peer is measured on what was asked for
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from lp.models.loader import vocabulary_size
 from lp.optional import is_installed
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Stop
+from lp.sampling.generation_config import NONE
 
 from .registry import BaselineOptions, register_baseline
 
@@ -73,6 +74,8 @@ class LlamaCppDecoder(Decoder):
         gguf: path of its GGUF file.
         prompt_lookup: most tokens that prompt lookup copies a step; None copies none.
     """
+
+    follows = NONE  # a peer is measured on what was asked for
 
     def __init__(self, model: PreTrainedModel, gguf: str, *, prompt_lookup: int | None = None) -> None:
         super().__init__(model)
