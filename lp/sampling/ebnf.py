@@ -221,7 +221,7 @@ class _Parser:
         return ord(letter)
 
     def _counted(self, node: Node) -> Node:
-        while True:
+        for _ in range(MOST_LEVELS):
             self._space()
             if self._skip("*"):
                 node = Repeat(node, 0, None)
@@ -233,6 +233,7 @@ class _Parser:
                 node = self._counts(node)
             else:
                 return node
+        raise self._error(f"more than {MOST_LEVELS - 1} counts of a part")
 
     def _counts(self, node: Node) -> Node:
         found = re.compile(r"\{\s*(\d{1,8})\s*(?:(,)\s*(\d{1,8})?\s*)?\}", re.ASCII).match(self._text, self._at)

@@ -98,6 +98,8 @@ class GrammarCompiler:
             grammar = LLGrammar(self._tokens, self._vocabulary, lark, key, longest <= MOST_FORCED)
         except UserError as error:
             raise UserError(f"{kind} is not taken: {error}") from error
+        except RecursionError:
+            raise UserError(f"{kind} is not taken: it is nested too deep; write it with fewer levels") from None
         with self._lock:
             self._compiled[key] = grammar
             while len(self._compiled) > MOST_COMPILED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from lp.errors import UserError
@@ -31,7 +31,7 @@ def byte_tokenizer() -> Any:
     return llguidance.LLTokenizer(TokenizerWrapper(_ByteTokens()), slices=[])
 
 
-@cache
+@lru_cache(maxsize=256)
 def has_no_text(right_side: str) -> bool:
     """Whether a terminal in Lark has no text at all."""
     matcher = _matcher(right_side)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -71,17 +72,16 @@ class _Writer:
         for name, body in rules.items():
             for needed in _needed(body):
                 users.setdefault(needed, []).append(name)
-        waiting = dict.fromkeys(rules)
+        waiting = OrderedDict.fromkeys(rules)  # a dict looks for its first one behind all that were deleted
         rounds = dict.fromkeys(rules, 0)  # of a rule within itself, whose shortest text is found by and by
         while waiting:
-            name = next(iter(waiting))
-            del waiting[name]
+            name, _ = waiting.popitem(last=False)
             length = self.length(rules[name])
             if length < self.lengths.get(name, math.inf):
                 self.lengths[name] = length
                 rounds[name] += 1
                 if rounds[name] < MOST_ROUNDS:
-                    waiting |= dict.fromkeys(users.get(name, []))
+                    waiting.update(dict.fromkeys(users.get(name, [])))
 
     def length(self, part: Part) -> float:
         """Of the shortest text; infinite for none."""

@@ -19,6 +19,8 @@ from lp.errors import UserError
 LAST = 0x10FFFF
 MOST_LEVELS = 64  # of groups within groups
 MOST_COUNT = 1 << 20
+MOST_WAYS = 256  # to match a part, by which of its anchors hold
+MOST_JOINED = 1 << 14  # pairs of them that are tried
 LOOK = "a look (?= or (?! is taken at the beginning of the text alone, as in ^(?!no); mend the pattern"
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -396,9 +398,12 @@ def _ways(tree: Node) -> list[_Way]:
         case Seq(parts):
             ways = [_Way(EMPTY)]
             for part in parts:
-                ways = [joined for one in ways for other in _ways(part) if (joined := _joined(one, other))]
-                if len(ways) > 256:
-                    raise UserError("a pattern has more than 256 ways to be anchored; write it with fewer")
+                others = _ways(part)  # once: a group within a group doubles what is read twice
+                if len(ways) * len(others) > MOST_JOINED:
+                    raise UserError(f"a pattern has more than {MOST_WAYS} ways to be anchored; write it with fewer")
+                ways = [joined for one in ways for other in others if (joined := _joined(one, other))]
+                if len(ways) > MOST_WAYS:
+                    raise UserError(f"a pattern has more than {MOST_WAYS} ways to be anchored; write it with fewer")
             return ways
         case Alt(parts):
             ways = [way for part in parts for way in _ways(part)]

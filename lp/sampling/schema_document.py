@@ -27,6 +27,7 @@ NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "defini
 DRAFTS = ("draft/2020-12", "draft/2019-09", "draft-07", "draft-06", "draft-04")
 MOST_LEVELS = 64  # of schemas within others
 MOST_JSON_LEVELS = 256
+MOST_DIGITS = 400  # of a number, and its largest exponent: floats end at 1e308
 
 
 class Written(Decimal):
@@ -52,12 +53,12 @@ class Document:
 
     def __init__(self, text: str) -> None:
         try:
-            self.root = json.loads(text, parse_float=Written, parse_constant=_no_constant)
+            self.root = json.loads(text, parse_float=_written, parse_int=_integer, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             raise UserError(f"it is no JSON ({error}); mend it") from None
         if not isinstance(self.root, Mapping | bool):
             raise UserError(f"it is {text[:40]}; give an object, true or false")
-        _check_levels(self.root)
+        _check_parts(self.root)
         self._bases: dict[str, str] = {}  # by pointer of a part
         self._resources: dict[str, str] = {}  # pointer by URI
         self._anchors: dict[tuple[str, str], str] = {}
@@ -148,9 +149,14 @@ def inner_schemas(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                     yield f"{name}/{escaped(key)}", each
 
 
-def _check_levels(part: Any) -> None:
+def _check_parts(part: Any) -> None:
+    """No part is too deep, and every string is of characters."""
     parts = [part]
     for _ in range(MOST_JSON_LEVELS):
+        for each in parts:
+            strings = [each] if isinstance(each, str) else each if isinstance(each, Mapping) else ()
+            if any("\ud800" <= character <= "\udfff" for string in strings for character in string):
+                raise UserError("it has half of a surrogate pair (\\ud800 to \\udfff), which is no character; mend it")
         parts = [each for each in parts if isinstance(each, Mapping | list)]
         if not parts:
             return
@@ -166,6 +172,25 @@ def escaped(name: str) -> str:
 def unescaped(step: str) -> str:
     """The name of a step of a pointer."""
     return step.replace("~1", "/").replace("~0", "~")
+
+
+def _written(text: str) -> Written:
+    """Before it is read: exact arithmetic writes all the zeros of 1e999999999 out."""
+    exponent = text.lower().partition("e")[2].lstrip("+-").lstrip("0")
+    if len(exponent) > 3 or int(exponent or 0) > MOST_DIGITS:
+        raise ValueError(f"{text[:40]} is beyond what a float can be")
+    _check_digits(text)
+    return Written(text)
+
+
+def _integer(text: str) -> int:
+    _check_digits(text)
+    return int(text)
+
+
+def _check_digits(text: str) -> None:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(text)} characters, of at most {MOST_DIGITS}")
 
 
 def _no_constant(name: str) -> None:

@@ -7,12 +7,12 @@ is written as there. ASCII in strings is written as json.dumps does, any other c
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, permutations, product
 from typing import Any
 
 from lp.errors import UserError
-from lp.sampling.lark import Lexeme, Part, Unique, to_lark
+from lp.sampling.lark import MOST_RULES, Lexeme, Part, Unique, to_lark
 from lp.sampling.number_syntax import EXACT_INTEGERS, integer_terminal, next_number, number_terminal
 from lp.sampling.regex_syntax import (
     ANY,
@@ -32,7 +32,7 @@ from lp.sampling.regex_syntax import (
 )
 from lp.sampling.schema_document import Document, Written
 from lp.sampling.schema_forms import NOTHING, Contained, Demand, Form, List, Number, Object, Text, Value
-from lp.sampling.schema_rewriting import Rewriting, same, text_language
+from lp.sampling.schema_rewriting import Rewriting, comparable, text_language
 
 MOST_STATES = 20_000  # of one object's properties, by how many came
 MOST_PATTERNS = 5  # of names of one object: every set of them is another kind of name
@@ -87,7 +87,11 @@ class _Rules:
         while self._waiting:
             demand = self._waiting.pop()
             forms = self._rewriting.union(demand)
-            scalars = [constant(form.value) for form in forms if isinstance(form, Value) and not _has_parts(form.value)]
+            scalars = [
+                constant(form.value, self._named)
+                for form in forms
+                if isinstance(form, Value) and not _has_parts(form.value)
+            ]
             parts = [_either([lexeme for lexemes in scalars for lexeme in lexemes])] if scalars else []
             parts += [
                 self._form(form) for form in forms if not (isinstance(form, Value) and not _has_parts(form.value))
@@ -99,6 +103,8 @@ class _Rules:
 
     def _named(self, part: Part) -> Node:
         """A rule of its own."""
+        if self._states >= MOST_RULES:  # before they fill the memory
+            raise UserError(f"the grammar has more than {MOST_RULES} rules; ask for less of the form")
         name = f"s{self._states}"
         self._states += 1
         self.rules[name] = part
@@ -107,7 +113,7 @@ class _Rules:
     def _form(self, form: Form) -> Part:
         match form:
             case Value(_, value):
-                return _seq(*constant(value))
+                return _seq(*constant(value, self._named))
             case Number():
                 return number_lexeme(form)
             case Text():
@@ -171,11 +177,11 @@ class _Rules:
         return some if contained.least else _alt(EMPTY, _seq(other, behind), some)
 
     def _unique_items(self, form: List) -> Part:
-        values: list[Any] = []
+        values: dict[Any, Any] = {}
         forms = [] if form.first or form.contained else self._rewriting.union(form.rest)
         for each in forms:
-            if isinstance(each, Value) and not any(same(each.value, other) for other in values):
-                values.append(each.value)
+            if isinstance(each, Value):
+                values.setdefault(comparable(each.value), each.value)
         if (
             form.first
             or form.contained
@@ -189,7 +195,7 @@ class _Rules:
         most = len(values) if form.most is None else min(form.most, len(values))
         if not most:
             return Alt() if form.least else EMPTY
-        parts = tuple(tuple(constant(value)) for value in values)
+        parts = tuple(tuple(constant(value, self._named)) for value in values.values())
         return Unique(parts, COMMA, form.least, most)
 
     # --- objects
@@ -223,7 +229,7 @@ class _Rules:
         states = ends
         for index in reversed(range(len(names))):
             name = names[index]
-            pair = _seq(*constant(name), COLON, self._value(self._rewriting.property(form, name)))
+            pair = _seq(name_lexeme(name), COLON, self._value(self._rewriting.property(form, name)))
             required = name in form.required
             made: list[Part] = []
             for came in range(min(index, cap) + 1):
@@ -245,7 +251,7 @@ class _Rules:
             ways: list[Part] = [ends[min(len(taken), len(ends) - 1)]] if {*form.required} <= taken else []
             for name in names:
                 if name not in taken and (most is None or len(taken) < most):
-                    pair = _seq(*constant(name), COLON, self._value(self._rewriting.property(form, name)))
+                    pair = _seq(name_lexeme(name), COLON, self._value(self._rewriting.property(form, name)))
                     ways.append(_seq(*([COMMA] if taken else []), pair, states[taken | {name}]))
             states[taken] = self._named(_alt(*ways))
         return states[frozenset()]
@@ -338,18 +344,28 @@ def string_lexeme(language: Node, length: int) -> Lexeme:
     return Lexeme(rf'"\"" {terminal(language, in_json)} "\""', length + 2)
 
 
-def constant(value: Any) -> list[Part]:
-    """A value as it is written, with the spaces of all others."""
+def name_lexeme(name: str) -> Lexeme:
+    """A string that is written out, with its quotes."""
+    return string_lexeme(literal(name), len(name))
+
+
+def constant(value: Any, named: Callable[[Part], Part]) -> list[Part]:
+    """A value as it is written, with the spaces of all others.
+
+    Args:
+        named: makes a rule: an object's orders are written once, not in every order of what it is in.
+    """
     match value:
         case str():
-            return [string_lexeme(literal(value), len(value))]
+            return [name_lexeme(value)]
         case list():
-            items = [constant(each) for each in value]
+            items = [constant(each, named) for each in value]
             return [Lexeme('"["', 1), *_with_commas(items), Lexeme('"]"', 1)]
         case dict():
-            pairs = [[*constant(name), COLON, *constant(inner)] for name, inner in value.items()]
+            pairs = [[name_lexeme(name), COLON, *constant(inner, named)] for name, inner in value.items()]
             orders = permutations(pairs) if len(pairs) <= MOST_ORDERED else [pairs]
-            return [Lexeme('"{"', 1), _alt(*(_seq(*_with_commas(order)) for order in orders)), Lexeme('"}"', 1)]
+            either = named(_alt(*(_seq(*_with_commas(order)) for order in orders)))
+            return [Lexeme('"{"', 1), either, Lexeme('"}"', 1)]
         case None | bool():
             text = json.dumps(value)
             return [Lexeme(json.dumps(text), len(text))]

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from itertools import product
 from typing import Any
 
 from lp.errors import UserError
 from lp.sampling.language_checks import Language
-from lp.sampling.regex_syntax import ANY, And, Node, Not, Repeat, found, literal
+from lp.sampling.regex_syntax import ANY, Alt, And, Node, Not, Repeat, found, literal
 from lp.sampling.schema_document import Document, Written, escaped
 from lp.sampling.schema_formats import ENFORCED, REFUSED, format_language
 from lp.sampling.schema_forms import (
@@ -44,7 +43,8 @@ from lp.sampling.schema_forms import (
 )
 
 MOST_FORMS = 512  # of one union
-MOST_WORK = 200_000  # intersections of two forms
+MOST_WORK = 200_000  # intersections of two forms, and looks at a value
+EMPTY_WORK = 200  # of looking whether strings are without a text, in such steps
 MOST_COUNT = 1 << 20  # of items, characters, properties
 
 
@@ -111,6 +111,7 @@ class Rewriting:
         """Whether a value is of a form."""
         if type_of(form) != type_of_value(value):
             return False
+        self._count_work()
         match form:
             case Value():
                 return same(form.value, value)
@@ -160,18 +161,26 @@ class Rewriting:
         if other == all_forms():
             return one
         made: dict[Form, None] = {}
-        for first, second in product(one, other):
-            if type_of(first) != type_of(second):
-                continue
-            self._work += 1
-            if self._work > MOST_WORK:
-                raise UserError("it has too many alternatives that meet; write it with fewer")
-            joined = self._joined(first, second)
-            if joined is not None and not self.is_never(joined):
+        by_type: dict[str, list[Form]] = {}
+        for form in other:
+            by_type.setdefault(type_of(form), []).append(form)
+        kinds = 0  # of forms that are not one value
+        for first in one:
+            for second in by_type.get(type_of(first), ()):
+                self._count_work()
+                joined = self._joined(first, second)
+                if joined is None or joined in made or self.is_never(joined):
+                    continue
                 made[joined] = None
-        if len(made) > MOST_FORMS:
-            raise UserError(f"it has {len(made)} alternatives of one value, of at most {MOST_FORMS}; write fewer")
+                kinds += not isinstance(joined, Value)
+                if kinds > MOST_FORMS:
+                    raise UserError(f"it has more than {MOST_FORMS} alternatives of one value; write it with fewer")
         return tuple(made)
+
+    def _count_work(self, steps: int = 1) -> None:
+        self._work += steps
+        if self._work > MOST_WORK:
+            raise UserError("it has too many alternatives that meet; write it with fewer")
 
     def _joined(self, first: Form, second: Form) -> Form | None:
         if isinstance(first, Value):
@@ -185,6 +194,7 @@ class Rewriting:
         match form:
             case Text(least, most, languages) if len(languages) + (least > 0 or most is not None) > 1:
                 if form not in self._never_texts:
+                    self._count_work(EMPTY_WORK)
                     self._never_texts[form] = self.language(text_language(form)).is_empty()
                 return self._never_texts[form]
             case List():
@@ -212,6 +222,10 @@ class Rewriting:
         for name in TYPES:
             own = [form for form in union if type_of(form) == name]
             others: Union = FORMS[name]
+            if name == "string":  # those that are named at once: each by itself is looked at behind all before it
+                named = tuple(literal(form.value) for form in own if isinstance(form, Value))
+                own = [form for form in own if not isinstance(form, Value)]
+                others = (Text(languages=(Not(named[0] if len(named) == 1 else Alt(named)),)),) if named else others
             for form in own:
                 others = self.both(others, self._other(form, pointer))
             made += others
@@ -369,6 +383,8 @@ def _texts(pointer: str, part: Mapping[str, Any]) -> Union:
     if "pattern" in part:
         languages.append(_pattern("pattern", pointer, part["pattern"]))
     form = part.get("format")
+    if form is not None and not isinstance(form, str):
+        raise _bad("format", pointer, form, "a string")
     if form in ENFORCED:
         languages.append(format_language(form))
     elif form in REFUSED:
@@ -549,7 +565,8 @@ def _unevaluated_items(rewriting: Rewriting, pointer: str, part: Mapping[str, An
             raise _inexact("unevaluatedItems beside contains", pointer)
         if "items" in inner or ("unevaluatedItems" in inner and place != pointer):
             return all_forms()
-        count = max(count, len(inner.get("prefixItems", [])))
+        if "prefixItems" in inner:
+            count = max(count, len(rewriting.schemas(place, "prefixItems")))
     form = List((ANYTHING,) * count, demand)
     return (*all_forms(each for each in TYPES if each != "array"), form)
 
@@ -565,7 +582,7 @@ def _in_place(rewriting: Rewriting, pointer: str, keyword: str, seen: set[str]) 
             raise _inexact(f"{keyword} beside {other}", pointer)
     inner = rewriting.schemas(pointer, "allOf") if "allOf" in part else []
     if "$ref" in part:
-        inner.append(rewriting.document.target(pointer, part["$ref"]))
+        inner.append(rewriting.document.target(pointer, _string("$ref", pointer, part["$ref"])))
     return [pointer, *(place for each in inner for place in _in_place(rewriting, each, keyword, seen))]
 
 
@@ -620,18 +637,21 @@ def canonical(value: Any) -> str:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two values are equal as JSON: 1 is 1.0, and true is not 1."""
-    if type_of_value(one) != type_of_value(other):
-        return False
-    match one:
+    return bool(comparable(one) == comparable(other))
+
+
+def comparable(value: Any) -> Any:
+    """What is equal, and hashes alike, for values that are equal as JSON."""
+    match value:
         case list():
-            return len(one) == len(other) and all(map(same, one, other))
+            return "array", tuple(map(comparable, value))
         case dict():
-            return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
-    return bool(one == other)
+            return "object", frozenset((name, comparable(inner)) for name, inner in value.items())
+    return type_of_value(value), value
 
 
 def _twice(items: Sequence[Any]) -> bool:
-    return any(same(one, other) for index, one in enumerate(items) for other in items[:index])
+    return len(set(map(comparable, items))) < len(items)
 
 
 def _other_values(value: Any, pointer: str) -> Union:
@@ -640,8 +660,6 @@ def _other_values(value: Any, pointer: str) -> Union:
             return ()
         case bool():
             return (FALSE if value else TRUE,)
-        case str():
-            return (Text(languages=(Not(literal(value)),)),)
         case list() | dict():
             raise _inexact("a const of a list or an object", pointer)
     return (Number(below=Fraction(value)), Number(above=Fraction(value)))
