@@ -20,11 +20,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lp.attention.masks import named_kinds
+from lp.models.memory import free_bytes
 from lp.models.recurrent_layers import NO_LIMIT
 from lp.models.skipped_layer import NoHead, OutputForm, SkippedLayer
 from lp.models.view import ModelView
 
-MOST_BYTES = 1 << 30  # of copied weights
+MOST_BYTES = 1 << 30  # of copied weights, and at most a quarter of what is free
 SHORT_WINDOW = 6  # tokens, of sliding-window layers, so that a text of 24 tokens crosses it
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)  # of buffers that hold quantised weights
 PRECISE = (torch.float32, torch.float64)  # dtypes whose rounding hides nothing
@@ -143,7 +144,8 @@ class Excerpt(ModelView):
                 kept.add(id(module))
             elif own:
                 sizes.append((4 * sum(parameter.numel() for parameter in own), id(module)))
-        room = MOST_BYTES
+        free = free_bytes(self._embedding.weight.device)
+        room = MOST_BYTES if free is None else min(MOST_BYTES, free // 4)
         for nbytes, module_id in sorted(sizes):
             room -= nbytes
             if room < 0:

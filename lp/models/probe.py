@@ -15,8 +15,9 @@ B: branches, T: nodes, E: hidden size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
 
@@ -45,6 +46,7 @@ from lp.models.trial import (
 )
 from lp.sampling.sampler import NOT_FINITE_REMEDY
 
+logger = logging.getLogger(__name__)
 # Rounding is made visible by embeddings that are off by as many roundings. A sum in float32 is rounded after every
 # addition, in other dtypes once.
 ROUNDINGS = {True: 8, False: 4}  # whether the arithmetic is float32's
@@ -138,12 +140,14 @@ def probed(runner: StepRunner, nodes: Sequence[int] = PLANTED) -> Findings:
         ValueError: nor does that run.
         OutOfMemoryError: the device is full.
     """
-    with suppress(Exception):  # of code that nobody here knows
-        return _findings(runner, nodes)
-    if runner.original.dtype not in PRECISE:
-        with suppress(Exception):
-            return _findings(runner, nodes, in_float32=False)
     with _named(runner):
+        for in_float32 in (True,) if runner.original.dtype in PRECISE else (True, False):
+            try:
+                return _findings(runner, nodes, in_float32)
+            except (torch.OutOfMemoryError, CacheTooLarge):
+                raise
+            except Exception as failure:  # of code that nobody here knows
+                logger.debug("an excerpt does not run: %s: %s", type(failure).__name__, failure)
         return _findings(runner, nodes, whole=True)
 
 
