@@ -114,9 +114,10 @@ def logit_rounding(model: Any) -> float:
 
     It is the root of the precision that the model computes in, half of the digits: kernels for other numbers of tokens
     round differently. A trained model of 30 layers differs from itself, one token a pass against eight, by 3e-6 in
-    float32, 0.001 in float16 and 0.01 in bfloat16, where these are 3e-4, 0.03 and 0.09. Transformers' norms and softmax compute in float32 at most. The router of a mixture of experts
-    may take either of two experts that are as good, so that bfloat16's precision is the most to ask. Quantised
-    activations that depend on the tokens beside them have no bound.
+    float32, 0.001 in float16 and 0.01 in bfloat16, where these are 3e-4, 0.03 and 0.09. Transformers' norms and softmax
+    compute in float32 at most. The router of a mixture of experts may take either of two experts that are as good, so
+    that bfloat16's precision is the most to ask. Quantised activations that depend on the tokens beside them have no
+    bound.
     """
     if inexact_quantisation(model.config):
         return math.inf
