@@ -344,7 +344,7 @@ def test_a_processor_that_forbids_what_the_grammar_allows(demo: Any) -> None:
     model, tokenizer, compiler = demo
     banned = [SuppressTokensLogitsProcessor([token for token, text in enumerate(tokens_of(tokenizer)) if "y" in text])]
     for decoder in (lp.LookaheadDecoder(model, step_times=STEP_TIMES), lp.AutoregressiveDecoder(model)):
-        with pytest.raises(UserError, match="GrammarProcessor.*together forbid every token"):
+        with pytest.raises(UserError, match=r"GrammarProcessor.*together forbid every token"):
             decoder.generate([1], 9, grammar=compiler.regex("xy"), logits_processor=banned)
 
 
