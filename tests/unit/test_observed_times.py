@@ -16,6 +16,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 import lp
+from lp.budget.explain import describe_origin
 from lp.budget.observed_times import Estimate, TimedStep
 from lp.budget.policy import AdaptiveBudget
 from lp.budget.prior import prior_times
@@ -242,9 +243,9 @@ def test_a_decoder_says_how_surely_it_knows_its_step_times(tmp_path: Path) -> No
     model = tiny_model()
     decoder = lp.LookaheadDecoder(model)
     assert f"; guessed from one layer, by 0 steps, 1 thread; kept in {tmp_path}" in decoder.explain()
-    for _ in range(4):
-        decoder.generate([1, 2, 3] * 4, 40, eos_token_id=())
-    assert "; known to 8 % up to " in decoder.explain()
+    prior = Estimate.of_prior(StepTimes((1, 8), (0.01, 0.02), 0.01))
+    learned = prior.after([TimedStep(num_tokens, 0.01) for num_tokens in (0, 1)] * 20)
+    assert "; known to 8 % up to 1 tokens, by 40 steps, 2 threads; kept" in describe_origin(tmp_path, learned, 2)
     with pytest.raises(ValueError, match="step_times is 'again'; give StepTimes, 'measure', or None"):
         lp.LookaheadDecoder(model, step_times="again")
 
