@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lp.budget.step_times import StepTimes
+from lp.errors import UserError
 
 # Standard deviations of logarithms, about relative errors. How far the prior may be off: of the level of all sizes, of
 # a step's own host work (a plain step against one of a token), and of twice as many tokens. Set by hand: of the models
@@ -162,7 +163,7 @@ class Estimate:
         rows = np.array([json.loads(row) for row in found["covariance"]], np.float64)
         n = 1 + len(times.num_tokens)
         if rows.shape != (n, n) or not np.isfinite(rows).all() or np.linalg.eigvalsh(rows)[0] < -1e-4:
-            raise ValueError("no covariance")
+            raise UserError("no covariance")
         known = cls(times.num_tokens, np.log([plain_s, *times.seconds]), (rows + rows.T) / 2, int(found["steps"]))
         with np.errstate(over="ignore"):
             _ = known.careful  # here, and not in a decode step: doubts may make it infinite

@@ -178,7 +178,7 @@ def _plain(excerpt: Excerpt, prefix: list[int], nodes: list[int], off: float) ->
     def by_node() -> torch.Tensor:
         outputs = model(texts, use_cache=False, logits_to_keep=behind_prefix).logits  # (B, DEPTH + 1, E)
         if outputs.shape[1] > len(behind_prefix):
-            raise ValueError("it gives logits of tokens that logits_to_keep leaves out")
+            raise UserError("it gives logits of tokens that logits_to_keep leaves out")
         places = {
             node: place
             for branch, row in zip(BRANCHES, outputs, strict=True)

@@ -178,7 +178,7 @@ def _written(text: str) -> Written:
     """Before it is read: exact arithmetic writes all the zeros of 1e999999999 out."""
     exponent = text.lower().partition("e")[2].lstrip("+-").lstrip("0")
     if len(exponent) > 3 or int(exponent or 0) > MOST_DIGITS:
-        raise ValueError(f"{text[:40]} is beyond what a float can be")
+        raise UserError(f"{text[:40]} is beyond what a float can be")
     _check_digits(text)
     return Written(text)
 
@@ -190,8 +190,8 @@ def _integer(text: str) -> int:
 
 def _check_digits(text: str) -> None:
     if len(text) > MOST_DIGITS:
-        raise ValueError(f"a number has {len(text)} characters, of at most {MOST_DIGITS}")
+        raise UserError(f"a number has {len(text)} characters, of at most {MOST_DIGITS}")
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise UserError(f"{name} is no number of JSON")
