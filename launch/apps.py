@@ -10,7 +10,7 @@ class App:
     """One of the apps. Its module, and its file of keys in conf/, have its name.
 
     Args:
-        function: of the module, which takes the config of a job.
+        function: name of the function in that module that takes the config of a job.
         summary: one line for the list of apps.
         prompts: whether it continues prompts, which `--prompt` gives.
     """

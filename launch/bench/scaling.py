@@ -117,7 +117,7 @@ def plain_rate(records: Sequence[Record]) -> float | None:
 
 
 def measured_lines(records: Sequence[Record], alone: float | None = None) -> list[Line]:
-    """Of one launch's records.
+    """Measured lines of one launch, from its records.
 
     Args:
         records: of the launch.

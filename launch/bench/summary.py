@@ -132,7 +132,7 @@ class Total:
 
     @property
     def near_ties(self) -> int:
-        """Of these, those that part where rounding lets either token win."""
+        """How many differing outputs part from plain decoding where rounding lets either token win."""
         return sum(bool(record["difference"] and record["difference"]["near_tie"]) for record in self.records)
 
     def quality(self, name: str, key: str | None = None) -> float | None:
@@ -236,8 +236,8 @@ def verdict(prompts: int, differing: int, near_ties: int) -> str:
 
     Args:
         prompts: that were compared.
-        differing: of them, those whose text parts from plain decoding's.
-        near_ties: of these, those that part where the two best scores tie within rounding.
+        differing: how many outputs part from plain decoding's.
+        near_ties: how many of the differing outputs part where the two best scores tie within rounding.
     """
     if not differing:
         return "equal"
