@@ -13,6 +13,7 @@ from functools import partial
 from typing import TextIO
 
 import lp
+from lp.engine.inputs import prompt_ids
 from lp.engine.interrupts import sigterm_raises
 from lp.engine.output import GenerationOutput
 from lp.waits import Wait, waiting
@@ -63,8 +64,11 @@ def generate(config: Config) -> None:
 def _continue_all(session: Session[Config], pen: Pen, report: Report) -> None:
     if session.config.stream:
         pen.legend()
-    one = [(0, session.prompts[0])]  # too long, it has an error that counts its tokens
-    prompts = session.fitting() if len(session.prompts) > 1 else one
+    if len(session.prompts) > 1:
+        prompts = session.fitting()
+    else:
+        prompts = [*enumerate(session.prompts)]
+        prompt_ids(session.loaded.model, session.encode(session.prompts[0]))  # too long, its error counts its tokens
     if session.config.compare:
         with waiting("warming up, so that no figure has what a first run does once"):
             alternate(_runs(session, session.encode(prompts[0][1]), WARM_UP_TOKENS), 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 MALFORMED: list[dict[str, Any]] = [  # each is refused with 400
     {"temperature": 9.0},
-    {"max_tokens": -1},
+    {"max_tokens": -2},
     {"prompt": []},
     {"prompt": [1 << 30]},
     {"n": 0},

@@ -133,7 +133,8 @@ class Total:
     @property
     def near_ties(self) -> int:
         """How many differing outputs part from plain decoding where rounding lets either token win."""
-        return sum(bool(record["difference"] and record["difference"]["near_tie"]) for record in self.records)
+        differences = [record.get("difference") for record in self.records]
+        return sum(bool(each and each["near_tie"]) for each in differences)
 
     def quality(self, name: str, key: str | None = None) -> float | None:
         """Mean over prompts of a figure that quality=true adds; None where it was not asked for."""

@@ -71,7 +71,7 @@ def status_routes(served: Served) -> APIRouter:
             "ranks": served.loop.context.world_size,
         }
 
-    @router.get("/docs")
+    @router.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         return HTMLResponse(docs_page(request.app.openapi()), headers={"Content-Security-Policy": POLICY})
 

@@ -28,6 +28,7 @@ from lp.models.view import ModelView
 MOST_BYTES = 1 << 30  # of copied weights, and at most a quarter of what is free
 SHORT_WINDOW = 6  # tokens, of sliding-window layers, so that a text of 24 tokens crosses it
 PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)  # of buffers that hold quantised weights
+KEPT_ATTENTION = ("sdpa", "eager")  # others may lack their package, or take no float32; the runner sets its own anyway
 PRECISE = (torch.float32, torch.float64)  # dtypes whose rounding hides nothing
 
 
@@ -79,6 +80,9 @@ class Excerpt(ModelView):
             for i in chosen:
                 self._listen(self._modules[id(layers[i])])
         _simplify(self.model)
+        if self.model.config._attn_implementation not in KEPT_ATTENTION:
+            supported = self.model._supports_sdpa
+            self.model.set_attn_implementation("sdpa" if supported else "eager")
 
     @contextlib.contextmanager
     def perturbed(self, noise: float) -> Iterator[None]:

@@ -237,7 +237,7 @@ def context_limit(model: PreTrainedModel) -> int | None:
 
 def _config(source: Checkpoint, trust_remote_code: bool, offline: bool) -> Any:
     shown = source.shown
-    if source.place.startswith(("/", ".")) and not Path(source.place).is_dir():
+    if source.place.startswith(("/", ".", "~")) and not Path(source.place).is_dir():
         raise UserError(f"model folder {shown!r} does not exist; give a folder with config.json, a hub name or 'demo'")
     try:
         config = AutoConfig.from_pretrained(

@@ -55,7 +55,14 @@ def test_tune_writes_what_generate_loads(
         assert re.search(rf"^'?{key}'?: {best['config'][name]}$", tuned.out, re.M)  # YAML quotes N, which may mean no
     assert f"draft_depth: {best['config']['draft_depth']}\n" in tuned.out and "name: lookahead\n" in tuned.out
     done = launch_generate(
-        *model, "experiment=tuned", "prompt=x", "max_new_tokens=9", "output=json", "--config-dir", str(tmp_path)
+        *model,
+        "experiment=tuned",
+        "prompt=x",
+        "max_new_tokens=9",
+        "compare=true",
+        "output=json",
+        "--config-dir",
+        str(tmp_path),
     )
     assert done.code == 0, done.err
     said = json.loads(done.out.splitlines()[-1])
