@@ -18,6 +18,8 @@ from tests.grammar_texts import Texts
 
 FOLDER = os.environ.get("LP_JSON_SCHEMA_SUITE", "")
 DRAFT = "tests/draft2020-12"
+VERDICTS = ("right", "not taken", "wrong: taken", "wrong: refused")
+REMARKS = "format.json"  # takes what violates a format, which optional/format refuses
 
 
 @dataclass
@@ -59,19 +61,27 @@ def judged(folder: Path) -> Iterator[Judged]:
                 yield Judged(file, name, "right" if taken == test["valid"] else wrong)
 
 
+def group_of(each: Judged) -> str:
+    """Required tests, optional ones of formats, and other optional ones, which are counted apart."""
+    if not each.file.startswith("optional/"):
+        return "required"
+    return "optional formats" if "/format/" in each.file else "other optional"
+
+
 def main() -> None:
     """Print shares, and what is wrong."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
+    remarks = 0
     for each in judged(Path(FOLDER)):
-        parts = {"required": not each.file.startswith("optional/"), "optional formats": "/format/" in each.file}
-        group = next((name for name, is_one in parts.items() if is_one), "other optional")
-        counts[group][each.verdict] += 1
+        counts[group_of(each)][each.verdict] += 1
         if each.verdict.startswith("wrong"):
             print(f"{each.file}: {each.name}: {each.verdict}")
+            remarks += each.file == REMARKS and each.verdict == "wrong: refused"
     for group, verdicts in counts.items():
         total = sum(verdicts.values())
-        shares = ", ".join(f"{name} {count} ({count / total:.1%})" for name, count in verdicts.items())
+        shares = ", ".join(f"{name} {verdicts[name]} ({verdicts[name] / total:.1%})" for name in VERDICTS)
         print(f"{group}: {total} tests: {shares}")
+    print(f"required, wrong: refused: {remarks} of them are violations of formats that {REMARKS} calls remarks")
 
 
 if __name__ == "__main__":

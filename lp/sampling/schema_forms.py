@@ -35,10 +35,12 @@ class Value:
 
     Attributes:
         text: of it, as JSON without spaces, by which values are compared.
+        as_given: a number is written as the schema has it, and not as an equal one with or without decimals.
     """
 
     text: str
     value: Any = field(compare=False)
+    as_given: bool = False
 
 
 @dataclass(frozen=True)

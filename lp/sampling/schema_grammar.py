@@ -88,7 +88,7 @@ class _Rules:
             demand = self._waiting.pop()
             forms = self._rewriting.union(demand)
             scalars = [
-                constant(form.value, self._named)
+                constant(form.value, self._named, form.as_given)
                 for form in forms
                 if isinstance(form, Value) and not _has_parts(form.value)
             ]
@@ -177,11 +177,11 @@ class _Rules:
         return some if contained.least else _alt(EMPTY, _seq(other, behind), some)
 
     def _unique_items(self, form: List) -> Part:
-        values: dict[Any, Any] = {}
+        values: dict[Any, Value] = {}
         forms = [] if form.first or form.contained else self._rewriting.union(form.rest)
         for each in forms:
             if isinstance(each, Value):
-                values.setdefault(comparable(each.value), each.value)
+                values.setdefault(comparable(each.value), each)
         if (
             form.first
             or form.contained
@@ -195,7 +195,7 @@ class _Rules:
         most = len(values) if form.most is None else min(form.most, len(values))
         if not most:
             return Alt() if form.least else EMPTY
-        parts = tuple(tuple(constant(value, self._named)) for value in values.values())
+        parts = tuple(tuple(constant(each.value, self._named, each.as_given)) for each in values.values())
         return Unique(parts, COMMA, form.least, most)
 
     # --- objects
@@ -349,11 +349,12 @@ def name_lexeme(name: str) -> Lexeme:
     return string_lexeme(literal(name), len(name))
 
 
-def constant(value: Any, named: Callable[[Part], Part]) -> list[Part]:
-    """A value as it is written, with the spaces of all others.
+def constant(value: Any, named: Callable[[Part], Part], as_given: bool = False) -> list[Part]:
+    """A value as it is written, with the spaces of all others; a number also as an equal one, as 1 and 1.0 are.
 
     Args:
         named: makes a rule: an object's orders are written once, not in every order of what it is in.
+        as_given: a number is written as it is given, and no other way.
     """
     match value:
         case str():
@@ -369,8 +370,10 @@ def constant(value: Any, named: Callable[[Part], Part]) -> list[Part]:
         case None | bool():
             text = json.dumps(value)
             return [Lexeme(json.dumps(text), len(text))]
-    text = value.text if isinstance(value, Written) else str(value)
-    return [Lexeme(json.dumps(text), len(text))]
+    texts = [value.text if isinstance(value, Written) else str(value)]
+    if not as_given and abs(value) <= EXACT_INTEGERS and value == int(value):
+        texts += [str(int(value)), f"{int(value)}.0"]
+    return [_either([Lexeme(json.dumps(text), len(text)) for text in dict.fromkeys(texts)])]
 
 
 def _with_commas(items: Sequence[Sequence[Part]]) -> list[Part]:

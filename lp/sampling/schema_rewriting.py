@@ -184,9 +184,9 @@ class Rewriting:
 
     def _joined(self, first: Form, second: Form) -> Form | None:
         if isinstance(first, Value):
-            return first if self.form_has(second, first.value) else None
+            return _named_once(first, second) if self.form_has(second, first.value) else None
         if isinstance(second, Value):
-            return second if self.form_has(first, second.value) else None
+            return _named_once(second, first) if self.form_has(first, second.value) else None
         return first.joined(second)  # type: ignore[arg-type]
 
     def is_never(self, form: Form) -> bool:
@@ -648,6 +648,12 @@ def comparable(value: Any) -> Any:
         case dict():
             return "object", frozenset((name, comparable(inner)) for name, inner in value.items())
     return type_of_value(value), value
+
+
+def _named_once(value: Value, other: Form) -> Value:
+    """A value that is of another form, too: an integer that both ask for has no decimals."""
+    as_given = value.as_given or (other.integer if isinstance(other, Number) else getattr(other, "as_given", False))
+    return replace(value, as_given=as_given)
 
 
 def _twice(items: Sequence[Any]) -> bool:
