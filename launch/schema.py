@@ -339,6 +339,7 @@ class ServeConfig(Common):
     drain_s: int = 30
     journal: str | None = None
     fim: FimSchema = field(default_factory=FimSchema)
+    reasoning: Any = None  # "auto", two texts, or null
     generation_config: str = "auto"
 
 

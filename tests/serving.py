@@ -73,6 +73,7 @@ def serving(
     sampling: lp.SamplingParams | None = None,
     decoder: Callable[[], lp.LookaheadDecoder] | None = None,
     unfinished: UnfinishedRequests | None = None,
+    reasoning: Any = None,
     **limits: Any,
 ) -> Iterator[Running]:
     """A server of this model, with fixed step times unless `decoder` makes another; it ends with the block."""
@@ -83,6 +84,7 @@ def serving(
     from launch.serve.fim import FimPrompts, fim_format
     from launch.serve.grammars import Grammars
     from launch.serve.metrics import Metrics
+    from launch.serve.reasoning import reasoning_block
     from launch.serve.served import Limits, Served
     from launch.serve.server import KEEP_ALIVE_S, bind
     from launch.serve.unfinished import UnfinishedRequests
@@ -102,6 +104,7 @@ def serving(
         metrics=Metrics(loop),
         unfinished=unfinished or UnfinishedRequests(None),
         fim=FimPrompts(tokenizer, fim) if fim else None,
+        reasoning=reasoning_block(tokenizer, reasoning),
     )
     app = build_app(served, api_key, max_body_bytes)
     socket = bind("127.0.0.1", 0)

@@ -21,6 +21,7 @@ from lp.sampling.logprob_sampler import Logprob, LogprobSampler
 
 from .grammars import Grammars
 from .prompt_logprobs import prompt_logprobs
+from .reasoning import ReasoningWatch
 from .spec import TextSpec
 from .watch import TextWatch
 
@@ -46,11 +47,13 @@ class Piece(NamedTuple):
         text: the characters that may be shown.
         tokens: that the step added, up to the one that ends the text.
         logprobs: of these tokens, if asked for.
+        thought: characters of the reasoning before the text.
     """
 
     text: str
     tokens: list[int]
     logprobs: list[Logprob]
+    thought: str = ""
 
 
 class Ending(NamedTuple):
@@ -59,6 +62,7 @@ class Ending(NamedTuple):
     Attributes:
         reason: of the engine, "stop_string" where the client's stop strings or limits ended it, or "cancelled".
         text: the characters that were held back.
+        thought: those of the reasoning.
         found: the stop string that ended it, if one did.
         num_tokens: up to the end.
         resumed: those of them that a server before this one generated.
@@ -73,6 +77,7 @@ class Ending(NamedTuple):
 
     reason: str = ""
     text: str = ""
+    thought: str = ""
     found: str | None = None
     num_tokens: int = 0
     resumed: int = 0
@@ -107,7 +112,7 @@ class LiveText:
     """
 
     spec: TextSpec
-    watch: TextWatch | None = None
+    watch: TextWatch | ReasoningWatch | None = None
     on_event: Callable[[Event], None] | None = None
     handle: Handle | None = None
 
@@ -317,7 +322,7 @@ class EngineLoop:
         if isinstance(sampler, LogprobSampler):
             logprobs = sampler.recorded[: len(kept)]
             sampler.recorded.clear()
-        text.on_event(Piece(shown, kept, logprobs))
+        text.on_event(Piece(shown, kept, logprobs, text.watch.thought()))
         if text.watch.ended:
             self.cancel(number)
 
@@ -335,6 +340,7 @@ class EngineLoop:
         return Ending(
             reason="stop_string" if watch and watch.ended else output.finish_reason,
             text=watch.flush() if watch else "",
+            thought=watch.thought() if watch else "",
             found=watch.found if watch else None,
             num_tokens=watch.num_tokens if watch else len(text.spec.resumed) + len(output.tokens),
             resumed=len(text.spec.resumed),

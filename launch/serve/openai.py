@@ -21,6 +21,7 @@ from .chat_template import answer, chat_prompt, tool_format, uses_tools
 from .engine_loop import Ending, Piece
 from .errors import ApiError
 from .logprobs import LegacyLogprobs, chat_logprobs, prompt_offsets
+from .reasoning import Reasoning
 from .responses import streamed, whole
 from .served import FINISH_REASON, Served, TextGroup, Wanted, usage
 from .spec import TextSpec
@@ -302,6 +303,7 @@ class Chat(_Answer):
             eos=served.ends(ends, body.ignore_eos),
             logprobs=top if body.logprobs else None,
             prediction=prediction,
+            reasoning=self._reasoning(prompt),
         )
         self.texts = self.choices_of(spec)
         self.walks = [TokenWalk(served.words, prompt) for _ in self.texts if body.logprobs]
@@ -309,12 +311,14 @@ class Chat(_Answer):
     async def whole(self) -> dict[str, Any]:
         """All at once."""
         texts = [list[str]() for _ in self.texts]
+        thoughts = [list[str]() for _ in self.texts]
         tokens = [list[int]() for _ in self.texts]
         logprobs = [list[Logprob]() for _ in self.texts]
         endings: dict[int, Ending] = {}
         async with aclosing(TextGroup(self.served, self.head["id"], self.texts).events()) as events:
             async for index, event in events:
                 texts[index].append(event.text)
+                thoughts[index].append(event.thought)
                 if isinstance(event, Ending):
                     endings[index] = event
                 else:
@@ -323,6 +327,7 @@ class Chat(_Answer):
         choices = []
         for index, parts in enumerate(texts):
             message = self._message("".join(parts), tokens[index], endings[index])
+            message |= _thought("".join(thoughts[index]))
             reason = "tool_calls" if message.get("tool_calls") else _reason(endings[index])
             content = self._logprobs(index, logprobs[index])
             choices.append({"index": index, "message": message, "logprobs": content, "finish_reason": reason})
@@ -346,13 +351,16 @@ class Chat(_Answer):
                     yield chunk(index, {"role": "assistant", "content": ""})
                 if isinstance(event, Piece):
                     if self.tools is None:
-                        yield chunk(index, {"content": event.text}, None, event)
+                        thought = _thought(event.thought)
+                        content = {"content": event.text} if event.text or not thought else {}
+                        yield chunk(index, thought | content, None, event)
                     else:
                         held[index].append(event)
                     continue
                 endings.append(event)
                 reason = _reason(event)
-                delta: dict[str, Any] = {"content": event.text} if event.text else {}
+                delta: dict[str, Any] = _thought(event.thought)
+                delta |= {"content": event.text} if event.text else {}
                 piece = None
                 if self.tools is not None:
                     piece = _joined(held[index])
@@ -373,6 +381,13 @@ class Chat(_Answer):
             return []
         return self.served.expected(plain_text(self.body.prediction.content))
 
+    def _reasoning(self, prompt: Sequence[int]) -> Sequence[int] | None:
+        """Where the reasoning of an answer can be; of one that may call tools, the format of calls says it."""
+        if self.served.reasoning is None or self.tools is not None:
+            return None
+        found = Reasoning.behind(self.served.reasoning, prompt, self.served.words)
+        return None if found is None else (found.begin, found.end, found.is_open)
+
     def _message(self, text: str, tokens: Sequence[int], ending: Ending) -> dict[str, Any]:
         if self.tools is None:
             return {"role": "assistant", "content": text}
@@ -386,6 +401,11 @@ class Chat(_Answer):
         if not self.body.logprobs:
             return None
         return chat_logprobs(self.served.token_name, self.walks[index], logprobs)
+
+
+def _thought(text: str) -> dict[str, str]:
+    """The field of a message with its reasoning, if there is any."""
+    return {"reasoning_content": text} if text else {}
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

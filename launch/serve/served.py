@@ -17,6 +17,7 @@ from lp.errors import RanksParted, UserError
 from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
 from lp.sampling.logprob_sampler import Logprob
+from lp.sampling.reasoning import ReasoningBlock
 
 from ..chat_tokens import LiteralCopy, text_tokens
 from ..detokenizer import Vocabulary
@@ -25,6 +26,7 @@ from .errors import SHOWN, ApiError
 from .fim import FimPrompts
 from .metrics import Metrics
 from .names import ModelNames
+from .reasoning import Reasoning, ReasoningWatch
 from .spec import TextSpec
 from .unfinished import UnfinishedRequests
 from .watch import TextWatch
@@ -61,6 +63,7 @@ class Served:
         metrics: counts.
         unfinished: keeps requests until they end.
         fim: makes prompts of gaps; None where the model has no tokens for it.
+        reasoning: tokens around the reasoning that answers of a chat begin with; None where that is no matter.
         created: time of the start.
     """
 
@@ -74,6 +77,7 @@ class Served:
     metrics: Metrics
     unfinished: UnfinishedRequests = field(default_factory=lambda: UnfinishedRequests(None))
     fim: FimPrompts | None = None
+    reasoning: ReasoningBlock | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     served_as: Sequence[str] = ()
     literal: LiteralCopy = field(init=False)  # of the tokenizer
@@ -338,7 +342,12 @@ class TextGroup:
             unfinished.taken(key)
 
     def _live(self, index: int, text: Wanted) -> LiveText:
-        watch = TextWatch(self._served.words, text.spec.prompt, text.stop, text.min_indent, text.time_limit_s)
+        words, prompt = self._served.words, text.spec.prompt
+        answer = TextWatch(words, prompt, text.stop, text.min_indent, text.time_limit_s)
+        watch: TextWatch | ReasoningWatch = answer
+        if text.spec.reasoning is not None:
+            begin, end, is_open = text.spec.reasoning
+            watch = ReasoningWatch(words, prompt, Reasoning(begin, end, bool(is_open)), answer)
 
         def tell(event: Event) -> None:
             self._note(index, event)

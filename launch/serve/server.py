@@ -37,6 +37,7 @@ from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
 from .grammars import Grammars
 from .names import served_names
+from .reasoning import reasoning_block, reasoning_names
 from .unfinished import UnfinishedRequests, only_server, unfinished_folder
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra
@@ -105,6 +106,7 @@ def check(config: ServeConfig) -> None:
     if config.decoder.name == ORACLE:
         raise UserError(f"decoder={ORACLE} computes one text at a time; take decoder={PLAIN} instead")
     served_names(config.served_name)
+    reasoning_names(config.reasoning)
     check_int("port", config.port, 0, 65535, "0 takes any free one")
     check_int("max_sequences", config.max_sequences, 1, MOST_SEQUENCES, "try 8")
     check_int("max_waiting", config.max_waiting, 0, float("inf"), "0 refuses what can't begin at once")
@@ -172,6 +174,7 @@ def listen(
         metrics=Metrics(loop),
         unfinished=unfinished,
         fim=FimPrompts(loaded.tokenizer, known) if known else None,
+        reasoning=reasoning_block(loaded.tokenizer, config.reasoning),
     )
     app = build_app(served, config.api_key, config.max_body_bytes, config.host)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import LogitsProcessor, SequenceBiasLogitsProcessor
 
 import lp
+from lp.sampling.grammar import Grammar
 from lp.sampling.penalties import CountPenalty, RecentRepetitionPenalty
+from lp.sampling.reasoning import BehindReasoning, ReasoningBlock
 
 from .grammars import Grammars
 
@@ -31,6 +33,7 @@ class TextSpec:
         prediction: tokens that the client expects.
         grammar: (kind, text) of the grammar that the text follows, as of `Grammars.grammar`; None for none.
         resumed: first tokens of the text, which a server before this one generated.
+        reasoning: the fields of `Reasoning` where the text may begin with some; None where it does not.
         logprobs: so many of the likeliest tokens are reported beside each token; None reports none, and no log
             probability of the token either.
     """
@@ -48,6 +51,7 @@ class TextSpec:
     grammar: tuple[str, str] | None = None
     resumed: list[int] = field(default_factory=list)
     logprobs: int | None = None
+    reasoning: Sequence[int] | None = None
 
     def as_data(self) -> dict[str, Any]:
         """In JSON's types; not copied, as prompts are long."""
@@ -80,9 +84,19 @@ class TextSpec:
             "eos_token_id": self.eos,
             "logits_processor": self._processors(),
             "prediction": self.prediction,
-            "grammar": grammars.grammar(*self.grammar) if self.grammar else None,
+            "grammar": self._grammar(grammars),
             "continued": len(self.resumed),
         }
+
+    def _grammar(self, grammars: Grammars) -> Grammar | None:
+        """The grammar of the text, which begins behind its reasoning."""
+        if self.grammar is None:
+            return None
+        grammar = grammars.grammar(*self.grammar)
+        if self.reasoning is None:
+            return grammar
+        begin, end, is_open = self.reasoning
+        return BehindReasoning(grammar, ReasoningBlock(begin, end), bool(is_open))
 
     def _sampling_params(self) -> lp.SamplingParams | None:
         """Without the penalty where it is on the last tokens alone."""

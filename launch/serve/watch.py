@@ -68,6 +68,10 @@ class TextWatch:
         self._look_at_clock()
         return shown
 
+    def thought(self) -> str:
+        """The characters of its reasoning, which is none: see `ReasoningWatch`."""
+        return ""
+
     def flush(self) -> str:
         """What was held back of a text that has ended."""
         if self.ended and (self.found is not None or self._min_indent):
