@@ -5,31 +5,38 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import llguidance
+import torch
 
+from lp.sampling.grammar import Matcher
+from lp.sampling.grammar_compiler import LLGrammar
 from lp.sampling.language_checks import byte_tokenizer
+from lp.sampling.lark import Lark
 
 NAMES = ("a", "b", "id", "é")
 PATTERNS = ("^[a-c]+$", "[0-9]", "^x", "b$", "^(?!a)", "^.{2,3}$", r"^\w+-\d{1,2}$")
+EOS = 256  # of the tokenizer of bytes
 ENDS = b'"]},0 '  # drawn more often, or few texts would end
 
 
 class Texts:
-    """The texts of a grammar in Lark.
+    """The texts of a grammar, whose tokens are bytes.
 
     Args:
         lark: the grammar.
     """
 
-    def __init__(self, lark: str) -> None:
-        self._start = llguidance.LLMatcher(byte_tokenizer(), lark, log_level=0)
-        assert not self._start.is_error(), self._start.get_error()
+    def __init__(self, lark: Lark | str) -> None:
+        lark = Lark(lark, 0) if isinstance(lark, str) else lark
+        self._grammar = LLGrammar(byte_tokenizer(), EOS + 1, lark, lark.text)
+
+    def matcher(self) -> Matcher:
+        """At the beginning of a text."""
+        return self._grammar.matcher([EOS])
 
     def has(self, text: str) -> bool:
         """Whether a text follows it to its end."""
-        matcher = self._start.deep_copy()
-        tokens = list(text.encode())
-        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+        matcher = self._grammar.matcher([EOS])
+        return all(matcher.accept(byte) for byte in [*text.encode(), EOS])
 
     def draw(self, rng: random.Random, most: int = 150) -> str | None:
         """A text by drawn masks; None where it is longer.
@@ -37,17 +44,20 @@ class Texts:
         Raises:
             AssertionError: nothing may follow a text that has not ended.
         """
-        matcher = self._start.deep_copy()
+        matcher = self._grammar.matcher([EOS])
         text: list[int] = []
+        mask = torch.zeros(EOS // 32 + 1, dtype=torch.int32)
         for _ in range(most):
-            if matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.5):
-                return bytes(text).decode()
-            mask = int.from_bytes(matcher.compute_bitmask(), "little")
-            allowed = [token for token in range(256) if mask >> token & 1]
+            matcher.allowed(mask)
+            words = mask.tolist()
+            allowed = [token for token in range(EOS + 1) if words[token // 32] >> token % 32 & 1]
             assert allowed, bytes(text)
+            if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+                return bytes(text).decode()
+            allowed = [token for token in allowed if token != EOS]
             likely = [token for token in allowed if token in ENDS]
             token = rng.choice(likely if likely and rng.random() < 0.4 else allowed)
-            assert matcher.try_consume_tokens([token]) == 1
+            assert matcher.accept(token)
             text.append(token)
         return None
 

@@ -48,7 +48,7 @@ def judged(folder: Path) -> Iterator[Judged]:
             texts: Texts | None = None
             why = ""
             try:
-                texts = Texts(schema_to_lark(json.dumps(case["schema"]))[0])
+                texts = Texts(schema_to_lark(json.dumps(case["schema"])))
             except UserError as error:
                 why = str(error)
             for test in case["tests"]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 
 from lp.errors import UserError
-from lp.sampling.lark import count, to_lark
+from lp.sampling.lark import Lark, count, to_lark
 from lp.sampling.regex_syntax import (
     ANY,
     MOST_COUNT,
@@ -36,8 +36,8 @@ ESCAPES = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "a": 7, "b": 8, "0": 0, "
 MOST_LEVELS = 64  # of groups within groups
 
 
-def ebnf_to_lark(text: str) -> tuple[str, float]:
-    """The grammar of rules, and how many characters may have to follow.
+def ebnf_to_lark(text: str) -> Lark:
+    """The grammar of rules.
 
     Raises:
         ValueError: what of them is not taken, and where.
@@ -53,8 +53,8 @@ def ebnf_to_lark(text: str) -> tuple[str, float]:
         return to_lark(rules, "root")
     numbers = {name: number for number, name in enumerate(rules)}
     lines = [f"R{numbers[name]}: {_terminal(body, numbers)}" for name, body in rules.items()]
-    _, longest = to_lark(rules, "root")
-    return "\n".join([f"start: R{numbers['root']}", *lines]), longest
+    longest = to_lark(rules, "root").longest
+    return Lark("\n".join([f"start: R{numbers['root']}", *lines]), longest)
 
 
 def needs_itself(rules: Mapping[str, Node]) -> bool:

@@ -9,6 +9,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from lp.errors import UserError
 from lp.optional import is_installed
 from lp.sampling.ebnf import ebnf_to_lark
 from lp.sampling.grammar import WORD, Matcher
+from lp.sampling.language_checks import byte_tokenizer
+from lp.sampling.lark import Lark
 from lp.sampling.regex_syntax import Node, lengths, raw, terminal, whole
 from lp.sampling.schema_grammar import schema_to_lark
+from lp.sampling.unique_items import UniqueMatcher, Words
 
 MOST_COMPILED = 64  # grammars that are remembered
 # A state is 1 to 2 kB; so many items take half a second at worst, with 49,152 tokens.
@@ -87,15 +91,14 @@ class GrammarCompiler:
         check_kind("ebnf", rules, str, "rules as a string")
         return self._grammar("ebnf", rules, lambda: ebnf_to_lark(rules))
 
-    def _grammar(self, kind: str, text: str, to_lark: Callable[[], tuple[str, float]]) -> LLGrammar:
+    def _grammar(self, kind: str, text: str, to_lark: Callable[[], Lark]) -> LLGrammar:
         key = f"{kind} {text}"
         with self._lock:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
                 return self._compiled[key]
         try:
-            lark, longest = to_lark()
-            grammar = LLGrammar(self._tokens, self._vocabulary, lark, key, longest <= MOST_FORCED)
+            grammar = LLGrammar(self._tokens, self._vocabulary, to_lark(), key)
         except UserError as error:
             raise UserError(f"{kind} is not taken: {error}") from error
         except RecursionError:
@@ -107,8 +110,8 @@ class GrammarCompiler:
         return grammar
 
 
-def _regex_to_lark(node: Node) -> tuple[str, float]:
-    return f"start: T\nT: {terminal(node, raw)}", lengths(node)[0]
+def _regex_to_lark(node: Node) -> Lark:
+    return Lark(f"start: T\nT: {terminal(node, raw)}", lengths(node)[0])
 
 
 def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Any:
@@ -133,25 +136,22 @@ class LLGrammar:
     Args:
         tokens: as llguidance has them.
         vocabulary: V, of the LM head.
-        lark: the grammar.
+        lark: the grammar. Tokens that must follow are not looked for where they might be without end.
         text: what it was made from.
-        forces: tokens that must follow are looked for: they are not where they might be without end.
 
     Raises:
         ValueError: it is too large, or no text follows it.
     """
 
-    def __init__(self, tokens: Any, vocabulary: int, lark: str, text: str, forces: bool) -> None:
-        import llguidance
-
+    def __init__(self, tokens: Any, vocabulary: int, lark: Lark, text: str) -> None:
         self.text = text
         self._tokens = tokens
         self._vocabulary = vocabulary
-        self._forces = forces
-        options = "" if forces else '%llguidance {"no_forcing": true}\n'
-        limits = llguidance.LLParserLimits(**LIMITS)
-        self._start = llguidance.LLMatcher(tokens, options + lark, limits=limits, log_level=0)
-        _check(self._start)
+        self._forces = lark.longest <= MOST_FORCED
+        options = "" if self._forces else '%llguidance {"no_forcing": true}\n'
+        self._start = _started(tokens, options + lark.text)
+        self._marked = _started(byte_tokenizer(), lark.marked) if lark.marked else None
+        self._words = _words_of(tokens, vocabulary) if lark.marked else None
         if not self._start.is_accepting():
             mask = torch.zeros(-(-vocabulary // WORD), dtype=torch.int32)
             self.matcher([]).allowed(mask)
@@ -160,7 +160,25 @@ class LLGrammar:
 
     def matcher(self, eos: Sequence[int]) -> Matcher:
         """At the beginning of a text that one of these tokens ends."""
-        return _Matcher(self._start.deep_copy(), eos, [*self._tokens.eos_tokens], self._vocabulary, self._forces)
+        matcher = _Matcher(self._start.deep_copy(), eos, [*self._tokens.eos_tokens], self._vocabulary, self._forces)
+        if self._marked is None or self._words is None:
+            return matcher
+        return UniqueMatcher(matcher, self._marked.deep_copy(), self._words)
+
+
+def _started(tokens: Any, lark: str) -> Any:
+    """llguidance's matcher at the beginning of a text."""
+    import llguidance
+
+    matcher = llguidance.LLMatcher(tokens, lark, limits=llguidance.LLParserLimits(**LIMITS), log_level=0)
+    _check(matcher)
+    return matcher
+
+
+@lru_cache(maxsize=4)
+def _words_of(tokens: Any, vocabulary: int) -> Words:
+    """The bytes of a vocabulary, which are read once."""
+    return Words([tokens.decode_bytes([token]) for token in range(min(vocabulary, tokens.vocab_size))])
 
 
 class _Matcher:

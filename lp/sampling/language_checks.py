@@ -10,13 +10,16 @@ from lp.errors import UserError
 from lp.sampling.regex_syntax import Node, raw, terminal
 
 
+MARK = 257
+
+
 class _ByteTokens:
     """A tokenizer with a token for every byte, as llguidance takes one."""
 
     eos_token_id = 256
     bos_token_id = None
-    tokens: Sequence[bytes] = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
-    special_token_ids: Sequence[int] = [256]
+    tokens: Sequence[bytes] = [*(bytes([byte]) for byte in range(256)), b"<eos>", b"<mark>"]
+    special_token_ids: Sequence[int] = [256, MARK]
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
@@ -24,7 +27,7 @@ class _ByteTokens:
 
 @cache
 def byte_tokenizer() -> Any:
-    """A vocabulary of all bytes, and an EOS behind them."""
+    """A vocabulary of all bytes, with an EOS and a mark behind them, which only grammars with marks have."""
     import llguidance
     from llguidance._tokenizer import TokenizerWrapper
 

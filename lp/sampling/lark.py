@@ -6,9 +6,10 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lp.errors import UserError
-from lp.sampling.language_checks import has_no_text
+from lp.sampling.language_checks import MARK, has_no_text
 from lp.sampling.regex_syntax import EMPTY, Alt, Chars, Node, Repeat, Rule, Seq, raw
 
 MOST_RULES = 50_000
@@ -38,11 +39,30 @@ class Unique:
     most: int
 
 
-Part = Node | Lexeme | Unique
+@dataclass(frozen=True)
+class Mark:
+    """A place where a list begins whose items are all different, which the grammar does not say."""
 
 
-def to_lark(rules: Mapping[str, Part], root: str) -> tuple[str, float]:
-    """The grammar, and how many characters a text that must follow may have: infinite if it may have no end.
+Part = Node | Lexeme | Unique | Mark
+
+
+class Lark(NamedTuple):
+    """A grammar.
+
+    Attributes:
+        text: the grammar.
+        longest: how many characters a text that must follow may have: infinite if it may have no end.
+        marked: the grammar with its marks, each a token; "" where it has none.
+    """
+
+    text: str
+    longest: float
+    marked: str = ""
+
+
+def to_lark(rules: Mapping[str, Part], root: str) -> Lark:
+    """The grammar.
 
     Raises:
         ValueError: no text follows the rules.
@@ -52,18 +72,22 @@ def to_lark(rules: Mapping[str, Part], root: str) -> tuple[str, float]:
     writer = _Writer(rules)
     if root not in writer.lengths:
         raise UserError("no text follows it: what it demands cannot be; mend it")
-    return writer.text(root), writer.longest(root)
+    text = writer.text(root)
+    return Lark(text, writer.longest(root), writer.text(root, with_marks=True) if writer.has_marks else "")
 
 
 class _Writer:
-    """Of some rules.
+    """Writes rules.
 
     Attributes:
-        lengths: of the shortest text of every rule that has one.
+        lengths: characters of the shortest text, of every rule that has one.
+        has_marks: some rule that was written has one.
     """
 
     def __init__(self, rules: Mapping[str, Part]) -> None:
         self._rules = rules
+        self.has_marks = False
+        self._with_marks = False
         self._terminals: dict[str, str] = {}
         self._numbers: dict[str, int] = {}
         self._extra: list[str] = []
@@ -90,6 +114,8 @@ class _Writer:
                 return self.lengths.get(name, math.inf)
             case Lexeme(right_side, length):
                 return math.inf if "&" in right_side and has_no_text(right_side) else length
+            case Mark():
+                return math.inf  # it is no text
             case Chars(ranges):
                 return 1 if ranges else math.inf
             case Seq(parts):
@@ -127,8 +153,10 @@ class _Writer:
                     waiting.append(name)
         return list(reached)
 
-    def text(self, root: str) -> str:
-        """The grammar."""
+    def text(self, root: str, with_marks: bool = False) -> str:
+        """The grammar, with its marks or without."""
+        self._with_marks = with_marks
+        self._terminals, self._extra = {}, []
         self._numbers = {name: number for number, name in enumerate(self._reached(root))}
         lines = [f"start: r{self._numbers[root]}"]
         lines += [f"r{number}: {self._written(self._rules[name])}" for name, number in self._numbers.items()]
@@ -150,7 +178,12 @@ class _Writer:
                 return " ".join(map(self._written, parts)) if parts else '""'
             case Alt(parts):
                 living = [each for each in parts if self.length(each) < math.inf]
+                marks = [each for each in parts if isinstance(each, Mark)]
+                self.has_marks |= bool(marks)
+                living += marks if self._with_marks else []
                 return f"({' | '.join(map(self._written, living))})"
+            case Mark():
+                return f"<[{MARK}]>"
             case Repeat(inner, least, most):
                 if self.length(inner) == math.inf:
                     return self._written(EMPTY)

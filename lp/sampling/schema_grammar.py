@@ -12,7 +12,7 @@ from itertools import combinations, permutations, product
 from typing import Any
 
 from lp.errors import UserError
-from lp.sampling.lark import MOST_RULES, Lexeme, Part, Unique, to_lark
+from lp.sampling.lark import MOST_RULES, Lark, Lexeme, Mark, Part, Unique, to_lark
 from lp.sampling.number_syntax import EXACT_INTEGERS, integer_terminal, next_number, number_terminal
 from lp.sampling.regex_syntax import (
     ANY,
@@ -44,8 +44,8 @@ COLON = Lexeme('": "', 2)
 NEVER = Lexeme("(/a/ & /b/)", 1)  # without a text
 
 
-def schema_to_lark(text: str) -> tuple[str, float]:
-    """The grammar of a schema, and how many characters may have to follow.
+def schema_to_lark(text: str) -> Lark:
+    """The grammar of a schema.
 
     Raises:
         ValueError: it is no schema; the keyword, and its place, that is not enforced exactly; or no value follows it.
@@ -129,13 +129,14 @@ class _Rules:
     # --- lists
 
     def _list(self, form: List) -> Part:
-        return _seq(Lexeme('"["', 1), self._items(form), Lexeme('"]"', 1))
+        known = self._unique_items(form) if form.unique and form.most not in (0, 1) else None
+        items = self._items(form) if known is None else known
+        written = _seq(Lexeme('"["', 1), items, Lexeme('"]"', 1))
+        return _alt(written, Mark()) if form.unique and known is None else written
 
     def _items(self, form: List) -> Part:
         if form.most == 0:
             return EMPTY
-        if form.unique and form.most != 1:
-            return self._unique_items(form)
         if form.contained:
             return self._contained_items(form)
         count = min(len(form.first), form.most) if form.most is not None else len(form.first)
@@ -176,27 +177,54 @@ class _Rules:
             return _alt(EMPTY, _seq(other, behind))
         return some if contained.least else _alt(EMPTY, _seq(other, behind), some)
 
-    def _unique_items(self, form: List) -> Part:
+    def _unique_items(self, form: List) -> Part | None:
+        """The items where they are of a few values; None where the items before must be known besides.
+
+        Raises:
+            ValueError: items may be left of which none is another one.
+        """
+        forms = self._rewriting.union(form.rest)
+        if form.contained:
+            raise UserError(
+                f"uniqueItems at {form.unique} beside contains is not enforced exactly; leave one of them out"
+            )
+        few = all(isinstance(each, Value) for each in forms)
         values: dict[Any, Value] = {}
-        forms = [] if form.first or form.contained else self._rewriting.union(form.rest)
         for each in forms:
             if isinstance(each, Value):
                 values.setdefault(comparable(each.value), each)
-        if (
-            form.first
-            or form.contained
-            or not all(isinstance(each, Value) for each in forms)
-            or len(values) > MOST_UNIQUE
-        ):
-            raise UserError(
-                f"uniqueItems at {form.unique} is enforced of at most one item, or of items of an enum with at most "
-                f"{MOST_UNIQUE} values; leave it out, and check the list"
-            )
+        if form.first or not few:
+            demands = [*form.first[: form.least], form.rest] if form.least else [*form.first, form.rest]
+            for demand in demands:
+                self._check_unique(form, demand)
+            return None
+        if len(values) > MOST_UNIQUE:
+            return None if form.least <= len(values) else Alt()
         most = len(values) if form.most is None else min(form.most, len(values))
         if not most:
             return Alt() if form.least else EMPTY
         parts = tuple(tuple(constant(each.value, self._named, each.as_given)) for each in values.values())
         return Unique(parts, COMMA, form.least, most)
+
+    def _check_unique(self, form: List, demand: Demand) -> None:
+        """Refuse items of which a text could be left that can only end as one that came before."""
+        forms = self._rewriting.union(demand)
+        lists = [each for each in forms if isinstance(each, List) and each != List()]
+        objects = [each for each in forms if isinstance(each, Object) and each != Object()]
+        numbers = [each for each in forms if isinstance(each, Number) and not each.integer and each != Number()]
+        parts = [each for each in forms if isinstance(each, Value) and _has_parts(each.value)]
+        kinds = {"lists": lists or parts, "objects": objects or parts, "numbers with decimals and bounds": numbers}
+        for kind, found_ in kinds.items():
+            if found_:
+                raise UserError(
+                    f"uniqueItems at {form.unique} is not enforced exactly of {kind} that have a schema; leave it out, "
+                    "and check the list"
+                )
+        if form.least > 1 and forms and all(isinstance(each, Value) for each in forms):
+            raise UserError(
+                f"uniqueItems at {form.unique} with minItems {form.least} is not enforced exactly of an enum beside "
+                "prefixItems; leave one of them out"
+            )
 
     # --- objects
 

@@ -34,6 +34,7 @@ def nested(levels: int) -> Any:
         {"type": "array", "uniqueItems": True, "const": [*range(5000)]},
         {"type": "string", "enum": [f"x{i}" for i in range(1000)]},
         {"type": "string", "not": {"enum": [f"x{i}" for i in range(500)]}},
+        {"type": "array", "uniqueItems": True, "items": {"enum": [*range(5000)]}},
         {"items": [{"maxProperties": 900, "properties": {f"{j}{k}": {} for k in range(20)}} for j in range(2)]},
     ],
     ids=lambda schema: next(reversed(schema)),
@@ -41,9 +42,9 @@ def nested(levels: int) -> Any:
 def test_large_schemas_are_read(schema: Any) -> None:
     """No form of the work is a product of what the schema has, or doubles with a level."""
     start = time.process_time()
-    lark, _ = schema_to_lark(json.dumps(schema))
+    lark = schema_to_lark(json.dumps(schema))
     assert time.process_time() - start < SECONDS
-    assert len(lark) < 3_000_000
+    assert len(lark.text) < 3_000_000
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,6 @@ def test_large_schemas_are_read(schema: Any) -> None:
         ('{"minLength": 1e999999999}', "beyond what a float can be"),
         ('{"const": 1e99999999999999999999}', "beyond what a float can be"),
         ('{"minimum": 1' + "0" * 4200 + "}", "4201 characters, of at most 400"),
-        (json.dumps({"type": "array", "uniqueItems": True, "items": {"enum": [*range(5000)]}}), "at most 64 values"),
         (json.dumps({"const": [*range(1500)], "items": {"enum": [*range(1500)]}}), "alternatives that meet"),
         (json.dumps({"allOf": [{"anyOf": [{"pattern": f"^{a}{i}$"} for i in range(200)]} for a in "ab"]}), "meet"),
         (
@@ -79,14 +79,14 @@ def test_schemas_that_are_refused(text: str, says: str) -> None:
 
 def test_objects_of_a_constant_come_in_any_order() -> None:
     """Each of them, whatever is within it."""
-    texts = Texts(schema_to_lark(json.dumps({"const": nested(2)}))[0])
+    texts = Texts(schema_to_lark(json.dumps({"const": nested(2)})))
     for inner in ('{"a": 1, "b": 1, "c": 2}', '{"c": 2, "a": 1, "b": 1}'):
         assert texts.has(f'{{"b": 1, "a": {inner}, "c": 2}}')
     assert not texts.has('{"b": 1, "a": {"a": 1, "b": 1}, "c": 2}')
 
 
 def test_strings_that_are_not_among_some() -> None:
-    texts = Texts(schema_to_lark('{"type": "string", "not": {"enum": ["a", "bc", 1]}}')[0])
+    texts = Texts(schema_to_lark('{"type": "string", "not": {"enum": ["a", "bc", 1]}}'))
     assert texts.has('"b"') and texts.has('""') and not texts.has('"a"') and not texts.has('"bc"')
 
 
@@ -103,6 +103,6 @@ def test_anchors_within_groups() -> None:
 
 
 def test_counts_of_counts_in_ebnf() -> None:
-    assert Texts(ebnf_to_lark('root ::= "a"?*+')[0]).has("aaa")
+    assert Texts(ebnf_to_lark('root ::= "a"?*+')).has("aaa")
     with pytest.raises(UserError, match="counts of a part"):
         ebnf_to_lark('root ::= "a"' + "*" * 5000)

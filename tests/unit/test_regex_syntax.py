@@ -136,7 +136,7 @@ ws ::= | " " | "\n" [ \t]{0,20}
 
 
 def test_the_grammar_of_json_that_clients_send() -> None:
-    texts = Texts(ebnf_to_lark(LLAMA_JSON)[0])
+    texts = Texts(ebnf_to_lark(LLAMA_JSON))
     assert texts.has('{"a": [1, 2.5e3, {"b": "x\\n\\u00e9 é"}], "c": true}') and texts.has("{}")
     assert [text for text in ('{"a" 1}', "[1]", '{"a": 01}', '{"a": "\t"}', '{"a": 1') if texts.has(text)] == []
 
@@ -153,7 +153,7 @@ def test_the_grammar_of_json_that_clients_send() -> None:
 )
 def test_rules_take_every_split_of_a_text(rules: str) -> None:
     """llguidance looks for the longest lexeme: "aa" was no text of ("a" | "aa") ("a" | "c")."""
-    texts = Texts(ebnf_to_lark(rules)[0])
+    texts = Texts(ebnf_to_lark(rules))
     known = texts_by_rules(rules, 5)
     assert known
     for length in range(6):

@@ -1,0 +1,330 @@
+"""Lists whose items are all different, which no grammar can say: a place in a text that also knows the items before.
+
+The grammar takes the lists as they are. Beside it runs one of bytes that marks where such a list begins, and says what
+may follow the characters of an item. A token is forbidden if the item that it ends came before, or if the item that it
+goes on with can only become one that came before.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lp.sampling.grammar import WORD, Matcher
+from lp.sampling.language_checks import MARK
+from lp.sampling.schema_rewriting import comparable
+
+MOST_AHEAD = 1024  # places that are looked at to find a way on from an item
+TEXT, QUOTED, ESCAPED = range(3)  # outside of a string, within one, behind its backslash
+
+
+class Words:
+    """The bytes of a vocabulary's tokens, in order.
+
+    Args:
+        data: bytes by token id.
+    """
+
+    def __init__(self, data: Sequence[bytes]) -> None:
+        self.data = data
+        self._order = sorted(range(len(data)), key=data.__getitem__)
+        self._sorted = [data[token] for token in self._order]
+
+    def beginning_with(self, prefix: bytes, low: int = 0, high: int | None = None) -> tuple[int, int]:
+        """Where those that begin with a prefix are."""
+        high = len(self._sorted) if high is None else high
+        low = bisect_left(self._sorted, prefix, low, high)
+        return low, bisect_right(self._sorted, prefix, low, high, key=lambda data: data[: len(prefix)])
+
+    def between(self, low: int, high: int) -> list[int]:
+        """The tokens at some places."""
+        return self._order[low:high]
+
+    def named(self, data: bytes, low: int, high: int) -> list[int]:
+        """The tokens of these bytes."""
+        return self._order[bisect_left(self._sorted, data, low, high) : bisect_right(self._sorted, data, low, high)]
+
+    @cached_property
+    def of_several_items(self) -> list[int]:
+        """Tokens in which an item of a list can both begin and end: one begins behind a bracket or a comma."""
+        return [token for token, data in enumerate(self.data) if _has_item(data)]
+
+    @cached_property
+    def with_brackets(self) -> list[int]:
+        """Tokens that can end a list or an object."""
+        return [token for token, data in enumerate(self.data) if b"]" in data or b"}" in data]
+
+
+def _has_item(data: bytes) -> bool:
+    begins = min((place for place in (data.find(b"["), data.find(b", ")) if place >= 0), default=len(data))
+    if any(each in data[begins + 1 :].lstrip(b" ") for each in (b",", b"]", b"}", b"true", b"false", b"null")):
+        return True
+    number = next((place for place, byte in enumerate(data) if byte in b".eE"), len(data))
+    return data[begins:].count(b'"') > 1 or b"," in data[number:] or b"]" in data[number:]
+
+
+@dataclass(frozen=True)
+class _Items:
+    """A list under way.
+
+    Attributes:
+        item: the characters so far of the item under way.
+        seen: the items before, as they compare.
+        texts: the items before, as they are written.
+    """
+
+    item: bytes = b""
+    seen: frozenset[Any] = frozenset()
+    texts: tuple[bytes, ...] = ()
+
+    @property
+    def is_number(self) -> bool:
+        return self.item[:1] in b"-0123456789" and self.item != b""
+
+    def next(self) -> _Items | None:
+        """The list behind the item; None where that came before."""
+        if not self.item:
+            return self
+        value = comparable(json.loads(self.item.decode()))
+        if value in self.seen:
+            return None
+        return _Items(b"", self.seen | {value}, (*self.texts, _written(self.item)))
+
+
+@dataclass(frozen=True)
+class _State:
+    """A place between two bytes of a text.
+
+    Attributes:
+        within: TEXT, QUOTED or ESCAPED.
+        depth: lists and objects around it.
+        lists: those of different items, by the depth of their items, the outermost first.
+    """
+
+    within: int = TEXT
+    depth: int = 0
+    lists: tuple[tuple[int, _Items], ...] = ()
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether an item of a list of different items is under way, and no part of it."""
+        return bool(self.lists) and self.lists[-1][0] == self.depth
+
+    def step(self, byte: int, is_unique: bool) -> _State | None:
+        """The place behind one more byte, which the grammar allows; None where it ends an item that came before.
+
+        Args:
+            byte: the next one.
+            is_unique: it begins a list of different items.
+        """
+        if self.within != TEXT:
+            within = QUOTED
+            if self.within == QUOTED and byte in b'"\\':
+                within = TEXT if byte == ord('"') else ESCAPED
+            return replace(self, within=within, lists=_longer(self.lists, byte))
+        if byte in b",]" and self.is_direct:
+            *outer, (depth, items) = self.lists
+            behind = items.next()
+            if behind is None:
+                return None
+            if byte == ord("]"):
+                return _State(TEXT, depth - 1, _longer(outer, byte))
+            return _State(TEXT, depth, (*_longer(outer, byte), (depth, behind)))
+        if byte == ord(" ") and self.is_direct and not self.lists[-1][1].item:
+            return replace(self, lists=(*_longer(self.lists[:-1], byte), self.lists[-1]))
+        depth = self.depth + (byte in b"[{") - (byte in b"]}")
+        begun = ((depth, _Items()),) if is_unique else ()
+        return _State(QUOTED if byte == ord('"') else TEXT, depth, (*_longer(self.lists, byte), *begun))
+
+    def telling(self) -> bytes | None:
+        """Bytes behind which an item can end, or can become one that came before; None for all of them."""
+        _, items = self.lists[-1]
+        if self.within == ESCAPED:
+            return None
+        if self.within == QUOTED:
+            beginning = _beginning(items.item)
+            return None if beginning is None else bytes({*b'"\\', *_behind(beginning, items.texts)})
+        if not items.item:
+            return bytes({*b'-[{" ]', *_behind(b"", items.texts)})
+        if items.is_number and any(byte in b"-.eE" for byte in items.item):
+            return None  # an equal number is written in many ways
+        return bytes({*b",].eE", *_behind(items.item, items.texts)})
+
+
+def _longer(lists: Sequence[tuple[int, _Items]], byte: int) -> tuple[tuple[int, _Items], ...]:
+    """Lists whose items have one byte more."""
+    return tuple((depth, replace(items, item=items.item + bytes([byte]))) for depth, items in lists)
+
+
+def _behind(beginning: bytes, texts: Sequence[bytes]) -> Iterator[int]:
+    """The next bytes of the texts that have a beginning."""
+    for text in texts:
+        if text.startswith(beginning):
+            yield from text[len(beginning) : len(beginning) + 1]
+
+
+def _written(item: bytes) -> bytes:
+    """A string with as few escapes as there may be; anything else as it is."""
+    if not item.startswith(b'"'):
+        return item
+    return json.dumps(json.loads(item.decode()), ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def _beginning(item: bytes) -> bytes | None:
+    """A string that has not ended, with as few escapes; None within an escape or a character."""
+    if b"\\" not in item:
+        return item
+    try:
+        return _written(item + b'"')[:-1]
+    except ValueError:
+        return None
+
+
+class UniqueMatcher:
+    """A matcher whose lists of different items have no item twice.
+
+    Args:
+        inner: takes the lists as they are.
+        marked: llguidance's matcher of the grammar of bytes, at the beginning of the text.
+        words: the vocabulary.
+    """
+
+    def __init__(self, inner: Matcher, marked: Any, words: Words) -> None:
+        self._inner = inner
+        self._marked = marked
+        self._words = words
+        self._states = [_State()]  # at the beginning, and behind every token
+        self._taken: list[int] = []  # bytes of every token
+
+    def accept(self, token: int) -> bool:
+        if not self._inner.accept(token):
+            return False
+        state: _State | None = self._states[-1]
+        taken = 0
+        if not self._inner.ended:
+            state, taken = self._walk(self._states[-1], self._words.data[token])
+            if state is None or not self._is_alive(state):
+                self._marked.rollback(taken)
+                self._inner.rollback(1)
+                return False
+        assert state is not None
+        self._states.append(state)
+        self._taken.append(taken)
+        return True
+
+    def rollback(self, count: int) -> None:
+        if count:
+            self._inner.rollback(count)
+            self._marked.rollback(sum(self._taken[-count:]))
+            del self._states[-count:], self._taken[-count:]
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.ended
+
+    def allowed(self, mask: torch.Tensor) -> None:
+        self._inner.allowed(mask)
+        if self._inner.ended:
+            return
+        words = mask.tolist()
+        state = self._states[-1]
+        for token in self._suspects(state):
+            word, bit = divmod(token, WORD)
+            if word < len(words) and words[word] >> bit & 1 and self._is_bad(state, token):
+                words[word] &= ~(1 << bit)
+                mask[word] &= ~(1 << bit) if bit < WORD - 1 else (1 << bit) - 1
+
+    def forced(self) -> list[int]:
+        tokens = self._inner.forced()
+        taken = 0
+        while taken < len(tokens) and self.accept(tokens[taken]):
+            taken += 1
+        self.rollback(taken)
+        return tokens[:taken]
+
+    def _suspects(self, state: _State) -> set[int]:
+        """Tokens of which some may be forbidden."""
+        suspects = {*self._words.of_several_items}
+        if state.lists and (len(state.lists) > 1 or not state.is_direct):
+            suspects.update(self._words.with_brackets)
+        if state.is_direct:
+            self._collect(state, b"", *self._words.beginning_with(b""), suspects)
+        return suspects
+
+    def _collect(self, state: _State, prefix: bytes, low: int, high: int, suspects: set[int]) -> None:
+        """Those of the tokens with a prefix that go along items that came before, or end an item."""
+        telling = state.telling() if state.is_direct else None
+        if telling is None:
+            suspects.update(self._words.between(low, high))
+            return
+        for byte in telling:
+            longer = prefix + bytes([byte])
+            begin, end = self._words.beginning_with(longer, low, high)
+            if begin == end:
+                continue
+            behind = state.step(byte, False)
+            if behind is None:
+                suspects.update(self._words.between(begin, end))
+                continue
+            suspects.update(self._words.named(longer, begin, end))
+            self._collect(behind, longer, begin, end, suspects)
+
+    def _is_bad(self, state: _State, token: int) -> bool:
+        behind, taken = self._walk(state, self._words.data[token])
+        bad = behind is None or not self._is_alive(behind)
+        self._marked.rollback(taken)
+        return bad
+
+    def _walk(self, state: _State, data: bytes) -> tuple[_State | None, int]:
+        """The place behind some bytes, and how many of them the grammar of bytes has taken."""
+        behind: _State | None = state
+        for taken, byte in enumerate(data):
+            assert behind is not None
+            opens = byte == ord("[") and behind.within == TEXT
+            is_unique = opens and bool(_mask(self._marked) >> MARK & 1)
+            if self._marked.try_consume_tokens([byte]) != 1:
+                return None, taken
+            behind = behind.step(byte, is_unique)
+            if behind is None:
+                return None, taken + 1
+        return behind, len(data)
+
+    def _is_alive(self, state: _State) -> bool:
+        """Whether the item under way can still become one that did not come before; its parts are not looked at."""
+        if not state.is_direct or not state.lists[-1][1].seen:
+            return True
+        waiting = deque([(state, b"")])
+        for _ in range(MOST_AHEAD):
+            if not waiting:
+                return False
+            # A longer string is another one; numbers can be equal however long they are.
+            place, path = waiting.popleft() if waiting[0][0].within == TEXT else waiting.pop()
+            self._marked.try_consume_tokens([*path])
+            mask, telling = _mask(self._marked), place.telling()
+            self._marked.rollback(len(path))
+            for byte in (each for each in range(256) if mask >> each & 1):
+                if telling is not None and byte not in telling:
+                    return True
+                behind = place.step(byte, False)
+                if behind is None:
+                    continue
+                if (
+                    not behind.is_direct
+                    or (byte == ord(",") and place.within == TEXT)
+                    or len(behind.lists) < len(place.lists)
+                ):
+                    return True
+                waiting.append((behind, path + bytes([byte])))
+        return True
+
+
+def _mask(marked: Any) -> int:
+    """Bytes that may follow, and the mark."""
+    return int.from_bytes(marked.compute_bitmask(), "little")
