@@ -9,8 +9,7 @@ from typing import Any
 from lp.errors import UserError
 from lp.sampling.regex_syntax import Node, raw, terminal
 
-
-MARK = 257
+MARK = 257  # of the tokenizer below
 
 
 class _ByteTokens:

@@ -77,7 +77,7 @@ def follows(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> bool:
     if "anyOf" in schema:
         return any(follows(value, part, defs) for part in schema["anyOf"])
     if "enum" in schema:
-        return any(value == each and type(value) is type(each) for each in schema["enum"])
+        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in schema["enum"])
     match schema["type"]:
         case "integer":
             return type(value) is int and schema["minimum"] <= value <= schema["maximum"]

@@ -222,6 +222,8 @@ def pydantic_models() -> Iterator[tuple[Any, list[Any]]]:
         key: UUID
         amount: Decimal
         ratio: Annotated[float, Field(ge=0, lt=1)]
+        tags: set[str]
+        ids: Annotated[frozenset[int], Field(min_length=2)]
         few: Annotated[list[bool], Field(min_length=1, max_length=3)]
 
     cat = {"kind": "cat", "lives": 9}
@@ -236,6 +238,8 @@ def pydantic_models() -> Iterator[tuple[Any, list[Any]]]:
         "key": "12345678-1234-5678-1234-567812345678",
         "amount": "1.50",
         "ratio": 0.0,
+        "tags": ["a", "b"],
+        "ids": [0, 10, 1],
         "few": [True],
     }
     yield All, [full, full | {"pet": {"kind": "dog", "name": "rex"}, "tree": None}]
