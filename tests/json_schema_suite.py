@@ -1,18 +1,24 @@
 """The public JSON-Schema-Test-Suite as a judge of grammars: a folder that LP_JSON_SCHEMA_SUITE names.
 
-LP_JSON_SCHEMA_SUITE=... python -m tests.json_schema_suite
+LP_JSON_SCHEMA_SUITE=... python -m tests.json_schema_suite [llguidance]
+
+With `llguidance`, its own compiler of schemas is judged instead of ours.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import llguidance
+
 from lp.errors import UserError
+from lp.sampling.language_checks import byte_tokenizer
 from lp.sampling.schema_grammar import schema_to_lark
 from tests.grammar_texts import Texts
 
@@ -39,16 +45,47 @@ class Judged:
     why: str = ""
 
 
-def judged(folder: Path) -> Iterator[Judged]:
+class OwnTexts:
+    """The texts of a schema by llguidance's own compiler.
+
+    Args:
+        schema: as JSON.
+
+    Raises:
+        UserError: it does not take the schema.
+    """
+
+    def __init__(self, schema: str) -> None:
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+            self._start = llguidance.LLMatcher(byte_tokenizer(), grammar, log_level=0)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if self._start.is_error():
+            raise UserError(self._start.get_error())
+
+    def has(self, text: str) -> bool:
+        """Whether a text follows it to its end."""
+        matcher = self._start.deep_copy()
+        tokens = list(text.encode())
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+def our_texts(schema: str) -> Texts:
+    """The texts of a schema by our compiler."""
+    return Texts(schema_to_lark(schema))
+
+
+def judged(folder: Path, texts_of: Callable[[str], Texts | OwnTexts] = our_texts) -> Iterator[Judged]:
     """Every test, its instance as json.dumps writes it."""
     root = folder / DRAFT
     for path in sorted(root.rglob("*.json")):
         file = str(path.relative_to(root))
         for case in json.loads(path.read_text(encoding="utf-8")):
-            texts: Texts | None = None
+            texts: Texts | OwnTexts | None = None
             why = ""
             try:
-                texts = Texts(schema_to_lark(json.dumps(case["schema"])))
+                texts = texts_of(json.dumps(case["schema"]))
             except UserError as error:
                 why = str(error)
             for test in case["tests"]:
@@ -72,7 +109,7 @@ def main() -> None:
     """Print shares, and what is wrong."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     remarks = 0
-    for each in judged(Path(FOLDER)):
+    for each in judged(Path(FOLDER), OwnTexts if sys.argv[1:] == ["llguidance"] else our_texts):
         counts[group_of(each)][each.verdict] += 1
         if each.verdict.startswith("wrong"):
             print(f"{each.file}: {each.name}: {each.verdict}")

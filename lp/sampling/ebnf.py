@@ -17,9 +17,11 @@ from lp.sampling.lark import Lark, count, to_lark
 from lp.sampling.regex_syntax import (
     ANY,
     MOST_COUNT,
+    MOST_LEVELS,
     Alt,
     Chars,
     Node,
+    Reader,
     Repeat,
     Rule,
     Seq,
@@ -33,7 +35,6 @@ from lp.sampling.regex_syntax import (
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
 HEX = {"x": 2, "u": 4, "U": 8}
 ESCAPES = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "a": 7, "b": 8, "0": 0, "e": 27}
-MOST_LEVELS = 64  # of groups within groups
 
 
 def ebnf_to_lark(text: str) -> Lark:
@@ -85,13 +86,8 @@ def _terminal(node: Node, numbers: Mapping[str, int]) -> str:
     raise AssertionError(node)
 
 
-class _Parser:
-    """Of one grammar."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-        self._levels = 0
+class _Parser(Reader):
+    """Reads the rules of one grammar."""
 
     def rules(self) -> dict[str, Node]:
         """By name, what each says."""
@@ -113,15 +109,6 @@ class _Parser:
         line = self._text.count("\n", 0, self._at) + 1
         column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + 1
         return UserError(f"it has {what} at line {line}, column {column}; write it without")
-
-    def _peek(self) -> str:
-        return self._text[self._at : self._at + 1]
-
-    def _skip(self, text: str) -> bool:
-        if not self._text.startswith(text, self._at):
-            return False
-        self._at += len(text)
-        return True
 
     def _space(self) -> None:
         while self._peek() and (self._peek().isspace() or self._peek() == "#"):
@@ -147,16 +134,6 @@ class _Parser:
         begins = self._text.startswith("::=", self._at)
         self._at = at
         return begins
-
-    def _alternatives(self) -> Node:
-        self._levels += 1
-        if self._levels > MOST_LEVELS:
-            raise self._error(f"groups within more than {MOST_LEVELS} groups")
-        parts = [self._sequence()]
-        while self._skip("|"):
-            parts.append(self._sequence())
-        self._levels -= 1
-        return parts[0] if len(parts) == 1 else Alt(tuple(parts))
 
     def _sequence(self) -> Node:
         parts: list[Node] = []

@@ -172,29 +172,31 @@ def takes_nothing(node: Node) -> bool:
 # --- from a pattern to its tree
 
 
-class _Parser:
-    """Of one pattern."""
+class Reader:
+    """Reads alternatives of sequences, character by character: patterns here, EBNF elsewhere.
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+    Args:
+        text: that is read.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
         self._at = 0
         self._levels = 0
 
-    def parse(self) -> Node:
-        node = self._alternatives()
-        if self._at < len(self._pattern):
-            raise self._error("a ) that closes nothing")
-        return node
-
     def _error(self, what: str) -> UserError:
-        shown = self._pattern if len(self._pattern) <= 80 else f"{self._pattern[:80]}..."
-        return UserError(f"{what} at character {self._at} of the pattern {shown!r}; write it without")
+        """What is not taken, and where."""
+        raise NotImplementedError
+
+    def _sequence(self) -> Node:
+        """One alternative."""
+        raise NotImplementedError
 
     def _peek(self, count: int = 1) -> str:
-        return self._pattern[self._at : self._at + count]
+        return self._text[self._at : self._at + count]
 
     def _skip(self, text: str) -> bool:
-        if not self._pattern.startswith(text, self._at):
+        if not self._text.startswith(text, self._at):
             return False
         self._at += len(text)
         return True
@@ -208,6 +210,20 @@ class _Parser:
             parts.append(self._sequence())
         self._levels -= 1
         return parts[0] if len(parts) == 1 else Alt(tuple(parts))
+
+
+class _Parser(Reader):
+    """Reads one pattern."""
+
+    def parse(self) -> Node:
+        node = self._alternatives()
+        if self._at < len(self._text):
+            raise self._error("a ) that closes nothing")
+        return node
+
+    def _error(self, what: str) -> UserError:
+        shown = self._text if len(self._text) <= 80 else f"{self._text[:80]}..."
+        return UserError(f"{what} at character {self._at} of the pattern {shown!r}; write it without")
 
     def _sequence(self) -> Node:
         parts: list[Node] = []
@@ -231,19 +247,19 @@ class _Parser:
         if self._peek() == "\\":
             return Chars(self._escape(in_class=False))
         self._at += 1
-        code = ord(self._pattern[self._at - 1])
+        code = ord(self._text[self._at - 1])
         return Chars(((code, code),))
 
     def _group(self) -> Node:
         look = None
         if self._skip("?"):
             if self._skip("=") or self._skip("!"):
-                look = self._pattern[self._at - 1] == "="
+                look = self._text[self._at - 1] == "="
             elif self._peek(2) in ("<=", "<!"):
                 raise self._error("a look behind (?<= or (?<!, which is not taken,")
             elif self._skip("P<") or self._skip("<"):
-                end = self._pattern.find(">", self._at)
-                if end < 0 or not self._pattern[self._at : end].isidentifier():
+                end = self._text.find(">", self._at)
+                if end < 0 or not self._text[self._at : end].isidentifier():
                     raise self._error("a group's name that is none")
                 self._at = end + 1
             elif not self._skip(":"):
@@ -270,8 +286,8 @@ class _Parser:
         return Repeat(node, least, most)
 
     def _counts(self) -> tuple[int, int | None] | None:
-        end = self._pattern.find("}", self._at)
-        low, comma, high = self._pattern[self._at + 1 : max(end, 0)].partition(",")
+        end = self._text.find("}", self._at)
+        low, comma, high = self._text[self._at + 1 : max(end, 0)].partition(",")
         if end < 0 or not low.isdecimal() or not low.isascii() or (high and not (high.isdecimal() and high.isascii())):
             if end >= 0 and not low and high.isdecimal():
                 raise self._error(f"{{,{high}}}, which means different things to different readers; write {{0,{high}}}")
@@ -303,8 +319,8 @@ class _Parser:
             code = ord(self._peek()) % 32
             self._at += 1
         elif letter == "u" and self._skip("{"):
-            end = self._pattern.find("}", self._at)
-            code = _hex(self._pattern[self._at : max(end, self._at)])
+            end = self._text.find("}", self._at)
+            code = _hex(self._text[self._at : max(end, self._at)])
             self._at = end + 1
         elif letter in ("x", "u"):
             count = 2 if letter == "x" else 4
@@ -338,13 +354,13 @@ class _Parser:
         return inverted(united(ranges)) if negated else united(ranges)
 
     def _class_part(self, begin: int) -> Ranges:
-        if self._at >= len(self._pattern):
+        if self._at >= len(self._text):
             self._at = begin
             raise self._error("a [ that is not closed")
         if self._peek() == "\\":
             return self._escape(in_class=True)
         self._at += 1
-        code = ord(self._pattern[self._at - 1])
+        code = ord(self._text[self._at - 1])
         return ((code, code),)
 
 
