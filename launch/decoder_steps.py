@@ -65,7 +65,7 @@ class Step:
     """A step of a decoder; this one changes nothing.
 
     Attributes:
-        index: of the unit that the last part belongs to, from 0; -1 before the first.
+        index: number of the unit that the last part belongs to, from 0; -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -354,7 +354,7 @@ class Ctc(WholeUnits):
 
     Args:
         pad: that is no text.
-        delimiter: of words.
+        delimiter: what is between words.
         cleanup: as of WordPiece; only then the delimiter is a space.
         in_parts: as of WholeUnits.
     """

@@ -48,7 +48,7 @@ class Vocabulary:
     """The tokens of a tokenizer, each by itself.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
 
     Attributes:
         added: tokens by their names that are no words of the vocabulary, special ones among them.
@@ -92,7 +92,7 @@ class Vocabulary:
         return f"token_id:{token}" if data is None else name_of(data)
 
     def steps(self) -> list[Step] | None:
-        """Of a text that begins; None where only texts can be decoded."""
+        """The steps that decode a text, at its beginning; None where only texts can be decoded."""
         return self._make_steps() if self._make_steps else None
 
     def _decoded(self, tokens: list[int]) -> str:
@@ -105,7 +105,7 @@ class Detokenizer:
     A character whose bytes are not complete waits for the others, or for the end of the text.
 
     Args:
-        tokenizer: of the model; or its vocabulary, which is made once where there are many texts.
+        tokenizer: the model's tokenizer; or its vocabulary, which is made once where there are many texts.
         prompt: the tokens before the first new one.
         special: special tokens are text, too.
 
@@ -141,7 +141,7 @@ class Detokenizer:
 
     @property
     def waiting(self) -> bytes:
-        """Those of a character that is not complete."""
+        """Bytes of a character that is not complete."""
         return self._characters.getstate()[0]
 
     def flush(self) -> str:
@@ -163,7 +163,7 @@ class Detokenizer:
         return self._special or self.vocabulary.special(token) is None
 
     def _told_by(self, prompt: Sequence[int]) -> list[int]:
-        """Those of a prompt's tokens that the text behind it depends on: the first ones that are text, and the last."""
+        """Tokens of a prompt that the text behind it depends on: the first ones that are text, and the last."""
         if len(prompt) <= 2 * CONTEXT:
             return [*prompt]
         first: list[int] = []
@@ -181,7 +181,7 @@ class _Window:
     Where a new token changes what was said before, as some tokenizers take away a space, what was shown stays.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         special: special tokens are text, too.
     """
 
@@ -232,7 +232,7 @@ def decoded(
     """The text of tokens, all at once.
 
     Args:
-        tokenizer: of the model, or its vocabulary.
+        tokenizer: the model's tokenizer, or its vocabulary.
         tokens: that are decoded.
         behind: the tokens before them.
         special: special tokens are text, too.
@@ -248,7 +248,7 @@ class TokenWalk:
     drops a space there.
 
     Args:
-        vocabulary: of the model.
+        vocabulary: the model's tokens.
         prompt: the tokens before the first one.
         offset: where that begins.
     """

@@ -39,7 +39,7 @@ def build_app(
     Args:
         served: the model.
         api_key: that clients must give; None: none.
-        max_body_bytes: of a request.
+        max_body_bytes: the largest body of a request, in bytes.
         host: where the server listens. Without a key, a server of LOOPBACK answers to these names alone.
     """
     app = FastAPI(title="lp", version=lp.__version__, docs_url=None, redoc_url=None)  # theirs need the internet

@@ -79,7 +79,7 @@ def _check_prompt(value: Any, wanted: str, several: bool) -> Any:
     """Refuse the first thing that is no prompt, by its place: an error of each type that it could be says nothing.
 
     Args:
-        value: of the field.
+        value: what the field is given.
         wanted: what may be given.
         several: whether it may be a list of prompts.
     """
@@ -391,7 +391,7 @@ class FunctionCall(Fields):
 
 
 class ToolCall(Fields):
-    """The same, with its id."""
+    """A call in a message of the assistant, with its id."""
 
     id: Text | None = None
     type: Literal["function"] = "function"

@@ -26,8 +26,8 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: Lit
     each in a new line. Special tokens in what clients sent are text.
 
     Args:
-        tokenizer: of the model.
-        body: of the request.
+        tokenizer: the model's tokenizer.
+        body: the request.
         literal: the tokenizer's, where several threads encode.
 
     Raises:
@@ -102,9 +102,9 @@ def answer(
     Where the calls are cut off, or are not what the format says, the content is all of the text.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         format: how it writes calls.
-        text: of the answer.
+        text: the answer.
         tokens: the same, as the model wrote it.
         prompt: the tokens before it.
         body: has the tools that there are.

@@ -22,7 +22,7 @@ def docs_page(description: dict[str, Any]) -> str:
     """HTML.
 
     Args:
-        description: of the server, as OpenAPI has it.
+        description: what OpenAPI says of the server.
     """
     schemas = description.get("components", {}).get("schemas", {})
     parts = [HEAD]

@@ -18,7 +18,7 @@ class DrainingServer(uvicorn.Server):
     Under torchrun this matters where a rank dies: torchrun asks the others to end before they know why.
 
     Args:
-        config: of uvicorn.
+        config: uvicorn's settings.
         loop: runs the engine.
         drain_s: so long texts may go on.
     """

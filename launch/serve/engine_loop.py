@@ -46,7 +46,7 @@ class Piece(NamedTuple):
     Attributes:
         text: the characters that may be shown.
         tokens: that the step added, up to the one that ends the text.
-        logprobs: of these tokens, if asked for.
+        logprobs: log probabilities of these tokens, if asked for.
         thought: characters of the reasoning before the text.
     """
 
@@ -60,14 +60,14 @@ class Ending(NamedTuple):
     """How a text ended.
 
     Attributes:
-        reason: of the engine, "stop_string" where the client's stop strings or limits ended it, or "cancelled".
+        reason: what the engine says, "stop_string" where the client's stop strings or limits ended it, or "cancelled".
         text: the characters that were held back.
         thought: those of the reasoning.
         found: the stop string that ended it, if one did.
         num_tokens: up to the end.
         resumed: those of them that a server before this one generated.
-        sequence: of the text.
-        prompt_tokens: of the prompt.
+        sequence: index of the text among the choices of its prompt.
+        prompt_tokens: how many tokens the prompt has.
         cached: those that were cached before.
         steps: that it took part in.
         prefill_s, decode_s: seconds before its first step, and from there on.
@@ -108,7 +108,7 @@ class LiveText:
         spec: what it is generated from.
         watch: decodes it; None on ranks that show nothing.
         on_event: is told of every step and of the end, on the engine's thread.
-        handle: of the engine.
+        handle: what the engine knows the text by.
     """
 
     spec: TextSpec
@@ -139,7 +139,7 @@ class EngineLoop:
 
     Args:
         engine: nobody else may use it.
-        grammars: of texts that follow one.
+        grammars: compiles those of texts that follow one.
         max_waiting: texts that may wait beside those that take steps.
         on_failure: called on the engine's thread when it can't go on.
 

@@ -15,11 +15,11 @@ class ApiError(Exception):
     """A request that fails.
 
     Args:
-        status: of HTTP.
+        status: HTTP's code.
         message: names the value, the limit and the remedy.
         param: the field of the body that is at fault.
         code: for programs; None takes the status's own.
-        headers: of the response.
+        headers: what the response has besides.
     """
 
     def __init__(

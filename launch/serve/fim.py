@@ -77,8 +77,8 @@ class Extra:
     """A piece of another file.
 
     Args:
-        name: of the file.
-        text: of the piece.
+        name: the file's name.
+        text: the piece.
     """
 
     name: str
@@ -89,8 +89,8 @@ class FimPrompts:
     """Makes prompts of a gap.
 
     Args:
-        tokenizer: of the model.
-        format: of its family.
+        tokenizer: the model's tokenizer.
+        format: how its family writes a gap.
 
     Raises:
         ValueError: the vocabulary lacks one of its tokens.

@@ -18,8 +18,8 @@ class Grammars:
     """Compiles grammars; from any thread.
 
     Args:
-        tokenizer: of the model.
-        vocabulary: of the LM head.
+        tokenizer: the model's tokenizer.
+        vocabulary: how many tokens the LM head has.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:

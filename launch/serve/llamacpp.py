@@ -66,7 +66,7 @@ class LlamaCompletion:
 
     Args:
         served: the model.
-        body: of the request.
+        body: the request.
         prompt: token ids.
         ends: token ids that end it, beside the model's own.
         truncated: a part of what was sent has no room.

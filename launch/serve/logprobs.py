@@ -36,8 +36,9 @@ class LegacyLogprobs:
 
         Args:
             prompt: token ids.
-            logprobs: of all but the first.
-            offsets: of all in the text as it was sent; None where they are those of the text that the tokens give.
+            logprobs: log probabilities of all tokens but the first.
+            offsets: where each token begins in the text as it was sent; None where that is the text that the tokens
+                give.
         """
         self._add(prompt[0], None, None)
         self.add(logprobs)
@@ -68,7 +69,7 @@ class LegacyLogprobs:
         return {names[token]: value for token, value in values.items()}
 
     def behind(self, walk: TokenWalk) -> LegacyLogprobs:
-        """The same tokens, and room for those of a text behind them."""
+        """A copy of these tokens, with room for those of a text behind them."""
         copied = LegacyLogprobs(self._name, walk)
         copied._tokens, copied._values = [*self._tokens], [*self._values]
         copied._tops, copied._offsets = [*self._tops], [*self._offsets]
@@ -114,7 +115,7 @@ def chat_logprobs(name: Callable[[int], str], walk: TokenWalk, logprobs: Sequenc
     Args:
         name: what a token is called where others come before it.
         walk: the text that the tokens are of, up to them.
-        logprobs: of these tokens.
+        logprobs: log probabilities of the tokens.
     """
 
     def data(name: str, data: bytes | None, value: float) -> dict[str, Any]:

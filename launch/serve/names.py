@@ -20,7 +20,7 @@ class ModelNames:
 
     Attributes:
         shown: in answers.
-        listed: of /v1/models, the shown one first.
+        listed: names that /v1/models has, the shown one first.
         known: all that clients may give.
         any: whether clients may give any other name, too.
     """

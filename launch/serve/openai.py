@@ -83,8 +83,8 @@ class _Answer:
 
     Args:
         served: the model.
-        body: of the request.
-        prefix: of the id.
+        body: the request.
+        prefix: what the id begins with.
         kind: "object" of the response.
     """
 
@@ -144,7 +144,7 @@ class Completion(_Answer):
 
     Args:
         served: the model.
-        body: of the request.
+        body: the request.
 
     Raises:
         ApiError: 400.
@@ -277,7 +277,7 @@ class Chat(_Answer):
 
     Args:
         served: the model.
-        body: of the request.
+        body: the request.
 
     Raises:
         ApiError: 400.
@@ -397,7 +397,7 @@ class Chat(_Answer):
         return message
 
     def _logprobs(self, index: int, logprobs: Sequence[Logprob]) -> dict[str, Any] | None:
-        """Of the next tokens of a choice."""
+        """Log probabilities of the next tokens of a choice."""
         if not self.body.logprobs:
             return None
         return chat_logprobs(self.served.token_name, self.walks[index], logprobs)

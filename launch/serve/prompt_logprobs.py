@@ -13,10 +13,10 @@ CHUNK = 256  # tokens of a pass, whose logits are held at once
 
 
 def prompt_logprobs(decoder: StepDecoder, prompt: Sequence[int], num_top: int) -> list[Logprob]:
-    """Of every token but the first, which nothing comes before.
+    """Log probabilities of every token but the first, which nothing comes before.
 
     Args:
-        decoder: of a model that is whole on this rank.
+        decoder: has a model that is whole on this rank.
         prompt: token ids.
         num_top: likeliest tokens beside each.
     """

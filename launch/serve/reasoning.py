@@ -101,7 +101,7 @@ class ReasoningWatch:
         answer: watches what comes behind the reasoning.
 
     Attributes:
-        num_tokens: of both parts, up to where the client wants no more.
+        num_tokens: how many tokens both parts have, up to where the client wants no more.
     """
 
     def __init__(self, words: Vocabulary, prompt: Sequence[int], reasoning: Reasoning, answer: TextWatch) -> None:

@@ -58,7 +58,7 @@ async def streamed(
     """A stream of events; what fails before the first one has a status of its own.
 
     Args:
-        request: of the client.
+        request: the client's.
         chunks: bodies of events.
         timeout_s: for all of them.
         done: the last event.

@@ -40,7 +40,7 @@ class Limits:
     """What a client may take.
 
     Args:
-        max_new_tokens: of a text whose client names no limit.
+        max_new_tokens: most tokens of a text whose client names no limit.
         timeout_s: a request ends with an error after so many seconds; 0: never.
     """
 
@@ -53,13 +53,13 @@ class Served:
     """A model that is served.
 
     Args:
-        name: of the model, as the user gave it.
+        name: the model's name, as the user gave it.
         served_as: what clients call it instead, as of `ModelNames.of`.
         model, tokenizer: loaded.
         loop: runs the engine.
-        sampling: of clients that say nothing; None is greedy.
+        sampling: what clients get that say nothing; None is greedy.
         stop: strings that end every text.
-        limits: of a request.
+        limits: what a request may take.
         metrics: counts.
         unfinished: keeps requests until they end.
         fim: makes prompts of gaps; None where the model has no tokens for it.
@@ -255,7 +255,7 @@ class Served:
         return [token for token in ids if token < self.vocabulary]
 
     async def prompt_logprobs(self, prompt: list[int], num_top: int) -> list[Logprob]:
-        """Of every token but the first.
+        """Log probabilities of every token but the first.
 
         Raises:
             ApiError: 429, 503.
@@ -307,7 +307,7 @@ class TextGroup:
 
     Args:
         served: the model.
-        name: of the request.
+        name: the request's id.
         wanted: the texts.
 
     Raises:
@@ -417,7 +417,7 @@ def usage(prompts: Sequence[Sequence[int]], endings: Sequence[Ending], predicted
 
     Args:
         prompts: token ids, each once.
-        endings: of all texts.
+        endings: how all texts ended.
         predicted: tokens of the predicted output.
     """
     prompt_tokens = sum(len(prompt) for prompt in prompts)

@@ -35,7 +35,7 @@ class UnfinishedRequest:
     """The file of a request, or nothing where none is kept.
 
     Args:
-        path: of the file, which is made; None, or where somebody else has made it: nothing is kept.
+        path: where the file is, which is made; None, or where somebody else has made it: nothing is kept.
         facts: its first line.
         keeps_tokens: whether tokens are added.
     """
@@ -82,7 +82,7 @@ class UnfinishedRequests:
     """A folder with a file for each request, from when it is taken until it has ended or its client has left.
 
     Args:
-        folder: of this server alone; None keeps nothing.
+        folder: for this server alone; None keeps nothing.
         model: digest of the model, where tokens of the texts are kept; None keeps none. Prompts are never written.
         setting: what names the folder, for messages.
 
@@ -125,7 +125,7 @@ class UnfinishedRequests:
 
         Args:
             name: that its client knows, too.
-            key: of its texts.
+            key: what its texts are known by.
             facts: more to report.
         """
         path = None if self._folder is None else self._folder / f"{self._next}.jsonl"
@@ -210,7 +210,7 @@ def _append(path: Path, line: dict[str, Any], flags: int = 0) -> bool:
     """Whether all of a line was written: a full disk must not cost the text.
 
     Args:
-        path: of a file that is there, as one that has been deleted must not come again.
+        path: a file that exists, as one that has been deleted must not come again.
         line: that is added.
         flags: more of `os.open`.
 

@@ -19,7 +19,7 @@ class TextWatch:
     name tokens that are no text, as "<|im_end|>".
 
     Args:
-        tokenizer: of the model, or its vocabulary.
+        tokenizer: the model's tokenizer, or its vocabulary.
         prompt: token ids.
         stop: the text ends before the first of these strings.
         min_indent: the text ends before a line, other than its first, that is indented by less; 0 takes any line.
@@ -167,7 +167,7 @@ class _Held:
         return "".join(self._all[place] for place in self._shown)
 
     def place(self, index: int, names: bool) -> int:
-        """Of a character of `text` among all."""
+        """Where a character of `text` is among all."""
         return index if names else [*self._shown, len(self._all)][index]
 
     def take(self, end: int | None = None) -> str:

@@ -127,9 +127,9 @@ class GrammarProcessor(LogitsProcessor):
     the processors before this one left no token that it allows, all scores are NaN, so that none is sampled.
 
     Args:
-        grammar: of the text.
+        grammar: what the text follows.
         eos: tokens that end it.
-        prompt_tokens: of the prompt, padding included, behind which it begins.
+        prompt_tokens: how many tokens the prompt has, padding included, behind which the text begins.
     """
 
     per_branch = True
@@ -150,11 +150,11 @@ class GrammarProcessor(LogitsProcessor):
         return self.of_branches(first[: self.prompt_tokens], [row[self.prompt_tokens :] for row in rows], scores)
 
     def of_branches(self, text: Sequence[int], branches: Sequence[Sequence[int]], scores: torch.Tensor) -> torch.Tensor:
-        """The same of nodes behind one text, whose length then costs nothing for each of them.
+        """Scores (n, V) of nodes behind one text, whose length then costs nothing for each of them.
 
         Args:
             text: padding, prompt and generated tokens.
-            branches: of every node, the tokens behind the text, up to the node itself.
+            branches: the tokens of every node behind the text, up to the node itself.
             scores: (n, V).
         """
         num_nodes, vocabulary = scores.shape

@@ -38,8 +38,8 @@ class GrammarCompiler:
     """Makes grammars for one model.
 
     Args:
-        tokenizer: of the model.
-        vocabulary: V, of the LM head.
+        tokenizer: the model's tokenizer.
+        vocabulary: V, how many tokens the LM head has.
 
     Raises:
         ValueError: llguidance is not installed, or does not take the tokenizer.
@@ -135,7 +135,7 @@ class LLGrammar:
 
     Args:
         tokens: as llguidance has them.
-        vocabulary: V, of the LM head.
+        vocabulary: V, how many tokens the LM head has.
         lark: the grammar. Tokens that must follow are not looked for where they might be without end.
         text: what it was made from.
 
@@ -185,7 +185,7 @@ class _Matcher:
     """EOS tokens are handled here: those of a call are not always the tokenizer's.
 
     Args:
-        matcher: of llguidance.
+        matcher: llguidance's.
         eos: tokens that end the text, and are never within it.
         own: the tokens that llguidance takes for ends.
         vocabulary: V.

@@ -21,8 +21,8 @@ class Lexeme:
     """What is looked for in one piece: the longest text of a terminal.
 
     Attributes:
-        right_side: of the terminal.
-        length: of its shortest text, in characters.
+        right_side: what the terminal says.
+        length: characters of its shortest text.
     """
 
     right_side: str
@@ -108,7 +108,7 @@ class _Writer:
                     waiting.update(dict.fromkeys(users.get(name, [])))
 
     def length(self, part: Part) -> float:
-        """Of the shortest text; infinite for none."""
+        """Characters of the shortest text; infinite for none."""
         match part:
             case Rule(name):
                 return self.lengths.get(name, math.inf)

@@ -14,7 +14,7 @@ from lp.sampling.sampler import Sampler
 
 
 class Logprob(NamedTuple):
-    """Of one token of a text, under the model's own distribution: without temperature, processors and warpers.
+    """The probability of one token of a text, under the model's own distribution: without temperature, processors and warpers.
 
     Attributes:
         token: its id.

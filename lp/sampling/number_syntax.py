@@ -28,7 +28,7 @@ def integer_terminal(low: int | None, high: int | None) -> str:
 
 
 def number_terminal(low: Fraction | None, high: Fraction | None) -> str:
-    """The same of all numbers; the bounds have finitely many decimals."""
+    """The right side of a terminal in Lark, of numbers from one to another; the bounds have finitely many decimals."""
     return _both_signs(
         low, high, _decimals_from, _decimals_to, NUMBER if low is high is None else rf"{INTEGER}(?:\.[0-9]+)?"
     )
@@ -74,7 +74,7 @@ def _one_sign(sign, low, high, at_least, at_most, any_text, from_zero) -> str:  
 
 
 def _digits_from(digits: str, tail: str) -> list[str]:
-    """Of as many digits, those that are at least these, with anything behind; what equals them is left out."""
+    """Numbers of as many digits that are at least these, with anything behind; what equals them is left out."""
     ways = []
     for at, digit in enumerate(digits):
         if digit != "9":

@@ -45,7 +45,7 @@ class Document:
     """A schema.
 
     Args:
-        text: of it, as JSON.
+        text: the schema, as JSON.
 
     Raises:
         ValueError: it is no JSON, or no schema.

@@ -34,7 +34,7 @@ class Value:
     """One value that is named: the null, a truth value, a number, string, list or object as it is written.
 
     Attributes:
-        text: of it, as JSON without spaces, by which values are compared.
+        text: JSON of the value without spaces, by which values are compared.
         as_given: a number is written as the schema has it, and not as an equal one with or without decimals.
     """
 
@@ -217,7 +217,7 @@ def type_of(form: Form) -> str:
 
 
 def type_of_value(value: Any) -> str:
-    """Of a JSON value."""
+    """The type of a JSON value."""
     match value:
         case None:
             return "null"

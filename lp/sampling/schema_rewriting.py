@@ -53,7 +53,7 @@ class _LoopError(UserError):
 
 
 class Rewriting:
-    """Of one schema.
+    """Rewrites one schema.
 
     Args:
         document: that.
@@ -138,7 +138,7 @@ class Rewriting:
         return True
 
     def language(self, node: Node) -> Language:
-        """Of an expression, once."""
+        """The language of an expression, made once."""
         if node not in self._languages:
             self._languages[node] = Language(node)
         return self._languages[node]
@@ -617,7 +617,7 @@ RULES: dict[str, Rule] = {
 
 
 def value_form(value: Any) -> Value:
-    """Of a value that a schema names."""
+    """The form of a value that a schema names."""
     return Value(canonical(value), value)
 
 
