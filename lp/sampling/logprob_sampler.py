@@ -14,7 +14,7 @@ from lp.sampling.sampler import Sampler
 
 
 class Logprob(NamedTuple):
-    """The probability of one token of a text, under the model's own distribution: without temperature, processors and warpers.
+    """A token's probability under the model's own distribution: without temperature, processors and warpers.
 
     Attributes:
         token: its id.
@@ -35,7 +35,7 @@ class LogprobSampler(Sampler):
         num_top: K.
 
     Attributes:
-        recorded: of the text's tokens; whoever reads them may take them away.
+        recorded: log probabilities of the text's tokens; whoever reads them may take them away.
     """
 
     capture_key = None  # it records on the host
