@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lp.errors import UserError
 from lp.sampling.grammar import WORD, Matcher
 from lp.sampling.language_checks import MARK
 from lp.sampling.schema_rewriting import comparable
@@ -25,6 +26,7 @@ MOST_AHEAD = 4096  # places that are looked at to find a way on from an item: th
 ENDS = re.compile(rb'["\d\]}],|true,|false,|null,|\d[.eE][\d.eE+-]*\]')
 NUMBER = re.compile(rb"[-\d]")
 ODD = b".eE"  # in numbers that are written in several ways
+MOST_LOOKED = 10_000  # such places for one mask: some tenths of a second
 TEXT, QUOTED, ESCAPED = range(3)  # outside of a string, within one, behind its backslash
 
 
@@ -71,22 +73,19 @@ class _Items(NamedTuple):
     Attributes:
         item: the characters so far of the item under way.
         seen: the items before, as they compare.
-        texts: the items before, as they are written.
+        texts: the items before, as they are written, in alphabetical order.
+        has_odd_number: one of them is a number that is written in several ways.
     """
 
     item: bytes = b""
     seen: frozenset[Any] = frozenset()
     texts: tuple[bytes, ...] = ()
+    has_odd_number: bool = False
 
     @property
     def is_number(self) -> bool:
         """Whether the item under way is a number."""
         return bool(NUMBER.match(self.item))
-
-    @property
-    def has_odd_number(self) -> bool:
-        """Whether an item before is a number that is written in several ways."""
-        return any(NUMBER.match(text) and any(byte in ODD for byte in text) for text in self.texts)
 
     def next(self) -> _Items | None:
         """The list behind the item; None where that came before."""
@@ -95,7 +94,10 @@ class _Items(NamedTuple):
         value = comparable(json.loads(self.item.decode()))
         if value in self.seen:
             return None
-        return _Items(b"", self.seen | {value}, (*self.texts, _written(self.item)))
+        text = _written(self.item)
+        at = bisect_left(self.texts, text)
+        odd = self.is_number and any(byte in ODD for byte in text)
+        return _Items(b"", self.seen | {value}, (*self.texts[:at], text, *self.texts[at:]), self.has_odd_number or odd)
 
 
 class _State(NamedTuple):
@@ -160,14 +162,16 @@ class _State(NamedTuple):
 
 def _longer(lists: Sequence[tuple[int, _Items]], byte: int) -> tuple[tuple[int, _Items], ...]:
     """Lists whose items have one byte more."""
-    return tuple((depth, _Items(items.item + bytes([byte]), items.seen, items.texts)) for depth, items in lists)
+    return tuple((depth, _Items(items.item + bytes([byte]), *items[1:])) for depth, items in lists)
 
 
 def _behind(beginning: bytes, texts: Sequence[bytes]) -> Iterator[int]:
-    """The next bytes of the texts that have a beginning."""
-    for text in texts:
-        if text.startswith(beginning):
-            yield from text[len(beginning) : len(beginning) + 1]
+    """The next bytes of the texts that have a beginning, each once."""
+    at = bisect_left(texts, beginning)
+    while at < len(texts) and texts[at].startswith(beginning):
+        following = texts[at][len(beginning) : len(beginning) + 1]
+        yield from following
+        at = bisect_right(texts, beginning + following, at, key=lambda text: text[: len(beginning) + 1])
 
 
 def _written(item: bytes) -> bytes:
@@ -202,8 +206,10 @@ class UniqueMatcher:
         self._words = words
         self._states = [_State()]  # at the beginning, and behind every token
         self._taken: list[int] = []  # bytes of every token
+        self._looked = 0  # places, for the mask that is made
 
     def accept(self, token: int) -> bool:
+        self._looked = 0
         if not self._inner.accept(token):
             return False
         state: _State | None = self._states[-1]
@@ -235,6 +241,7 @@ class UniqueMatcher:
             return
         words = mask.tolist()
         state = self._states[-1]
+        self._looked = 0
         for token in self._suspects(state):
             word, bit = divmod(token, WORD)
             if word < len(words) and words[word] >> bit & 1 and self._is_bad(state, token):
@@ -307,6 +314,12 @@ class UniqueMatcher:
         for _ in range(MOST_AHEAD):
             if not waiting:
                 return False
+            self._looked += 1
+            if self._looked > MOST_LOOKED:
+                raise UserError(
+                    f"uniqueItems is too hard to follow: more than {MOST_LOOKED} places were looked at for one token; "
+                    "bound the items otherwise"
+                )
             # A longer string is another one; numbers can be equal however long they are.
             place, path = waiting.popleft() if waiting[0][0].within == TEXT else waiting.pop()
             self._marked.try_consume_tokens([*path])

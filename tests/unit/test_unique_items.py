@@ -19,6 +19,7 @@ import llguidance
 from llguidance._tokenizer import TokenizerWrapper
 
 import lp
+from lp.errors import UserError
 from lp.models.loader import vocabulary_size
 from lp.sampling.grammar_compiler import LLGrammar
 from lp.sampling.schema_grammar import schema_to_lark
@@ -184,6 +185,17 @@ def test_items_that_are_all_there_end_the_list() -> None:
     matcher = texts.matcher()
     assert all(matcher.accept(byte) for byte in b"[0, 2, 1")
     assert allowed_by(matcher, EOS + 1) == {ord("]")}
+
+
+def test_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind 0.0e there are 1,300 ways to write 0 again; who asks for many such places may not hold the server."""
+    texts = Texts(schema_to_lark('{"type": "array", "uniqueItems": true, "items": {"type": "number"}}'))
+    matcher = texts.matcher()
+    assert all(matcher.accept(byte) for byte in b"[0, 0.0")
+    assert not matcher.accept(ord("e"))
+    monkeypatch.setattr("lp.sampling.unique_items.MOST_LOOKED", 100)
+    with pytest.raises(UserError, match="more than 100 places"):
+        allowed_by(matcher, EOS + 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
