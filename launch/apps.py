@@ -13,16 +13,18 @@ class App:
         function: name of the function in that module that takes the config of a job.
         summary: one line for the list of apps.
         prompts: whether it continues prompts, which `--prompt` gives.
+        measures: whether it needs lp's functions compiled from the start: it measures, or runs for long.
     """
 
     function: str
     summary: str
     prompts: bool = True
+    measures: bool = True
 
 
 APPS = {
-    "generate": App("generate", "continue prompts and show the text"),
-    "chat": App("chat", "talk to a model at a terminal", prompts=False),
+    "generate": App("generate", "continue prompts and show the text", measures=False),
+    "chat": App("chat", "talk to a model at a terminal", prompts=False, measures=False),
     "serve": App("serve", "put a model behind the endpoints that editors and clients call", prompts=False),
     "benchmark": App("benchmark", "measure methods on the prompts of a task"),
     "scaling": App("scaling", "measure or project methods over numbers of ranks"),

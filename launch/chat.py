@@ -29,7 +29,7 @@ from .errors import explain
 from .history import History
 from .report import describe_sampling
 from .schema import ChatConfig
-from .session import check_common, grammar_of, open_model, say_threads, schema_text
+from .session import check_common, grammar_of, open_model, say_how_it_runs, schema_text
 from .settings import Settings
 from .stream import Pen, on_rank_0, show, shows_colours
 
@@ -217,7 +217,7 @@ def chat(config: ChatConfig) -> None:
     settings, builders = Settings.of(config), decoder_builders(config, [config.decoder.name])
     schema = schema_text(config.json_schema)
     context, loaded = open_model(config)
-    say_threads(context, loaded)
+    say_how_it_runs(context, loaded)
     history = History(loaded.tokenizer, context_limit(loaded.model), config.system)
     decoder = builders[config.decoder.name](loaded.model, context)
     decoder.follows = config.generation_config

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 import lp
+from lp.compile_cache import complete
 from lp.errors import UserError
 from lp.waits import waiting
 
@@ -87,6 +88,9 @@ def _start(name: str, args: Sequence[str]) -> None:
         from .help import app_help
 
     def task(config: Any) -> float | None:
+        if app.measures or getattr(config, "compare", False):
+            with waiting("compiling functions, once after an install: about a minute"):
+                complete()
         with waiting("importing torch and transformers"):
             module = import_module(f".{name}", __package__)
         return getattr(module, app.function)(config)

@@ -25,6 +25,7 @@ import lp
 from lp.attention.registry import attention_choices
 from lp.budget.step_times_cache import cache_folder
 from lp.commands import app_command, in_clone, install_command
+from lp.compile_cache import why_not_compiled
 from lp.compiled import COMPILED
 from lp.draft.pool.model_ngrams import FILE_NAME
 from lp.models.loader import DEMO_MODEL, Loaded, context_limit, load
@@ -91,7 +92,7 @@ def _versions() -> list[tuple[str, str]]:
         except PackageNotFoundError:
             found.append((name, "not installed"))
     if not COMPILED:
-        found.append(("compiled", "no: without numba the pool's functions run as plain Python, some 20 times slower"))
+        found.append(("compiled", f"no: {why_not_compiled()}; they run as Python, some 20 times slower"))
     return found
 
 

@@ -15,6 +15,8 @@ import torch
 import lp
 from lp.checks import check_int, env_int
 from lp.commands import install_command
+from lp.compile_cache import why_not_compiled
+from lp.compiled import COMPILED
 from lp.engine.decoder import Decoder
 from lp.engine.journal import Journal
 from lp.engine.output import GenerationOutput
@@ -133,7 +135,7 @@ def open_session(config: Config) -> Session[Config]:
     path, context = journal_path(config, sampling), open_context(config)
     journal = Journal(path, context, fixed_weights=True) if path else None
     loaded = load_model(config, context)
-    say_threads(context, loaded)
+    say_how_it_runs(context, loaded)
     decoders = {name: build(loaded.model, context) for name, build in builders.items()}
     for decoder in decoders.values():
         decoder.follows = config.generation_config
@@ -238,10 +240,14 @@ def open_context(config: Common) -> lp.ParallelContext:
     return lp.ParallelContext.from_env(parallel.backend, device, *timeouts, parallel.tp, parallel.one_shot_sums)
 
 
-def say_threads(context: lp.ParallelContext, loaded: Loaded) -> None:
-    """Take the number of threads that is fastest now, where one rank has the machine; a line on stderr says so."""
+def say_how_it_runs(context: lp.ParallelContext, loaded: Loaded) -> None:
+    """Take the number of threads that is fastest now, where one rank has the machine; lines on stderr say so, and that
+    functions are not compiled yet.
+    """
     if context.world_size == 1 and (line := settle_threads(loaded.model)):
         print(line, file=sys.stderr)
+    if context.is_main and not COMPILED:
+        print(f"this run is slower than it could be: {why_not_compiled()}", file=sys.stderr)
 
 
 def load_model(config: Common, context: lp.ParallelContext) -> Loaded:

@@ -1,27 +1,21 @@
-"""Compiled functions: numba compiles them where it is installed; elsewhere the same code runs as Python, slower.
+"""Compiled functions: numba compiles them where it is installed; elsewhere, and until they have been compiled in the
+background (`lp.compile_cache`), the same code runs as Python, slower.
 
 Also the mathematics that they need, of + - * / on doubles alone: every processor gives the same bits.
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
-import os
-import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-try:
-    import numba
+from lp.compile_cache import cache_folder, runs_compiled
 
-    COMPILED = not numba.config.DISABLE_JIT
-except ImportError:
-    COMPILED = False
+COMPILED = runs_compiled()
+if COMPILED:
+    import numba
 
 
 def _compiled(function: Any) -> Any:
@@ -31,7 +25,7 @@ def _compiled(function: Any) -> Any:
     """
     # Nothing here allocates. With numba's runtime every call would count references to all arrays: half the time.
     options = {"nogil": True, "_nrt": False, "forceinline": True}
-    folder = _cache_folder()
+    folder = cache_folder()
     if folder is None:
         return numba.njit(**options)(function)
     before = numba.config.CACHE_DIR
@@ -40,43 +34,6 @@ def _compiled(function: Any) -> Any:
         return numba.njit(cache=True, **options)(function)
     finally:
         numba.config.CACHE_DIR = before
-
-
-@functools.cache
-def _cache_folder() -> Path | None:
-    """Where compiled code of these sources lies; None where nothing can be written."""
-    name = f"compiled-{_sources_digest()}"
-    for parent in _cache_parents():
-        folder = parent / name
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:  # an installed package may be read-only
-            continue
-        if os.access(folder, os.W_OK):
-            return folder
-    return None
-
-
-def _cache_parents() -> Iterator[Path]:
-    """numba's own setting, else this package, else the user's cache folder."""
-    if numba.config.CACHE_DIR:
-        yield Path(numba.config.CACHE_DIR)
-        return
-    yield Path(__file__).parent / "__pycache__"
-    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if user.is_absolute():  # else there is no home, and "~" would be a folder right here
-        yield user / "lp"
-
-
-def _sources_digest() -> str:
-    """Of all files of this package that have or use `jit`, and of those that they import, whose constants they use."""
-    package = Path(__file__).parent
-    sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
-    compiled = {path for path, source in sources.items() if "jit" in source}
-    modules = {module for path in compiled for module in re.findall(r"^from lp\.([\w.]+) import", sources[path], re.M)}
-    used = compiled | {package.joinpath(*module.split(".")).with_suffix(".py") for module in modules}
-    text = "".join(source for path, source in sources.items() if path in used)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 jit: Any = _compiled if COMPILED else lambda function: function

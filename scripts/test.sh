@@ -14,7 +14,7 @@ run() { "$python" -m "$@"; }
 lint() { run ruff check --quiet && run ruff format --check --quiet; }
 types() { run mypy --no-error-summary; }
 # The functions that numba compiles: else every process that comes first would compile all of them, for a minute.
-compile() { "$python" scripts/fuzz.py --cases 12; }
+compile() { run lp.compile_functions; }
 
 stage setup dev
 stage lint

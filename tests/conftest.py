@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 import torch
 
+from lp.compile_cache import NOW, SETTING
+
 if TYPE_CHECKING:
     import psutil  # not on every machine that runs tests/gpu
 
@@ -37,6 +39,7 @@ def some_of(cases: Sequence[T], number: int) -> list[T]:
 
 
 def pytest_configure() -> None:
+    os.environ.setdefault(SETTING, NOW)  # here and in the processes that tests start
     torch.set_num_threads(1)  # tiny models; threads would only fight over the cores
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
 

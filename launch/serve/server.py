@@ -32,7 +32,7 @@ from ..builders import ORACLE, PLAIN, decoder_builders
 from ..once import rank
 from ..report import describe_sampling
 from ..schema import ServeConfig
-from ..session import check_common, open_model, sampling_of, say_threads
+from ..session import check_common, open_model, sampling_of, say_how_it_runs
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
 from .grammars import Grammars
@@ -77,7 +77,7 @@ def _serve(config: ServeConfig) -> None:
             if config.journal:
                 held.enter_context(only_server(Path(config.journal), "journal"))
         context, loaded = open_model(config)
-        say_threads(context, loaded)
+        say_how_it_runs(context, loaded)
         if template is not None:
             loaded.tokenizer.chat_template = template
         decoder = builders[config.decoder.name](loaded.model, context)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lp.budget.explain import describe_budget, describe_steps
 from lp.budget.policy import AdaptiveBudget, Budget, FixedBudget
 from lp.budget.step_times import StepTimes
+from lp.compile_cache import complete_in_background
 from lp.config import Capture, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.grammar_drafts import GrammarDrafts
@@ -81,6 +82,7 @@ class LookaheadDecoder(BatchDecoder):
         if capture not in list(Capture):
             raise UserError(f"capture is {capture!r}; it must be one of {[str(choice) for choice in Capture]}")
         self.runner = runner_of(model, attention, Capture(capture))
+        complete_in_background()
         self.merges_late = self.runner.beside_host
         self._last: list[StepStats] = []
         check_vocabulary(embedded_tokens(model))

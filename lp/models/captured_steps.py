@@ -222,7 +222,7 @@ class CapturedSteps:
         inputs.sources_M[len(sources) :] = inputs.targets_M[len(sources) :] = self.cache.capacity - 1
         inputs.length_1[0] = self.cache.length
         self.cache.begin_replay(step.bucket)
-        _fill_visible(inputs.visible_BW, parents)
+        fill_visible(inputs.visible_BW, parents)
         return step
 
     def run_unread(self, step: CapturedStep) -> torch.Tensor:
@@ -310,7 +310,7 @@ class CapturedSteps:
         size = _Inputs.size(bucket)
         host = torch.zeros(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         staged = _Inputs.parts(host.numpy(), bucket)
-        _fill_visible(staged.visible_BW, ())
+        fill_visible(staged.visible_BW, ())
         _stage_nothing(staged, cache)
         block = torch.zeros(size, dtype=torch.int64, device=self.device)
         inputs = _Inputs.parts(block, bucket)
@@ -350,7 +350,7 @@ def _stage_nothing(inputs: _Inputs, cache: StaticKVCache) -> None:
     inputs.length_1[0] = cache.length
 
 
-def _fill_visible(visible_BW: np.ndarray, parents: Sequence[int] | np.ndarray) -> None:
+def fill_visible(visible_BW: np.ndarray, parents: Sequence[int] | np.ndarray) -> None:
     """Set the bits of what each token sees: its parent, what that one sees, and itself; padding sees itself."""
     _fill_bits(compiled_array(visible_BW.view(np.uint64)), compiled_ints(parents))
 

@@ -177,7 +177,7 @@ def test_growth_is_compiled_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(not COMPILED, reason="nothing is compiled")
 def test_constants_that_compiled_code_imports_are_part_of_it(processes: Processes, package: Path) -> None:
     """A constant is compiled in: its file may have no compiled function. Others must not cost a compilation."""
-    code = "from lp import compiled; print(compiled._sources_digest())"
+    code = "from lp import compile_cache; print(compile_cache.sources_digest())"
     digests = [printed(package, processes, code)]
     for name in ("engine/step.py", "sampling/noise.py"):
         with (package / name).open("a") as file:

@@ -1,0 +1,142 @@
+"""Where compiled functions are kept, and who compiles them: a process in the background, once after an install.
+
+numba takes about a minute for all of lp's functions, which nobody should wait for before a first token. So a process
+runs them as Python until they have been compiled, which gives the same bits, some milliseconds a step later.
+
+`LP_COMPILE=now` compiles within the process, at each function's first call: for tests, and for who compiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+SETTING, NOW = "LP_COMPILE", "now"
+NUMBA_CACHE = "NUMBA_CACHE_DIR"  # numba's own setting
+DISABLED = "NUMBA_DISABLE_JIT"  # likewise
+
+
+def is_wanted() -> bool:
+    """Whether numba is installed, and not switched off."""
+    try:
+        version("numba")
+    except PackageNotFoundError:
+        return False
+    return os.environ.get(DISABLED, "0") in ("", "0")
+
+
+def runs_compiled() -> bool:
+    """Whether this process takes compiled functions."""
+    return is_wanted() and (os.environ.get(SETTING) == NOW or is_complete())
+
+
+def why_not_compiled() -> str:
+    """Why functions run as Python here, and until when: for a line about the run."""
+    if not is_wanted():
+        return "numba, which compiles lp's functions, is not installed or switched off"
+    if cache_folder() is None:
+        return "lp's functions are not compiled, as no folder can be written that would keep them"
+    return "lp's functions are being compiled in the background, once after an install, for the next run"
+
+
+def is_complete() -> bool:
+    """Whether every function has been compiled here, for this processor and release of numba."""
+    folder = cache_folder()
+    return folder is not None and _mark(folder).exists()
+
+
+def mark_complete() -> None:
+    """Let processes that begin from now on take compiled functions."""
+    if folder := cache_folder():
+        _mark(folder).touch()
+
+
+def complete() -> None:
+    """Compile whatever is missing, and wait for it: before something is measured or served."""
+    if os.environ.get(SETTING) != NOW and is_wanted() and cache_folder() and not is_complete():
+        _start().wait()
+
+
+@functools.cache
+def complete_in_background() -> None:
+    """Compile whatever is missing in a process that may outlive this one and gives way to all others."""
+    if os.environ.get(SETTING) != NOW and is_wanted() and cache_folder() and not is_complete():
+        with suppress(OSError):  # no process can be made: functions go on as Python
+            _start(nice=19)
+            logger.info("lp's functions are being compiled in the background, once after an install")
+
+
+def _start(nice: int = 0) -> subprocess.Popen[bytes]:
+    package = Path(__file__).parent
+    paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]
+    env = {
+        **os.environ,
+        SETTING: NOW,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "lp.compile_functions", str(nice)],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+@functools.cache
+def cache_folder() -> Path | None:
+    """Where compiled code of these sources lies; None where nothing can be written."""
+    name = f"compiled-{sources_digest()}"
+    for parent in _cache_parents():
+        folder = parent / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:  # an installed package may be read-only
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    return None
+
+
+def _cache_parents() -> Iterator[Path]:
+    """numba's own setting, else this package, else the user's cache folder."""
+    if given := os.environ.get(NUMBA_CACHE):
+        yield Path(given)
+        return
+    yield Path(__file__).parent / "__pycache__"
+    user = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if user.is_absolute():  # else there is no home, and "~" would be a folder right here
+        yield user / "lp"
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of all files of this package that have or use `jit`, and of those that they import, whose constants they use."""
+    package = Path(__file__).parent
+    sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
+    compiled = {path for path, source in sources.items() if "jit" in source}
+    modules = {module for path in compiled for module in re.findall(r"^from lp\.([\w.]+) import", sources[path], re.M)}
+    used = compiled | {package.joinpath(*module.split(".")).with_suffix(".py") for module in modules}
+    text = "".join(source for path, source in sources.items() if path in used)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _mark(folder: Path) -> Path:
+    """The file that says so; numba compiles anew for another processor, Python, or release of its own."""
+    from llvmlite.binding import get_host_cpu_name
+
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return folder / f"complete-{version('numba')}-{python}-{get_host_cpu_name()}"

@@ -1,0 +1,62 @@
+"""Compile lp's functions by letting them run on the demo model: `python -m lp.compile_functions [NICENESS]`.
+
+`lp.compile_cache` starts this, once after an install. One process at a time does it, and the next one finds it done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from lp.compile_cache import NOW, SETTING, cache_folder, is_complete, mark_complete
+
+if TYPE_CHECKING:
+    from lp.parallel.context import ParallelContext
+
+TOKENS = 24  # of each run: enough that drafts are taken, learnt from and drawn
+
+
+def main() -> None:
+    """Compile, unless another process did while this one waited for it."""
+    if len(sys.argv) > 1:
+        os.nice(int(sys.argv[1]))
+    os.environ[SETTING] = NOW
+    folder = cache_folder()
+    if folder is None:
+        return
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_complete():
+            _compile()
+            mark_complete()
+
+
+def _compile() -> None:
+    import numpy as np
+    import torch
+
+    import lp
+    from lp.models.captured_steps import fill_visible
+    from lp.parallel.thread_ranks import run_lockstep
+
+    torch.set_num_threads(1)
+    loaded = lp.load("demo")
+    ids = loaded.tokenizer("def quicksort(a):\n    if len(a) < 2:\n        return a\n")["input_ids"]
+    times = lp.StepTimes((1, 64), (1.0, 1.1), plain_s=0.9)
+
+    def decode(context: ParallelContext | None = None) -> None:
+        decoder = lp.LookaheadDecoder(loaded.model, context=context, step_times=times)
+        for sampling in (None, lp.SamplingParams(temperature=0.8)):
+            decoder.generate(ids, TOKENS, sampling)
+            decoder.generate_batch([ids, ids[::-1]], TOKENS, sampling)
+
+    decode()
+    run_lockstep(2, decode)
+    lp.LookaheadDecoder(loaded.model, lp.PromptLookupConfig()).generate(ids, TOKENS)
+    fill_visible(np.zeros((2, 1), np.int64), [-1, 0])  # of captured steps, on a GPU
+
+
+if __name__ == "__main__":
+    main()
