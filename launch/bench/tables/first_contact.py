@@ -1,10 +1,10 @@
 """What a first use costs before its first token and against plain decoding, beside busy cores: docs/budget.md.
 
-python scripts/tables.py first_contact --model FOLDER --busy 1
+NUMBA_CACHE_DIR=$(mktemp -d) python scripts/tables.py first_contact --model FOLDER --busy 1
 
-1. With an empty cache folder: this thread's seconds for loading, for a runner (fusing and the probe), for a decoder,
-   and from there to the first token, in plain steps of the same process; and what ten calls of `custom_generate` take
-   beyond their steps.
+1. With empty cache folders, numba's among them: this thread's seconds for loading, for a runner (fusing and the probe),
+   for a decoder, and from there to the first token, in plain steps of the same process; and what ten calls of
+   `custom_generate` take beyond their steps.
 2. The default and plain decoding in turn, prompt by prompt: the ratio of their seconds with its interval of 95 %, and
    the most that a text was ever behind.
 3. A plain step's seconds by the wall with one thread and with a core each, and the number that an app takes.
@@ -117,6 +117,8 @@ def against_plain(args: argparse.Namespace) -> dict[str, Any]:
     """Part 2."""
     loaded = load_model(args)
     decoders = {"default": lp.LookaheadDecoder(loaded.model), "plain": lp.PlainDecoder(loaded.model)}
+    for decoder in decoders.values():  # what a process does once is in part 1
+        decoder.generate([1, 2, 3], 4)
     ratios, behind = [], []
     for index, prompt in enumerate(load_prompts(args)):
         ids = loaded.tokenizer(prompt.text)["input_ids"][-512:]
