@@ -208,6 +208,8 @@ class StepLayout:
     @cached_property
     def sampled_nodes(self) -> list[int]:
         """Nodes whose token is sampled, ascending."""
+        if len(self) == 1:
+            return [0]
         return np.flatnonzero(self.nodes.sampled).tolist()
 
     @property
@@ -219,6 +221,8 @@ class StepLayout:
     @property
     def sampled_positions(self) -> list[int]:
         """Of these nodes."""
+        if self.samples_all:
+            return self.positions
         positions: list[int] = np.asarray(self.nodes.positions)[np.asarray(self.nodes.sampled)].tolist()
         return positions
 

@@ -94,7 +94,7 @@ class Generation:
         request: the checked call.
         cache: of at least `cache_slots` slots; empty, or with the first tokens of the prompt.
         merges_late: let the source learn a part of a step while the next one is computed, if it can.
-        timer: of steps, where several texts share them.
+        timer: of steps.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Generation:
         budget: Budget,
         request: Request,
         cache: StaticKVCache,
+        timer: StepTimer,
         merges_late: bool = False,
-        timer: StepTimer | None = None,
     ) -> None:
         self.config = config
         self.context = context
@@ -129,6 +129,7 @@ class Generation:
         self._packed: list[torch.Tensor] = []  # top-k logits of the prompt so far, where it is cached in chunks
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = np.zeros(context.world_size, np.int64)  # how many every rank lacks
+        self._some_lack = False  # whether one of these is not 0
         self.digest = chain_digest(0, request.prompt)
         self.num_digested = len(request.prompt)  # tokens of the text that are in the digest
         self.pending_stop = Stop.NONE  # what only this rank knows, until its next message
@@ -138,8 +139,8 @@ class Generation:
         self.last_tokens = 1  # of the largest rank's last step
         self.stats: list[StepStats] = []
         self._thread_s = 0.0  # of the last step, see `_step_s`
-        self.timer = timer or StepTimer()
-        self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape, self.timer)
+        self.timer = timer
+        self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape)
         observe_part = getattr(source, "observe_part", None) if merges_late else None
         self._observe: ObservePart = observe_part or source.observe
         self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
@@ -148,24 +149,6 @@ class Generation:
     def tokens(self) -> list[int]:
         """Generated so far."""
         return self.text[len(self.request.prompt) :]
-
-    def run(self) -> GenerationOutput:
-        """Prefill, then step until something ends the text.
-
-        Raises:
-            RuntimeError: the ranks' states differ.
-            BaseException: what a callback raised on this rank, once all ranks have stopped.
-        """
-        timer = StepTimer()
-        self.prefill()
-        prefill_s = timer.restart()
-        reason = Stop.NONE
-        try:
-            while not reason:
-                reason = self.step()
-        finally:
-            self.finish_learning()
-        return self.output(reason, prefill_s, timer.restart())
 
     def output(self, reason: Stop, prefill_s: float, decode_s: float) -> GenerationOutput:
         """What the text came to.
@@ -230,8 +213,7 @@ class Generation:
     def go_on_in(self, cache: StaticKVCache) -> None:
         """Take the next steps over another cache, which holds what the text's does."""
         self.cache = cache
-        sampler = self.request.sampler
-        self.step_pass = StepPass(self.runner, cache, sampler, self.context, self.message_shape, self.timer)
+        self.step_pass = StepPass(self.runner, cache, self.request.sampler, self.context, self.message_shape)
 
     def next_chunk(self, most: int) -> TreePass:
         """The next tokens of the prompt that a pass caches, at most so many."""
@@ -267,18 +249,41 @@ class Generation:
             self._begin_source(self._reused, self._packed)
             self._packed = []
 
-    def tree_pass(self, part: StepPart) -> TreePass:
-        """What a pass of several texts computes of this one."""
-        step = part.layout.step_tokens(part.layout.num_tokens)
+    @property
+    def computes(self) -> bool:
+        """It takes part in passes: where it has failed it does so for the other ranks of its replica alone."""
+        return not self.failure or self.context.replica.size > 1
+
+    @property
+    def is_captured(self) -> bool:
+        """Its steps are captured, where it takes them by itself."""
+        return self.runner.captures(self.cache)
+
+    def tree_pass(self, part: StepPart, padded: bool) -> TreePass:
+        """What a pass computes of this text.
+
+        Args:
+            padded: to the number of tokens that the budget names.
+        """
+        num_tokens = part.layout.num_tokens
+        step = part.layout.step_tokens(self.budget.padded_size(num_tokens) if padded else num_tokens)
         return TreePass(step.tokens, step.positions, step.visible(), self.cache, part.layout.sampled_tokens)
 
+    def replayed(self, part: StepPart) -> torch.Tensor:
+        """This rank's message (P,) of a captured step of this text alone; without nodes if it fails."""
+        layout = part.layout
+        size = self.budget.padded_size(layout.num_tokens)
+        replay = lambda: self.step_pass.replayed(layout, part.header, self.text, size, part.num_logits)  # noqa: E731
+        message = self._attempt(replay)
+        return self._failed_message(part) if message is None else message
+
     def own_message(
-        self, part: StepPart, logits: torch.Tensor, failure: Exception | None, sampled: Sampled | None
+        self, part: StepPart, logits: torch.Tensor | None, failure: Exception | None, sampled: Sampled | None
     ) -> torch.Tensor:
         """This rank's message (P,), without nodes if it fails.
 
         Args:
-            logits: of the sampled nodes.
+            logits: of the sampled nodes; None where the text has failed before.
             failure: why there are none.
             sampled: of these nodes, if they are sampled already.
         """
@@ -286,6 +291,7 @@ class Generation:
         def sample() -> torch.Tensor:
             if failure:
                 raise failure
+            assert logits is not None
             return self.step_pass.message(logits, part.layout, part.header, self.text, part.num_logits, sampled)
 
         try:
@@ -311,19 +317,11 @@ class Generation:
             logits = unpack_top_logits(self.context.broadcast(mine, 0).cpu().numpy())
             self.source.begin(prompt[first:], logits)
 
-    def step(self) -> Stop:
-        """One forward pass on every rank and one all-gather; the reason to stop after it, or NONE."""
-        self.timer.restart()
-        taken = len(self.stats)
-        part = self.begin_step()
-        if part.plain and self.context.alone:
-            reason = self._plain_step_alone(part)
-        else:
-            reason = self.end_step(part, self._messages(part))
+    def observe_step(self, part: StepPart) -> None:
+        """Tell the budget how long the last step took, which computed nothing but this part of this text."""
         # Other processors, as a grammar's, take time of their own.
-        if self.budget.learns and len(self.stats) > taken and self.request.sampler.prefix_free:
+        if self.budget.learns and not self.stopped_by and self.request.sampler.prefix_free:
             self.budget.observe(0 if part.plain else self.last_tokens, self._step_s)
-        return reason
 
     @property
     def _step_s(self) -> float:
@@ -334,7 +332,7 @@ class Generation:
     def begin_step(self) -> StepPart:
         """What this rank computes in the next step."""
         self._cross_rope_boundary()
-        if self.budget.idle and not self.catch_up_counts.any():
+        if self.budget.idle and not self._some_lack:
             assert not self.catch_up
             layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
             slices = WindowSlices()
@@ -369,16 +367,6 @@ class Generation:
         self._learn(gathered, outcome, part.slices)
         return self._deliver(outcome.tokens, part.layout.num_tokens, self.union.num_draft, part.slices.num_columns)
 
-    def _plain_step_alone(self, part: StepPart) -> Stop:
-        """The same for a single rank, without a message to itself, which would be felt in each plain step."""
-        self.finish_learning()
-        size = self.budget.padded_size(1)
-        token = self._attempt(lambda: self.step_pass.token_alone(part.layout, self.text, size))
-        if stop := self._wants_to_stop():
-            return self._stop(stop, self.num_kept)
-        assert token is not None
-        return self._take_plain(token, part.layout)
-
     def _take_plain(self, token: int, layout: StepLayout) -> Stop:
         """Take in what a plain step sampled."""
         check_sampled(token, len(self.stats), layout.positions[0], self.request.sampler)
@@ -399,6 +387,7 @@ class Generation:
             self._attempt(lambda: self.runner.cross(self.text, self.cache, self.request.prefill_chunk))
             self.catch_up = []
             self.catch_up_counts[:] = 0
+            self._some_lack = False
 
     @property
     def _limit(self) -> int:
@@ -438,23 +427,13 @@ class Generation:
                 f"{layout.num_tokens} tokens; the budget is {self.message_shape.nodes}: propose no more than asked for"
             )
         tokens = np.asarray(layout.nodes.tokens).view(np.uint64)  # where negative ones are the largest
-        if tokens.max() >= self._vocabulary:
+        if len(draft) and tokens.max() >= self._vocabulary:
             wrong = next(token for token in layout.tokens if not 0 <= token < self._vocabulary)
             raise UserError(
                 f"{type(self.source).__name__} proposed the token {wrong}; the model has 0..{self._vocabulary - 1}: "
                 "propose no others"
             )
         return layout
-
-    def _messages(self, part: StepPart) -> np.ndarray:
-        """Compute this rank's part of the step, and exchange messages: (R, P). Without nodes if it fails."""
-        size = self.budget.padded_size(part.layout.num_tokens)
-        message = self._attempt(lambda: self.step_pass.run(part.layout, part.header, self.text, size, part.num_logits))
-        if message is None:
-            message = self._failed_message(part)
-        with self.timer.forward:  # while the device computes
-            self.finish_learning()
-        return self.step_pass.exchange(message)
 
     def _unpacked(self, messages: np.ndarray) -> Gathered:
         gathered = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)
@@ -482,7 +461,7 @@ class Generation:
 
     def _wants_to_stop(self) -> Stop:
         """Why this rank does."""
-        return self.pending_stop | (Stop.INTERRUPTED if self.request.signals.requested else Stop.NONE)
+        return self.pending_stop | Stop.INTERRUPTED if self.request.signals.requested else self.pending_stop
 
     def _stop(self, stop: Stop, length: int) -> Stop:
         """Some rank wants to stop: this step's tokens are dropped, those before it are returned."""
@@ -518,6 +497,7 @@ class Generation:
         self.cache.commit(computed)
         self.catch_up = accepted[len(own_path) :]
         self.catch_up_counts = len(accepted) - np.array(outcome.held)
+        self._some_lack = min(outcome.held) < len(accepted)
 
     def _broadcast_kv(self, computed: Sequence[int], outcome: Outcome) -> None:
         """The rank that speaks for the end of the path computed all of it: it sends the KV to the others."""

@@ -26,8 +26,8 @@ import torch
 
 from lp.budget.policy import Company
 from lp.checks import check_int, check_switch
+from lp.engine.batch_step import BatchStep
 from lp.engine.decode_loop import Generation
-from lp.engine.forest_step import ForestStep
 from lp.engine.inputs import Prompt
 from lp.engine.interrupts import DeferredSignals, SignalsOfSteps, interruption
 from lp.engine.memory import remedy_named, with_remedy
@@ -184,7 +184,7 @@ class Engine:
         self._model_state = model_state(runner.model)
         self._weights = _weights(decoder)
         self._passes = CapturedForests(runner, self.pool, self.max_sequences)
-        self._forest = ForestStep(self._passes, decoder.steps_with)
+        self._steps = BatchStep(runner, decoder.steps_with, self._passes)
         self._waiting: deque[Handle] = deque()
         self._running: dict[Generation, Handle] = {}
         self._of_last_pass: weakref.ref[Generation] | None = None  # where a pass takes one text
@@ -285,7 +285,7 @@ class Engine:
         for text, stop in stops.items():
             if stop:
                 self._end(text, stop)
-        failed = self._forest.errors
+        failed = self._steps.errors
         while failed:  # no variable has an error: a traceback may reach this frame
             self._fail(*failed.popitem())
         self._in_step = False
@@ -346,7 +346,7 @@ class Engine:
             borrowed.until.__exit__(kind, error, traceback)
         self._waiting.clear()
         self._running.clear()
-        del self.pool, self._prefixes, self._passes, self._forest
+        del self.pool, self._prefixes, self._passes, self._steps
 
     def clear_prefixes(self) -> None:
         """Reuse no text that there has been so far, as must be done when weights are changed in place.
@@ -376,7 +376,7 @@ class Engine:
                 cache = self._captured_cache(cache)
             try:
                 beginning = decoder.begin(handle.request, self.max_sequences)
-                text = decoder.generation(handle.request, beginning, cache, self._forest.timer)
+                text = decoder.generation(handle.request, beginning, cache, self._steps.timer)
                 if by_itself:
                     decoder.capture_steps(text)
             except Exception as error:
@@ -490,20 +490,16 @@ class Engine:
 
     def _advance(self) -> dict[Generation, Stop]:
         """The step; by text, why it ends, or NONE."""
-        self._forest.errors = {}
         texts = [text for text in self._running if text.prefilled]
         prompts = [text for text in self._running if not text.prefilled]
         if not self.decoder.runner.takes_forests:
             return self._one_after_another(texts, prompts)
         chunks = self._chunks(prompts, bool(texts))
         self._tell_company(texts, sum(count for _, count in chunks))
-        captures = self._passes.captures
-        if captures and len(self._running) > 1:
+        if self._passes.captures and len(self._running) > 1:
             self._go_on_in_pool()
-        if len(texts) == 1 and not chunks and not (captures and texts[0].cache in self.pool):
-            return self._one_after_another(texts, [])
         with self.decoder.context.stepping(sum(text.message_shape.size for text in texts)):
-            stops = self._forest.run(texts, chunks)
+            stops = self._steps.run(texts, chunks)
         self._note_first_steps([text for text, _ in chunks])
         return stops
 
@@ -519,9 +515,9 @@ class Engine:
                     if text in prompts:
                         text.prefill()
                     else:
-                        stops[text] = text.step()
+                        stops |= self._steps.run([text])
             except Exception as error:
-                self._forest.note_error(text, error)
+                self._steps.note_error(text, error)
         self._note_first_steps(prompts)
         return stops
 

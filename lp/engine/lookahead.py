@@ -20,9 +20,9 @@ from lp.draft.registry import Call, DraftConfig, HasDigests, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
 from lp.engine.batch import BatchDecoder
-from lp.engine.decode_loop import Beginning, Generation, cache_slots
+from lp.engine.decode_loop import Beginning, Generation
 from lp.engine.memory import remedy_named
-from lp.engine.output import GenerationOutput, StepStats, StepTimer
+from lp.engine.output import StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.step_timing import GivenStepTimes, KnownStepTimes
 from lp.errors import UserError
@@ -202,11 +202,9 @@ class LookaheadDecoder(BatchDecoder):
             source = GrammarDrafts(source, cursor, len(request.prompt))
         return Beginning(source, budget)
 
-    def generation(
-        self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer | None = None
-    ) -> Generation:
+    def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:
         return Generation(
-            self.config, self.context.lp, self.runner, *beginning, request, cache, self.merges_late, timer
+            self.config, self.context.lp, self.runner, *beginning, request, cache, timer, self.merges_late
         )
 
     def capture_steps(self, generation: Generation) -> None:
@@ -217,14 +215,3 @@ class LookaheadDecoder(BatchDecoder):
     def ended(self, stats: list[StepStats]) -> None:
         self._last = stats
         self.factory.call_ended(self.context.is_main)
-
-    def _decode(self, request: Request) -> GenerationOutput:
-        self.check(request)
-        beginning = self.begin(request)
-        with self.runner.borrowed_cache(cache_slots(request, beginning.budget)) as cache:
-            generation = self.generation(request, beginning, cache)
-            self.capture_steps(generation)
-            with self.context.stepping(generation.message_shape.size):
-                output = generation.run()
-        self.ended(output.step_stats)
-        return output

@@ -16,9 +16,9 @@ from lp.draft.source import StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.engine.batch import BatchDecoder
-from lp.engine.decode_loop import Beginning, Generation, cache_slots
+from lp.engine.decode_loop import Beginning, Generation
 from lp.engine.memory import remedy_named
-from lp.engine.output import GenerationOutput, StepTimer
+from lp.engine.output import StepTimer
 from lp.engine.request import Request
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import runner_of
@@ -75,17 +75,8 @@ class PlainDecoder(BatchDecoder):
         self.runner.follow()
         return Beginning(NoDrafts(), PlainBudget(ONE_TOKEN))
 
-    def generation(
-        self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer | None = None
-    ) -> Generation:
-        return Generation(ONE_TOKEN, self.steps_with, self.runner, *beginning, request, cache, timer=timer)
-
-    def _decode(self, request: Request) -> GenerationOutput:
-        beginning = self.begin(request)
-        with self.runner.borrowed_cache(cache_slots(request, beginning.budget)) as cache:
-            generation = self.generation(request, beginning, cache)
-            self.capture_steps(generation)
-            return generation.run()
+    def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:
+        return Generation(ONE_TOKEN, self.steps_with, self.runner, *beginning, request, cache, timer)
 
 
 class PlainBudget(FixedBudget):

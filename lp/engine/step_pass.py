@@ -6,15 +6,12 @@ n: sampled nodes, V: vocabulary, K: top-k logits of a node, P: int64s of a messa
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Hashable, Sequence
 
-import numpy as np
 import torch
 
-from lp.draft.layout import StepLayout, StepTokens
+from lp.draft.layout import StepLayout
 from lp.engine.captured_tail import CapturedTail
-from lp.engine.output import StepTimer
 from lp.engine.sharded_sampling import ShardedSampling
 from lp.models.captured_steps import CapturedStep
 from lp.models.graph_recorder import CaptureFailed
@@ -32,7 +29,6 @@ from lp.parallel.message import (
     best_logits,
     known_part,
     pack,
-    sampled_at_c,
 )
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
@@ -42,7 +38,7 @@ MOST_TAILS = 8  # of one bucket, of samplers that differ in their settings; the 
 
 
 class StepPass:
-    """Runs the steps of one generation on this rank's device.
+    """What the steps of one generation do on this rank's device, its part of a pass over several texts left out.
 
     A captured step is two graphs, the forward pass and the tail: sampling and the message. The host waits once, for the
     message. Where steps are not captured, or the sampler needs the host, the same is done by one operation at a time.
@@ -53,7 +49,6 @@ class StepPass:
         sampler: of the generation.
         context: the ranks.
         shape: of the messages.
-        timer: of the step.
 
     Attributes:
         joint_key: texts with the same one can be sampled together; None: not with any other.
@@ -66,21 +61,17 @@ class StepPass:
         sampler: Sampler,
         context: ParallelContext,
         shape: MessageShape,
-        timer: StepTimer,
     ) -> None:
         self.runner = runner
         self.cache = cache
         self.sampler = sampler
         self.context = context
         self.shape = shape
-        self.timer = timer
         head = head_of(runner.model)
         self._sharded = ShardedSampling(head, sampler, context) if head else None
         self.joint_key = sampler.capture_key if self._sharded is None else None
         self._capture_key = sampler.capture_key if runner.captures(cache) else None
         self._shares_noise = False
-        self._on_host: torch.Tensor | None = None
-        self._clock = _Clock() if runner.device.type == "cuda" else None
 
     def capture(self, num_tokens: int, num_logits: Sequence[int]) -> None:
         """Capture steps of all buckets up to so many tokens, so that none is captured while text is generated.
@@ -97,10 +88,10 @@ class StepPass:
         if self.runner.captured and self.runner.captures(self.cache):
             self.runner.captured.settle()
 
-    def run(
+    def replayed(
         self, layout: StepLayout, header: Header, text: Sequence[int], step_tokens: int, num_logits: int
     ) -> torch.Tensor:
-        """This rank's message (P,), on its device, which may still be at it.
+        """This rank's message (P,) of a captured step: on the device, which may still be at it, or where it copies it.
 
         Args:
             layout: of the step.
@@ -109,24 +100,21 @@ class StepPass:
             step_tokens: to pad the step to.
             num_logits: top-k logits that are taken of every node, at most K.
         """
-        self._on_host = None
-        with self.timer.forward:
-            if self._clock:
-                self._clock.start()
-            inputs = layout.step_tokens(step_tokens)
-            logits_indices = layout.sampled_tokens
-            step = self.runner.staged(*inputs, self.cache, logits_indices)
-            if step is None:
-                logits = self._forward(inputs, logits_indices)
-            else:
-                logits_BV = step.run()
-                if tail := self._tail(step, logits_BV, num_logits):
-                    self._on_host = tail.on_host
-                    if self._sharded and tail.heads is not None:
-                        self._sharded.heads = tail.heads
-                    return tail.run(known_part(header, layout, self.shape), *self._sampled_nodes(layout))
-                logits = logits_BV[: len(logits_indices)]
+        inputs = layout.step_tokens(step_tokens)
+        logits_indices = layout.sampled_tokens
+        step = self.runner.staged(*inputs, self.cache, logits_indices)
+        if step is None:  # it is too large, or can't be captured
+            tree = inputs.tokens, inputs.positions, inputs.visible()
+            logits = self.runner.forward(*tree, self.cache, logits_indices, capture=False, whole=False)
             return self.message(logits, layout, header, text, num_logits)
+        logits_BV = step.run()
+        tail = self._tail(step, logits_BV, num_logits)
+        if tail is None:
+            return self.message(logits_BV[: len(logits_indices)], layout, header, text, num_logits)
+        if self._sharded and tail.heads is not None:
+            self._sharded.heads = tail.heads
+        message = tail.run(known_part(header, layout, self.shape), *self._sampled_nodes(layout))
+        return message if tail.on_host is None else tail.on_host
 
     def message(
         self,
@@ -141,7 +129,7 @@ class StepPass:
 
         Args:
             logits: of the sampled nodes, (n, V).
-            layout, header, text, num_logits: as of `run`.
+            layout, header, text, num_logits: as of `replayed`.
             sampled: of these nodes, if they are sampled already.
         """
         if sampled is not None:
@@ -155,18 +143,6 @@ class StepPass:
         message[STOP : LENGTH + 1] = flags
         return message
 
-    def token_alone(self, layout: StepLayout, text: Sequence[int], step_tokens: int) -> int:
-        """The token sampled at `c` by a plain step of a single rank: its message to itself would be felt in each.
-
-        Args:
-            layout, text, step_tokens: as of `run`.
-        """
-        if self.runner.captures(self.cache):
-            return sampled_at_c(self.exchange(self.run(layout, Header(0, Stop.NONE, 0), text, step_tokens, 0)))
-        with self.timer.forward:
-            logits = self._forward(layout.step_tokens(step_tokens), layout.sampled_nodes)
-            return int(self._sampled(logits, layout, text, num_logits=0).tokens)
-
     def top_logits(self, logits: torch.Tensor, prompt: Sequence[int], num_logits: int) -> torch.Tensor:
         """The top-k logits of the prompt's tokens, packed: (n, num_logits).
 
@@ -176,12 +152,6 @@ class StepPass:
         if self._sharded:
             return self._sharded.top_logits(logits, self.sampler, prompt, num_logits)
         return pack_top_logits(self.sampler.scores(logits, [None] * len(logits), prompt), num_logits)
-
-    def _forward(self, step: StepTokens, logits_indices: Sequence[int]) -> torch.Tensor:
-        visible = step.visible()
-        return self.runner.forward(
-            step.tokens, step.positions, visible, self.cache, logits_indices, capture=False, whole=False
-        )
 
     def announced(self, error: Exception) -> bool:
         """Whether the ranks of this replica know of an error on this one, and wait for nothing."""
@@ -199,29 +169,8 @@ class StepPass:
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
         """The message of a rank that has nothing to report but its header."""
-        self._on_host = None
-        if self._clock:
-            self._clock.start()
         nothing = torch.zeros(len(layout.sampled_nodes), 0, dtype=torch.int64, device=self.runner.device)
         return pack(header, layout, Sampled(nothing.sum(1), nothing), self.shape)
-
-    def exchange(self, message: torch.Tensor) -> np.ndarray:
-        """The messages of all ranks, (R, P): the host waits for the device, once."""
-        if self._clock is None:
-            with self.timer.exchange:
-                return self._everyones(message).numpy()
-        with self.timer.forward:
-            self._clock.computed.record()
-            if self._on_host is not None:
-                self._clock.computed.synchronize()
-            messages = self._everyones(message)
-        self.timer.count_as_exchange(self._clock.since_computed_s())
-        if self._on_host is not None:  # the next step overwrites it, while the host may still read
-            messages = messages.clone()
-        return messages.numpy()
-
-    def _everyones(self, message: torch.Tensor) -> torch.Tensor:
-        return self.context.all_gather(message) if self._on_host is None else self._on_host[None]
 
     def _tail(self, step: CapturedStep, logits_BV: torch.Tensor, num_logits: int) -> CapturedTail | None:
         """The captured tail of a captured step; None if the sampler has none, or it can't be captured."""
@@ -284,21 +233,3 @@ class StepPass:
             reachable = layout.nodes.reachable.tolist()
             return [[] if reachable[node] else None for node in layout.sampled_nodes]
         return [layout.branch_tokens(node) for node in layout.sampled_nodes]
-
-
-class _Clock:
-    """Tells how long a GPU computed a step, and how long the exchange took behind it."""
-
-    def __init__(self) -> None:
-        self.started = torch.cuda.Event(enable_timing=True)
-        self.computed = torch.cuda.Event(enable_timing=True)
-        self._began = 0.0
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
-        self.started.record()
-
-    def since_computed_s(self) -> float:
-        """Seconds from then until now: both events must be over."""
-        computing_s: float = self.started.elapsed_time(self.computed) / 1000
-        return max(time.perf_counter() - self._began - computing_s, 0.0)

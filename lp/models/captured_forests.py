@@ -108,6 +108,10 @@ class CapturedForests:
         """Whether steps are captured."""
         return not self._given_up and captures_forests(self.runner, self.pool.capacity)
 
+    def replays(self, cache: StaticKVCache) -> bool:
+        """Whether steps of a text whose cache this is are captured here."""
+        return self.captures and cache in self.pool
+
     def forward(self, trees: Sequence[TreePass]) -> list[torch.Tensor]:
         """Arguments and result as of `ModelRunner.forward_forest`; valid until the next step."""
         num_tokens = sum(len(tree.tokens) for tree in trees)

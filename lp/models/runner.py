@@ -499,13 +499,17 @@ class ModelRunner:
         return self._whole(output.logits[0], whole)
 
     def forward_forest(self, trees: Sequence[TreePass]) -> list[torch.Tensor]:
-        """The same for several sequences in one pass; each one's KV is written to its own cache.
+        """The same for the sequences of a pass; each one's KV is written to its own cache.
 
         Of a divided model it is this rank's part of the logits.
 
         Returns:
             (len(logits_indices), V) of each.
         """
+        if len(trees) == 1:
+            (tree,) = trees
+            one_more = tree._replace(logits_indices=tree.logits_indices or (0,))  # a model gives at least one
+            return [self.forward(*one_more, capture=False, whole=False)[: len(tree.logits_indices)]]
         starts = [0, *itertools.accumulate(len(tree.tokens) for tree in trees)]
         stretches = [Stretch(*ends, tree.cache) for ends, tree in zip(itertools.pairwise(starts), trees, strict=True)]
         for tree in trees:

@@ -276,14 +276,16 @@ def sample_together(
         logits: (n, V), of all texts.
         positions, branches: of each text, as in `sample`.
     """
-    reachable = np.array([branch is not None for own in branches for branch in own])
-    scores = samplers[0].processors.of_all(logits, to_device(reachable, logits.device))
+    scores = logits
+    if len(processors := samplers[0].processors):
+        reachable = np.array([branch is not None for own in branches for branch in own])
+        scores = processors.of_all(logits, to_device(reachable, logits.device))
     coupled = [sampler for sampler in samplers if isinstance(sampler, CoupledSampler)]
     if not coupled:
         return scores, _finite_argmax(scores)
     NoiseCache.fill([sampler.noise for sampler in coupled], [[p + 1 for p in own] for own in positions])
     noise = [sampler.noise_of(at, own) for sampler, at, own in zip(coupled, positions, branches, strict=True)]
-    return scores, _finite_argmax(scores + torch.cat(noise))
+    return scores, _finite_argmax(scores + (noise[0] if len(noise) == 1 else torch.cat(noise)))
 
 
 def build_sampler(

@@ -76,14 +76,15 @@ def on_ranks(
 @pytest.fixture
 def largest_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Of every rank and step, its step tokens and B."""
-    messages = Generation._messages
+    begin_step = Generation.begin_step
     seen: list[tuple[int, int]] = []
 
-    def counted(self: Any, part: StepPart) -> Any:
+    def counted(self: Generation) -> StepPart:
+        part = begin_step(self)
         seen.append((part.layout.num_tokens, self.budget.step_tokens))
-        return messages(self, part)
+        return part
 
-    monkeypatch.setattr(Generation, "_messages", counted)
+    monkeypatch.setattr(Generation, "begin_step", counted)
     return seen
 
 

@@ -19,7 +19,7 @@ from launch.bench.report import read_lines
 from launch.bench.scaling import MEASURED, Line, errors, errors_of_runs, medians, projected_lines, with_efficiency
 from launch.bench.session import Bench, settings_of
 from launch.schema import ScalingConfig
-from lp.engine.decode_loop import Generation
+from lp.engine.batch_step import BatchStep
 from lp.engine.output import StepStats
 from lp.errors import UserError
 from lp.parallel.context import ParallelContext
@@ -50,13 +50,13 @@ def test_one_rank_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two at once would time each other, and all runs of one rank in a row would have its weather."""
     ran: list[tuple[int, int]] = []
     projection = _projection(tiny_model(), 3)
-    step = Generation.step
+    run = BatchStep.run
 
-    def watched(self: Generation) -> Any:
+    def watched(self: BatchStep, *args: Any) -> Any:
         ran.append((threading.get_ident(), self.context.rank))
-        return step(self)
+        return run(self, *args)
 
-    monkeypatch.setattr(Generation, "step", watched)
+    monkeypatch.setattr(BatchStep, "run", watched)
     assert projection.recorded and {rank for _, rank in ran} == {0, 1, 2}
     steps = len(ran) // 3
     ran.clear()

@@ -20,6 +20,7 @@ import transformers as tf
 
 import lp
 from lp.budget.step_times import StepTimes
+from lp.engine.batch_step import BatchStep
 from lp.engine.decode_loop import Generation
 from lp.models.sharded_layers import head_of
 from lp.models.tensor_parallel import divide, plan_of
@@ -171,15 +172,15 @@ def test_collectives_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("all_reduce", "all_gather"):
         monkeypatch.setattr(LockstepReplica, name, counted(name, getattr(LockstepReplica, name)))
-    step = Generation.step
+    run = BatchStep.run
 
-    def watched(self: Generation) -> Any:
+    def watched(self: BatchStep, *args: Any) -> Any:
         counts[self.context.replica.rank] = []
-        stop = step(self)
+        stops = run(self, *args)
         steps.append([*counts[self.context.replica.rank]])
-        return stop
+        return stops
 
-    monkeypatch.setattr(Generation, "step", watched)
+    monkeypatch.setattr(BatchStep, "run", watched)
     for sampling in (None, SAMPLED["T=0.8"]):
         generated(model, 2, 2, sampling=sampling)
     assert {(each.count("all_reduce"), each.count("all_gather")) for each in steps} == {(7, 1)}

@@ -38,7 +38,7 @@ class Watch:
                 patch.setattr(dist, name, self._watched(name, function))
         message = _ProcessContext.gather_message  # which calls no function of torch.distributed
         patch.setattr(_ProcessContext, "gather_message", self._watched("gather_message", message))
-        self._mark(patch, Generation, "step", self._started)
+        self._mark(patch, Generation, "begin_step", self._started)
         self._mark(patch, Generation, "_commit", self._committed)
 
     def on_tokens(self, tokens: list[int], step: int) -> None:

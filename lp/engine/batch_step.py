@@ -1,0 +1,228 @@
+"""One step of a batch of texts: a forward pass over the trees of all, and one all-gather. One text is a batch of one.
+
+P: int64s of a text's message, R: ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from lp.engine.decode_loop import Generation, StepPart
+from lp.engine.output import GenerationOutput, StepTimer
+from lp.models.captured_forests import CapturedForests
+from lp.models.runner import ModelRunner, TreePass
+from lp.parallel.context import ParallelContext
+from lp.parallel.message import Sampled, Stop, best_logits
+from lp.sampling.sampler import NotFinite, sample_together
+from lp.sampling.top_logits import pack_top_logits
+
+T = TypeVar("T")
+NO_LOGITS = torch.empty(0)
+
+
+class BatchStep:
+    """Runs the steps of texts that come and go. A text that fails where there is one rank, or on all, fails alone.
+
+    Args:
+        runner: of the model.
+        context: the ranks that share steps.
+        pooled: runs passes over texts whose caches lie in a pool; None: there is none.
+
+    Attributes:
+        timer: of all texts.
+        errors: what texts failed with, until somebody takes them away; these texts are not to be used again.
+    """
+
+    def __init__(self, runner: ModelRunner, context: ParallelContext, pooled: CapturedForests | None = None) -> None:
+        self.runner = runner
+        self.context = context
+        self.pooled = pooled
+        self.timer = StepTimer()
+        self.errors: dict[Generation, Exception] = {}
+        self._clock = _Clock() if runner.device.type == "cuda" else None
+
+    def finish(self, text: Generation) -> GenerationOutput:
+        """Take a text from its prompt to its end, by itself.
+
+        Raises:
+            RuntimeError: the ranks' states differ.
+            BaseException: what a callback raised on this rank, once all ranks have stopped.
+        """
+        timer = StepTimer()
+        text.prefill()
+        prefill_s = timer.restart()
+        reason = Stop.NONE
+        try:
+            while not reason:
+                stops = self.run([text])
+                if self.errors:
+                    raise self.errors.pop(text)
+                reason = stops[text]
+        finally:
+            text.finish_learning()
+        return text.output(reason, prefill_s, timer.restart())
+
+    def run(
+        self, texts: Sequence[Generation], prompts: Sequence[tuple[Generation, int]] = ()
+    ) -> dict[Generation, Stop]:
+        """Compute a step of every text, and a chunk of every prompt.
+
+        Args:
+            texts: whose prompts are cached; the same, in the same order, on every rank, like the next ones.
+            prompts: others, and how many tokens of theirs to cache.
+
+        Returns:
+            By text, the reason to stop, or NONE.
+        """
+        self.timer.restart()
+        by_itself = len(texts) == 1 and not prompts and not (self.pooled and self.pooled.replays(texts[0].cache))
+        parts = self._each(texts, Generation.begin_step)
+        chunks = {text: text.next_chunk(most) for text, most in prompts}
+        with self.timer.forward:
+            if self._clock:
+                self._clock.start()
+            if by_itself and texts[0].is_captured:
+                logits, failure = dict[Generation, torch.Tensor](), None
+                messages = self._each(parts, lambda text: text.replayed(parts[text]))
+            else:
+                trees = {text: text.tree_pass(part, by_itself) for text, part in parts.items() if text.computes}
+                logits, sampled, failure = self._computed(trees | chunks, parts)
+                messages = self._each(
+                    parts, lambda text: text.own_message(parts[text], logits.get(text), failure, sampled.get(text))
+                )
+            self._each(parts, Generation.finish_learning)  # while the device computes
+        self._each(chunks, lambda text: text.take_chunk(len(chunks[text].tokens), logits[text], failure))
+        failure = None  # raised above, it has this frame, which would keep it and all caches until gc finds the cycle
+        gathered = self._exchanged({text: own for text, own in messages.items() if text not in self.errors})
+        stops = self._each(gathered, lambda text: text.end_step(parts[text], gathered[text]))
+        if by_itself:
+            self._each(stops, lambda text: text.observe_step(parts[text]))
+        return stops
+
+    def _each(self, texts: Iterable[Generation], work: Callable[[Generation], T]) -> dict[Generation, T]:
+        """What it returns, by text, of those that did not fail."""
+        results = {}
+        for text in texts:
+            try:
+                results[text] = work(text)
+            except Exception as error:
+                self.note_error(text, error)
+        return results
+
+    def note_error(self, text: Generation, error: Exception) -> None:
+        """A text has failed: alone, if no other rank waits for this one.
+
+        Raises:
+            Exception: the error itself, where others would wait.
+        """
+        if not (self.context.alone or isinstance(error, NotFinite)):
+            raise error
+        self.errors[text] = error
+
+    def _computed(
+        self, passes: dict[Generation, TreePass], parts: dict[Generation, StepPart]
+    ) -> tuple[dict[Generation, torch.Tensor], dict[Generation, Sampled], Exception | None]:
+        """Logits by text, what nodes of most texts sampled, and what the model failed with: it fails for all texts."""
+        forward = self.pooled.forward if self.pooled else self.runner.forward_forest
+        try:
+            logits = dict(zip(passes, forward([*passes.values()]), strict=True)) if passes else {}
+        except Exception as error:
+            return dict.fromkeys(passes, NO_LOGITS), {}, error
+        return logits, self._sampled_together([text for text in parts if text in passes], parts, logits), None
+
+    def _sampled_together(
+        self, texts: Sequence[Generation], parts: dict[Generation, StepPart], logits: dict[Generation, torch.Tensor]
+    ) -> dict[Generation, Sampled]:
+        """What nodes sampled, of texts whose samplers are alike: many small operations take longer than one."""
+        groups: dict[Hashable, list[Generation]] = {}
+        for text in texts:
+            groups.setdefault(text.step_pass.joint_key, []).append(text)
+        groups.pop(None, None)
+        sampled: dict[Generation, Sampled] = {}
+        for group in groups.values():
+            with suppress(Exception):  # such as a warper's: these are sampled one by one, and fail where it is
+                sampled |= self._sampled_of(group, parts, logits)
+        return sampled
+
+    def _sampled_of(
+        self,
+        texts: Sequence[Generation],
+        parts: dict[Generation, StepPart],
+        logits: dict[Generation, torch.Tensor],
+    ) -> dict[Generation, Sampled]:
+        """The same of one group."""
+        samplers = [text.request.sampler for text in texts]
+        positions, branches = zip(*(text.step_pass.sampling_of(parts[text].layout) for text in texts), strict=True)
+        scores, tokens = sample_together(samplers, _joined([logits[text] for text in texts]), positions, branches)
+        num_logits = max(parts[text].num_logits for text in texts)
+        packed = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
+        counts = [len(own) for own in positions]
+        compared = self.context.world_size > 1
+        return {
+            text: Sampled(own, _first(top, parts[text].num_logits), best_logits(logits[text]) if compared else None)
+            for text, own, top in zip(texts, _split(tokens, counts), _split(packed, counts), strict=True)
+        }
+
+    def _exchanged(self, messages: dict[Generation, torch.Tensor]) -> dict[Generation, np.ndarray]:
+        """The messages of all ranks, (R, P) of each text, by one all-gather."""
+        if not messages:
+            return {}
+        own = [*messages.values()]
+        gathered = self._gathered(_joined(own))
+        if len(own) == 1:
+            return dict.fromkeys(messages, gathered)
+        ends = np.cumsum([len(message) for message in own])[:-1]
+        return dict(zip(messages, map(np.ascontiguousarray, np.split(gathered, ends, axis=1)), strict=True))
+
+    def _gathered(self, message: torch.Tensor) -> np.ndarray:
+        """What all ranks send: the host waits for the device, once."""
+        if self._clock is None:
+            with self.timer.exchange:
+                return self.context.all_gather(message).numpy()
+        with self.timer.forward:
+            self._clock.computed.record()
+            if message.device.type == "cpu":  # a graph copies it there
+                self._clock.computed.synchronize()
+                message = message.clone()  # the next step overwrites it, while the host may still read
+            gathered = self.context.all_gather(message).numpy()
+        self.timer.count_as_exchange(self._clock.since_computed_s())
+        return gathered
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All of them in one; a single one as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
+
+
+def _first(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """So many of its columns."""
+    return tensor if tensor.shape[1] == columns else tensor[:, :columns]
+
+
+def _split(tensor: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Its parts of so many rows."""
+    return [tensor] if len(counts) == 1 else tensor.split([*counts])
+
+
+class _Clock:
+    """Tells how long a GPU computed a step, and how long the exchange took behind it."""
+
+    def __init__(self) -> None:
+        self.started = torch.cuda.Event(enable_timing=True)
+        self.computed = torch.cuda.Event(enable_timing=True)
+        self._began = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+        self.started.record()
+
+    def since_computed_s(self) -> float:
+        """Seconds from then until now: both events must be over."""
+        computing_s: float = self.started.elapsed_time(self.computed) / 1000
+        return max(time.perf_counter() - self._began - computing_s, 0.0)
