@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from lp.checks import check_count
 from lp.config import LookaheadConfig, windowless
 from lp.draft.registry import register_source
-from lp.draft.source import StepSamples, TokenPrice
+from lp.draft.source import DraftSource, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
-from lp.sampling.top_logits import TopLogits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +28,8 @@ class RepeatConfig:
 
 
 @register_source("test_repeat", RepeatConfig)
-class Repeat:
+class Repeat(DraftSource):
     """Texts that loop on one token are what it is right about."""
-
-    num_logits = 0
 
     def __init__(self, config: RepeatConfig, prompt: Sequence[int]) -> None:
         self.config = config
@@ -41,9 +38,3 @@ class Repeat:
         """One path."""
         count = min(self.config.num_tokens, budget)
         return DraftTree([text[-1]] * count, list(range(-1, count - 1)))
-
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Nothing: it reads no logits."""
-
-    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Nothing to learn."""

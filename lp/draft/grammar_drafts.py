@@ -33,9 +33,9 @@ class GrammarDrafts(WrappingSource):
         self._seen = prompt_tokens
 
     @property
-    def accepted_prediction(self) -> int:
+    def accepted_prediction(self) -> int:  # type: ignore[override]
         """Of the other source, if it has a prediction."""
-        return getattr(self._inner, "accepted_prediction", 0)
+        return self._inner.accepted_prediction
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
         """The rank's share."""

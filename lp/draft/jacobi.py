@@ -14,9 +14,9 @@ from random import Random
 from lp.checks import check_choice, check_count
 from lp.config import KVSync, LookaheadConfig, windowless
 from lp.draft.registry import register_source
-from lp.draft.source import StepSamples
+from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
-from lp.sampling.top_logits import INVALID_TOKEN, TopLogits
+from lp.sampling.top_logits import INVALID_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,15 +44,13 @@ class JacobiConfig:
 
 
 @register_source("jacobi", JacobiConfig)
-class Jacobi:
+class Jacobi(DraftSource):
     """A block of guesses: what a step samples behind them are the next step's guesses.
 
     Args:
         config: the size of the block.
         prompt: first guesses are drawn from its tokens, by a fixed seed.
     """
-
-    num_logits = 0
 
     def __init__(self, config: JacobiConfig, prompt: Sequence[int]) -> None:
         self.config = config
@@ -66,9 +64,6 @@ class Jacobi:
             self._guesses.append(self._random.choice(self._prompt))
         guesses = self._guesses[:budget]
         return DraftTree(guesses, list(range(-1, len(guesses) - 1)))
-
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Keep what was sampled behind the guesses that come after the text's new tokens."""

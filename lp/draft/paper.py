@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 from lp.checks import set_field
 from lp.config import KVSync, LookaheadConfig
 from lp.draft.registry import register_source
-from lp.draft.source import StepSamples
+from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree, DraftTreeBuilder
-from lp.sampling.top_logits import TopLogits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,15 +45,13 @@ class PaperConfig:
 
 
 @register_source("lookahead_paper", PaperConfig)
-class PaperPool:
+class PaperPool(DraftSource):
     """The paper's pool (section 3.2): the newest n-grams behind one token, as many paths side by side.
 
     Args:
         config: N, and G n-grams stored for a token and tried a step.
         prompt: its n-grams are known from the start, if `prompt_ngrams`.
     """
-
-    num_logits = 0
 
     def __init__(self, config: PaperConfig, prompt: Sequence[int]) -> None:
         self.config = config
@@ -67,9 +64,6 @@ class PaperPool:
         for tail in reversed(self._tails.get(text[-1], {})):
             builder.add_path(tail)
         return builder.build()
-
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Store the window's n-grams, then the text's."""

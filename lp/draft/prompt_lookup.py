@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from lp.checks import check_choice, check_count
 from lp.config import KVSync, LookaheadConfig, windowless
 from lp.draft.registry import register_source
-from lp.draft.source import StepSamples
+from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
-from lp.sampling.top_logits import TopLogits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,15 +40,13 @@ class PromptLookupConfig:
 
 
 @register_source("prompt_lookup", PromptLookupConfig)
-class PromptLookup:
+class PromptLookup(DraftSource):
     """Copy what followed the earliest occurrence of the last tokens, as transformers' prompt lookup does.
 
     Args:
         config: how long a run of last tokens to look for.
         prompt: the text to index at first.
     """
-
-    num_logits = 0
 
     def __init__(self, config: PromptLookupConfig, prompt: Sequence[int]) -> None:
         self.config = config
@@ -64,9 +61,6 @@ class PromptLookup:
                 copied = list(text[start : start + budget])
                 return DraftTree(copied, list(range(-1, len(copied) - 1)))
         return DraftTree()
-
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Index the runs that the new tokens continue."""

@@ -8,13 +8,9 @@
             return windowless(self.num_tokens)
 
     @register_source("repeat", RepeatConfig)
-    class Repeat:
-        num_logits = 0
-
+    class Repeat(DraftSource):
         def __init__(self, config: RepeatConfig, prompt: Sequence[int]) -> None: ...
         def propose(self, text, budget, window, price) -> DraftTree: ...
-        def begin(self, prompt, top_logits) -> None: ...
-        def observe(self, text, num_new, samples) -> None: ...
 
 Once the file is imported, `lp.LookaheadDecoder(model, RepeatConfig())` decodes with it, and so do the apps with
 `decoder=repeat`. Built-in sources are imported by `lp/draft/__init__.py`.
@@ -22,9 +18,10 @@ Once the file is imported, `lp.LookaheadDecoder(model, RepeatConfig())` decodes 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from lp.config import LookaheadConfig
 from lp.draft.source import DraftSource
@@ -68,25 +65,22 @@ class Call:
     check_same: Callable[[Mapping[str, int]], None]
 
 
-@runtime_checkable
-class HasDigests(Protocol):
-    """A factory whose sources begin with something that ranks may have unlike."""
-
-    def digests(self, model_folder: str, vocabulary_size: int, /) -> dict[str, int]:
-        """Of what it is, by name, which must be the same on every rank."""
-
-
-class SourceFactory(Protocol):
+class SourceFactory(ABC):
     """Makes the draft sources of a decoder, one for every call, and has what outlives a call."""
 
-    def new_source(self, call: Call, /) -> DraftSource:
+    @abstractmethod
+    def new_source(self, call: Call) -> DraftSource:
         """The source of one call."""
 
-    def call_ended(self, is_main: bool, /) -> None:
+    def digests(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
+        """Of what its sources begin with, by name, which must be the same on every rank."""
+        return {}
+
+    def call_ended(self, is_main: bool) -> None:  # noqa: B027
         """A text is complete; `is_main` on the one rank that may write files."""
 
 
-class _OneEachCall:
+class _OneEachCall(SourceFactory):
     """The factory of a source that needs nothing but its config and the prompt."""
 
     def __init__(self, source: Callable[[Any, Sequence[int]], DraftSource], config: DraftConfig) -> None:
@@ -94,11 +88,7 @@ class _OneEachCall:
         self.config = config
 
     def new_source(self, call: Call) -> DraftSource:
-        """The source of one call."""
         return self.source(self.config, call.prompt)
-
-    def call_ended(self, is_main: bool) -> None:
-        """Nothing outlives a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +110,7 @@ _entries: dict[str, SourceEntry] = {}
 
 
 def register_source(name: str, config: type, requires: Callable[[], object] | None = None) -> Callable[[T], T]:
-    """Register the decorated class of draft sources, made as `source(config, prompt)` for every call.
+    """Register the decorated class, a DraftSource, made as `source(config, prompt)` for every call.
 
     Args:
         name: how users choose it, as in `decoder=NAME`.
@@ -128,10 +118,12 @@ def register_source(name: str, config: type, requires: Callable[[], object] | No
         requires: called when a decoder is made; raises a ValueError where the source cannot be used.
 
     Raises:
-        ValueError: the name or the config is taken, or the config is none.
+        ValueError: the name or the config is taken, the config is none, or the class is no DraftSource.
     """
 
     def register(source: T) -> T:
+        _check_class(source, DraftSource)
+
         def factory(settings: DraftConfig) -> SourceFactory:
             if requires is not None:
                 requires()
@@ -147,6 +139,7 @@ def register_factory(name: str, config: type) -> Callable[[T], T]:
     """Register the decorated SourceFactory, made as `factory(config)` for every decoder; else as `register_source`."""
 
     def register(factory: T) -> T:
+        _check_class(factory, SourceFactory)
         _add(SourceEntry(name, config, factory))
         return factory
 
@@ -172,6 +165,13 @@ def source_of(config: object) -> SourceEntry:
         f"no draft source is registered for a config of type {type(config).__name__}; give one of {known}, or register "
         "yours with lp.register_source"
     )
+
+
+def _check_class(given: type, wanted: type) -> None:
+    if not (isinstance(given, type) and issubclass(given, wanted)):
+        raise UserError(
+            f"{given!r} is no {wanted.__name__}; make it a subclass of {wanted.__module__}.{wanted.__name__}"
+        )
 
 
 def _add(entry: SourceEntry) -> None:

@@ -6,9 +6,10 @@ n: sampled nodes of a step; K: `num_logits`, the top-k logits of each; L: tokens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -129,21 +130,23 @@ class ShareInput(NamedTuple):
         return np.maximum(np.minimum(self.budget - np.asarray(self.base_tokens, np.int64), self.max_draft), 0)
 
 
-class DraftSource(Protocol):
+class DraftSource(ABC):
     """Proposes draft tokens for one text; every `generate` call has its own.
 
     All ranks call it alike, with equal arguments but for the rank, and each computes its own share of what it proposes:
-    it must be deterministic. A source may also have
+    it must be deterministic. `propose` is all that it must have.
 
-    - `propose_share(text, step: ShareInput) -> Share`, which grows one rank's share alone; without it, every rank
-      proposes the whole tree and takes its part (`cut_tree`);
-    - `observe_part(text, num_new, samples) -> Callable[[], None]`, which is called instead of `observe` where a device
-      computes beside the host: it learns what the next proposal needs, and returns what learns the rest. That is
-      called once, while the next step is computed.
+    Attributes:
+        num_logits: K, top-k logits that it wants of every sampled node; 0 for none.
+        divides: `propose_share` grows each rank's part alone, so that ranks can divide a fixed budget.
+        accepted_prediction: tokens of the caller's prediction that were accepted as draft tokens.
     """
 
-    num_logits: int  # K, top-k logits that it wants of every sampled node; 0 for none
+    num_logits: int = 0
+    divides: bool = False
+    accepted_prediction: int = 0
 
+    @abstractmethod
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
         """A draft tree behind text[-1].
 
@@ -153,34 +156,33 @@ class DraftSource(Protocol):
             window: what the window proposes at no cost.
             price: of step tokens, for sources that state probabilities; None: they cost nothing.
         """
-        ...
 
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """The logits of the prompt's tokens but the last, (L - 1, K). Called only where they are computed.
+    def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
+        """One rank's share: a cut through the whole tree, which every rank proposes, unless the source `divides`."""
+        alone = len(step.base_tokens) == 1  # else window and price are the rank's own, and the tree is to be all ranks'
+        window = step.window if alone else WindowDrafts()
+        tree = self.propose(text, int(step.rooms.sum()), window, step.price if alone else None)
+        return cut_tree(tree, step.budget, np.asarray(step.base_tokens).tolist(), step.rank)
+
+    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:  # noqa: B027
+        """Learn from the logits of the prompt's tokens but the last, (L - 1, K). Called where they are computed.
 
         Args:
             prompt: its last L tokens; those before them were cached by an earlier text, and have no logits.
             top_logits: of its tokens.
         """
-        ...
 
-    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
+    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:  # noqa: B027
         """Learn from a step, whose `num_new` tokens end the text."""
-        ...
+
+    def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
+        """Learn what the next proposal needs, where a device computes beside the host.
+
+        Returns:
+            What learns the rest, called once, while the next step is computed; None: nothing is left.
+        """
+        self.observe(text, num_new, samples)
+        return None
 
 
 ProposeShare = Callable[[Sequence[int], ShareInput], Share]
-ObservePart = Callable[[Sequence[int], int, StepSamples], Callable[[], None] | None]
-
-
-def share_proposer(source: DraftSource) -> ProposeShare:
-    """What gives one rank's share of a source's draft tree: its own `propose_share`, or a cut through the whole."""
-
-    def cut_whole(text: Sequence[int], step: ShareInput) -> Share:
-        alone = len(step.base_tokens) == 1  # else window and price are the rank's own, and the tree is to be all ranks'
-        window = step.window if alone else WindowDrafts()
-        tree = source.propose(text, int(step.rooms.sum()), window, step.price if alone else None)
-        return cut_tree(tree, step.budget, np.asarray(step.base_tokens).tolist(), step.rank)
-
-    own: ProposeShare | None = getattr(source, "propose_share", None)
-    return own or cut_whole

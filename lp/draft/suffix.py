@@ -10,10 +10,9 @@ from lp.checks import check_choice, check_count, check_real, set_field
 from lp.commands import in_clone
 from lp.config import KVSync, LookaheadConfig, windowless
 from lp.draft.registry import register_source
-from lp.draft.source import StepSamples
+from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
 from lp.errors import UserError
-from lp.sampling.top_logits import TopLogits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +71,7 @@ def native_tree() -> Any:
 
 
 @register_source("suffix", SuffixConfig, requires=native_tree)
-class SuffixTree:
+class SuffixTree(DraftSource):
     """What followed the longest matches of the last tokens, by frequency.
 
     The tree is that of one text: what SuffixDecodingCache has of a request, without its tree of past responses.
@@ -84,8 +83,6 @@ class SuffixTree:
     Raises:
         ValueError: arctic-inference is not installed.
     """
-
-    num_logits = 0
 
     def __init__(self, config: SuffixConfig, prompt: Sequence[int]) -> None:
         self.config = config
@@ -104,9 +101,6 @@ class SuffixTree:
             config.tree,
         )
         return DraftTree(draft.token_ids, draft.parents)  # parents come first, and no token twice behind one
-
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Nothing: it reads no logits."""
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Index the new tokens."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from lp.checks import check_choice, check_count
 from lp.config import KVSync, LookaheadConfig, windowless
 from lp.draft.registry import register_source
-from lp.draft.source import StepSamples
+from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree
 from lp.sampling.top_logits import TopLogits
 
@@ -56,7 +56,7 @@ def _static_tree(nodes: int, successors: int) -> list[tuple[int, int]]:
 
 
 @register_source("token_recycling", RecyclingConfig)
-class TokenRecycling:
+class TokenRecycling(DraftSource):
     """Token recycling: the likeliest successors that the logits of any node last showed behind a token.
 
     Args:

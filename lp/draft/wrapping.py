@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 from lp.draft.share import Share
-from lp.draft.source import DraftSource, ObservePart, ShareInput, StepSamples, TokenPrice, share_proposer
+from lp.draft.source import DraftSource, ShareInput, StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
@@ -16,7 +16,7 @@ PRIOR_ACCEPTED, PRIOR_TRIED = 9.0, 10.0
 MEMORY_TOKENS = 64.0  # tried tokens that count
 
 
-class WrappingSource(ABC):
+class WrappingSource(DraftSource):
     """A draft source around another one, which learns from all steps as if it were alone.
 
     Args:
@@ -26,7 +26,7 @@ class WrappingSource(ABC):
     def __init__(self, inner: DraftSource) -> None:
         self.num_logits = inner.num_logits
         self._inner = inner
-        self._propose_inner = share_proposer(inner)
+        self._propose_inner = inner.propose_share
         self._accepted_tried = (PRIOR_ACCEPTED, PRIOR_TRIED)
 
     @property
@@ -65,5 +65,4 @@ class WrappingSource(ABC):
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
         """The same, where the other source learns in parts."""
         self.follow(text)
-        observe: ObservePart = getattr(self._inner, "observe_part", None) or self._inner.observe
-        return observe(text, num_new, samples)
+        return self._inner.observe_part(text, num_new, samples)

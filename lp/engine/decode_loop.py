@@ -19,7 +19,7 @@ from lp.config import KVSync, LookaheadConfig
 from lp.digest import chain_digest
 from lp.draft.layout import StepLayout
 from lp.draft.share import NO_DRAFT, Share
-from lp.draft.source import DraftSource, ObservePart, ShareInput, StepSamples, share_proposer
+from lp.draft.source import DraftSource, ShareInput, StepSamples
 from lp.draft.tree import DraftTree
 from lp.draft.verify import Outcome, UnionTree
 from lp.draft.window import LookaheadWindow, WindowSlice, WindowSlices, slice_window
@@ -118,7 +118,7 @@ class Generation:
         self.text = list(request.prompt)
         self.window = LookaheadWindow(budget.columns, config.ngram_size, request.prompt)
         self.num_logits = min(source.num_logits, vocabulary_size(runner.model))
-        self.propose_share = share_proposer(source)
+        self.propose_share = source.propose_share
         self._vocabulary = embedded_tokens(runner.model)
         self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
         self.trees = self.message_shape.room(context.world_size)
@@ -141,8 +141,7 @@ class Generation:
         self._thread_s = 0.0  # of the last step, see `_step_s`
         self.timer = timer
         self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape)
-        observe_part = getattr(source, "observe_part", None) if merges_late else None
-        self._observe: ObservePart = observe_part or source.observe
+        self._observe = source.observe_part if merges_late else source.observe
         self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
 
     @property
@@ -163,7 +162,7 @@ class Generation:
                 self.failure = None  # whose traceback has this text: both, and the cache, would stay until gc finds it
         tokens = self.tokens[: self.num_kept]
         output = GenerationOutput(tokens, FINISH_REASON[reason], self.stats, prefill_s, decode_s, self.cache.nbytes())
-        output.accepted_prediction = min(getattr(self.source, "accepted_prediction", 0), len(tokens))
+        output.accepted_prediction = min(self.source.accepted_prediction, len(tokens))
         return output
 
     def capture_steps(self) -> None:

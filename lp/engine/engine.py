@@ -542,7 +542,7 @@ class Engine:
 
     def _tell_company(self, texts: Sequence[Generation], prompt_tokens: int) -> None:
         """Tell the budgets what else the step computes; the same on every rank."""
-        times = getattr(self.decoder, "step_times", None)
+        times = self.decoder.step_times
         total = sum(text.last_tokens for text in texts)
         rate = 0.0
         if times and texts:

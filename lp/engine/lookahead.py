@@ -16,7 +16,7 @@ from lp.config import Capture, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.grammar_drafts import GrammarDrafts
 from lp.draft.prediction import Prediction
-from lp.draft.registry import Call, DraftConfig, HasDigests, source_of
+from lp.draft.registry import Call, DraftConfig, source_of
 from lp.draft.share import step_tokens
 from lp.draft.source import DraftSource
 from lp.engine.batch import BatchDecoder
@@ -111,7 +111,7 @@ class LookaheadDecoder(BatchDecoder):
             texts: that a step may compute together, at most.
         """
         if self.step_times is None:
-            return FixedBudget(self.config, self.context.lp.world_size if hasattr(source, "propose_share") else 1)
+            return FixedBudget(self.config, self.context.lp.world_size if source.divides else 1)
         assert self._step_times
         times, clock = self._step_times.careful, self._step_times.observe
         return AdaptiveBudget(self.config, times, self.context.lp.world_size, temperature, texts, clock)
@@ -169,8 +169,7 @@ class LookaheadDecoder(BatchDecoder):
         asked |= {"context limit": request.limit, "step time table": self.step_times}
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         digests["prediction"] = chain_digest(0, request.prediction)
-        if isinstance(self.factory, HasDigests):
-            digests |= self.factory.digests(self._model_folder, vocabulary_size(self.model))
+        digests |= self.factory.digests(self._model_folder, vocabulary_size(self.model))
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
     @property
@@ -186,7 +185,7 @@ class LookaheadDecoder(BatchDecoder):
     def check(self, request: Request) -> None:
         if not self.context.alone:
             check_same(self.context, f"beginning {self.call}", self._asked(request))
-        elif isinstance(self.factory, HasDigests):
+        else:
             self.factory.digests(self._model_folder, vocabulary_size(self.model))  # refuses a file that is missing
         if self._step_times:
             self._step_times.update()

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lp.budget.policy import FixedBudget
 from lp.config import Capture, LookaheadConfig
-from lp.draft.source import StepSamples, TokenPrice
+from lp.draft.source import DraftSource, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.engine.batch import BatchDecoder
@@ -23,7 +23,6 @@ from lp.engine.request import Request
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import runner_of
 from lp.parallel.context import ParallelContext
-from lp.sampling.top_logits import TopLogits
 
 ONE_TOKEN = LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
 
@@ -85,17 +84,9 @@ class PlainBudget(FixedBudget):
     idle = True
 
 
-class NoDrafts:
+class NoDrafts(DraftSource):
     """A draft source that plain steps never ask."""
-
-    num_logits = 0
 
     def propose(self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None, /) -> DraftTree:
         """No draft token."""
         return DraftTree()
-
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None:
-        """Nothing is learned."""
-
-    def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
-        """Nothing is learned."""

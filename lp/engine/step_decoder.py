@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from lp.budget.step_times import StepTimes
 from lp.engine.batch_step import BatchStep
 from lp.engine.decode_loop import Beginning, Generation, cache_slots
 from lp.engine.decoder import Decoder
@@ -32,6 +33,11 @@ class StepDecoder(Decoder):
     @abstractmethod
     def most_step_tokens(self) -> int:
         """Tokens that a step of one text may have on a rank."""
+
+    @property
+    def step_times(self) -> StepTimes | None:
+        """By which its texts decide what steps compute; None where they do not."""
+        return None
 
     def check(self, request: Request) -> None:
         """Compare the call over the ranks.

@@ -16,6 +16,7 @@ import transformers as tf
 import lp
 from lp.config import windowless
 from lp.draft import registry
+from lp.draft.source import DraftSource
 from lp.draft.tree import DraftTree
 from lp.engine.journal import Journal
 from lp.errors import UserError
@@ -203,18 +204,12 @@ class _WrongConfig:
         return windowless(4)
 
 
-class _Wrong:
-    num_logits = 0
-
+class _Wrong(DraftSource):
     def __init__(self, config: _WrongConfig, prompt: Any) -> None:
         self._token = config.token
 
     def propose(self, text: Any, budget: int, window: Any, price: Any) -> DraftTree:
         return DraftTree([self._token], [-1])
-
-    def begin(self, prompt: Any, top_logits: Any) -> None: ...
-
-    def observe(self, text: Any, num_new: int, samples: Any) -> None: ...
 
 
 @pytest.fixture

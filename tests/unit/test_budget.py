@@ -122,7 +122,7 @@ class Position:
         return replace(self.tree, accept_probs=probs)
 
 
-class _Tracer:
+class _Tracer(DraftSource):
     """A source that notes what the pool proposes at every token, and proposes nothing."""
 
     def __init__(self, source: DraftSource, trace: list[Position]) -> None:

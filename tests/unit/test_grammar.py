@@ -22,6 +22,7 @@ import lp
 from launch.bench.json_tasks import drawn_schema
 from launch.serve.grammars import Grammars
 from lp.draft.grammar_drafts import GrammarDrafts, GrownTree
+from lp.draft.source import DraftSource
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.errors import UserError
@@ -156,10 +157,8 @@ def test_ranks_and_predictions(demo: Any) -> None:
         assert output.tokens == expected and output.compression > 3
 
 
-class Toy:
+class Toy(DraftSource):
     """Proposes the same tree again and again, as far as there is room."""
-
-    num_logits = 0
 
     def __init__(self, tree: DraftTree) -> None:
         self.tree = tree
@@ -167,8 +166,6 @@ class Toy:
     def propose(self, text: Any, budget: int, *_: Any) -> DraftTree:
         tree = self.tree
         return DraftTree(tree.tokens[:budget], tree.parents[:budget], tree.accept_probs[:budget])
-
-    begin = observe = propose
 
 
 def drafts_of(compiler: Any, pattern: str, tree: DraftTree) -> GrammarDrafts:

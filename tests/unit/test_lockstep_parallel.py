@@ -32,13 +32,12 @@ from lp.budget.step_times import StepTimes
 from lp.draft import registry
 from lp.draft.registry import sources
 from lp.draft.share import Share
-from lp.draft.source import StepSamples, TokenPrice, WindowDrafts
+from lp.draft.source import DraftSource, StepSamples, TokenPrice, WindowDrafts
 from lp.draft.tree import DraftTree
 from lp.engine.decode_loop import Generation, StepPart
 from lp.models.loader import DEMO_MODEL
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
-from lp.sampling.top_logits import TopLogits
 from tests.conftest import some_of
 from tests.layouts import drawn_tree
 from tests.pools import drawn_step_times, drawn_switches
@@ -448,10 +447,9 @@ def test_a_failing_criterion_stops_every_rank(monkeypatch: pytest.MonkeyPatch) -
     assert len(tokens) >= 5 and tokens == plain_greedy(model, ids, 40)[: len(tokens)]
 
 
-class _FailingSource:
+class _FailingSource(DraftSource):
     """Repeats the text's last tokens; fails at the third step."""
 
-    num_logits = 0
     steps = 0
 
     def __init__(self, what: str) -> None:
@@ -466,8 +464,6 @@ class _FailingSource:
             raise ZeroDivisionError("from propose")
         others = {"a cycle": replace(tree, parents=[0] * len(tokens)), "lengths": replace(tree, parents=[-1])}
         return others.get(self.what, tree)
-
-    def begin(self, prompt: Sequence[int], top_logits: TopLogits) -> None: ...
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         self.steps += 1

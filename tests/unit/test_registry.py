@@ -16,7 +16,9 @@ import pytest
 import lp
 from lp.config import windowless
 from lp.draft import registry
-from lp.draft.registry import register_source, sources
+from lp.draft.registry import register_factory, register_source, sources
+from lp.draft.source import DraftSource
+from lp.draft.tree import DraftTree
 from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import plain_greedy, tiny_model
 from tests.unit.conftest import Ran
@@ -98,15 +100,26 @@ def test_a_config_of_no_source_is_refused() -> None:
             lp.LookaheadDecoder(tiny_model(), config)
 
 
+class _Source(DraftSource):
+    """Proposes nothing."""
+
+    def propose(self, *_: object) -> DraftTree:
+        return DraftTree()
+
+
 def test_registrations_that_clash_are_refused() -> None:
     """Of two sources of one name, or of one config, one would silently never run."""
     before = sources()
     with pytest.raises(ValueError, match="a draft source named 'suffix' is registered already"):
-        register_source("suffix", _Other)(object)
+        register_source("suffix", _Other)(_Source)
     with pytest.raises(ValueError, match="SuffixConfig is the config of another draft source"):
-        register_source("mine", lp.SuffixConfig)(object)
+        register_source("mine", lp.SuffixConfig)(_Source)
     with pytest.raises(ValueError, match="is no config of a draft source; make it a dataclass"):
-        register_source("mine", dict)(object)
+        register_source("mine", dict)(_Source)
+    with pytest.raises(ValueError, match=r"is no DraftSource; make it a subclass of lp\.draft\.source\.DraftSource"):
+        register_source("mine", _Other)(object)
+    with pytest.raises(ValueError, match="is no SourceFactory"):
+        register_factory("mine", _Other)(_Source)
     assert sources() == before
 
 

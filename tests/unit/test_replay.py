@@ -12,7 +12,7 @@ import lp
 from launch.bench.prompts import load_builtin
 from launch.bench.replay import Text, load_texts, replay
 from lp.draft.prompt_lookup import PromptLookup
-from lp.draft.source import StepSamples
+from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.models.loader import DEMO_MODEL, load
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
@@ -44,10 +44,8 @@ def test_replay_equals_the_demo_run(temperature: float) -> None:
         assert (run.compression, run.tokens_a_step) == (output.compression, output.mean_tokens)
 
 
-class _Forks:
+class _Forks(DraftSource):
     """Proposes two branches, of which the second holds the truth 5, 6, 7."""
-
-    num_logits = 0
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int]] = []

@@ -16,7 +16,7 @@ from lp.compiled import compiled_array
 from lp.draft.pool.growth import TRUNK_NODES
 from lp.draft.pool.ngram_pool import NGramPool
 from lp.draft.share import Share, cut_tree, step_tokens
-from lp.draft.source import ShareInput, TokenPrice, share_proposer
+from lp.draft.source import DraftSource, ShareInput, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts, WindowSlice, slice_window
 from tests.layouts import Path, drawn_tree, tree_paths
@@ -209,19 +209,14 @@ def test_a_source_without_shares_is_cut() -> None:
     """Every rank asks for the tree of all ranks' rooms, and for none of its own window's drafts: they differ."""
     asked: list[tuple[int, WindowDrafts]] = []
 
-    class Source:
-        num_logits = 0
-
+    class Source(DraftSource):
         def propose(
             self, text: Sequence[int], budget: int, window: WindowDrafts, price: TokenPrice | None
         ) -> DraftTree:
             asked.append((budget, window))
             return DraftTree([1, 2, 3], [-1, -1, -1])
 
-        def begin(self, *_: object) -> None: ...
-        def observe(self, *_: object) -> None: ...
-
-    propose_share = share_proposer(Source())
+    propose_share = Source().propose_share
     window = WindowDrafts([5, 1], [])
     shares = [propose_share([5], ShareInput(rank, 6, [4, 5, 9], window, None)) for rank in range(3)]
     assert asked == [(2 + 1 + 0, NO_WINDOW)] * 3

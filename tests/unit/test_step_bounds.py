@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import lp
 from lp.budget.step_times import StepTimes
 from lp.draft.pool.factory import PoolFactory
 from lp.draft.pool.ngram_pool import NGramPool
+from lp.draft.source import DraftSource
 from lp.draft.tree import DraftTree
 from lp.engine.lookahead import LookaheadDecoder
 from lp.models.support import logit_rounding
@@ -52,14 +54,21 @@ def test_noise_is_held_for_the_longest_path() -> None:
     assert lp.LookaheadDecoder(model, config, step_times=STEP_TIMES).generate(ids, 60, sampling).tokens == plain
 
 
-class WholeTrees:
+class WholeTrees(DraftSource):
     """The pool without shares of its own, so that every rank cuts the whole tree."""
 
     def __init__(self, pool: NGramPool) -> None:
         self.num_logits = pool.num_logits
-        self.begin = pool.begin
-        self.observe = pool.observe
-        self.propose = pool.propose
+        self._pool = pool
+
+    def propose(self, *asked: Any) -> DraftTree:
+        return self._pool.propose(*asked)
+
+    def begin(self, *seen: Any) -> None:
+        self._pool.begin(*seen)
+
+    def observe(self, *seen: Any) -> None:
+        self._pool.observe(*seen)
 
 
 def test_a_source_of_whole_trees_may_use_prices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,20 +98,12 @@ def test_a_tree_larger_than_asked_for_is_refused(
         lp.LookaheadDecoder(tiny_model(), config).generate([1, 2, 3], 8)
 
 
-class _Fixed:
-    num_logits = 0
-
+class _Fixed(DraftSource):
     def __init__(self, tree: DraftTree) -> None:
         self.tree = tree
 
     def propose(self, *_: object) -> DraftTree:
         return self.tree
-
-    def begin(self, *_: object) -> None:
-        pass
-
-    def observe(self, *_: object) -> None:
-        pass
 
 
 def test_probabilities_beyond_one_stay_within_their_bits() -> None:

@@ -30,7 +30,7 @@ BINS = 10
 Outcome = tuple[float, bool]  # predicted probability given that the parent is accepted; whether it was accepted
 
 
-class RecordingSource:
+class RecordingSource(DraftSource):
     """Passes everything on to a source, and records what became of its draft tokens.
 
     Args:

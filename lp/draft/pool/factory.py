@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from lp.config import LookaheadConfig, PoolScope
 from lp.digest import chain_digest
 from lp.draft.pool.model_ngrams import read_file
-from lp.draft.registry import Call, register_factory
+from lp.draft.registry import Call, SourceFactory, register_factory
 from lp.errors import UserError
 
 if TYPE_CHECKING:  # and below where they are used: the apps' `--help` names this source, and numba takes a second
@@ -30,7 +30,7 @@ LEAST_STEP_TOKENS = 8
 
 
 @register_factory("lookahead", LookaheadConfig)
-class PoolFactory:
+class PoolFactory(SourceFactory):
     """Makes a pool for every call: with new tables, or for scope "session" with those of the decoder's last call.
 
     Args:

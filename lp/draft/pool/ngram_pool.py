@@ -14,7 +14,7 @@ from lp.draft.pool.last_step import index_step, new_last_step
 from lp.draft.pool.mixture import learn_text, new_predictor
 from lp.draft.pool.tables import GUESS, LOGITS, TEXT, WINDOW, Samples, Tables, add_ngrams, add_samples, add_text
 from lp.draft.share import Share
-from lp.draft.source import ShareInput, StepSamples, TokenPrice
+from lp.draft.source import DraftSource, ShareInput, StepSamples, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
 from lp.sampling.top_logits import TopLogits
@@ -30,7 +30,7 @@ class _Text(NamedTuple):
     length: int
 
 
-class NGramPool:
+class NGramPool(DraftSource):
     """The main draft source: text and window n-grams, guesses by position and top-k logits, in one mixture.
 
     Args:
@@ -41,6 +41,8 @@ class NGramPool:
         model_ngrams: the array of a file of `lp.draft.pool.model_ngrams`; None: none.
         temperature: of the sampler.
     """
+
+    divides = True
 
     def __init__(
         self,
