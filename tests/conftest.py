@@ -45,7 +45,10 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # behind -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not LONG:
+        _keep_subsets(config, items)
     if not torch.cuda.is_available() and not GPU_DRY_RUN:
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -56,6 +59,22 @@ def pytest_collection_finish() -> None:
     """What is there now stays to the end: each full collection would walk a million objects, which takes a second."""
     gc.collect()
     gc.freeze()
+
+
+def _keep_subsets(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the cases that a mark `subset(N)` draws from those of a test; who names fewer has all of them run."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("subset"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set[pytest.Item]()
+    for drawn in cases.values():
+        mark = drawn[0].get_closest_marker("subset")
+        assert mark
+        number = min(mark.args[0], len(drawn))
+        left_out |= {*drawn} - {*random.Random(0).sample(drawn, number)}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -55,6 +55,7 @@ def _text(model: Any, ids: torch.Tensor, **asked: Any) -> list[list[int]]:
     return model.generate(**_asked(ids), **asked)[:, ids.shape[1] :].tolist()
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_adapters_of_the_weights_are_exact(kind: str) -> None:
     """Drawn models and prompts; PEFT's text must differ from the base model's, or nothing is tested."""

@@ -85,6 +85,7 @@ def test_a_capture_leaves_a_cached_prefix_alone(gpu: SimulatedCuda) -> None:
     assert handle.reused > 30 and handle.result().tokens == plain(model, ids)
 
 
+@pytest.mark.subset(1)
 @pytest.mark.parametrize("arch", some_of(["llama", "qwen2", "gemma3", "gpt_neox"], 2))
 def test_texts_have_the_tokens_that_they_have_alone(arch: str, gpu: SimulatedCuda) -> None:
     """Arrivals, cancellations, reused prefixes, chunks of prompts; sliding windows, one KV head a query head."""

@@ -74,6 +74,7 @@ def test_one_by_one_is_all_at_once(kind: str) -> None:
     check(tokenizer_with(DECODERS[kind]), random.Random(kind), 100)
 
 
+@pytest.mark.subset(16)
 @pytest.mark.parametrize("seed", range(40))
 def test_sequences_of_decoders(seed: int) -> None:
     generator = random.Random(seed)

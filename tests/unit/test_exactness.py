@@ -15,6 +15,7 @@ LONG = bool(os.environ.get("LP_TEST_LONG"))
 CASES = 64 if LONG else 6  # by architecture: 512 in the long form
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_greedy_equals_generate(arch: str) -> None:
     """A wrong position, mask, commit or truncation changes a token somewhere in these draws."""

@@ -31,6 +31,7 @@ def _drawn_tree(rng: random.Random, cache: StaticKVCache, vocabulary: int) -> Tr
     return TreePass(tokens, positions, visible, cache, sorted(rng.sample(range(size), rng.randint(0, size))))
 
 
+@pytest.mark.subset(60)
 @pytest.mark.parametrize("arch", MATRIX)
 @pytest.mark.parametrize("attention", ["flash", "sdpa", "eager"])
 def test_a_forest_is_its_trees(arch: str, attention: str) -> None:

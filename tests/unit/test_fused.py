@@ -115,6 +115,7 @@ def test_which_architectures_are_fused(arch: str, caplog: pytest.LogCaptureFixtu
     assert not [record for record in caplog.records if record.levelno > logging.INFO and "fused" in record.message]
 
 
+@pytest.mark.subset(16)
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 @pytest.mark.parametrize("arch", sorted(FUSED & {*MATRIX}))
 def test_logits_are_those_of_transformers_layers(arch: str, backend: str) -> None:

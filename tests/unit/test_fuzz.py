@@ -22,7 +22,7 @@ from tests.drawn_cases import FEATURES, Case, drawn
 from tests.fuzzing import past_failures, run
 from tests.shrinking import shrink
 
-CASES, SHARE = 3000 if LONG else 60, 0.1
+CASES, SHARE = 3000 if LONG else 24, 0.1
 FAULT_CASES, FAULT_SEED = 200, 6  # a seed whose first cases find them
 
 
@@ -79,6 +79,7 @@ def _stale(patch: pytest.MonkeyPatch, cached: int = 0) -> None:
     patch.setattr(StaticKVCache, "commit", lazy)
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("fault", [_position, _branch, _stale], ids=lambda fault: fault.__name__.strip("_"))
 def test_a_planted_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], record_property: Any) -> None:
     """A fuzzer that finds nothing must not be one that sees nothing."""
@@ -112,6 +113,7 @@ def _far_commit(patch: pytest.MonkeyPatch) -> None:
     _stale(patch, SHORT)
 
 
+@pytest.mark.subset(1)
 @pytest.mark.parametrize("fault", [_far_mask, _far_merge, _far_commit], ids=lambda fault: fault.__name__.strip("_"))
 def test_a_fault_behind_a_long_prefix_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     """Attention over more than SHORT cached rows is other code: trees, commits and ranks must meet it."""
@@ -150,6 +152,7 @@ def _sequence(patch: pytest.MonkeyPatch) -> None:
 FEATURE_FAULTS = {_grammar: "grammar", _prefix: "turns", _sequence: "sequence"}
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("fault", FEATURE_FAULTS, ids=lambda fault: fault.__name__.strip("_"))
 def test_a_fault_of_a_feature_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     """A feature that cases have and nothing compares is drawn for nothing."""

@@ -66,6 +66,7 @@ def drawn_case(arch: str, number: int) -> tuple[list[int], int, int, lp.Lookahea
     return ids, ranks, rng.randint(20, 40), drawn_config(rng, ranks), {"prefill_chunk": chunk}
 
 
+@pytest.mark.subset(5)
 @pytest.mark.parametrize("arch", HYBRIDS)
 def test_text_is_that_of_generate(arch: str, cases: Callable[[int, int], range]) -> None:
     """A state that saw a token of another branch, twice or never; a prompt cut in chunks; a rank that lacks tokens."""
@@ -95,6 +96,7 @@ def texts_of_rank(
     return greedy.tokens, decoder.generate(ids, new, SAMPLING, **options).tokens
 
 
+@pytest.mark.subset(4)
 @pytest.mark.parametrize("arch", HYBRIDS)
 def test_captured_steps_give_the_same_text(arch: str, cases: Callable[[int, int], range]) -> None:
     """Padding that reaches a state; a commit that the next captured step would have to do."""
@@ -323,6 +325,7 @@ def test_a_text_within_another(arch: str) -> None:
     assert len(inner) > 2 and {*map(tuple, inner)} == {tuple(plain_greedy(model, [2, 7, 1], 10))}
 
 
+@pytest.mark.subset(4)
 @pytest.mark.parametrize("arch", HYBRIDS)
 def test_texts_of_an_engine(arch: str) -> None:
     """A state of another text; one of a text that has ended, in cache slots or for a prompt that begins like it."""
@@ -340,6 +343,7 @@ def test_texts_of_an_engine(arch: str) -> None:
     assert not any(handle.reused for handle in handles)
 
 
+@pytest.mark.subset(4)
 @pytest.mark.parametrize("arch", HYBRIDS)
 def test_a_model_in_bfloat16(arch: str) -> None:
     """A dtype that meets another in a product; states that are rounded at every commit."""

@@ -55,6 +55,7 @@ def test_branches_that_see_each_other_are_refused(arch: str, monkeypatch: pytest
         assert "does not honour a tree mask" in str(refused.value)
 
 
+@pytest.mark.subset(14)
 @pytest.mark.parametrize("arch", VARIED)
 @pytest.mark.parametrize("fault", planted([5]), ids=lambda fault: fault.kind)
 def test_one_node_that_is_wrong_is_refused(arch: str, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +265,7 @@ def test_a_layer_whose_code_needs_all_others_is_judged_whole() -> None:
     ModelRunner(model, "sdpa")
 
 
+@pytest.mark.subset(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_planted_faults_are_refused_whatever_the_weights(seed: int) -> None:
     """Outliers, and attention that looks at one token alone, change what rounding and what a fault do."""

@@ -92,6 +92,7 @@ OUTPUT = {
 }
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("app", [*APPS] if LONG else [app for app in APPS if app != "tune"])  # which takes long
 def test_a_disk_that_becomes_read_only(
     app: str,

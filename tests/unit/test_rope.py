@@ -29,6 +29,7 @@ def _draw(rng: random.Random) -> tuple[list[int], int, dict[str, Any]]:
     return (pattern * 2 * BOUNDARY)[: rng.choice(LENGTHS)], rng.randint(20, 60), shape
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_equals_generate(arch: str, cases: Callable[[int, int], range]) -> None:
     """A step across the boundary, a chunk with other frequencies, or a cache that was not refilled changes a token."""

@@ -231,6 +231,7 @@ PAIRS: dict[str, Any] = {"draws": DRAWS_OF_PAIRS, "vocabulary": 5, "sharpness": 
 PENALTY = tf.RepetitionPenaltyLogitsProcessor(20.0, prompt_ignore_length=len(PROMPT))
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize(
     ("ranks", "asked"),
     [
@@ -247,6 +248,7 @@ def test_rejection_with_processors(ranks: int, asked: dict[str, Any]) -> None:
     assert _rejection_p(ranks, **PAIRS, **asked) > 0.001
 
 
+@pytest.mark.subset(1)
 @pytest.mark.parametrize("fault", ["prefix", "processors", "dropped drafts"])
 def test_faulty_processing_under_rejection_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can tell: processors without the branch, none at all, and drafts that warpers had dropped."""

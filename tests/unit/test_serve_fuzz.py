@@ -107,6 +107,7 @@ def test_the_description_has_every_path(described: dict[str, Any]) -> None:
     assert paths == {*POSTS, *GETS}
 
 
+@pytest.mark.subset(3)
 @pytest.mark.parametrize("path", some_of(POSTS, 5))
 def test_drawn_bodies(path: str, client: httpx.Client, described: dict[str, Any]) -> None:
     """A field that nobody thought of, or two of them together, must not end a request with a traceback, or never."""

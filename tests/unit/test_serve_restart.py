@@ -146,7 +146,7 @@ def test_what_does_not_go_on(loaded: Loaded, tmp_path: Path, monkeypatch: pytest
 
 def test_a_server_that_is_asked_to_end_keeps_tokens(loaded: Loaded, tmp_path: Path) -> None:
     """The ordinary restart, where a text has no time to end; its figures are of the steps that were made."""
-    request = {"prompt": "x = [", "max_tokens": 1500, "temperature": 0.9, "seed": 5, "logit_bias": {"2": -100}}
+    request = {"prompt": "x = [", "max_tokens": 500, "temperature": 0.9, "seed": 5, "logit_bias": {"2": -100}}
     with serving(loaded.model, loaded.tokenizer, unfinished=UnfinishedRequests(tmp_path, "model")) as running:
         client = running.openai()
         chunks = client.completions.create(model="demo", stream=True, **request)

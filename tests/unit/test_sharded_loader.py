@@ -85,6 +85,7 @@ def test_buffers_of_a_checkpoint(arch: str, dtype: str, tmp_path: Path) -> None:
             assert ours[name].dtype == values.dtype and torch.equal(ours[name], values), name
 
 
+@pytest.mark.subset(12)
 @pytest.mark.parametrize("original", [True, False])
 @pytest.mark.parametrize("kind", some_of(DIVIDED, 20))
 def test_every_type_that_has_a_plan(kind: str, original: bool, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.subset(3)
 @pytest.mark.parametrize("how", LIMITS)
 def test_what_a_captured_step_asks_for(how: str, gpu: SimulatedCuda) -> None:
     """Each wait costs a GPU the overlap of its step with the host, and no test of tokens sees one."""

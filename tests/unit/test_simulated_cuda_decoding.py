@@ -53,6 +53,7 @@ def prompts(seed: str) -> list[list[int]]:
     return [drawn_text(rng, 9), drawn_text(rng, 30)]
 
 
+@pytest.mark.subset(5)
 @pytest.mark.parametrize("arch", some_of([arch for arch in MATRIX if arch not in REFUSED], 12))
 def test_an_architecture_on_a_gpu(arch: str, gpu: SimulatedCuda) -> None:
     """What a model does with a cache, a mask or a position that the CPU forgives and a GPU does not."""
@@ -78,6 +79,7 @@ SAMPLING: dict[str, lp.SamplingParams] = {
 }
 
 
+@pytest.mark.subset(3)
 @pytest.mark.parametrize("capture", ["off", "graph"])
 @pytest.mark.parametrize("how", SAMPLING)
 def test_sampled_text_on_a_gpu(how: str, capture: str, gpu: SimulatedCuda) -> None:
@@ -89,6 +91,7 @@ def test_sampled_text_on_a_gpu(how: str, capture: str, gpu: SimulatedCuda) -> No
         assert decoder.generate(ids, NEW, SAMPLING[how]).tokens == plain.generate(ids, NEW, SAMPLING[how]).tokens
 
 
+@pytest.mark.subset(1)
 @pytest.mark.parametrize("capture", ["off", "graph"])
 def test_rejection_on_a_gpu(capture: str, gpu: SimulatedCuda) -> None:
     """Draws are the host's, probabilities the GPU's: the same draws as on the CPU give the same tokens."""
@@ -157,6 +160,7 @@ def test_captured_steps_of_many_sizes_over_recurrent_states(arch: str, gpu: Simu
     assert output.tokens == plain_greedy(model, ids, 40)
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("capture", ["off", "graph"])
 @pytest.mark.parametrize("times", [TIMES, SLOW], ids=["rows are cheap", "rows are dear"])
 def test_adaptive_steps_on_a_gpu(times: StepTimes, capture: str, gpu: SimulatedCuda) -> None:
@@ -169,6 +173,7 @@ def test_adaptive_steps_on_a_gpu(times: StepTimes, capture: str, gpu: SimulatedC
             assert decoder.generate(ids, 2 * NEW, sampling).tokens == plain
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("capture", ["off", "graph"])
 @pytest.mark.parametrize("kernel", ["triton", "paged", "varlen"])
 def test_flash_attention_on_a_gpu(
@@ -229,6 +234,7 @@ RANK_CASES: dict[str, tuple[dict[str, Any], lp.SamplingParams | None]] = {
 }
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("capture", ["off", "graph"])
 @pytest.mark.parametrize("case", RANK_CASES)
 def test_ranks_with_a_gpu_each(case: str, capture: str, gpu: SimulatedCuda) -> None:

@@ -30,6 +30,7 @@ def gpu() -> Iterator[SimulatedCuda]:
         yield simulated
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("capture", ["off", "graph"])
 @pytest.mark.parametrize("sampling", ["greedy", "coupled", "top-k", "top-p"])
 def test_one_wait_a_step_and_no_host_tensor(
@@ -62,6 +63,7 @@ def test_one_wait_a_step_and_no_host_tensor(
             assert max(step.total("launch") for step in steps) <= 2 + 4 * (sampling != "greedy"), [*map(dict, steps)]
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("failing", ["CapturedSteps", "CapturedTail", "CapturedForests"])
 def test_no_rank_captures_what_another_cannot(
     failing: str, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def _meanwhile(model: PreTrainedModel, others: Callable[[], object]) -> Iterator
         hook.remove()
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_text_while_a_decoder_is_made(arch: str) -> None:
     """The probe runs with a short sliding window and an attention of its own; both were seen by every other thread."""

@@ -43,6 +43,7 @@ def test_it_is_softmax_attention(name: str, errors: dict[str, float]) -> None:
     assert errors[name] <= 1
 
 
+@pytest.mark.subset(5)
 @pytest.mark.parametrize("sequences", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("num_rows", "dim", "dtype", "capability"),

@@ -25,6 +25,7 @@ def test_whose_end_fails(ends_badly): ...
 """
 
 
+@pytest.mark.subset(1)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_goes_on_with_what_has_not_passed(workers: int, tmp_path: Path, processes: Processes) -> None:
     """A failure that counted as done would never be seen again; what passed would take its minutes again."""
