@@ -5,22 +5,21 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
-
-from pip._vendor.packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def lowest(requirements: list[str]) -> list[str]:
     """Of each that has a lower bound: `name==bound`, sorted, each once."""
-    bounds = {
-        requirement.name: specifier.version
-        for requirement in map(Requirement, requirements)
-        for specifier in requirement.specifier
-        if specifier.operator == ">="
-    }
+    bounds = {}
+    for requirement in requirements:  # no packaging: right after an environment was made it has pip alone
+        specifiers = requirement.partition(";")[0]
+        name, bound = re.match(r"[\w.-]+", specifiers), re.search(r">=\s*([\w.]+)", specifiers)
+        if name and bound:
+            bounds[name[0]] = bound[1]
     return [f"{name}=={bounds[name]}" for name in sorted(bounds)]
 
 
