@@ -28,6 +28,7 @@ def test_exact_or_refused(arch: str, backend: str) -> None:
     assert (result == EXACT) == (arch not in refused), result
 
 
+@pytest.mark.slow  # it needs every architecture, of which the fast suite draws some
 def test_the_page_is_this_run() -> None:
     """A matrix written by hand would go on promising what no longer holds."""
     written = PAGE.read_text(encoding="utf-8")

@@ -55,16 +55,21 @@ def test_a_device_that_is_full_at_any_place(name: str) -> None:
         expected.append(plain.generate(OTHER, NEW).tokens)
     decoder = lp.LookaheadDecoder(model, CONFIG)
     assert run(decoder) == expected
-    failing = places(lambda: run(decoder))
-    for number in failing:
-        with pytest.raises((torch.OutOfMemoryError, lp.UserError)) as error, Allocations(number):
-            run(decoder)
-        said = str(error.value)
-        cache = isinstance(error.value, lp.UserError) and ("would fit" in said or "lower" in said)
-        assert REMEDY in said or cache, said
-        assert said.count(REMEDY) <= 1
+    failures = 0
+    for number in places(lambda: run(decoder)):
+        try:
+            with Allocations(number):
+                tokens = run(decoder)
+        except (torch.OutOfMemoryError, lp.UserError) as error:
+            said = str(error)
+            cache = isinstance(error, lp.UserError) and ("would fit" in said or "lower" in said)
+            assert REMEDY in said or cache, said
+            assert said.count(REMEDY) <= 1
+            failures += 1
+        else:  # texts that cannot be sampled together are sampled one by one
+            assert tokens == expected, number
         assert run(decoder) == expected, number
-    assert len(failing) > 30, "the run has become too short to say anything"
+    assert failures > 30, "the run has become too short to say anything"
 
 
 def test_a_device_that_is_full_while_a_decoder_is_made() -> None:
