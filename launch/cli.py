@@ -11,6 +11,7 @@ options instead of a config, and run in one process.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -90,7 +91,9 @@ def _start(name: str, args: Sequence[str]) -> None:
     def task(config: Any) -> float | None:
         if app.measures or getattr(config, "compare", False):
             with waiting("compiling functions, once after an install: about a minute"):
-                complete()
+                done = complete()
+            if done:  # they are imported as Python already: begin again
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         with waiting("importing torch and transformers"):
             module = import_module(f".{name}", __package__)
         return getattr(module, app.function)(config)

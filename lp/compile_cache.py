@@ -61,10 +61,16 @@ def mark_complete() -> None:
         _mark(folder).touch()
 
 
-def complete() -> None:
-    """Compile whatever is missing, and wait for it: before something is measured or served."""
-    if os.environ.get(SETTING) != NOW and is_wanted() and cache_folder() and not is_complete():
-        _start().wait()
+def complete() -> bool:
+    """Compile whatever is missing, and wait for it: before something is measured or served.
+
+    Returns:
+        Whether that was done. A process that has imported lp's functions goes on with them as Python: start it again.
+    """
+    if os.environ.get(SETTING) == NOW or not is_wanted() or not cache_folder() or is_complete():
+        return False
+    _start().wait()
+    return is_complete()
 
 
 @functools.cache

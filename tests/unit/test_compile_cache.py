@@ -82,7 +82,7 @@ def test_what_is_started(fresh: Path, started: Started) -> None:
     assert started.commands == [[sys.executable, "-m", "lp.compile_functions", "19"]] and not started.waited
     assert started.env["LP_COMPILE"] == "now" and started.env["CUDA_VISIBLE_DEVICES"] == ""
     assert str(Path(compile_cache.__file__).parent.parent) in started.env["PYTHONPATH"].split(os.pathsep)
-    compile_cache.complete()
+    assert not compile_cache.complete(), "it failed"
     assert started.commands[1:] == [[sys.executable, "-m", "lp.compile_functions", "0"]] and started.waited == 1
     compile_cache.mark_complete()
     compile_cache.complete()
@@ -109,15 +109,18 @@ def test_a_first_run_decodes_at_once(processes: Processes, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", APPS)
-def test_apps_that_measure_compile_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before torch and lp's functions are imported: what they run as is settled then."""
+@pytest.mark.parametrize("missing", [True, False])
+def test_apps_that_measure_compile_first(name: str, missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And begin again: lp's functions were imported as Python with the app's settings."""
     seen: list[str] = []
-    monkeypatch.setattr("launch.cli.complete", lambda: seen.append("compiled"))
+    monkeypatch.setattr("launch.cli.complete", lambda: seen.append("compiled") or missing)
+    monkeypatch.setattr("launch.cli.os.execv", lambda program, command: seen.append("again"))
     monkeypatch.setattr("launch.cli.import_module", lambda *of: seen.append("imported") or _ends())
     monkeypatch.setattr("launch.app.run", lambda task, config_name: task(None))
     with pytest.raises(KeyError):
         start(name, [])
-    assert seen == (["compiled"] if APPS[name].measures else []) + ["imported"]
+    first = ["compiled", *(["again"] if missing else [])]
+    assert seen == (first if APPS[name].measures else []) + ["imported"]
 
 
 def _ends() -> None:
