@@ -130,7 +130,9 @@ def _cache_parents() -> Iterator[Path]:
 
 @functools.cache
 def sources_digest() -> str:
-    """Of all files of this package that have or use `jit`, and of those that they import, whose constants they use."""
+    """Names the version of what is compiled: a digest of the files that have compiled functions, and of those that
+    these import, whose constants are compiled in.
+    """
     package = Path(__file__).parent
     sources = {path: path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py"))}
     compiled = {path for path, source in sources.items() if "jit" in source}

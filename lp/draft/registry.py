@@ -73,7 +73,7 @@ class SourceFactory(ABC):
         """The source of one call."""
 
     def digests(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
-        """Of what its sources begin with, by name, which must be the same on every rank."""
+        """Digests that ranks compare before a text, by name: its sources must begin alike on every rank."""
         return {}
 
     def call_ended(self, is_main: bool) -> None:  # noqa: B027

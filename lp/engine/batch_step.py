@@ -30,12 +30,12 @@ class BatchStep:
     """Runs the steps of texts that come and go. A text that fails where there is one rank, or on all, fails alone.
 
     Args:
-        runner: of the model.
+        runner: computes forward passes, and knows the model.
         context: the ranks that share steps.
         pooled: runs passes over texts whose caches lie in a pool; None: there is none.
 
     Attributes:
-        timer: of all texts.
+        timer: splits the time of steps into forward passes, all-gathers and the host, for all texts together.
         errors: what texts failed with, until somebody takes them away; these texts are not to be used again.
     """
 
@@ -156,7 +156,7 @@ class BatchStep:
         parts: dict[Generation, StepPart],
         logits: dict[Generation, torch.Tensor],
     ) -> dict[Generation, Sampled]:
-        """The same of one group."""
+        """Sample the nodes of texts with equal settings by one call, and pack their top-k logits."""
         samplers = [text.request.sampler for text in texts]
         positions, branches = zip(*(text.step_pass.sampling_of(parts[text].layout) for text in texts), strict=True)
         scores, tokens = sample_together(samplers, _joined([logits[text] for text in texts]), positions, branches)

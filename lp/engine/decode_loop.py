@@ -94,7 +94,7 @@ class Generation:
         request: the checked call.
         cache: of at least `cache_slots` slots; empty, or with the first tokens of the prompt.
         merges_late: let the source learn a part of a step while the next one is computed, if it can.
-        timer: of steps.
+        timer: splits the time of steps into forward passes, all-gathers and the host.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class Generation:
         """This rank's message (P,), without nodes if it fails.
 
         Args:
-            logits: of the sampled nodes; None where the text has failed before.
+            logits: what the pass gave for the sampled nodes, (T, V); None where the text has failed before.
             failure: why there are none.
             sampled: of these nodes, if they are sampled already.
         """

@@ -19,7 +19,7 @@ class StepDecoder(Decoder):
     """A decoder whose texts may share steps.
 
     Attributes:
-        runner: of the model.
+        runner: computes forward passes, and knows the model.
     """
 
     runner: ModelRunner

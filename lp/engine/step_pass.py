@@ -44,7 +44,7 @@ class StepPass:
     message. Where steps are not captured, or the sampler needs the host, the same is done by one operation at a time.
 
     Args:
-        runner: of the model.
+        runner: computes forward passes, and knows the model.
         cache: of the generation.
         sampler: of the generation.
         context: the ranks.

@@ -499,9 +499,9 @@ class ModelRunner:
         return self._whole(output.logits[0], whole)
 
     def forward_forest(self, trees: Sequence[TreePass]) -> list[torch.Tensor]:
-        """The same for the sequences of a pass; each one's KV is written to its own cache.
+        """Compute the trees of several sequences in one pass; each one's KV is written to its own cache.
 
-        Of a divided model it is this rank's part of the logits.
+        Where ranks divide the model, logits are this rank's part of the vocabulary.
 
         Returns:
             (len(logits_indices), V) of each.

@@ -52,8 +52,8 @@ class _Matcher:
     """A place before, within or behind the block.
 
     Args:
-        matcher: of the grammar, at its beginning.
-        block: its tokens.
+        matcher: follows the grammar behind the block; nothing has been read yet.
+        block: the tokens that begin and end it.
         is_open: the text begins within the block.
         eos: tokens that end a text.
     """

@@ -266,7 +266,7 @@ class UniqueMatcher:
         return suspects
 
     def _collect(self, state: _State, prefix: bytes, low: int, high: int, suspects: set[int]) -> None:
-        """Those of the tokens with a prefix that go along items that came before, or end an item."""
+        """Find tokens that might repeat an item, among those with a prefix: they spell an earlier one, or end one."""
         telling = state.telling() if state.is_direct else None
         if telling is None:
             suspects.update(self._words.between(low, high))
