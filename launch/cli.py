@@ -92,7 +92,8 @@ def _start(name: str, args: Sequence[str]) -> None:
         if app.measures or getattr(config, "compare", False):
             with waiting("compiling functions, once after an install: about a minute"):
                 done = complete()
-            if done:  # they are imported as Python already: begin again
+            # They are imported as Python already: begin again, unless the prompt was read from stdin, which has ended.
+            if done and not {"-", "--prompt=-"} & {*args}:
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         with waiting("importing torch and transformers"):
             module = import_module(f".{name}", __package__)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,17 @@ def test_apps_that_measure_compile_first(name: str, missing: bool, monkeypatch: 
         start(name, [])
     first = ["compiled", *(["again"] if missing else [])]
     assert seen == (first if APPS[name].measures else []) + ["imported"]
+
+
+def test_a_prompt_from_stdin_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that begins again would find its standard input at the end."""
+    monkeypatch.setattr("launch.cli.complete", lambda: True)
+    monkeypatch.setattr("launch.cli.os.execv", lambda program, command: pytest.fail("it began again"))
+    monkeypatch.setattr("launch.arguments.read_stdin", lambda: "def f(")
+    monkeypatch.setattr("launch.cli.import_module", lambda *of: _ends())
+    monkeypatch.setattr("launch.app.run", lambda task, config_name: task(SimpleNamespace(compare=True)))
+    with pytest.raises(KeyError):
+        start("generate", ["-", "compare=true"])
 
 
 def _ends() -> None:
