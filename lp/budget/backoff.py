@@ -23,6 +23,10 @@ LEAST_RATE = 0.8
 # Plain steps of the first back-off, and of the longest; each is twice as long as the one before.
 SHORTEST_BACK_OFF = 4
 LONGEST_BACK_OFF = 64
+# A text that is so many plain steps behind plain decoding goes on plain: the step that it notices this by may add two
+# more, and 5 are promised (docs/budget.md). Every so many plain steps, one more may be lost: a long text may change.
+MOST_BEHIND = 3.0
+TOKENS_A_STEP_BEHIND = 256
 # At this temperature and above, if tokens are sampled from the whole vocabulary, nothing can be guessed until the text
 # shows otherwise. The demo model accepts nothing at T = 2.
 HIGH_TEMPERATURE = 1.5
@@ -59,6 +63,8 @@ class BackOff:
        early, unless the trial that the last such end led to failed: in a text of four letters all runs repeat.
     3. Success: lookahead that pays for FIRST_TRIAL_STEPS steps beyond its trial makes the next back-off short again.
 
+    A text that has lost MOST_BEHIND plain steps in all backs off at once, repeats or not, until it may lose more.
+
     Where n texts take steps together, the trial of one delays all of them: trials are n times shorter, and back-offs n
     times longer, up to the longest.
 
@@ -80,6 +86,7 @@ class BackOff:
         self._longest_back_off = LONGEST_BACK_OFF
         self._resumed_by_repeat = False
         self._ignores_repeats = False
+        self._behind = 0.0  # plain steps that the text has lost against plain decoding; below 0: gained
         if temperature >= HIGH_TEMPERATURE:
             self._next_back_off = HIGH_TEMPERATURE_BACK_OFF
             self._longest_back_off = HIGH_TEMPERATURE_BACK_OFF
@@ -99,7 +106,8 @@ class BackOff:
         self._trial_left -= texts
         share = max(RATE_WITHOUT_ACCEPTED - self._accepted.ratio / 2, LEAST_RATE)
         pays = self._rate.ratio >= share
-        if self._trial_left <= 0 and not pays:
+        self._behind += plain_steps - len(new_tokens)
+        if self._behind > MOST_BEHIND or (self._trial_left <= 0 and not pays):
             self._begin(texts)
         elif self._trial_left <= -FIRST_TRIAL_STEPS:
             self._next_back_off = SHORTEST_BACK_OFF
@@ -109,7 +117,8 @@ class BackOff:
         """Count a step of the back-off, which may end it."""
         repeats = self._repeats.add(new_tokens) and not self._ignores_repeats
         self._plain_left -= 1
-        if repeats or self._plain_left == 0:
+        self._behind -= 1 / TOKENS_A_STEP_BEHIND
+        if self._behind <= MOST_BEHIND and (repeats or self._plain_left <= 0):
             self.idle = False
             self._resumed_by_repeat = repeats
             self._trial_left = TRIAL_STEPS

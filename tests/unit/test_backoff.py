@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
-from itertools import count
 
 import pytest
 import torch
 
 import lp
-from lp.budget.backoff import FIRST_TRIAL_STEPS, HIGH_TEMPERATURE_BACK_OFF, SHORTEST_BACK_OFF, TRIAL_STEPS, BackOff
+from lp.budget.backoff import (
+    FIRST_TRIAL_STEPS,
+    HIGH_TEMPERATURE_BACK_OFF,
+    MOST_BEHIND,
+    SHORTEST_BACK_OFF,
+    TOKENS_A_STEP_BEHIND,
+    TRIAL_STEPS,
+    BackOff,
+)
 from lp.budget.calibration import DraftRecord
 from lp.budget.policy import AdaptiveBudget, Company
 from lp.budget.step_times import StepTimes
@@ -19,7 +27,7 @@ from tests.tiny_models import tiny_model
 
 ADAPTIVE = lp.LookaheadConfig(adaptive=True)
 NOTHING = DraftRecord()
-NEW = count(10_000)  # tokens that no text had
+NEW = itertools.count(10_000)  # tokens that no text had
 LOSING = StepTimes((1, 120), (1.08, 30.0), 1.0)  # a step that is not plain loses 8 %
 
 
@@ -78,11 +86,38 @@ def test_a_back_off_is_twice_as_long_as_the_one_before() -> None:
     back_off, lengths = BackOff(0.0), [0] * 7
     for number in range(7):
         while not back_off.idle:
-            back_off.record_step([next(NEW)], 2.0)
+            back_off.record_step([next(NEW)], 1.06)
         while back_off.idle:
             back_off.record_plain_step([next(NEW)])
             lengths[number] += 1
     assert lengths == [4, 8, 16, 32, 64, 64, 64]
+
+
+@pytest.mark.parametrize("plain_steps", [1.05, 1.5, 2.5])
+def test_a_text_falls_little_behind_plain_decoding(plain_steps: float) -> None:
+    """However much a step loses: by MOST_BEHIND and one step, and by little more in a long text; else 32 steps, say."""
+    back_off, lost, repeats = BackOff(0.0), 0.0, itertools.cycle(range(6))
+    for number in range(4000):
+        token = next(repeats) if number % 40 < 20 else next(NEW)
+        if back_off.idle:
+            back_off.record_plain_step([token])
+        else:
+            back_off.record_step([token], plain_steps)
+            lost += plain_steps - 1
+        assert lost <= MOST_BEHIND + plain_steps - 1 + number / TOKENS_A_STEP_BEHIND
+    assert lost > MOST_BEHIND + 4, "a long text is tried again from time to time"
+
+
+def test_a_text_that_is_ahead_may_lose_what_it_gained() -> None:
+    """What counts is the whole text: a gain of 20 steps leaves room for losses."""
+    back_off = BackOff(0.0)
+    for _ in range(20):
+        back_off.record_step([next(NEW), next(NEW)], 1.0)
+    losing = 0
+    while not back_off.idle:
+        back_off.record_step([next(NEW)], 1.5)
+        losing += 1
+    assert 0.5 * losing > MOST_BEHIND
 
 
 def test_texts_that_take_steps_together_are_tried_less() -> None:
