@@ -220,6 +220,7 @@ LAYERS = {
 }
 
 MODEL_TYPES = {kind for name, _ in LAYERS for kind in (name, f"{name}_text")}  # of configs
+RUN_HERE = hasattr(Cache, "get_conv_state")  # the cache of their states is there from transformers 5.21 on
 
 
 def recurrent_layer(module: nn.Module) -> RecurrentLayer | None:
@@ -257,8 +258,7 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
         kinds: of its layers, as the config names them.
 
     Raises:
-        ValueError: a recurrent layer of a class that is not known, or with weights that are offloaded; a release of
-            transformers without their cache.
+        ValueError: a recurrent layer of a class that is not known, or with weights that are offloaded.
     """
     shapes = {module.layer_idx: layer.shape(module) for module, layer in _found(model)}
     skipped = {module.index for module in model.modules() if isinstance(module, SkippedLayer)}
@@ -273,8 +273,6 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
             f"{type(model).__name__} has recurrent layers whose weights are offloaded, which a step reads where they "
             "are; load it on devices that hold all of it, or decode it with AutoregressiveDecoder"
         )
-    if shapes and not hasattr(Cache, "get_conv_state"):
-        raise UserError(f"{type(model).__name__} has recurrent layers, which need a newer release of transformers")
     return shapes
 
 

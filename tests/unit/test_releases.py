@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Cache
 
 import lp
+from lp.models import support
 from lp.models.releases import CACHE_NAMES, cache_in, cache_keyword
 from tests.conftest import Processes
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_config, tiny_model
 
 
 class _Wrapper(nn.Module):
@@ -55,8 +55,6 @@ def test_torchao_says_nothing_where_no_model_is_quantised(processes: Processes) 
 @pytest.mark.parametrize("arch", ["llama", "gptj", "qwen3_5", "mamba2"])
 def test_no_call_takes_a_name_that_is_about_to_go(arch: str) -> None:
     """Transformers warns of such a name, in the middle of the output; and then it is gone."""
-    if arch in ("qwen3_5", "mamba2") and not hasattr(Cache, "get_conv_state"):
-        pytest.skip("models with recurrent layers need a newer release of transformers")
     model = tiny_model(arch)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     shape: dict[str, Any] = {"window_size": 3, "ngram_size": 3, "guess_set_size": 3}
@@ -68,3 +66,12 @@ def test_no_call_takes_a_name_that_is_about_to_go(arch: str) -> None:
         text = model.generate(ids, max_new_tokens=8, custom_generate=lp.generate, **shape)
     assert [output.tokens for output in outputs] == [plain.tokens] * 3
     assert text[0, ids.shape[1] :].tolist() == plain.tokens
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba2", "falcon_h1"])
+def test_recurrent_layers_are_refused_where_transformers_is_too_old(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded, and by the release that does it."""
+    monkeypatch.setattr(support, "RUN_HERE", False)
+    with pytest.raises(ValueError, match=r"has recurrent layers, which need transformers 5\.21 or newer; 5\."):
+        support.check_supported(tiny_config(arch))
+    support.check_supported(tiny_config("llama"))

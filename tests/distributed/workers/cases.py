@@ -18,7 +18,7 @@ import lp
 from lp.budget.step_times import StepTimes
 from tests.distributed.workers.collectives import Watch
 from tests.pools import drawn_step_times, drawn_switches
-from tests.tiny_models import VOCABULARY, tiny_model
+from tests.tiny_models import VOCABULARY, runs_here, tiny_model
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Case:
             **drawn_switches(rng),
         )
         arch = rng.choice(["llama", "llama", "gemma3", "mistral_sliding", "qwen3_5", "falcon_h1", "lfm2"])
+        arch = arch if runs_here(arch) else "llama"
         return cls(
             arch, rng.randrange(8), ids, rng.randint(8, 40), rng.randrange(VOCABULARY), config, drawn_step_times(rng)
         )
