@@ -147,6 +147,15 @@ def test_positional_arguments_and_the_model_s_generation_config(model: PreTraine
     assert through.taken() == 1 and config.max_new_tokens == 11
 
 
+def test_arguments_that_transformers_does_not_take(model: PreTrainedModel, through: Through) -> None:
+    """Transformers' own error, and no text that one of two values was left out of."""
+    count = len(inspect.signature(type(model).generate).parameters) - 2  # self, and those by name
+    for args, kwargs in (((IDS,), {"inputs": IDS}), ((IDS, *[None] * count), {})):
+        with pytest.raises(TypeError):
+            model.generate(*args, **kwargs | {"max_new_tokens": 4})
+        assert not through.taken()
+
+
 def test_sampling_follows_torch_s_seed(model: PreTrainedModel, through: Through) -> None:
     """One seed of torch gives one text; the distribution is the business of test_distribution."""
     texts = []
