@@ -65,13 +65,13 @@ def run(args: argparse.Namespace) -> None:
         UserError: an option out of range, or nowhere to write: before anything is measured.
     """
     path = checked_path(args)
-    on_cpu = torch.device(args.device).type == "cpu"
-    tokens = (CPU_TOKENS if on_cpu else GPU_TOKENS) if args.tokens is None else args.tokens
-    count = args.beginnings or (CPU_BEGINNINGS if on_cpu else len(BEGINNINGS))
-    if args.threads:
+    if args.threads is not None:
         torch.set_num_threads(args.threads)
     with waiting(f"loading {args.model}") as wait, tensors_counted(wait):
         loaded = load(args.model, args.dtype, args.device)
+    on_cpu = loaded.model.device.type == "cpu"
+    tokens = (CPU_TOKENS if on_cpu else GPU_TOKENS) if args.tokens is None else args.tokens
+    count = args.beginnings or (CPU_BEGINNINGS if on_cpu else len(BEGINNINGS))
     vocabulary, rows = vocabulary_size(loaded.model), rows_of(args.mib, args.num_logits)
     left = int(rows * FULL) - vocabulary
     if left < 0:
@@ -107,6 +107,8 @@ def checked_path(args: argparse.Namespace) -> Path:
         raise UserError(
             f"--num-logits is {args.num_logits} and --batch {args.batch}; both must be 1 at least, and --mib a number"
         )
+    if args.threads is not None and args.threads < 1:
+        raise UserError(f"--threads is {args.threads}; it must be 1 at least")
     if args.tokens is not None and args.tokens < 0:
         raise UserError(f"--tokens is {args.tokens}; it must be 0 at least")
     return path

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
-from transformers import GPTJForCausalLM
+from transformers import GPTJForCausalLM, Phi3ForCausalLM
 
 import lp
 from tests.architectures import BACKENDS, EXACT, PAGE, VARIANTS, WRONG, page, verdict, versions
-from tests.tiny_models import MATRIX, VOCABULARY, tiny_model
+from tests.tiny_models import MATRIX, VOCABULARY, runs_here, tiny_model
 
 pytestmark = pytest.mark.xdist_group("architectures")  # whose verdicts the page needs, too
 
-NEVER = {"bloom", "falcon_alibi", "mpt", "roformer", "rwkv", "gpt_neo", "t5", "mamba", "llama4"}
+# Behind the length at which rotary frequencies change, `generate` of earlier releases computes one token by itself.
+LOSES_THE_PROMPT = "next_sequence_length" not in inspect.getsource(Phi3ForCausalLM.prepare_inputs_for_generation)
+NEVER = {arch for arch in MATRIX if not runs_here(arch)} | {
+    "bloom",
+    "falcon_alibi",
+    "mpt",
+    "roformer",
+    "rwkv",
+    "gpt_neo",
+    "t5",
+    "mamba",
+    "llama4",
+}
 NO_SDPA = set() if GPTJForCausalLM._supports_sdpa else {"gptj"}  # it came with transformers 5.24
 EAGER_ONLY = {"gemma2", "gpt_oss", "mamba2"} | NO_SDPA
 NO_FLASH = {"falcon", "deepseek_v2", "deepseek_v3"}  # which `auto` runs with sdpa
@@ -22,6 +36,8 @@ NO_FLASH = {"falcon", "deepseek_v2", "deepseek_v3"}  # which `auto` runs with sd
 @pytest.mark.parametrize("arch", MATRIX)
 def test_exact_or_refused(arch: str, backend: str) -> None:
     """A mask, position, cache or rotary scaling that one architecture takes otherwise changes a token of a draw."""
+    if arch == "phi3_longrope" and LOSES_THE_PROMPT:
+        pytest.skip("this release of transformers loses Phi-3's prompt where its rotary frequencies change")
     result = verdict(arch, backend)
     assert not result.startswith(WRONG), result
     refused = NEVER | (EAGER_ONLY if backend != "eager" else set()) | (NO_FLASH if backend == "flash" else set())

@@ -219,6 +219,8 @@ def test_a_run_that_was_killed_goes_on(passes: int, tmp_path: Path, monkeypatch:
     assert passes_again <= 10**6 + count - done, "what was done is not done again"
     with pytest.raises(ValueError, match="has what was measured of another model or with other options; remove it"):
         measure_ngrams(model, **{**asked, "seed": 1}, folder=tmp_path / "part")
+    with pytest.raises(ValueError, match="has what was measured of another model or with other options; remove it"):
+        measure_ngrams(tiny_model(seed=1, eos_token_id=None), **asked, folder=tmp_path / "part")
 
 
 def test_the_tool_writes_a_file_that_the_pool_finds(
@@ -327,6 +329,8 @@ def test_a_vocabulary_that_was_changed_since(tmp_path: Path) -> None:
         (["--output", "missing/n.npy"], "no file can be written to the folder 'missing'"),
         (["--num-logits", "0"], "--num-logits is 0 and --batch 64; both must be 1 at least"),
         (["--tokens", "-1"], "--tokens is -1; it must be 0 at least"),
+        (["--threads", "0"], "--threads is 0; it must be 1 at least"),
+        (["--device", "tpu9"], "device is 'tpu9', which torch does not have here"),
         (["--mib", "0.1"], "--mib 0.1 has no room for a vocabulary of 4096"),
     ],
 )
