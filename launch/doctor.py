@@ -88,7 +88,7 @@ def _versions() -> list[tuple[str, str]]:
     found = [("lp", f"{lp.__version__}, {where}"), ("python", f"{platform.python_version()}, {sys.executable}")]
     for name in NEEDED:
         try:
-            found.append((name, version(name)))
+            found.append((name, torch.__version__ if name == "torch" else version(name)))  # torch's names its CUDA
         except PackageNotFoundError:
             found.append((name, "not installed"))
     if not COMPILED:

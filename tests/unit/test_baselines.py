@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 import lp
-from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
-from launch.bench.baselines.hf_generate import HFGenerateDecoder, load_draft
+from launch.bench.baselines import BASELINES, BaselineOptions, hf_generate, register_baseline
+from launch.bench.baselines.hf_generate import HFGenerateDecoder, load_draft, missing_release
 from launch.bench.baselines.weights import with_shared_weights
 from lp.parallel.context import ParallelContext
 from tests.tiny_models import plain_greedy, tiny_model
@@ -28,6 +28,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def _decoder(model: PreTrainedModel, kind: str) -> HFGenerateDecoder:
     options = KINDS[kind]
+    if options and kind != "static" and (reason := missing_release(BaselineOptions())):
+        pytest.skip(reason)
     drafts = {"draft": tiny_model(seed=1) if options.get("draft") else copy.deepcopy(model)}
     return HFGenerateDecoder(model, **(drafts if "draft" in options else options))
 
@@ -125,3 +127,12 @@ def test_a_copy_shares_weights_and_nothing_else(arch: str) -> None:
     for parameter in shared.parameters():
         parameter.data = parameter.data[..., :1].clone()  # as one that splits it
     assert plain_greedy(model, IDS, 12) == expected
+
+
+def test_drafts_of_an_earlier_release_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would stop at tokens that it has not accepted."""
+    options = BaselineOptions(draft="demo")
+    assert BASELINES["hf_assisted"].missing(options) == missing_release(options)
+    monkeypatch.setattr(hf_generate.tf, "__version__", "5.17.0")
+    for name in ("hf_assisted", "hf_prompt_lookup"):
+        assert "needs transformers 5.18 or newer, and 5.17.0 is installed" in str(BASELINES[name].missing(options))

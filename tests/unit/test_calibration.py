@@ -16,6 +16,8 @@ def test_calibration_comes_back_without_draft_tokens() -> None:
     """A low calibration leaves every draft token out, and without them nothing shows that it should rise again."""
     budget = AdaptiveBudget(ADAPTIVE, StepTimes((1, 100), (0.01, 0.31), 0.01))
     drafts = record_of(path_tree([0.99] * 20), [2])
+    for _ in range(40):
+        budget.record_step([2] * 4, 1, NOTHING)  # far enough ahead to lose that much
     for _ in range(9):
         budget.record_step([2], 21, drafts)
     lowest = budget.price(1, 0).calibration

@@ -75,7 +75,10 @@ class _Bans(RepetitionPenaltyLogitsProcessor):
 def test_a_subclass_of_the_penalty_stays_what_it_is(model: PreTrainedModel) -> None:
     """Replaced by transformers' own penalty for each prompt of the batch, it was left out without a word."""
     asked: dict[str, Any] = {"max_new_tokens": 40, "attention_mask": MASK}
-    bans = [_Bans(1.4, prompt_ignore_length=torch.tensor([3, 0]))]
+    try:
+        bans = [_Bans(1.4, prompt_ignore_length=torch.tensor([3, 0]))]
+    except ValueError:
+        bans = [_Bans(1.4, prompt_ignore_length=3)]  # an earlier release ignores as many tokens of every prompt
     expected = model.generate(IDS, **asked, logits_processor=bans).tolist()
     assert model.generate(IDS, **asked, **LOOKAHEAD, logits_processor=bans).tolist() == expected
 
@@ -280,6 +283,11 @@ def test_a_given_cache(model: PreTrainedModel) -> None:
 def test_caches_that_transformers_makes(model: PreTrainedModel, implementation: str | None) -> None:
     """They are empty and go unused."""
     asked: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 12}
+    if implementation == "offloaded":
+        try:
+            torch.Stream()
+        except RuntimeError as error:
+            pytest.skip(f"transformers makes no such cache here: {error}")
     out = model.generate(IDS, **asked, **LOOKAHEAD, cache_implementation=implementation)
     assert torch.equal(out, model.generate(IDS, **asked))
 

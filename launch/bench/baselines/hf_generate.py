@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers as tf
+from packaging.version import Version
 from transformers import (
     Cache,
     DynamicCache,
@@ -46,15 +48,22 @@ def build_static(model: PreTrainedModel, context: ParallelContext, options: Base
     return HFGenerateDecoder(model, static=True)
 
 
-@register_baseline("hf_prompt_lookup")
+def missing_release(options: BaselineOptions) -> str | None:
+    """An earlier release stops at tokens of a draft that it has not accepted."""
+    if Version(tf.__version__) >= Version("5.18"):
+        return None
+    return f"needs transformers 5.18 or newer, and {tf.__version__} is installed; upgrade it"
+
+
+@register_baseline("hf_prompt_lookup", missing=missing_release)
 def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
     """With its own prompt lookup."""
     return HFGenerateDecoder(model, prompt_lookup=options.num_tokens)
 
 
 def missing_draft(options: BaselineOptions) -> str | None:
-    """Nothing says which model drafts."""
-    return None if options.draft else "needs a draft model; give draft=<folder or hub name>"
+    """Nothing says which model drafts, or transformers is too old."""
+    return missing_release(options) if options.draft else "needs a draft model; give draft=<folder or hub name>"
 
 
 @register_baseline("hf_assisted", missing=missing_draft)
