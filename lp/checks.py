@@ -14,13 +14,15 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from lp.errors import UserError
 
 
 def as_int(value: Any) -> int | None:
-    """The int that a value is, as an index would take it; None for a bool and for what is no integer."""
+    """The int that a value is, as an index would take it; None for a bool, numpy's too, and for what is no integer."""
     try:
-        return None if isinstance(value, bool) or getattr(value, "ndim", None) else operator.index(value)
+        return None if isinstance(value, bool | np.bool_) or getattr(value, "ndim", None) else operator.index(value)
     except TypeError:
         return None
 

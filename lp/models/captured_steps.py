@@ -22,7 +22,7 @@ from lp.attention.masks import Masks, StepMasks
 from lp.compiled import ONE, U64, compiled_array, compiled_ints, jit
 from lp.config import Capture
 from lp.errors import UserError
-from lp.models.compile_options import compile_options
+from lp.models.compile_options import compiled_by_itself
 from lp.models.fused import FusedModel
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
@@ -327,7 +327,7 @@ class CapturedSteps:
         if not cache.claimed:  # layers take their buffers in the first pass, which no compiled one can do
             with cache.writing_to(slot_mapping_B):
                 forward()
-        compiled = torch.compile(forward, **compile_options()) if self.mode is Capture.COMPILE else forward
+        compiled = compiled_by_itself(forward) if self.mode is Capture.COMPILE else forward
 
         def step() -> torch.Tensor:
             block.copy_(host, non_blocking=True)

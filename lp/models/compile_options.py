@@ -1,21 +1,20 @@
-"""What torch.compile is given for a captured step, as far as this release of torch knows it."""
+"""torch.compile for a captured step, which every release of torch keeps apart from others."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+from collections.abc import Callable
+from types import FunctionType
 
 import torch
 
 
-def compile_options() -> dict[str, Any]:
-    """Keyword arguments of torch.compile for one step of one fixed shape.
+def compiled_by_itself(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """A function that defines one step of one fixed shape, compiled.
 
-    Every bucket of every model is a compilation of its own, or torch would take one for a change of another and stop
-    compiling after a few. Where torch does not know `isolate_recompiles` (before 2.13, not in all releases), the limit
-    of `torch._dynamo.config.recompile_limit` compilations holds for all of them together.
+    Every bucket of every model is such a function, of the same lines. Torch takes those for one that has changed, and
+    stops compiling it after 8 times, or as many as `torch._dynamo.config.recompile_limit` says: unless each has a code
+    object of its own, since torch keeps what it compiled by these.
     """
-    options: dict[str, Any] = {"fullgraph": True, "dynamic": False}
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        options["isolate_recompiles"] = True
-    return options
+    assert isinstance(function, FunctionType)
+    function.__code__ = function.__code__.replace()
+    return torch.compile(function, fullgraph=True, dynamic=False)

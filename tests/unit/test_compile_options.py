@@ -1,35 +1,28 @@
-"""lp.models.compile_options: pyproject.toml allows releases of torch that lack an option of the newest."""
+"""lp.models.compile_options: steps of the same lines are compiled apart, in every release of torch."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from lp.models.compile_options import compile_options
+from lp.models.compile_options import compiled_by_itself
 
 
-def test_torch_takes_every_option() -> None:
-    """The one at hand: whatever it lacks raises a TypeError here."""
-    assert torch.compile(lambda x: x + 1, **compile_options())(torch.zeros(1)) == 1
+def _step(size: int) -> Callable[[], torch.Tensor]:
+    def forward() -> torch.Tensor:
+        return torch.zeros(size) + size
+
+    return forward
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_an_option_is_given_where_torch_knows_it(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older releases raise a TypeError for it, newer ones stop compiling without it."""
-
-    def older(model: Callable[..., Any], *, fullgraph: bool = False, dynamic: bool | None = None) -> None: ...
-
-    def newer(
-        model: Callable[..., Any],
-        *,
-        fullgraph: bool = False,
-        dynamic: bool | None = None,
-        isolate_recompiles: bool = False,
-    ) -> None: ...
-
-    monkeypatch.setattr(torch, "compile", newer if known else older)
-    assert compile_options() == {"fullgraph": True, "dynamic": False} | ({"isolate_recompiles": True} if known else {})
-    torch.compile(print, **compile_options())
+def test_every_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would take one for a change of another, compile it again, and stop after 8 times."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # dynamo's part alone
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        steps = [compiled_by_itself(_step(size)) for size in range(1, 12)]
+        for _ in range(2):
+            for size, step in enumerate(steps, 1):
+                assert step().tolist() == [size] * size

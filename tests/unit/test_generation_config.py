@@ -24,7 +24,7 @@ SCORES: dict[str, dict[str, Any]] = {
     "suppress_tokens": {"suppress_tokens": [*range(0, VOCABULARY, 2)]},
     "begin_suppress_tokens": {"begin_suppress_tokens": [*range(1, VOCABULARY, 2)]},
     "bad_words_ids": {"bad_words_ids": [[token] for token in range(1, VOCABULARY, 3)]},
-    "sequence_bias": {"sequence_bias": [[[token], 6.0] for token in range(0, VOCABULARY, 3)]},
+    "sequence_bias": {"sequence_bias": [[[token], 6.0] for token in range(1, VOCABULARY, 3)]},
     "min_length": {"min_length": len(PROMPT) + 15, "eos_token_id": [*range(0, VOCABULARY, 2)]},
     "min_new_tokens": {"min_new_tokens": 15, "eos_token_id": [*range(0, VOCABULARY, 2)]},
     "forced_eos_token_id": {"forced_eos_token_id": 7, "eos_token_id": 7},
@@ -103,7 +103,10 @@ def test_scores_of_sampled_text_are_those_of_generate(model: PreTrainedModel, na
     asked = {"max_new_tokens": NEW, "return_dict_in_generate": True, "output_scores": True}
     bound = _generated(model, **asked, custom_generate=lp.generate, seed=output.seed)
     assert _new(bound.sequences) == output.tokens
-    forced = _generated(model, **asked, prefix_allowed_tokens_fn=_along([*PROMPT, *output.tokens]))
+    try:
+        forced = _generated(model, **asked, prefix_allowed_tokens_fn=_along([*PROMPT, *output.tokens]))
+    except RuntimeError as error:  # the length penalty of an EOS that may not come, in an earlier release
+        pytest.skip(f"transformers' own generate fails: {error}")
     assert _new(forced.sequences) == output.tokens
     # What generate's own processors leave of the forced token, where ours leave it among others.
     for scores, theirs, own in zip(output.scores, bound.scores, _processed(model, output.tokens), strict=True):

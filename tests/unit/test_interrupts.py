@@ -14,7 +14,8 @@ import pytest
 from transformers import PreTrainedModel
 
 import lp
-from launch.bench.baselines.hf_generate import HFGenerateDecoder
+from launch.bench.baselines import BaselineOptions
+from launch.bench.baselines.hf_generate import HFGenerateDecoder, missing_release
 from lp.engine.interrupts import DeferredSignals, Terminated, asked_to_end
 from lp.engine.journal import Journal
 from lp.parallel.context import ParallelContext
@@ -31,6 +32,8 @@ DECODERS = {
     "hf_generate": HFGenerateDecoder,
     "hf_prompt_lookup": lambda model: HFGenerateDecoder(model, prompt_lookup=4),
 }
+if missing_release(BaselineOptions()):
+    del DECODERS["hf_prompt_lookup"]
 every_decoder = pytest.mark.parametrize("make", DECODERS.values(), ids=DECODERS)
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
