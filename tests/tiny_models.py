@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from functools import cache
@@ -20,6 +21,8 @@ VOCABULARY = 61
 CONTEXT = 512
 SLIDING_WINDOW = 16
 CLOSE = 1e-3  # of logits that may have been rounded to float32
+# Earlier releases recompute the cache there with the newest token alone.
+LOSES_THE_PROMPT = "next_sequence_length" not in inspect.getsource(tf.Phi3ForCausalLM.prepare_inputs_for_generation)
 BOUNDARY = 48  # of the rotary scalings that look at the largest position
 
 _BASE: dict[str, Any] = {
@@ -301,7 +304,12 @@ def sharpened(
 
 
 def plain_greedy(model: PreTrainedModel, ids: list[int], max_new_tokens: int, **kwargs: Any) -> list[int]:
-    """transformers' own greedy tokens; the mask is given, since `generate` would mask tokens equal to its pad."""
+    """transformers' own greedy tokens; the mask is given, since `generate` would mask tokens equal to its pad.
+
+    A test of Phi-3 with two sets of rotary frequencies is skipped where transformers loses the prompt between them.
+    """
+    if LOSES_THE_PROMPT and model.config.model_type == "phi3" and "longrope" in str(model.config.rope_parameters):
+        pytest.skip("this release of transformers loses Phi-3's prompt where its rotary frequencies change")
     prompt = torch.tensor([ids])
     kwargs = {"pad_token_id": 0, "do_sample": False} | kwargs
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **kwargs)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
-from transformers import GPTJForCausalLM, Phi3ForCausalLM
+from transformers import GPTJForCausalLM
 
 import lp
 from tests.architectures import BACKENDS, EXACT, PAGE, VARIANTS, WRONG, page, verdict, versions
@@ -13,8 +11,6 @@ from tests.tiny_models import MATRIX, VOCABULARY, runs_here, tiny_model
 
 pytestmark = pytest.mark.xdist_group("architectures")  # whose verdicts the page needs, too
 
-# Behind the length at which rotary frequencies change, `generate` of earlier releases computes one token by itself.
-LOSES_THE_PROMPT = "next_sequence_length" not in inspect.getsource(Phi3ForCausalLM.prepare_inputs_for_generation)
 NEVER = {arch for arch in MATRIX if not runs_here(arch)} | {
     "bloom",
     "falcon_alibi",
@@ -36,8 +32,6 @@ NO_FLASH = {"falcon", "deepseek_v2", "deepseek_v3"}  # which `auto` runs with sd
 @pytest.mark.parametrize("arch", MATRIX)
 def test_exact_or_refused(arch: str, backend: str) -> None:
     """A mask, position, cache or rotary scaling that one architecture takes otherwise changes a token of a draw."""
-    if arch == "phi3_longrope" and LOSES_THE_PROMPT:
-        pytest.skip("this release of transformers loses Phi-3's prompt where its rotary frequencies change")
     result = verdict(arch, backend)
     assert not result.startswith(WRONG), result
     refused = NEVER | (EAGER_ONLY if backend != "eager" else set()) | (NO_FLASH if backend == "flash" else set())
