@@ -15,15 +15,15 @@ import transformers as tf
 from transformers import PreTrainedModel
 
 import lp
-from lp.models.recurrent_layers import MODEL_TYPES, RUN_HERE
+from lp.models.recurrent_layers import MODEL_TYPES, TRANSFORMERS_KEEPS_STATES
 
 VOCABULARY = 61
 CONTEXT = 512
 SLIDING_WINDOW = 16
 CLOSE = 1e-3  # of logits that may have been rounded to float32
+BOUNDARY = 48  # of the rotary scalings that look at the largest position
 # Earlier releases recompute the cache there with the newest token alone.
 LOSES_THE_PROMPT = "next_sequence_length" not in inspect.getsource(tf.Phi3ForCausalLM.prepare_inputs_for_generation)
-BOUNDARY = 48  # of the rotary scalings that look at the largest position
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -231,7 +231,7 @@ def tiny_config(arch: str, **overrides: Any) -> Any:
 
 def runs_here(arch: str) -> bool:
     """Whether the installed release of transformers has what lp needs for an architecture's recurrent layers."""
-    return RUN_HERE or tiny_config(arch).get_text_config().model_type not in MODEL_TYPES
+    return TRANSFORMERS_KEEPS_STATES or tiny_config(arch).get_text_config().model_type not in MODEL_TYPES
 
 
 def tiny_model(
@@ -259,7 +259,7 @@ def tiny_model(
     """
     if not runs_here(arch):
         pytest.skip(f"{arch} has recurrent layers, which need transformers 5.21 or newer")
-    if arch == "gemma2":  # earlier releases give it sdpa, which leaves out the cap of its scores
+    if arch == "gemma2":  # before 5.21 transformers gives it sdpa, which leaves out the cap of its scores
         attention = attention or "eager"
     model = sharpened(tiny_config(arch, **overrides), seed, dtype, sharpness, attention)
     with torch.no_grad():

@@ -23,10 +23,11 @@ LEAST_RATE = 0.8
 # Plain steps of the first back-off, and of the longest; each is twice as long as the one before.
 SHORTEST_BACK_OFF = 4
 LONGEST_BACK_OFF = 64
-# A text that is so many plain steps behind plain decoding goes on plain: the step that it notices this by may add two
-# more, and 5 are promised (docs/budget.md). Every so many plain steps, one more may be lost: a long text may change.
+# A text that is this many plain steps behind plain decoding takes plain steps only. No text may be more than 5 behind
+# (docs/budget.md), and the step that crosses this bound may cost two of them.
 MOST_BEHIND = 3.0
-TOKENS_A_STEP_BEHIND = 256
+# After this many plain steps a text may lose one more: it may have changed meanwhile.
+PLAIN_STEPS_PER_LOSS = 256
 # At this temperature and above, if tokens are sampled from the whole vocabulary, nothing can be guessed until the text
 # shows otherwise. The demo model accepts nothing at T = 2.
 HIGH_TEMPERATURE = 1.5
@@ -63,7 +64,8 @@ class BackOff:
        early, unless the trial that the last such end led to failed: in a text of four letters all runs repeat.
     3. Success: lookahead that pays for FIRST_TRIAL_STEPS steps beyond its trial makes the next back-off short again.
 
-    A text that has lost MOST_BEHIND plain steps in all backs off at once, repeats or not, until it may lose more.
+    A text that has lost MOST_BEHIND plain steps in all backs off at once, and no repeat ends that back-off: only plain
+    steps do, one more loss for every PLAIN_STEPS_PER_LOSS.
 
     Where n texts take steps together, the trial of one delays all of them: trials are n times shorter, and back-offs n
     times longer, up to the longest.
@@ -86,7 +88,7 @@ class BackOff:
         self._longest_back_off = LONGEST_BACK_OFF
         self._resumed_by_repeat = False
         self._ignores_repeats = False
-        self._behind = 0.0  # plain steps that the text has lost against plain decoding; below 0: gained
+        self._behind = 0.0  # plain decoding, in plain steps; below 0 if the text is ahead
         if temperature >= HIGH_TEMPERATURE:
             self._next_back_off = HIGH_TEMPERATURE_BACK_OFF
             self._longest_back_off = HIGH_TEMPERATURE_BACK_OFF
@@ -117,7 +119,7 @@ class BackOff:
         """Count a step of the back-off, which may end it."""
         repeats = self._repeats.add(new_tokens) and not self._ignores_repeats
         self._plain_left -= 1
-        self._behind -= 1 / TOKENS_A_STEP_BEHIND
+        self._behind -= 1 / PLAIN_STEPS_PER_LOSS
         if self._behind <= MOST_BEHIND and (repeats or self._plain_left <= 0):
             self.idle = False
             self._resumed_by_repeat = repeats

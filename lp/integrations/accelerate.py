@@ -147,11 +147,11 @@ class Accelerated:
 
     def _through_lp(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: _Refused: on every rank, before a token is generated."""
-        by_place = NAMES[: len(args)]
-        given = {**dict(zip(by_place, args, strict=False)), **kwargs}
+        positional = NAMES[: len(args)]
+        given = {**dict(zip(positional, args, strict=False)), **kwargs}
         try:
-            if len(args) > len(NAMES) or kwargs.keys() & {*by_place}:
-                raise UserError("generate is given an argument twice, or too many by their place")
+            if len(args) > len(NAMES) or kwargs.keys() & {*positional}:
+                raise UserError("generate is given an argument twice, or too many positional ones")
             asked = self._checked(given)
         except UserError as error:
             self._refuse(error)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,6 @@ from lp.attention.masks import Masks, StepMasks
 from lp.compiled import ONE, U64, compiled_array, compiled_ints, jit
 from lp.config import Capture
 from lp.errors import UserError
-from lp.models.compile_options import compiled_by_itself
 from lp.models.fused import FusedModel
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
@@ -362,3 +362,14 @@ def _fill_bits(visible_BW, parents):  # type: ignore[no-untyped-def]
         for word in range(visible_BW.shape[1]):
             visible_BW[token, word] = visible_BW[parent, word] if parent >= 0 else U64(0)
         visible_BW[token, token // BITS] |= ONE << U64(token % BITS)
+
+
+def compiled_by_itself(function: FunctionType) -> Callable[[], torch.Tensor]:
+    """Compile a step of one fixed shape, apart from the others of the same lines.
+
+    Torch keeps what it compiled by the code object of a function, which all buckets of all models share: it would take
+    each for a change of the one before, and stop compiling after 8 (`torch._dynamo.config.recompile_limit`). So each
+    gets a code object of its own.
+    """
+    function.__code__ = function.__code__.replace()
+    return torch.compile(function, fullgraph=True, dynamic=False)

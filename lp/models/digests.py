@@ -17,13 +17,26 @@ SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)  # neighbouring multiples of it share fe
 
 def model_digests(model: PreTrainedModel) -> dict[str, int]:
     """Digests of a model's config, of its weights' names and shapes, and of their bytes."""
-    weights = sorted(model.state_dict().items())
+    weights = _weights(model)
     names = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights)
     return {
         "model config": text_digest(without_addresses(pformat(model.config.to_dict()))),
         "weights' names and shapes": text_digest(names),
-        "weights' checksum": chain_digest(0, [_checksum(part) for _, tensor in weights for part in _plain(tensor)]),
+        "weights' checksum": weights_checksum(model),
     }
+
+
+def weights_checksum(model: PreTrainedModel) -> int:
+    """A digest of the bytes of a model's weights.
+
+    Raises:
+        ValueError: weights are offloaded.
+    """
+    return chain_digest(0, [_checksum(part) for _, tensor in _weights(model) for part in _plain(tensor)])
+
+
+def _weights(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    return sorted(model.state_dict().items())
 
 
 def without_addresses(printed: str) -> str:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from lp.draft.pool.model_ngrams import Contexts
 from lp.draft.pool.tables import MAX_LOGITS_ORDER
 from lp.errors import UserError
-from lp.models.digests import model_digests
+from lp.models.digests import weights_checksum
 from lp.models.loader import vocabulary_size
 from lp.models.releases import cache_in, cache_keyword
 from lp.models.vocabulary import embedded_tokens
@@ -84,7 +84,7 @@ def measure_ngrams(
     asked = {
         "model": model.config.to_json_string(),
         "dtype": str(model.dtype),
-        "weights": model_digests(model),
+        "weights": weights_checksum(model) if folder else None,
         "beginnings": [list(beginning) for beginning in beginnings],
         "tokens": num_tokens,
         "batch": batch,

@@ -220,7 +220,7 @@ LAYERS = {
 }
 
 MODEL_TYPES = {kind for name, _ in LAYERS for kind in (name, f"{name}_text")}  # of configs
-RUN_HERE = hasattr(Cache, "get_conv_state")  # the cache of their states is there from transformers 5.21 on
+TRANSFORMERS_KEEPS_STATES = hasattr(Cache, "get_conv_state")  # in its cache: from 5.21 on
 
 
 def recurrent_layer(module: nn.Module) -> RecurrentLayer | None:

@@ -14,7 +14,7 @@ import transformers as tf
 
 from lp.attention.masks import layer_kinds, named_kinds
 from lp.errors import UserError
-from lp.models.recurrent_layers import LAYERS, MODEL_TYPES, RECURRENT_KINDS, RUN_HERE
+from lp.models.recurrent_layers import LAYERS, MODEL_TYPES, RECURRENT_KINDS, TRANSFORMERS_KEEPS_STATES
 
 # Recurrent models whose config names no kinds of layers.
 RECURRENT = {"rwkv", "xlstm"}
@@ -58,7 +58,7 @@ def check_supported(config: Any) -> None:
             f"model type {kind!r} has recurrent layers that lp can't run over a tree; "
             f"it can those of {', '.join(sorted({name for name, _ in LAYERS}))}: decode it with AutoregressiveDecoder"
         )
-    if text.model_type in MODEL_TYPES and not RUN_HERE:
+    if text.model_type in MODEL_TYPES and not TRANSFORMERS_KEEPS_STATES:
         raise UserError(
             f"model type {kind!r} has recurrent layers, which need transformers 5.21 or newer; {tf.__version__} is "
             "installed: upgrade it, or decode the model with AutoregressiveDecoder"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lp.models.recurrent_layers import RUN_HERE
+from lp.models.recurrent_layers import TRANSFORMERS_KEEPS_STATES
 from scripts import fuzz
 from tests.drawn_cases import FEATURES, drawn, features, pairs
 from tests.fuzz_ledger import Ledger, met_pairs, report
@@ -57,7 +57,9 @@ def test_pairs_that_no_case_had_are_named(tmp_path: Path) -> None:
     assert f"2 of {len(pairs())} met" in said
 
 
-@pytest.mark.skipif(not RUN_HERE, reason="models with recurrent layers need transformers 5.21 or newer")
+@pytest.mark.skipif(
+    not TRANSFORMERS_KEEPS_STATES, reason="models with recurrent layers need transformers 5.21 or newer"
+)
 def test_all_pairs_are_drawn() -> None:
     """A feature that `drawn` no longer gives, or a pair that it takes apart again, would be tested by luck alone."""
     cases = [drawn(0, number, 0.1) for number in range(3000)]

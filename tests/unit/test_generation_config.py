@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
+from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedModel
 
 import lp
@@ -105,7 +107,9 @@ def test_scores_of_sampled_text_are_those_of_generate(model: PreTrainedModel, na
     assert _new(bound.sequences) == output.tokens
     try:
         forced = _generated(model, **asked, prefix_allowed_tokens_fn=_along([*PROMPT, *output.tokens]))
-    except RuntimeError as error:  # the length penalty of an EOS that may not come, in an earlier release
+    except RuntimeError as error:
+        if name != "exponential_decay_length_penalty" or Version(tf.__version__) >= Version("5.18"):
+            raise
         pytest.skip(f"transformers' own generate fails: {error}")
     assert _new(forced.sequences) == output.tokens
     # What generate's own processors leave of the forced token, where ours leave it among others.

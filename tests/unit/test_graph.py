@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.config import Capture
-from lp.models.captured_steps import BUCKETS
+from lp.models.captured_steps import BUCKETS, compiled_by_itself
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.runner import ModelRunner
 from tests.captured import captured_runner
@@ -104,6 +106,23 @@ def test_compiled_steps_give_the_same_tokens(compiler: None) -> None:
     assert decoder.runner.captured
     largest = max(step.num_tokens for step in captured.step_stats)
     assert {bucket for _, bucket in decoder.runner.captured._steps} >= {size for size in BUCKETS if size < largest}
+
+
+def _step(size: int) -> FunctionType:
+    def forward() -> torch.Tensor:
+        return torch.zeros(size) + size
+
+    return forward
+
+
+def test_every_step_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would take one for a change of another, compile it again, and stop after 8 times."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # dynamo's part alone
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        steps = [compiled_by_itself(_step(size)) for size in range(1, 12)]
+        for _ in range(2):
+            for size, step in enumerate(steps, 1):
+                assert step().tolist() == [size] * size
 
 
 def test_what_cannot_be_captured_is_refused() -> None:

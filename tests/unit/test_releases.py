@@ -71,7 +71,7 @@ def test_no_call_takes_a_name_that_is_about_to_go(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["qwen3_5", "mamba2", "falcon_h1"])
 def test_recurrent_layers_are_refused_where_transformers_is_too_old(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is loaded, and by the release that does it."""
-    monkeypatch.setattr(support, "RUN_HERE", False)
+    monkeypatch.setattr(support, "TRANSFORMERS_KEEPS_STATES", False)
     with pytest.raises(ValueError, match=r"has recurrent layers, which need transformers 5\.21 or newer; 5\."):
         support.check_supported(tiny_config(arch))
     support.check_supported(tiny_config("llama"))

@@ -49,7 +49,7 @@ def build_static(model: PreTrainedModel, context: ParallelContext, options: Base
 
 
 def missing_release(options: BaselineOptions) -> str | None:
-    """An earlier release stops at tokens of a draft that it has not accepted."""
+    """Before 5.18 transformers asks stopping criteria about draft tokens that it has not accepted yet."""
     if Version(tf.__version__) >= Version("5.18"):
         return None
     return f"needs transformers 5.18 or newer, and {tf.__version__} is installed; upgrade it"
