@@ -364,12 +364,13 @@ def _fill_bits(visible_BW, parents):  # type: ignore[no-untyped-def]
         visible_BW[token, token // BITS] |= ONE << U64(token % BITS)
 
 
-def compiled_by_itself(function: FunctionType) -> Callable[[], torch.Tensor]:
+def compiled_by_itself(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """Compile a step of one fixed shape, apart from the others of the same lines.
 
     Torch keeps what it compiled by the code object of a function, which all buckets of all models share: it would take
     each for a change of the one before, and stop compiling after 8 (`torch._dynamo.config.recompile_limit`). So each
     gets a code object of its own.
     """
+    assert isinstance(function, FunctionType)
     function.__code__ = function.__code__.replace()
     return torch.compile(function, fullgraph=True, dynamic=False)

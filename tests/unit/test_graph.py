@@ -6,10 +6,9 @@ import functools
 import gc
 import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 import torch
@@ -108,7 +107,7 @@ def test_compiled_steps_give_the_same_tokens(compiler: None) -> None:
     assert {bucket for _, bucket in decoder.runner.captured._steps} >= {size for size in BUCKETS if size < largest}
 
 
-def _step(size: int) -> FunctionType:
+def _step(size: int) -> Callable[[], torch.Tensor]:
     def forward() -> torch.Tensor:
         return torch.zeros(size) + size
 
