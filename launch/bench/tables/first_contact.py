@@ -5,8 +5,8 @@ NUMBA_CACHE_DIR=$(mktemp -d) python scripts/tables.py first_contact --model FOLD
 1. With empty cache folders, numba's among them: this thread's seconds for loading, for a runner (fusing and the probe),
    for a decoder, and from there to the first token, in plain steps of the same process; and what ten calls of
    `custom_generate` take beyond their steps.
-2. The default and plain decoding in turn, prompt by prompt: the ratio of their seconds with its interval of 95 %, and
-   the most that a text was ever behind.
+2. The default and plain decoding of each prompt, step by step in turn: the ratio of their seconds with its interval of
+   95 %, and the most that a text was ever behind.
 3. A plain step's seconds by the wall with one thread and with a core each, and the number that an app takes.
 
 Seconds are this thread's own but for 3: other programs do not lengthen them by taking its core away.
@@ -122,9 +122,8 @@ def against_plain(args: argparse.Namespace) -> dict[str, Any]:
     ratios, behind = [], []
     for index, prompt in enumerate(load_prompts(args)):
         ids = loaded.tokenizer(prompt.text)["input_ids"][-512:]
-        curves = {}
-        for name in sorted(decoders, reverse=bool(index % 2)):
-            curves[name] = token_times(decoders[name], ids, args.max_new_tokens)
+        order = sorted(decoders, reverse=bool(index % 2))
+        curves = token_times({name: decoders[name] for name in order}, ids, args.max_new_tokens)
         default, plain = curves["default"], curves["plain"]
         ratios.append(plain[-1] / default[-1])
         step_s = plain[-1] / len(plain)
@@ -140,16 +139,23 @@ def against_plain(args: argparse.Namespace) -> dict[str, Any]:
     return {"ratios": ratios, "interval": [low, high], "behind": behind}
 
 
-def token_times(decoder: Any, ids: list[int], new: int) -> list[float]:
-    """This thread's seconds from the call to each new token."""
-    start = time.thread_time()
-    times: list[float] = []
-    decoder.generate(
-        ids,
-        new,
-        eos_token_id=(),
-        on_tokens=lambda tokens, step: times.extend([time.thread_time() - start] * len(tokens)),
-    )
+def token_times(decoders: dict[str, Any], ids: list[int], new: int) -> dict[str, list[float]]:
+    """This thread's seconds that each decoder took until each new token, of one prompt.
+
+    Their steps alternate: a machine's speed changes by more within a text than decoders differ.
+    """
+    engines = {name: lp.Engine(decoder) for name, decoder in decoders.items()}
+    handles = {name: engine.submit(ids, new, eos_token_id=()) for name, engine in engines.items()}
+    spent_s = dict.fromkeys(engines, 0.0)
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    while not all(handle.done for handle in handles.values()):
+        for name, engine in engines.items():
+            if handles[name].done:
+                continue
+            start = time.thread_time()
+            engine.step()
+            spent_s[name] += time.thread_time() - start
+            times[name] += [spent_s[name]] * (len(handles[name].tokens) - len(times[name]))
     return times
 
 
