@@ -249,7 +249,7 @@ class _PerRow:
         ({"watermarking_config": {"seeding_scheme": "selfhash"}}, "watermarking_config"),
         ({"attention_mask": torch.tensor([[1, 0] + [1] * 10])}, "zeros behind its first token"),
         ({"position_ids": torch.arange(12)[None] + 2}, "position_ids"),
-        ({"past_key_values": "filled"}, "past_key_values"),
+        ({"past_key_values": "filled"}, "holds 5 tokens"),
         ({"max_new_tokens": CONTEXT}, f"the model's context {CONTEXT}"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
