@@ -36,6 +36,7 @@ from .bench.ceilings import device_name
 from .bench.machine import machine_now, remarks
 from .weights_bar import tensors_counted
 
+WHY_NOT_FUSED = "lp.models.fused"  # the logger
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "hydra-core")
 # What is refused without these packages, by the extra that brings them.
 EXTRAS = {
@@ -162,12 +163,13 @@ def _heard(said: list[str]) -> Iterator[None]:
 
     class Keeper(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
+            if record.levelno >= logging.WARNING or record.name == WHY_NOT_FUSED:
+                said.append(record.getMessage())
 
     keeper, logger = Keeper(), logging.getLogger("lp")
     logger.addHandler(keeper)
     before = logger.level, logger.propagate
-    logger.setLevel(logging.INFO)  # why layers are not fused
+    logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
         with warnings.catch_warnings(record=True) as found:

@@ -4,7 +4,8 @@ A mask or a position is wrong in every layer of a kind or in none. So the excerp
 the last one of all; the others hand on what they are given. Its output is what the LM head would be given. In float32
 rounding is a hundred thousand times smaller than what a node changes that is seen and must not be.
 
-Only what those layers hold is copied, up to a limit. Quantised weights, embeddings and what is beyond the limit are
+Only what those layers hold is copied, up to a limit: attention's weights first, since a mask acts there. Quantised
+weights that say what they stand for are copied as that. Those that don't, embeddings and what is beyond the limit are
 shared with the model, and run in its dtype on inputs that are rounded to it.
 """
 
@@ -136,32 +137,38 @@ class Excerpt(ModelView):
         return states + states * signs * self.noise
 
     def _kept_modules(self, original: PreTrainedModel) -> set[int]:
-        """Modules that are not cast: embeddings, of which a text reads a few rows, what is no plain weight, and the
-        largest of what is beyond the limit.
+        """Modules that are not cast: embeddings, of which a text reads a few rows, weights that can't be, and what is
+        beyond the limit: the largest, and attention last.
         """
         kept = set()
         sizes = []
-        for module in self._running(original):
+        for module, in_attention in self._running(original):
             own = [parameter for parameter in module._parameters.values() if parameter is not None]
             packed = any(buffer is not None and buffer.dtype in PACKED for buffer in module._buffers.values())
-            if isinstance(module, nn.Embedding) or module is self._embedding or packed or not all(map(_is_plain, own)):
+            if (
+                isinstance(module, nn.Embedding)
+                or module is self._embedding
+                or packed
+                or not all(map(_can_be_cast, own))
+            ):
                 kept.add(id(module))
             elif own:
-                sizes.append((4 * sum(parameter.numel() for parameter in own), id(module)))
+                sizes.append((not in_attention, 4 * sum(parameter.numel() for parameter in own), id(module)))
         free = free_bytes(self._embedding.weight.device)
         room = MOST_BYTES if free is None else min(MOST_BYTES, free // 4)
-        for nbytes, module_id in sorted(sizes):
+        for _, nbytes, module_id in sorted(sizes):
             room -= nbytes
             if room < 0:
                 kept.add(module_id)
         return kept
 
-    def _running(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The modules of the excerpt."""
+    def _running(self, module: nn.Module, in_attention: bool = False) -> Iterator[tuple[nn.Module, bool]]:
+        """The modules of the excerpt, and whether they are a part of attention."""
         if id(module) not in self._instead:
-            yield module
+            in_attention = in_attention or "attention" in type(module).__name__.lower()
+            yield module, in_attention
             for child in module.children():
-                yield from self._running(child)
+                yield from self._running(child, in_attention)
 
     def _listen(self, layer: nn.Module) -> None:
         """Let skipped layers know the form of what this one returns, until `settle`."""
@@ -205,16 +212,27 @@ def _setting(name: str, value: Any) -> tuple[str, Any]:
     return (name, value) if switch or name == "sliding_window" else (name, type(value))
 
 
-def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether a weight is what its dtype says, and has it."""
+def _can_be_cast(parameter: nn.Parameter) -> bool:
+    """Whether a weight has values that its dtype, or its class, tells."""
     dtypes = (torch.float16, torch.bfloat16, *PRECISE)
-    return type(parameter) is nn.Parameter and parameter.dtype in dtypes and parameter.device.type != "meta"
+    known = type(parameter) is nn.Parameter or _is_quantised(parameter)
+    return known and parameter.dtype in dtypes and parameter.device.type != "meta"
+
+
+def _is_quantised(tensor: torch.Tensor) -> bool:
+    """Whether it is of a class, as torchao's, that gives the values that quantised ones stand for."""
+    return type(tensor).dequantize is not torch.Tensor.dequantize
 
 
 def _in_float32(tensor: torch.Tensor | None) -> Any:
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype in PRECISE:
+    if tensor is None or not tensor.is_floating_point():
         return tensor
-    cast = tensor.detach().to(torch.float32)
+    values = tensor.detach()
+    if _is_quantised(values):
+        values = values.dequantize()
+    elif tensor.dtype in PRECISE:
+        return tensor
+    cast = values.to(torch.float32)
     return nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
 
 

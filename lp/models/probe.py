@@ -54,6 +54,7 @@ INT8 = 2.0**-8  # relative, of activations rounded to 8 bits
 SHOWS = 16  # times what rounding does: a planted fault below it tells nothing; a right step may be off by the root
 PLANTED = (2, 4, 6)  # nodes with a planted fault, one at a time
 FEW = 3  # nodes of the whole model's step
+CPU_IS_FULL = "can't allocate memory"  # what torch says of a CPU, by a RuntimeError
 _MARK = "_lp_honours_tree_mask"  # attribute of the model: what it passed with, as `check_tree_mask` names it
 
 
@@ -84,6 +85,11 @@ class Findings:
         return min([effect for _, effect in self.faults if effect > SHOWS * self.noise], default=0.0)
 
     @property
+    def blind(self) -> bool:
+        """No planted fault shows beside what rounding does: a mask that is wrong at one node may pass."""
+        return self.fault == 0
+
+    @property
     def failure(self) -> str | None:
         """What is wrong with the step; None: nothing."""
         if self.error <= self.limit:
@@ -102,16 +108,23 @@ def check_tree_mask(runner: StepRunner) -> None:
     """
     with lock_of(runner.original):
         passed = vars(runner.original).setdefault(_MARK, set())
-        how = (runner.backend.name, runner.captured is not None, runner.fused)
+        dtype = str(runner.original.dtype).removeprefix("torch.")  # a cast or moved model runs other kernels
+        how = (runner.backend.name, runner.captured is not None, runner.fused, dtype, runner.device.type)
         if how in passed:
             return
         with torch.inference_mode():
             _check_runs(runner)
-            failure = probed(runner).failure
-        if failure is None:
+            found = probed(runner)
+        if found.failure is None:
+            if found.blind and runner.exact:  # else it is known to differ
+                logger.warning(
+                    "%s: rounding hides what one token changes that is seen and must not be, so only a mask that is "
+                    "wrong at many is noticed; compare a few texts with AutoregressiveDecoder",
+                    _name(runner),
+                )
             passed.add(how)
             return
-    raise UserError(f"{_name(runner)} {failure}; {_remedy(runner)}")
+    raise UserError(f"{_name(runner)} {found.failure}; {_remedy(runner)}")
 
 
 def _check_runs(runner: StepRunner) -> None:
@@ -147,7 +160,17 @@ def probed(runner: StepRunner, nodes: Sequence[int] = PLANTED) -> Findings:
             except (torch.OutOfMemoryError, CacheTooLarge):
                 raise
             except Exception as failure:  # of code that nobody here knows
-                logger.debug("an excerpt does not run: %s: %s", type(failure).__name__, failure)
+                if CPU_IS_FULL in str(failure):
+                    raise torch.OutOfMemoryError(str(failure)) from failure
+                reason = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
+                how = "in float32" if in_float32 else "by themselves"
+                logger.warning(
+                    "%s: a few of its layers do not run %s (%s), where rounding hides least whether they honour a tree "
+                    "mask; it is asked in its own dtype",
+                    _name(runner),
+                    how,
+                    reason,
+                )
         return _findings(runner, nodes, whole=True)
 
 

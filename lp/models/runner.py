@@ -190,7 +190,10 @@ class ModelRunner:
         self._knows_all = bool(self._known)
         if refusals:
             warnings.warn(f"attention is {self.attention}: {'; '.join(refusals)}", stacklevel=2)
-        logger.info("attention is %s, layers are %s", self.attention, "fused" if self.fused else "transformers' own")
+        if probe:  # else it is asked about a few layers of another runner's model
+            logger.info(
+                "attention is %s, layers are %s", self.attention, "fused" if self.fused else "transformers' own"
+            )
 
     def _take_up_weights(self) -> None:
         """Fuse the layers of the model as it is now, and build masks for its weights."""

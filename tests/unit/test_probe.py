@@ -61,7 +61,6 @@ def test_branches_that_see_each_other_are_refused(arch: str, monkeypatch: pytest
 def test_one_node_that_is_wrong_is_refused(arch: str, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 a large model differs from itself by more than one node changes that is seen and must not be."""
     honest, forward = ancestors(PARENTS), ModelRunner.forward
-    monkeypatch.setattr("lp.models.trial.planted", lambda nodes: [])
 
     def wrong(self: ModelRunner, tokens: Any, positions: Any, visible: np.ndarray, *rest: Any, **kw: Any) -> Any:
         if np.array_equal(visible, honest) and kw.get("capture", True):
@@ -199,11 +198,13 @@ def test_a_kernel_that_is_wrong_in_the_models_dtype_alone(monkeypatch: pytest.Mo
         return kernel(q, k, v * 1.1 if v.dtype is torch.bfloat16 else v, *args, **kw)
 
     monkeypatch.setattr("lp.attention.flash._cpu_flash", coarse)
-    ModelRunner(tiny_model(dtype=torch.float32), "flash")
-    with pytest.raises(
-        ValueError, match=r"computes attention in bfloat16 that is off by 0\.0\d+, where rounding makes"
-    ):
-        ModelRunner(tiny_model(dtype=torch.bfloat16), "flash")
+    model = tiny_model(dtype=torch.float32)
+    ModelRunner(model, "flash")
+    for in_bfloat16 in (tiny_model(dtype=torch.bfloat16), model.to(torch.bfloat16)):
+        with pytest.raises(
+            ValueError, match=r"computes attention in bfloat16 that is off by 0\.0\d+, where rounding makes"
+        ):
+            ModelRunner(in_bfloat16, "flash")
 
 
 def test_a_noisy_arithmetic_is_judged_by_its_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +248,59 @@ def test_a_layer_too_large_to_be_copied(arch: str, monkeypatch: pytest.MonkeyPat
     with torch.inference_mode():
         found = probed(runner)
     assert found.error <= found.limit < found.fault and found.limit < 0.05
+
+
+def test_rounding_that_hides_every_fault_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where no weight can be cast, a node that sees one too many may pass: not in silence."""
+    monkeypatch.setattr("lp.models.excerpt.MOST_BYTES", 0)
+    monkeypatch.setattr("lp.models.probe.SHOWS", 1e9)
+    ModelRunner(tiny_model(dtype=torch.bfloat16))
+    assert "rounding hides what one token changes" in caplog.text
+
+
+def test_attention_is_cast_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask acts there: what the MLP rounds is rounded alike on both sides."""
+    model = tiny_model(dtype=torch.bfloat16, intermediate_size=8)
+    attention = sum(p.numel() for layer in model.model.layers for p in layer.self_attn.parameters())
+    monkeypatch.setattr("lp.models.excerpt.MOST_BYTES", 4 * attention)
+    layer = Excerpt(model).model.model.layers[0]
+    assert layer.self_attn.q_proj.weight.dtype == layer.self_attn.o_proj.weight.dtype == torch.float32
+    assert layer.mlp.up_proj.weight.dtype == torch.bfloat16
+
+
+def test_weights_that_torchao_quantised_are_judged_by_what_they_stand_for() -> None:
+    """They are tensors of another class, and were left in bfloat16, where a model hides one node that sees another."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny_model(dtype=torch.bfloat16)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    excerpt = Excerpt(model)
+    weight, own = (each.model.layers[0].self_attn.q_proj.weight for each in (excerpt.model, model))
+    assert not excerpt.rounded and weight.dtype == torch.float32
+    assert torch.equal(weight, own.dequantize().to(torch.float32))
+    with torch.inference_mode():
+        found = probed(ModelRunner(model, probe=False), range(1, len(PARENTS)))
+    assert found.error <= found.limit < 1e-3 and all(effect > found.limit for _, effect in found.faults)
+
+
+def test_an_excerpt_that_does_not_run_in_float32_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The verdict in the model's own dtype is weaker; and a CPU that is full is no verdict at all."""
+    init, reason = Excerpt.__init__, ["surprise"]
+
+    def fails(self: Excerpt, original: Any, in_float32: bool = True, *rest: Any, **kw: Any) -> None:
+        if in_float32:
+            raise RuntimeError(reason[0])
+        init(self, original, in_float32, *rest, **kw)
+
+    monkeypatch.setattr(Excerpt, "__init__", fails)
+    ModelRunner(tiny_model(dtype=torch.bfloat16), "sdpa")
+    assert "do not run in float32 (RuntimeError: surprise)" in caplog.text
+    reason[0] = "[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+    with pytest.raises(torch.OutOfMemoryError, match="DefaultCPUAllocator"):
+        ModelRunner(tiny_model(dtype=torch.bfloat16), "sdpa")
 
 
 def test_a_layer_whose_code_needs_all_others_is_judged_whole() -> None:
