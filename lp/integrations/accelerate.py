@@ -9,9 +9,12 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from contextlib import nullcontext
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 
 from lp.checks import check_kind
@@ -21,7 +24,10 @@ from lp.engine.lookahead import LookaheadDecoder
 from lp.errors import UserError
 from lp.integrations.custom_generate import Plan
 from lp.models.loader import context_limit
-from lp.models.runner import release
+from lp.models.model_lock import lock_of
+from lp.models.releases import CACHE_NAMES
+from lp.models.runner import release, runner_of
+from lp.models.support import check_adapter
 from lp.parallel.agreement import exchange
 from lp.parallel.context import ParallelContext
 from lp.sampling.generation_config import FIELDS, Does, refusals
@@ -29,6 +35,7 @@ from lp.sampling.generation_config import FIELDS, Does, refusals
 logger = logging.getLogger(__name__)
 NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]  # of its arguments, in their order
 OWN_DRAFTS = "lp drafts by itself, and needs no other model or n-grams"
+NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 M = TypeVar("M")
 
 
@@ -40,7 +47,8 @@ def accelerate(model: M, config: DraftConfig | None = None, context: ParallelCon
     sampled follows torch's seed, and is another one than transformers would draw with it.
 
     Only this object is changed: `generate` becomes an attribute of it, and not of its class. A deep copy or a pickled
-    model is accelerated by itself, on one rank. Called twice, the second call's arguments count.
+    model is accelerated by itself, on one rank. Called twice, the second call's arguments count, and a model that lp
+    refused is asked again, as it is where its dtype, its device or its attention is another one.
 
     Args:
         model: an HF causal LM, or one with a LoRA adapter of PEFT.
@@ -61,7 +69,8 @@ def accelerate(model: M, config: DraftConfig | None = None, context: ParallelCon
     before = vars(model).get("generate")
     accelerated = Accelerated(model, config, context, before.original if isinstance(before, Accelerated) else before)
     if context is not None and not context.alone:
-        accelerated.decoder(model)  # here, where all ranks are
+        check_adapter(model)
+        accelerated.make_decoder(_handed_over(model))  # here, where all ranks are
     model.generate = accelerated  # type: ignore[attr-defined]
     return model
 
@@ -102,11 +111,12 @@ class Accelerated:
     ) -> None:
         self.model, self.config, self.context, self.original = model, config, context, original
         self._decoder: LookaheadDecoder | None = None
+        self._unfit: tuple[_State, str] | None = None
         self._told = set[str]()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has: it is of other weights, and ranks can't be copied."""
-        return vars(self) | {"context": None, "_decoder": None, "_told": set()}
+        return vars(self) | {"context": None, "_decoder": None, "_unfit": None, "_told": set()}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -120,18 +130,17 @@ class Accelerated:
         try:
             return self._through_lp(*args, **kwargs)
         except _Refused as refused:
-            reason = str(refused)
-        self._tell(f"this call of generate is transformers' own: {reason}")
+            reason, kind = str(refused), refused.kind
+        self._tell(f"this call of generate is transformers' own: {reason}", kind)
         return self._transformers(*args, **kwargs)
 
-    def decoder(self, model: PreTrainedModel) -> LookaheadDecoder:
-        """Of the model that transformers hands over: this one, or what an adapter wraps.
+    def make_decoder(self, model: PreTrainedModel) -> LookaheadDecoder:
+        """The decoder of the model that transformers hands over, which all ranks make together.
 
         Raises:
             ValueError: as of LookaheadDecoder.
         """
-        if self._decoder is None or self._decoder.model is not model:
-            self._decoder = LookaheadDecoder(model, self.config, self.context)
+        self._decoder = LookaheadDecoder(model, self.config, self.context)
         return self._decoder
 
     def forget(self) -> None:
@@ -154,26 +163,45 @@ class Accelerated:
                 raise UserError("generate is given an argument twice, or too many positional ones")
             asked = self._checked(given)
         except UserError as error:
-            self._refuse(error)
+            self._refuse(str(error))
         streamer = asked.pop("streamer", None)
 
         def decode(model: PreTrainedModel, input_ids: Any, **prepared: Any) -> Any:
             try:
                 plan = Plan.of(model, input_ids, streamer=streamer, **prepared)
-                decoder = self.decoder(model)
                 self._check(plan, model)
             except UserError as error:
-                self._refuse(error)
-            self._agree("")
-            return plan.run(decoder)
+                self._refuse(str(error))
+            return plan.run(self._agreed_decoder(model))
 
         return self._transformers(**asked, custom_generate=decode)
+
+    def _agreed_decoder(self, model: PreTrainedModel) -> LookaheadDecoder:
+        """The decoder of a model, after every rank has found that it can do the call.
+
+        Where one rank has none all make one, and whether the model can be run is asked before they meet in it.
+
+        Raises:
+            _Refused: on every rank.
+        """
+        with nullcontext() if self._among_ranks else lock_of(model):
+            decoder = self._decoder if self._decoder is not None and self._decoder.model is model else None
+            if self._agree("", has_decoder=decoder is not None) and decoder is not None:
+                return decoder
+            try:
+                runner_of(model)
+                self._agree("")
+                return self.make_decoder(model)
+            except UserError as error:
+                self._unfit = _State.of(model), str(error)
+                self._refuse(str(error))
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of transformers' own `generate`, with what it would not hand over put where it does.
 
         Raises:
             UserError: what lp does not do.
+            _Refused: so are fields of the generation config.
         """
         owner = type(self.model).generate
         own = owner is GenerationMixin.generate or owner.__module__.partition(".")[0] == "peft"
@@ -181,9 +209,16 @@ class Accelerated:
             raise UserError(f"{type(self.model).__name__} has a generate of its own, which is not transformers'")
         if given.get("synced_gpus"):
             raise UserError("synced_gpus=True; lp's ranks end their texts together")
+        if given.get("adapter_names") is not None:
+            raise UserError(
+                "adapter_names is given; PEFT takes an adapter for each row of a pass, and a step has others"
+            )
+        for name in CACHE_NAMES:
+            if given.get(name) is not None:
+                raise UserError(f"{name} is given, to be filled; lp fills a cache of its own: leave it out")
         config = self._effective(given)
         if refused := refusals(config):
-            raise UserError(". ".join(refused.values()))
+            self._refuse(". ".join(refused.values()), ", ".join(refused))
         asked = dict(given)
         tokenizer = asked.pop("tokenizer", None)
         asked.pop("assistant_tokenizer", None)
@@ -220,11 +255,14 @@ class Accelerated:
             asked[name] = None
 
     def _check(self, plan: Plan, model: PreTrainedModel) -> None:
-        """Refuse what lp would end before transformers does, and what one rank alone can do.
+        """Refuse what lp would end before transformers does, what one rank alone can do, and a model that is unfit.
 
         Raises:
             UserError: names it.
         """
+        check_adapter(model)  # which a decoder asks once: adapters come and go
+        if self._unfit is not None and self._unfit[0] == _State.of(model):
+            raise UserError(self._unfit[1])
         context = context_limit(model)
         if context is not None and plan.stops.max_length > context:
             raise UserError(
@@ -237,28 +275,69 @@ class Accelerated:
                 "output_scores or output_logits is on among ranks, of which each has those of its own nodes"
             )
 
-    def _refuse(self, error: UserError) -> NoReturn:
-        self._agree(str(error))
-        raise _Refused(str(error)) from error
+    @property
+    def _among_ranks(self) -> bool:
+        return self.context is not None and not self.context.alone
 
-    def _agree(self, reason: str) -> None:
-        """One answer on all ranks, each of which calls this once a call of `generate`.
+    def _refuse(self, reason: str, kind: str = "") -> NoReturn:
+        self._agree(reason)
+        raise _Refused(reason, kind)
+
+    def _agree(self, reason: str, has_decoder: bool = True) -> bool:
+        """One answer on all ranks: each asks as often as the others, until one has a reason.
+
+        Args:
+            reason: why this rank can't go through lp, if it can't.
+            has_decoder: on this rank.
+
+        Returns:
+            Every rank has a decoder.
 
         Raises:
             _Refused: another rank has a reason, and this one none.
         """
         if self.context is None or self.context.alone:
-            return
-        refused = exchange(self.context, "choosing who generates", [bool(reason)]).flatten().tolist()
+            return has_decoder
+        words = exchange(self.context, "choosing who generates", [bool(reason), has_decoder])
+        refused, have = words.T.tolist()
         if any(refused) and not reason:
             raise _Refused(f"rank {refused.index(1)} can't go through lp")
+        return all(have)
 
-    def _tell(self, line: str) -> None:
-        """Log a line, once."""
-        if line not in self._told:
-            self._told.add(line)
+    def _tell(self, line: str, kind: str = "") -> None:
+        """Log a line, once for its kind: what is left of it without numbers, where no other is given."""
+        kind = kind or NUMBER.sub("", line)
+        if kind not in self._told:
+            self._told.add(kind)
             logger.warning(line)
 
 
 class _Refused(Exception):
-    """What lp does not do; transformers does it."""
+    """What lp does not do; transformers does it.
+
+    Args:
+        reason: in one line.
+        kind: what all such reasons have in common, if more than a number differs.
+    """
+
+    def __init__(self, reason: str, kind: str = "") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class _State(NamedTuple):
+    """What a model's refusal holds for: as long as this is so, it is not asked again."""
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    device: torch.device
+    attention: str | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> _State:
+        return cls(model, model.dtype, model.device, getattr(model.config, "_attn_implementation", None))
+
+
+def _handed_over(model: Any) -> Any:
+    """What transformers' generate gives to `custom_generate`: the model, or the one that PEFT's wrapper holds."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -84,7 +84,8 @@ def generate(
     Returns:
         What `generate` would: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate, with
         `scores` (processed, before noise) and `logits` (raw) if asked for: T tensors (B, V). Where a sequence of the
-        batch is padding they are zero, while transformers has its model's logits behind padding.
+        batch is padding they are zero, while transformers has its model's logits behind padding. It has no cache, and
+        an empty one that the caller gives stays empty: transformers hands over its own in the same way.
 
     Raises:
         Interrupted: a KeyboardInterrupt, as of transformers; SIGINT or SIGTERM came. Its `outputs` are all sequences of

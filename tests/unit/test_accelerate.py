@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ import lp
 from lp.integrations.accelerate import Accelerated
 from lp.integrations.custom_generate import Plan
 from lp.models.loader import DEMO_MODEL, Loaded, load
+from lp.models.releases import cache_in, cache_keyword
+from lp.models.runner import runner_of
+from lp.parallel.agreement import exchange
 from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import CONTEXT, tiny_model
 
@@ -94,6 +98,11 @@ def _own(model: PreTrainedModel, *args: Any, **asked: Any) -> Any:
     return type(model).generate(model, *args, **asked)
 
 
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of calls that are not lp's."""
+    return [record.message for record in caplog.records if record.name == "lp.integrations.accelerate"]
+
+
 class _Collected(BaseStreamer):
     def __init__(self) -> None:
         self.puts: list[list[int]] = []
@@ -134,6 +143,7 @@ def test_a_call_as_it_stands_goes_through_lp(model: PreTrainedModel, through: Th
     assert through.taken() == 1
     if "output_scores" in asked:
         torch.testing.assert_close(output.scores, expected.scores, rtol=1e-6, atol=1e-6)
+        assert cache_in(output) is None, "as the page says"
         output, expected = output.sequences, expected.sequences
     assert output.tolist() == expected.tolist()
 
@@ -249,7 +259,6 @@ class _PerRow:
         ({"watermarking_config": {"seeding_scheme": "selfhash"}}, "watermarking_config"),
         ({"attention_mask": torch.tensor([[1, 0] + [1] * 10])}, "zeros behind its first token"),
         ({"position_ids": torch.arange(12)[None] + 2}, "position_ids"),
-        ({"past_key_values": "filled"}, "holds 5 tokens"),
         ({"max_new_tokens": CONTEXT}, f"the model's context {CONTEXT}"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
@@ -261,19 +270,64 @@ def test_what_lp_does_not_do_is_transformers_own(
     asked = asked if "generation_config" in asked else ASKED | asked
 
     def call(generate: Callable[..., Any]) -> Any:
-        given = dict(asked)
-        if "past_key_values" in given:
-            given["past_key_values"] = DynamicCache(config=model.config)
-            with torch.no_grad():
-                model(IDS[:, :5], past_key_values=given["past_key_values"])
-        out = generate(IDS, **given)
+        out = generate(IDS, **asked)
         return (out if isinstance(out, torch.Tensor) else out.sequences).tolist()
 
     with caplog.at_level(logging.WARNING):
         outputs = [call(model.generate) for _ in range(2)]
     assert outputs == [call(lambda *args, **given: _own(model, *args, **given))] * 2 and not through
-    (line,) = [record.message for record in caplog.records if record.name == "lp.integrations.accelerate"]
+    (line,) = _lines(caplog)
     assert line.startswith("this call of generate is transformers' own: ") and why in line
+
+
+def test_a_cache_of_the_caller_s_is_filled(
+    model: PreTrainedModel, through: Through, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A chat of three turns over one cache: left empty, every turn would compute the whole text, and nobody said so."""
+
+    def chat(generate: Callable[..., Any]) -> tuple[list[list[int]], int]:
+        cache, ids = DynamicCache(config=model.config), IDS
+        for _ in range(3):
+            asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "pad_token_id": 0}
+            out = generate(ids, **asked, **{cache_keyword(model): cache})
+            ids = torch.cat([out, IDS[:, :2]], 1)
+        return ids.tolist(), cache.get_seq_length()
+
+    with caplog.at_level(logging.WARNING):
+        text, held = chat(model.generate)
+    assert (text, held) == chat(lambda *args, **given: _own(model, *args, **given)) and not through
+    assert held == len(text[0]) - 3, "all but the last tokens, which nothing was computed of"
+    (line,) = _lines(caplog)
+    assert f"{cache_keyword(model)} is given" in line and "leave it out" in line
+    assert model.generate(IDS, **ASKED, **{cache_keyword(model): None}).shape == (1, 28) and through.taken() == 1
+
+
+def test_a_reason_is_told_once_whatever_numbers_are_in_it(
+    model: PreTrainedModel, through: Through, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line a call, and a set of lines that grows, in a server where texts have any lengths."""
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            asked = {"max_new_tokens": 2, "pad_token_id": 0}
+            model.generate(IDS, **asked, num_beams=number + 2)
+            model.generate(IDS, **asked, guidance_scale=1.5 + number / 3)
+            model.generate(IDS, **asked, encoder_repetition_penalty=[1.2, 1e-5, 3.0][number])
+            model.generate(IDS, **asked, position_ids=torch.arange(12)[None] + number + 1)
+            longer = CONTEXT - IDS.shape[1] + number + 1
+            model.generate(IDS, pad_token_id=0, max_new_tokens=longer, stopping_criteria=[_Sums()])
+            model.generate(IDS, **asked, prompt_lookup_num_tokens=number + 3)
+    lines = _lines(caplog)
+    assert through.taken() == 3 and len(lines) == 6, lines
+    for name in (
+        "num_beams is 2",
+        "guidance_scale is 1.5",
+        "is 1.2",
+        "position_ids",
+        f"{CONTEXT + 1}",
+        "prompt_lookup",
+    ):
+        assert sum(name in line for line in lines) == 1, name
+    assert isinstance(model.generate, Accelerated) and len(model.generate._told) == 6
 
 
 def test_a_streamer_for_several_prompts_is_left_to_transformers(model: PreTrainedModel, through: Through) -> None:
@@ -297,7 +351,7 @@ def test_drafts_of_others_are_named_as_unused(
         config = GenerationConfig(max_new_tokens=16, prompt_lookup_num_tokens=3, pad_token_id=0)
         assert model.generate(IDS, config).tolist() == expected
     assert through.taken() == 3 and config.prompt_lookup_num_tokens == 3
-    lines = [record.message for record in caplog.records if record.name == "lp.integrations.accelerate"]
+    lines = _lines(caplog)
     assert [line.split()[0] for line in lines] == ["assistant_model", "prompt_lookup_num_tokens"]
     assert all("unused: lp drafts by itself" in line for line in lines)
 
@@ -322,6 +376,59 @@ def test_a_model_that_lp_refuses(through: Through, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         assert lp.accelerate(model).generate(IDS, max_new_tokens=5).tolist() == expected
     assert not through and "transformers' own" in caplog.records[-1].message
+
+
+def test_a_refused_model_is_asked_once(through: Through, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked in every call, for a quarter of a second; until it is another one, or is accelerated again."""
+    model: Any = lp.accelerate(tiny_model("llama").double(), SHAPE)
+    expected = _own(model, IDS, **ASKED).tolist()
+    passes: list[Any] = []
+
+    def dishonoured(runner: Any) -> None:
+        passes.append(runner.original)
+        raise lp.UserError("LlamaForCausalLM does not honour a tree mask")
+
+    def asked() -> bool:
+        passes.clear()
+        assert model.generate(IDS, **ASKED).shape == (1, 28)
+        return bool(passes)
+
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        model.float,
+        lambda: model.set_attn_implementation("eager"),
+        model.double,
+        lambda: lp.accelerate(model, SHAPE),
+        lambda: lp.accelerate(lp.restore(model), SHAPE),
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr("lp.models.runner.check_tree_mask", dishonoured)
+        for change in changes:
+            change()
+            assert [asked() for _ in range(3)] == [True, False, False]
+        assert not through
+    assert not asked()
+    assert lp.accelerate(model, SHAPE).generate(IDS, **ASKED).tolist() == expected and through.taken() == 1
+    lp.restore(model)
+
+
+def test_threads_share_a_decoder(model: PreTrainedModel, through: Through, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's first calls come at once, and a decoder holds what texts have in common."""
+    made: list[Any] = []
+
+    def noted(*settings: Any) -> lp.LookaheadDecoder:
+        made.append(settings)
+        time.sleep(0.05)  # for the other threads
+        return lp.LookaheadDecoder(*settings)
+
+    monkeypatch.setattr("lp.integrations.accelerate.LookaheadDecoder", noted)
+    expected, texts = _own(model, IDS, **ASKED).tolist(), []
+    threads = [threading.Thread(target=lambda: texts.append(model.generate(IDS, **ASKED).tolist())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [expected] * 4 and through.taken() == 4 and len(made) == 1
 
 
 def test_restore_leaves_the_model_as_it_was() -> None:
@@ -398,26 +505,115 @@ def test_adapters(through: Through, kind: str) -> None:
     assert through.taken() == (kind == "lora")
 
 
-def test_ranks_choose_alike(shared: PreTrainedModel, through: Through) -> None:
+def _lora(**fields: Any) -> Any:
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules="all-linear", **fields)
+
+
+def _adapted(config: Any) -> Any:
+    base = tiny_model("llama").double()
+    base.generation_config.pad_token_id = 0
+    return peft.get_peft_model(base, config).double().eval()
+
+
+def test_rows_with_adapters_of_their_own(through: Through, caplog: pytest.LogCaptureFixture) -> None:
+    """PEFT takes `adapter_names` before transformers sees it, and leaves hooks for other rows than a step has."""
+    adapted = _adapted(_lora())
+    adapted.add_adapter("second", _lora())
+    adapted.double().eval()
+    two = IDS.expand(2, -1)
+    asked = {"input_ids": two, "attention_mask": torch.ones_like(two), "max_new_tokens": 8}
+    expected = adapted.generate(**asked, adapter_names=["default", "second"]).tolist()
+    assert expected[0] != expected[1]
+    with caplog.at_level(logging.WARNING):
+        assert lp.accelerate(adapted, SHAPE).generate(**asked, adapter_names=["default", "second"]).tolist() == expected
+    assert not through and "adapter_names is given" in _lines(caplog)[0]
+    assert adapted.generate(**asked).tolist()[0] == expected[0] and through.taken() == 1
+
+
+def test_an_adapter_that_comes_later(through: Through, caplog: pytest.LogCaptureFixture) -> None:
+    """A decoder that is kept asked the model for its adapters once."""
+    adapted = lp.accelerate(_adapted(_lora()), SHAPE)
+    asked = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 8}
+    first = adapted.generate(**asked).tolist()
+    adapted.add_adapter("activated", _lora(alora_invocation_tokens=[9, 1]))
+    adapted.double().set_adapter("activated")
+    adapted.eval()
+    with caplog.at_level(logging.WARNING):
+        text = adapted.generate(**asked).tolist()
+    assert text == _own(adapted, **asked).tolist() != first
+    assert through.taken() == 1 and "activated LORA" in _lines(caplog)[0]
+    adapted.set_adapter("default")
+    adapted.delete_adapter("activated")
+    assert adapted.generate(**asked).tolist() == first and through.taken() == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+def test_ranks_choose_alike(through: Through, kind: str) -> None:
     """All through lp or none, also where one rank alone has a reason: else some would wait for the others' messages."""
     two = IDS.expand(2, -1)
-    models = [copy.deepcopy(shared) for _ in range(2)]
-    expected = [_own(shared, ids, max_new_tokens=8).tolist() for ids in (IDS, two)]
-    beams = _own(shared, IDS, max_new_tokens=8, num_beams=2).tolist()
+    model = tiny_model("llama").double() if kind == "plain" else _adapted(_lora())
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def calls(model: Any, streamer: BaseStreamer | None = None) -> list[Any]:
+        torch.manual_seed(0)  # of the process, whose threads these are
+        given = {"max_new_tokens": 8, "pad_token_id": 0}
+        return [
+            model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **given, **asked).tolist()
+            for ids, asked in (
+                (two, {"streamer": streamer}),
+                (IDS, {}),
+                (two, {}),
+                (IDS, {"num_beams": 2}),
+                (two, {"streamer": streamer}),
+                (IDS, {"do_sample": True}),
+            )
+        ]
 
     def run(context: lp.ParallelContext) -> list[Any]:
-        model = lp.accelerate(models[context.rank], SHAPE, context)
-        torch.manual_seed(0)  # of the process, whose threads these are
-        outputs = [model.generate(IDS, max_new_tokens=8).tolist(), model.generate(two, max_new_tokens=8).tolist()]
-        outputs.append(model.generate(IDS, max_new_tokens=8, num_beams=2).tolist())
-        streamer = _Collected() if context.is_main else None
-        outputs.append(model.generate(two, max_new_tokens=8, streamer=streamer).tolist())
-        outputs.append(model.generate(IDS, max_new_tokens=8, do_sample=True).tolist())
-        return outputs
+        accelerated = lp.accelerate(models[context.rank], SHAPE, context)
+        return calls(accelerated, _Collected() if context.is_main else None)
 
     ranks = run_lockstep(2, run)
-    assert ranks[0] == ranks[1] and ranks[0][:4] == [*expected, beams, expected[1]]
+    assert ranks[0] == ranks[1] and ranks[0][:5] == calls(model)[:5]
     assert through == [1, 1, 2, 2, 1, 1]  # on both ranks each: neither the beams nor the streamer of one rank
+
+
+def test_ranks_of_which_one_refuses_its_model(through: Through, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would leave the others in the collectives of making a decoder, as would one that has a decoder still."""
+    models: list[Any] = [tiny_model("llama").double() for _ in range(2)]
+    expected = _own(models[0], IDS, **ASKED).tolist()
+    unfit: list[PreTrainedModel] = []
+
+    def asked(model: PreTrainedModel, *settings: Any) -> Any:
+        if any(model is each for each in unfit):
+            raise lp.UserError("this rank's model is unfit")
+        return runner_of(model, *settings)
+
+    monkeypatch.setattr("lp.integrations.accelerate.runner_of", asked)
+
+    def call(context: lp.ParallelContext) -> None:
+        assert models[context.rank].generate(IDS, **ASKED).tolist() == expected
+
+    def run(context: lp.ParallelContext) -> list[int]:
+        lp.accelerate(models[context.rank], SHAPE, context)
+        taken = []
+        for change in (lambda: None, models[0].generate.forget, _unfit, unfit.clear, _otherwise):
+            if context.is_main:
+                change()
+            exchange(context, "changing a model")
+            call(context)
+            exchange(context, "comparing texts")
+            taken.append(len(through))
+        return taken
+
+    def _unfit() -> None:
+        unfit.append(models[0])
+        models[0].generate.forget()
+
+    def _otherwise() -> None:
+        models[0].set_attn_implementation("eager")
+
+    assert run_lockstep(2, run) == [[2, 4, 4, 4, 6]] * 2
 
 
 @pytest.mark.slow

@@ -272,6 +272,7 @@ def test_a_given_cache(model: PreTrainedModel) -> None:
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12)
         given = {"attention_mask": torch.ones_like(ids), keyword: cache}
         assert torch.equal(model.generate(ids, **given, **fixed), expected)
+        assert cache.get_seq_length() == 0, "transformers' own empty one looks the same"
         other = torch.tensor([drawn_text(rng, held := rng.randint(1, 8))])
         model(other, **{keyword: cache})
         for asked in (given, {keyword: cache}, given | {"attention_mask": torch.ones(1, 9 + held)}):
