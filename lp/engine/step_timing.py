@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -20,6 +21,7 @@ from lp.checks import env_int
 from lp.config import LookaheadConfig, PoolScope
 from lp.draft.share import step_tokens
 from lp.models.layer_timing import TIMED_SIZES, time_passes
+from lp.models.model_lock import lock_of
 from lp.models.runner import ModelRunner
 from lp.parallel.agreement import exchange
 from lp.parallel.context import ParallelContext
@@ -120,7 +122,9 @@ class KnownStepTimes(GivenStepTimes):
     ) -> None:
         self._context = context
         self._threads = torch.get_num_threads() if runner.device.type == "cpu" else 0
-        self._table = _table_of(runner, config, context, again)
+        # Threads share a table; ranks that are threads may share a model, and wait for each other within.
+        with lock_of(runner.original) if context.alone else nullcontext():
+            self._table = _table_of(runner, config, context, again)
         self._take(self._table.estimate)
         self.update()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,27 @@ def test_no_decoder_times_what_another_one_knows(passes: list[int], tmp_path: Pa
     assert passes == 2 * [*TIMED_SIZES], "unless it is asked to begin anew"
     assert not lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)).step_times
     assert passes == 2 * [*TIMED_SIZES], "a fixed budget needs no times"
+
+
+def test_threads_share_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First decoders that are made at once timed a layer each, and what all but one learned was lost."""
+    taken: list[int] = []
+
+    def noted(runner: ModelRunner) -> dict[int, float]:
+        taken.append(threading.get_ident())
+        time.sleep(0.05)  # for the other threads
+        return dict.fromkeys(TIMED_SIZES, 0.001)
+
+    monkeypatch.setattr("lp.engine.step_timing.time_passes", noted)
+    model, decoders = tiny_model(), list[lp.LookaheadDecoder]()
+    lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))  # has no table
+    threads = [threading.Thread(target=lambda: decoders.append(lp.LookaheadDecoder(model))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(decoders) == 4 and len(taken) == 1
+    assert len({id(_known(decoder)._table) for decoder in decoders}) == 1
 
 
 def test_what_is_learned_is_kept_with_its_doubts(tmp_path: Path) -> None:
