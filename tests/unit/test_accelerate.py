@@ -597,7 +597,7 @@ def test_ranks_of_which_one_refuses_its_model(through: Through, monkeypatch: pyt
     def run(context: lp.ParallelContext) -> list[int]:
         lp.accelerate(models[context.rank], SHAPE, context)
         taken = []
-        for change in (lambda: None, models[0].generate.forget, _unfit, unfit.clear, _otherwise):
+        for change in (lambda: None, _forgotten, _unfit, unfit.clear, _otherwise):
             if context.is_main:
                 change()
             exchange(context, "changing a model")
@@ -606,9 +606,12 @@ def test_ranks_of_which_one_refuses_its_model(through: Through, monkeypatch: pyt
             taken.append(len(through))
         return taken
 
+    def _forgotten() -> None:
+        models[0].generate.forget()
+
     def _unfit() -> None:
         unfit.append(models[0])
-        models[0].generate.forget()
+        _forgotten()
 
     def _otherwise() -> None:
         models[0].set_attn_implementation("eager")
