@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -99,7 +100,7 @@ def _write(path: Path, text: str) -> None:
     """Write the whole file or nothing."""
     if not path.is_absolute():  # without a home folder, "~" would be a folder right here
         raise FileNotFoundError(errno.ENOENT, "there is no home folder")
-    part = path.with_suffix(f".{os.getpid()}.part")
+    part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(text, encoding="utf-8")

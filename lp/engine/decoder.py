@@ -185,6 +185,7 @@ class Decoder(ABC):
         Args:
             signals: that end the text.
         """
+        check_adapter(self.model)  # again: one may have been added since
         prompt = prompt_ids(self.model, input_ids)
         check_sampling(asked := sampling)
         check_callback("on_tokens", on_tokens, "a function of (new tokens, step), or None")

@@ -110,6 +110,17 @@ def test_activated_lora_is_refused() -> None:
             refused()
 
 
+@pytest.mark.parametrize("make", [lp.LookaheadDecoder, lp.PlainDecoder, lp.AutoregressiveDecoder])
+def test_activated_lora_that_comes_later_is_refused(make: Any) -> None:
+    """A decoder that was made before gave wrong text, in silence."""
+    model = tiny_model()
+    decoder = make(model)
+    decoder.generate([5, 6, 7], 2)
+    peft.get_peft_model(model, _lora(alora_invocation_tokens=[7, 1]))
+    with pytest.raises(ValueError, match="activated LORA"):
+        decoder.generate([5, 6, 7, 1, 2], 2)
+
+
 def test_an_adapter_among_others() -> None:
     """The active one counts."""
     model = _adapted(_lora())
