@@ -12,8 +12,8 @@ from lp.sampling.grammar_compiler import LLGrammar
 from lp.sampling.language_checks import byte_tokenizer
 from lp.sampling.lark import Lark
 
-NAMES = ("a", "b", "id", "é")
-PATTERNS = ("^[a-c]+$", "[0-9]", "^x", "b$", "^(?!a)", "^.{2,3}$", r"^\w+-\d{1,2}$")
+NAMES = ("a", "b", "id", "é", "")
+PATTERNS = ("^$", "^[a-c]+$", "[0-9]", "^x", "b$", "^(?!a)", "^.{2,3}$", r"^\w+-\d{1,2}$")
 EOS = 256  # of the tokenizer of bytes
 ENDS = b'"]},0 '  # drawn more often, or few texts would end
 
@@ -128,7 +128,7 @@ def _objects(rng: random.Random, levels: int) -> dict[str, Any]:
 
 
 def _constants(rng: random.Random, levels: int) -> dict[str, Any]:
-    values = [1, 2.0, -0.5, "a", "bé\n", True, None, [1], {"a": 1}, 10**20, 1e5]
+    values = [1, 2.0, -0.5, "a", "bé\n", "", True, None, [1], {"a": 1}, {"": ""}, 10**20, 1e5]
     return {"const": rng.choice(values)} if rng.random() < 0.3 else {"enum": rng.sample(values, rng.randint(1, 4))}
 
 

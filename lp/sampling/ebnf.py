@@ -81,6 +81,8 @@ def _terminal(node: Node, numbers: Mapping[str, int]) -> str:
             return " ".join(_terminal(part, numbers) for part in parts) if parts else '""'
         case Alt(parts):
             return f"({' | '.join(_terminal(part, numbers) for part in parts)})"
+        case Repeat(_, _, 0):
+            return '""'
         case Repeat(part, least, most):
             return f"({_terminal(part, numbers)}){count(least, most)}"
     raise AssertionError(node)

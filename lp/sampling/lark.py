@@ -185,7 +185,7 @@ class _Writer:
             case Mark():
                 return f"<[{MARK}]>"
             case Repeat(inner, least, most):
-                if self.length(inner) == math.inf:
+                if most == 0 or self.length(inner) == math.inf:
                     return self._written(EMPTY)
                 return f"({self._written(inner)}){count(least, most)}"
             case Unique():

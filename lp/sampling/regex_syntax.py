@@ -474,7 +474,7 @@ def terminal(node: Node, char: Callable[[Ranges], str]) -> str:
             return "(" + " | ".join(terminal(part, char) for part in parts) + ")"
         case Seq(parts) if not _is_plain(node):
             return "(" + " ".join(terminal(part, char) for part in parts) + ")"
-    return f"/{expression(node, char)}/"
+    return f"/{written}/" if (written := expression(node, char)) else '""'  # of nothing, // begins a remark
 
 
 def _is_plain(node: Node) -> bool:

@@ -31,6 +31,11 @@ PATTERNS = [
     r"^(?=.*\d)(?=.*[a-z]).{4,8}$",
     "^$",
     "",
+    "^(?:|a)$",
+    "^()*a{0}$",
+    "^(?:a{0,0}){3}b?$",
+    "^(?!$)",
+    "^(?=a)",
     r"[\]a-]",
     "^a*?$",
     "^(?:a{2}){1,2}(?P<n>b+)?$",
@@ -63,6 +68,10 @@ def test_patterns_match_anywhere(pattern: str) -> None:
         (".", ["é", "\U0001f600"], ["\n", "ab"]),
         (r"\u{1F600}|\ud83d\ude01|\x41\cJ", ["\U0001f600", "\U0001f601", "A\n"], ["A"]),
         ("a|b{2}/", ["a", "bb/"], ["b/"]),
+        ("(?!a)", [""], ["a", "b"]),
+        ("(?!a)b|(?!b)", ["", "b"], ["a"]),
+        ("(?!)|a", ["a"], [""]),
+        ("(?=)", [""], ["a"]),
     ],
 )
 def test_regular_expressions_of_whole_texts(pattern: str, taken: list[str], refused: list[str]) -> None:
@@ -149,6 +158,8 @@ def test_the_grammar_of_json_that_clients_send() -> None:
         'root ::= "a" root "b" | "" | "c" root',
         'root ::= [a-b]* "a" | ("ab"+ "c")?',
         'root ::= x{0,2} x\nx ::= "a" | "b" x | "ab"',
+        'root ::= "" | ("" | "a") "b"{0} "c"{0,0}',
+        'root ::= "a"{0} | "a" root{0} | "b" root{0,0} | "c" root',
     ],
 )
 def test_rules_take_every_split_of_a_text(rules: str) -> None:
