@@ -322,7 +322,7 @@ def test_other_grammars(demo: Any) -> None:
     ids = tokenizer("x = ")["input_ids"]
     for grammar, expected in [
         (compiler.regex("(yes|no), sir"), ("yes, sir", "no, sir")),
-        (compiler.ebnf('root ::= "a" "b"'), "ab"),
+        (compiler.ebnf('root ::= "a" "b"'), ("ab",)),
     ]:
         output = decoder.generate(ids, 20, grammar=grammar)
         assert tokenizer.decode(output.tokens, skip_special_tokens=True) in expected and output.finish_reason == "eos"
