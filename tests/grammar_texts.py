@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +17,29 @@ from lp.sampling.lark import Lark
 
 NAMES = ("a", "b", "id", "é", "")
 PATTERNS = ("^$", "^[a-c]+$", "[0-9]", "^x", "b$", "^(?!a)", "^.{2,3}$", r"^\w+-\d{1,2}$")
+SCALARS = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    2.5,
+    -3,
+    -0.5,
+    14,
+    0.1,
+    10**20,
+    1e5,
+    "",
+    "a",
+    "b",
+    "x",
+    "é",
+    "ab",
+    "c0-12",
+    "b\né",
+)
 EOS = 256  # of the tokenizer of bytes
 ENDS = b'"]},0 '  # drawn more often, or few texts would end
 
@@ -128,7 +154,7 @@ def _objects(rng: random.Random, levels: int) -> dict[str, Any]:
 
 
 def _constants(rng: random.Random, levels: int) -> dict[str, Any]:
-    values = [1, 2.0, -0.5, "a", "bé\n", "", True, None, [1], {"a": 1}, {"": ""}, 10**20, 1e5]
+    values = [1, 2.0, -0.5, "a", "b\né", "", True, None, [1], {"a": 1}, {"": ""}, 10**20, 1e5]
     return {"const": rng.choice(values)} if rng.random() < 0.3 else {"enum": rng.sample(values, rng.randint(1, 4))}
 
 
@@ -142,3 +168,29 @@ def _unions(rng: random.Random, levels: int) -> dict[str, Any]:
 
 
 _KEYWORDS = (_numbers, _strings, _lists, _objects, _objects, _constants, _unions, _unions)
+
+
+def drawn_value(rng: random.Random, levels: int = 2) -> Any:
+    """A value that some drawn schemas take."""
+    kind = rng.randrange(4) if levels else 0
+    if kind < 2:
+        return rng.choice(SCALARS)
+    inner = [drawn_value(rng, levels - 1) for _ in range(rng.randint(0, levels + 1))]
+    return inner if kind == 2 else dict(zip(rng.sample((*NAMES, "x", "p"), len(inner)), inner, strict=True))
+
+
+def spellings(value: Any) -> Iterator[str]:
+    """Texts of a value, of which a grammar that takes it has one: the order of names is the schema's."""
+    match value:
+        case list():
+            for items in itertools.product(*([*spellings(each)] for each in value)):
+                yield f"[{', '.join(items)}]"
+        case dict():
+            for names in itertools.permutations(value):
+                pairs = ([f"{json.dumps(name)}: {text}" for text in spellings(value[name])] for name in names)
+                for each in itertools.product(*pairs):
+                    yield f"{{{', '.join(each)}}}"
+        case int() | float() if value in (2, 1e5) and not isinstance(value, bool):  # the drawn constants have decimals
+            yield from (str(int(value)), f"{int(value)}.0")
+        case _:
+            yield json.dumps(value)

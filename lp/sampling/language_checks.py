@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from lp.errors import UserError
 from lp.sampling.regex_syntax import Node, raw, terminal
+from lp.sampling.schema_document import UnplacedError
 
 MARK = 257  # of the tokenizer below
 
@@ -70,5 +70,6 @@ def _matcher(right_side: str) -> Any:
 
     matcher = llguidance.LLMatcher(byte_tokenizer(), f"start: T\nT: {right_side}", log_level=0)
     if matcher.is_error():
-        raise UserError(f"a pattern is too large ({matcher.get_error().splitlines()[0]}); write it with fewer repeats")
+        error = matcher.get_error().splitlines()[0]
+        raise UnplacedError("a pattern", f"is too large ({error}); write it with fewer repeats")
     return matcher

@@ -10,6 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 from lp.errors import UserError
+from lp.sampling.schema_document import UnplacedError
 
 INTEGER = "-?(?:0|[1-9][0-9]*)"
 # With exponents that a float can have: what is read as infinite is no JSON when it is written again.
@@ -41,7 +42,10 @@ def next_number(bound: Fraction, up: bool) -> Fraction:
         ValueError: the bound is so large that floats leave integers out.
     """
     if abs(bound) >= EXACT_INTEGERS:
-        raise UserError(f"a number beyond {EXACT_INTEGERS}")
+        raise UnplacedError(
+            "a number",
+            f"beyond {EXACT_INTEGERS} is no exact bound where it is itself left out; take minimum or maximum",
+        )
     near = float(bound)
     beside = math.nextafter(near, math.inf if up else -math.inf)
     return Fraction(Decimal(repr(beside)))

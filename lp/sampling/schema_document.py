@@ -41,6 +41,27 @@ class Written(Decimal):
         return made
 
 
+class UnplacedError(UserError):
+    """A refusal for which the part of the schema that it is about is yet to be named.
+
+    Args:
+        what: is refused.
+        why: and what to do.
+    """
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what, why)
+        self.what = what
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.why}"
+
+    def at(self, *places: str) -> UserError:
+        """The refusal with the parts that it is about."""
+        return UserError(f"{self.what} at {' and '.join(places)} {self.why}")
+
+
 class Document:
     """A schema.
 

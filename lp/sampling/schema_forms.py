@@ -25,6 +25,8 @@ class Place:
 
 
 Demand: TypeAlias = frozenset[Place]
+Places: TypeAlias = tuple[str, ...]  # where a form comes from: forms are equal wherever that is
+MOST_PLACES = 8  # that a form remembers
 ANYTHING: Demand = frozenset()
 NOTHING: Demand = frozenset({Place("nothing")})  # which no value follows
 
@@ -52,7 +54,8 @@ class Number:
         above: more than that.
         high: at most that.
         below: less than that.
-        multiples: of all of these.
+        multiples: every number is a multiple of each.
+        places: parts of the schema that say so.
     """
 
     integer: bool = False
@@ -61,6 +64,7 @@ class Number:
     high: Fraction | None = None
     below: Fraction | None = None
     multiples: frozenset[Fraction] = frozenset()
+    places: Places = field(default=(), compare=False)
 
     def joined(self, other: Number) -> Number | None:
         """Those of both; None for none."""
@@ -71,6 +75,7 @@ class Number:
             _least(self.high, other.high),
             _least(self.below, other.below),
             self.multiples | other.multiples,
+            _together(self.places, other.places),
         )
         lowest = _largest(made.low, made.above)
         highest = _least(made.high, made.below)
@@ -93,18 +98,24 @@ class Number:
 
 @dataclass(frozen=True)
 class Text:
-    """Strings by their length and by languages, of all of which they are."""
+    """Strings by their length and by languages, of all of which they are.
+
+    Attributes:
+        places: parts of the schema that say so.
+    """
 
     least: int = 0
     most: int | None = None
     languages: tuple[Node, ...] = ()
+    places: Places = field(default=(), compare=False)
 
     def joined(self, other: Text) -> Text | None:
         """Those of both; None for none."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         if most is not None and least > most:
             return None
-        return Text(least, most, tuple(dict.fromkeys(self.languages + other.languages)))
+        languages = tuple(dict.fromkeys(self.languages + other.languages))
+        return Text(least, most, languages, _together(self.places, other.places))
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,7 @@ class List:
         first: what the first items follow.
         rest: what all others do.
         unique: where it is demanded that no item comes twice.
+        places: parts of the schema that say something of such a list.
     """
 
     first: tuple[Demand, ...] = ()
@@ -133,6 +145,7 @@ class List:
     most: int | None = None
     unique: str = ""
     contained: tuple[Contained, ...] = ()
+    places: Places = field(default=(), compare=False)
 
     def item(self, index: int) -> Demand:
         """What an item follows."""
@@ -146,7 +159,8 @@ class List:
         count = max(len(self.first), len(other.first))
         first = tuple(self.item(index) | other.item(index) for index in range(count))
         contained = tuple(dict.fromkeys(self.contained + other.contained))
-        return List(first, self.rest | other.rest, least, most, self.unique or other.unique, contained)
+        places = _together(self.places, other.places)
+        return List(first, self.rest | other.rest, least, most, self.unique or other.unique, contained, places)
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,7 @@ class Object:
         layers: all of which a property follows.
         required: names that are there.
         names: what all names follow.
+        places: parts of the schema that say something of such an object.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -179,6 +194,7 @@ class Object:
     least: int = 0
     most: int | None = None
     names: Demand = ANYTHING
+    places: Places = field(default=(), compare=False)
 
     def joined(self, other: Object) -> Object | None:
         """Those of both; None for none."""
@@ -187,7 +203,8 @@ class Object:
         if most is not None and max(least, len(required)) > most:
             return None
         layers = tuple(dict.fromkeys(self.layers + other.layers))
-        return Object(layers, required, least, most, self.names | other.names)
+        places = _together(self.places, other.places)
+        return Object(layers, required, least, most, self.names | other.names, places)
 
 
 Form: TypeAlias = Value | Number | Text | List | Object
@@ -232,9 +249,13 @@ def type_of_value(value: Any) -> str:
     return "number"
 
 
-def without_limits(form: Object) -> Object:
-    """An object without bounds of how many properties it has."""
-    return replace(form, least=0, most=None)
+def placed(union: Union, pointer: str) -> Union:
+    """Forms that all say where they come from: from this part, unless they say another one."""
+    return tuple(form if isinstance(form, Value) or form.places else replace(form, places=(pointer,)) for form in union)
+
+
+def _together(one: Places, other: Places) -> Places:
+    return tuple(dict.fromkeys(one + other))[:MOST_PLACES]
 
 
 def _largest(one: Fraction | None, other: Fraction | None) -> Fraction | None:

@@ -12,6 +12,7 @@ from itertools import combinations, permutations, product
 from typing import Any
 
 from lp.errors import UserError
+from lp.sampling.language_checks import has_no_text
 from lp.sampling.lark import MOST_RULES, Lark, Lexeme, Mark, Part, Unique, to_lark
 from lp.sampling.number_syntax import EXACT_INTEGERS, integer_terminal, next_number, number_terminal
 from lp.sampling.regex_syntax import (
@@ -30,7 +31,7 @@ from lp.sampling.regex_syntax import (
     literal,
     terminal,
 )
-from lp.sampling.schema_document import Document, Written
+from lp.sampling.schema_document import Document, UnplacedError, Written
 from lp.sampling.schema_forms import NOTHING, Contained, Demand, Form, List, Number, Object, Text, Value
 from lp.sampling.schema_rewriting import Rewriting, comparable, text_language
 
@@ -38,6 +39,8 @@ MOST_STATES = 20_000  # of one object's properties, by how many came
 MOST_PATTERNS = 5  # of names of one object: every set of them is another kind of name
 MOST_UNIQUE = 64
 MOST_ORDERED = 3  # names in any order, where the schema has none
+
+NO_INTEGER = "of a number that is no integer is not enforced exactly; take an integer"
 
 COMMA = Lexeme('", "', 2)
 COLON = Lexeme('": "', 2)
@@ -94,7 +97,7 @@ class _Rules:
             ]
             parts = [_either([lexeme for lexemes in scalars for lexeme in lexemes])] if scalars else []
             parts += [
-                self._form(form) for form in forms if not (isinstance(form, Value) and not _has_parts(form.value))
+                self._placed(form) for form in forms if not (isinstance(form, Value) and not _has_parts(form.value))
             ]
             self.rules[self._names[demand]] = _alt(*parts)
 
@@ -110,6 +113,13 @@ class _Rules:
         self.rules[name] = part
         return Rule(name)
 
+    def _placed(self, form: Form) -> Part:
+        """What a form takes; a refusal says where the form comes from."""
+        try:
+            return self._form(form)
+        except UnplacedError as error:
+            raise error.at(*self._rewriting.where(form, error.what)) from None
+
     def _form(self, form: Form) -> Part:
         match form:
             case Value(_, value):
@@ -117,9 +127,9 @@ class _Rules:
             case Number():
                 return number_lexeme(form)
             case Text():
-                return string_lexeme(
-                    text_language(form) if form.languages else Repeat(ANY, form.least, form.most), form.least
-                )
+                if form.languages:
+                    return _living(string_lexeme(text_language(form), form.least))
+                return string_lexeme(Repeat(ANY, form.least, form.most), form.least)
             case List():
                 return self._list(form)
             case Object():
@@ -158,12 +168,14 @@ class _Rules:
 
     def _contained_items(self, form: List) -> Part:
         if len(form.contained) > 1 or form.first:
-            raise UserError(
-                "contains beside prefixItems or another contains is not enforced exactly; leave one of them out"
+            raise UnplacedError(
+                "contains", "beside prefixItems or another contains is not enforced exactly; leave one of them out"
             )
         (contained,) = form.contained
         if form.least > contained.least or form.most is not None:
-            raise UserError("contains beside minItems or maxItems is not enforced exactly; leave one of them out")
+            raise UnplacedError(
+                "contains", "beside minItems or maxItems is not enforced exactly; leave one of them out"
+            )
         return self._counted_items(contained, form.rest)
 
     def _counted_items(self, contained: Contained, rest: Demand) -> Part:
@@ -241,14 +253,19 @@ class _Rules:
         """States by the next name, and by how many properties came, as far as that matters."""
         optional = len(names) - len(form.required)
         if form.least > len(form.required) + 1 and more is not None:
-            raise UserError(
-                f"minProperties {form.least} with {len(form.required)} required names is not enforced exactly where "
-                "other names may come, as one could come twice; forbid these by additionalProperties"
+            raise UnplacedError(
+                "minProperties",
+                f"is {form.least}, which with {len(form.required)} required names is not enforced exactly where "
+                "other names may come, as one could come twice; forbid these by additionalProperties",
             )
         most = form.most if form.most is not None and (more is not None or form.most < len(names)) else None
         cap = max(form.least, most or 0, 1)
-        if (optional + 1) * (cap + 1) > MOST_STATES:
-            raise UserError(f"minProperties or maxProperties of {len(names)} names have too many states; ask for fewer")
+        places = (optional + 1) * (cap + 1)
+        if places > MOST_STATES:
+            raise UnplacedError(
+                "minProperties" if most is None else "maxProperties",
+                f"of {len(names)} names has {places} states, of at most {MOST_STATES}; ask for fewer",
+            )
         ends: list[Part] = []
         for came in range(cap + 1):
             ends.append(self._end(form, came, cap, most, more))
@@ -300,8 +317,8 @@ class _Rules:
         """A property without a name in the schema; None where there is none."""
         patterns = list(dict.fromkeys(pattern for layer in form.layers for pattern, _ in layer.patterns))
         if len(patterns) > MOST_PATTERNS:
-            raise UserError(
-                f"patternProperties has {len(patterns)} patterns, of at most {MOST_PATTERNS}; write it with fewer"
+            raise UnplacedError(
+                "patternProperties", f"has {len(patterns)} patterns, of at most {MOST_PATTERNS}; write it with fewer"
             )
         languages = [found(pattern) for pattern in patterns]
         by_demand: dict[Demand, list[Node]] = {}
@@ -322,7 +339,7 @@ class _Rules:
                 language: Node = kinds[0] if len(kinds) == 1 else Alt(tuple(kinds))
                 if taken or key is not None:
                     language = And((ANYTHING, *((key,) if key is not None else ()), language, *taken))
-                pairs.append(_seq(string_lexeme(language, 0), COLON, self._value(demand)))
+                pairs.append(_seq(_living(string_lexeme(language, 0)), COLON, self._value(demand)))
         if not pairs:
             return None
         return self._named(_alt(*pairs))
@@ -370,6 +387,11 @@ def _either(lexemes: Sequence[Any]) -> Part:
 def string_lexeme(language: Node, length: int) -> Lexeme:
     """A string with its quotes."""
     return Lexeme(rf'"\"" {terminal(language, in_json)} "\""', length + 2)
+
+
+def _living(lexeme: Lexeme) -> Lexeme:
+    """A lexeme that has a text, or the one without: looked at while it is known where a refusal is."""
+    return NEVER if has_no_text(lexeme.right_side) else lexeme
 
 
 def name_lexeme(name: str) -> Lexeme:
@@ -432,7 +454,7 @@ def number_lexeme(form: Number) -> Lexeme:
     if form.below is not None and (high is None or form.below <= high):
         high = next_number(form.below, up=False)
     if form.multiples:
-        raise UserError("multipleOf of a number that is no integer is not enforced exactly; take an integer")
+        raise UnplacedError("multipleOf", NO_INTEGER)
     if low is not None and high is not None and low > high:
         return NEVER
     return Lexeme(number_terminal(low, high), 1)
@@ -443,12 +465,12 @@ def _multiple(form: Number, schema: dict[str, Any]) -> Lexeme:
     schema = {name: given for name, given in schema.items() if given is not None}
     bounds = [abs(given) for given in schema.values() if isinstance(given, int)]
     if len(form.multiples) > 1 or max(bounds, default=0) > EXACT_INTEGERS:
-        raise UserError(
-            "multipleOf with another one, or with bounds beyond 2^53, is not enforced exactly; write one of them"
+        raise UnplacedError(
+            "multipleOf", "with another one, or with bounds beyond 2^53, is not enforced exactly; write one of them"
         )
     (multiple,) = form.multiples
     if multiple.denominator != 1:
-        raise UserError("multipleOf of a number that is no integer is not enforced exactly; take an integer")
+        raise UnplacedError("multipleOf", NO_INTEGER)
     if "minimum" in schema and "maximum" in schema and schema["maximum"] // multiple * multiple < schema["minimum"]:
         return NEVER
     schema["multipleOf"] = int(multiple)

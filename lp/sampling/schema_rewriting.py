@@ -16,7 +16,7 @@ from typing import Any
 from lp.errors import UserError
 from lp.sampling.language_checks import Language
 from lp.sampling.regex_syntax import ANY, Alt, And, Node, Not, Repeat, found, literal
-from lp.sampling.schema_document import Document, Written, escaped
+from lp.sampling.schema_document import Document, UnplacedError, Written, escaped
 from lp.sampling.schema_formats import ENFORCED, REFUSED, format_language
 from lp.sampling.schema_forms import (
     ANYTHING,
@@ -38,6 +38,7 @@ from lp.sampling.schema_forms import (
     Union,
     Value,
     all_forms,
+    placed,
     type_of,
     type_of_value,
 )
@@ -99,7 +100,10 @@ class Rewriting:
                     union = ()
                 else:
                     own = self._at(place.pointer)
-                    union = self.both(union, self.complement(own, place.pointer) if place.negated else own)
+                    try:
+                        union = self.both(union, self.complement(own, place.pointer) if place.negated else own)
+                    except UnplacedError as error:
+                        raise error.at(place.pointer) from None
             self._unions[demand] = union
         return self._unions[demand]
 
@@ -174,7 +178,7 @@ class Rewriting:
                 made[joined] = None
                 kinds += not isinstance(joined, Value)
                 if kinds > MOST_FORMS:
-                    raise UserError(f"it has more than {MOST_FORMS} alternatives of one value; write it with fewer")
+                    raise UnplacedError("a value", f"has more than {MOST_FORMS} alternatives; write it with fewer")
         return tuple(made)
 
     def _count_work(self, steps: int = 1) -> None:
@@ -229,7 +233,7 @@ class Rewriting:
             for form in own:
                 others = self.both(others, self._other(form, pointer))
             made += others
-        return tuple(made)
+        return placed(tuple(made), pointer)
 
     def _other(self, form: Form, pointer: str) -> Union:
         """The values of a form's type that are not of the form."""
@@ -293,6 +297,8 @@ class Rewriting:
             self._open.add(pointer)
             try:
                 self._places[pointer] = self._read(pointer)
+            except UnplacedError as error:
+                raise error.at(pointer) from None
             finally:
                 self._open.remove(pointer)
         return self._places[pointer]
@@ -303,11 +309,16 @@ class Rewriting:
             return all_forms() if part else ()
         if not isinstance(part, Mapping):
             raise UserError(f"the schema at {pointer} is {part!r}; give an object, true or false")
-        union = _typed(self, pointer, part)
+        union = placed(_typed(self, pointer, part), pointer)
         for keyword in part:
             if keyword in RULES:
-                union = self.both(union, RULES[keyword](self, pointer, part))
+                union = self.both(union, placed(RULES[keyword](self, pointer, part), pointer))
         return union
+
+    def where(self, form: Form, keyword: str) -> Sequence[str]:
+        """The parts that a form comes from that have a keyword; all of them where none has it."""
+        places = () if isinstance(form, Value) else form.places
+        return [each for each in places if keyword in self.document.at(each)] or places
 
     def schemas(self, pointer: str, keyword: str) -> list[str]:
         """The places of a keyword that has a list of schemas."""
@@ -401,12 +412,20 @@ def _lists(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union
     first: tuple[Demand, ...] = ()
     rest_keyword = "items"
     for keyword in ("prefixItems", "items"):  # a list of `items` is what older drafts have for prefixItems
-        if isinstance(part.get(keyword), list):
+        if keyword in part and (keyword == "prefixItems" or isinstance(part[keyword], list)):
             first = tuple(map(rewriting.demand, rewriting.schemas(pointer, keyword)))
             rest_keyword = "items" if keyword == "prefixItems" else "additionalItems"
     rest = rewriting.demand(f"{pointer}/{rest_keyword}") if rest_keyword in part else ANYTHING
-    unique = pointer if part.get("uniqueItems") is True else ""
-    form = List(first, rest, _count("minItems", pointer, part) or 0, _count("maxItems", pointer, part), unique)
+    unique = part.get("uniqueItems")
+    if not isinstance(unique, bool | None):
+        raise _bad("uniqueItems", pointer, unique, "true or false")
+    form = List(
+        first,
+        rest,
+        _count("minItems", pointer, part) or 0,
+        _count("maxItems", pointer, part),
+        pointer if unique else "",
+    )
     if "contains" in part:
         demand = rewriting.demand(f"{pointer}/contains")
         least = _count("minContains", pointer, part)
