@@ -12,7 +12,7 @@ from lp.errors import UserError
 from lp.sampling.language_checks import MARK, has_no_text
 from lp.sampling.regex_syntax import EMPTY, Alt, Chars, Node, Repeat, Rule, Seq, raw
 
-MOST_RULES = 50_000
+MOST_RULES = 20_000
 MOST_ROUNDS = 64
 
 

@@ -35,7 +35,7 @@ from lp.sampling.schema_document import Document, UnplacedError, Written
 from lp.sampling.schema_forms import NOTHING, Contained, Demand, Form, List, Number, Object, Text, Value
 from lp.sampling.schema_rewriting import Rewriting, comparable, text_language
 
-MOST_STATES = 20_000  # of one object's properties, by how many came
+MOST_STATES = 5_000  # of one object's properties, by how many came: 300 µs each
 MOST_PATTERNS = 5  # of names of one object: every set of them is another kind of name
 MOST_UNIQUE = 64
 MOST_ORDERED = 3  # names in any order, where the schema has none
@@ -251,7 +251,6 @@ class _Rules:
 
     def _properties(self, form: Object, names: Sequence[str], more: Part | None) -> Part:
         """States by the next name, and by how many properties came, as far as that matters."""
-        optional = len(names) - len(form.required)
         if form.least > len(form.required) + 1 and more is not None:
             raise UnplacedError(
                 "minProperties",
@@ -260,18 +259,16 @@ class _Rules:
             )
         most = form.most if form.most is not None and (more is not None or form.most < len(names)) else None
         cap = max(form.least, most or 0, 1)
-        places = (optional + 1) * (cap + 1)
-        if places > MOST_STATES:
+        states = sum(min(index, cap) + 1 for index in range(len(names) + 1))
+        if cap > 1 and states > MOST_STATES:
             raise UnplacedError(
                 "minProperties" if most is None else "maxProperties",
-                f"of {len(names)} names has {places} states, of at most {MOST_STATES}; ask for fewer",
+                f"of {len(names)} names has {states} states, of at most {MOST_STATES}; ask for fewer",
             )
-        ends: list[Part] = []
-        for came in range(cap + 1):
-            ends.append(self._end(form, came, cap, most, more))
+        ends = [self._end(form, came, most, more) for came in range(min(len(names), cap) + 1)]
         if self._is_without_order(form, names):
             return self._any_order(form, names, most, ends)
-        states = ends
+        behind = ends
         for index in reversed(range(len(names))):
             name = names[index]
             pair = _seq(name_lexeme(name), COLON, self._value(self._rewriting.property(form, name)))
@@ -279,10 +276,10 @@ class _Rules:
             made: list[Part] = []
             for came in range(min(index, cap) + 1):
                 full = most is not None and came >= most
-                there = Alt() if full else _seq(*([COMMA] if came else []), pair, states[min(came + 1, cap)])
-                made.append(self._named(there if required else _alt(there, states[came])))
-            states = made
-        return states[0]
+                there = Alt() if full else _seq(*([COMMA] if came else []), pair, behind[min(came + 1, cap)])
+                made.append(self._named(there if required else _alt(there, behind[came])))
+            behind = made
+        return behind[0]
 
     def _is_without_order(self, form: Object, names: Sequence[str]) -> bool:
         """Whether names are few, and no `properties` has all of them in an order."""
@@ -301,7 +298,7 @@ class _Rules:
             states[taken] = self._named(_alt(*ways))
         return states[frozenset()]
 
-    def _end(self, form: Object, came: int, cap: int, most: int | None, more: Part | None) -> Part:
+    def _end(self, form: Object, came: int, most: int | None, more: Part | None) -> Part:
         """Behind all names: others, as many as may be."""
         room = None if most is None else most - came
         needed = max(form.least - came, 0)

@@ -271,6 +271,11 @@ def test_a_grammar_that_is_hard_to_follow_ends_its_text_alone(
     assert http.post("/v1/completions", json=asked).json()["choices"] == expected
 
 
+def bounded_object(names: int, most: int) -> str:
+    """A schema of objects with some of many names, which are counted by states of their own."""
+    return json.dumps({"type": "object", "properties": {f"a{n}": {} for n in range(names)}, "maxProperties": most})
+
+
 DOUBLED = "\n".join(["root ::= r0", *(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(60)), 'r60 ::= "x"'])
 
 
@@ -281,6 +286,8 @@ DOUBLED = "\n".join(["root ::= r0", *(f"r{n} ::= r{n + 1} r{n + 1}" for n in ran
         ("json_schema", '{"items": ' * 100 + "true" + "}" * 100, "schemas within more than 64 others"),
         ("json_schema", '{"a": ' + "[" * 900 + "]" * 900 + "}", "nested more than 256 levels deep"),
         ("json_schema", json.dumps({"dependentRequired": {f"a{n}": [f"b{n}"] for n in range(30)}}), "alternatives"),
+        ("json_schema", bounded_object(600, 20), "maxProperties at # of 600 names has 12411 states, of at most 5000"),
+        ("json_schema", bounded_object(600, 7), None),
         (
             "json_schema",
             json.dumps({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}),

@@ -36,6 +36,7 @@ def nested(levels: int) -> Any:
         {"type": "string", "not": {"enum": [f"x{i}" for i in range(500)]}},
         {"type": "array", "uniqueItems": True, "items": {"enum": [*range(5000)]}},
         {"items": [{"maxProperties": 900, "properties": {f"{j}{k}": {} for k in range(20)}} for j in range(2)]},
+        {"type": "object", "maxProperties": 100_000},
     ],
     ids=lambda schema: next(reversed(schema)),
 )
@@ -58,9 +59,9 @@ def test_large_schemas_are_read(schema: Any) -> None:
         (json.dumps({"allOf": [{"anyOf": [{"pattern": f"^{a}{i}$"} for i in range(200)]} for a in "ab"]}), "meet"),
         (
             json.dumps(
-                {"items": [{"maxProperties": 900, "properties": {f"{j}{k}": {} for k in range(20)}} for j in range(60)]}
+                {"items": [{"maxProperties": 900, "properties": {f"{j}{k}": {} for k in range(20)}} for j in range(90)]}
             ),
-            "more than 50000 rules",
+            "more than 20000 rules",
         ),
         ('{"format": ["date"]}', "give a string"),
         ('{"prefixItems": 5, "unevaluatedItems": false}', "give a list of schemas"),
