@@ -130,6 +130,10 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Any:
         ) from error
 
 
+class _DeadEndError(UserError):
+    """No token may follow."""
+
+
 class LLGrammar:
     """A compiled grammar.
 
@@ -154,7 +158,10 @@ class LLGrammar:
         self._words = _words_of(tokens, vocabulary) if lark.marked else None
         if not self._start.is_accepting():
             mask = torch.zeros(-(-vocabulary // WORD), dtype=torch.int32)
-            self.matcher([]).allowed(mask)
+            try:
+                self.matcher([]).allowed(mask)
+            except _DeadEndError:
+                mask.zero_()
             if not mask.any():
                 raise UserError("no text follows it that the model can write; mend it")
 
@@ -249,6 +256,8 @@ def _check(matcher: Any) -> None:
     """Raise what llguidance says of a grammar that goes beyond its limits; it is the same on every rank."""
     if matcher.is_error() and matcher.stop_reason() not in ("NoExtension", "NoExtensionBias"):
         error = str(matcher.get_error()).splitlines()[0]
+        if error.startswith("NoExtension"):
+            raise _DeadEndError("the grammar goes on with what the model has no token for; mend it")
         raise UserError(
             f"the grammar is too large or too hard to follow ({error}); write it with fewer repeats and alternatives"
         )

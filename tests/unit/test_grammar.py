@@ -339,6 +339,9 @@ def test_bad_grammars(demo: Any) -> None:
     model, _, compiler = demo
     with pytest.raises(UserError, match="json_schema is not taken: it is no JSON"):
         compiler.json_schema("{")
+    for pattern in ("[]", "$a", "(?!a)a", "(?=a)"):
+        with pytest.raises(UserError, match="regex is not taken: no text follows it that the model can write"):
+            compiler.regex(pattern)
     with pytest.raises(UserError, match="no EOS that can end its text; give eos_token_id"):
         lp.PlainDecoder(model).generate([1], 4, grammar=compiler.json(), eos_token_id=())
 
