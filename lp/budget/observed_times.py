@@ -48,8 +48,8 @@ class TimedStep(NamedTuple):
     """A step that computed nothing else than one text.
 
     Attributes:
-        num_tokens: computed, padding included; 0 of a plain step.
-        seconds: that it took.
+        num_tokens: how many it computed, padding included; 0 for a plain step.
+        seconds: how long it took.
     """
 
     num_tokens: int
@@ -62,9 +62,9 @@ class Estimate:
 
     Args:
         num_tokens: sizes, ascending from 1.
-        mean: of the logarithms of seconds, the plain step's first, (n,).
-        covariance: of these, (n, n).
-        steps: that it was learned from.
+        mean: expected logarithms of seconds, the plain step's first, (n,).
+        covariance: how unsure these logarithms are, (n, n).
+        steps: how many steps it was learned from.
     """
 
     num_tokens: tuple[int, ...]
@@ -86,7 +86,7 @@ class Estimate:
 
     @cached_property
     def doubts(self) -> np.ndarray:
-        """Of every size: the standard deviation of its logarithm beside the plain step's. (n - 1,)"""
+        """Standard deviation of log(time of a step / time of a plain step) for every size, (n - 1,)."""
         covariance = self.covariance
         variances = np.diag(covariance)[1:] + covariance[0, 0] - 2 * covariance[0, 1:]
         doubts: np.ndarray = np.sqrt(np.maximum(variances, 0))
@@ -152,7 +152,7 @@ class Estimate:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Estimate:
-        """Of what `as_json` gave, as it is now.
+        """The estimate that `as_json` wrote.
 
         Raises:
             ValueError, TypeError, KeyError, IndexError, OverflowError: it is something else.
@@ -171,7 +171,7 @@ class Estimate:
 
 
 def _noise(by_size: Any) -> float:
-    """By how much steps differ from others of their size: by the median deviation, which what stands out is not in."""
+    """How much steps differ from others of their size, by the median deviation, which outliers do not change."""
     deviations: list[float] = []
     for each in by_size:
         if len(each) > 2:
@@ -185,7 +185,7 @@ def _noise(by_size: Any) -> float:
 
 
 def _prior_covariance(num_tokens: tuple[int, ...]) -> np.ndarray:
-    """Of a level that all share, of a plain step, and of sizes that share what smaller ones are off by. (n, n)"""
+    """Covariance before any step, (n, n): a level that all share, and sizes that share what smaller ones are off by."""
     doublings = np.log2(num_tokens)
     sizes = HOST_WORK**2 + PER_DOUBLING**2 * np.minimum(doublings[:, None], doublings)
     covariance = np.full((1 + len(num_tokens),) * 2, LEVEL**2)

@@ -92,7 +92,7 @@ class _Parser(Reader):
     """Reads the rules of one grammar."""
 
     def rules(self) -> dict[str, Node]:
-        """By name, what each says."""
+        """Read all rules: what each says, by its name."""
         rules: dict[str, Node] = {}
         self._space()
         while self._at < len(self._text):

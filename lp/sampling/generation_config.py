@@ -41,9 +41,9 @@ class Field:
     """What lp does with one field.
 
     Attributes:
-        does: that.
+        does: the kind of treatment.
         neutral: values that ask for nothing, beside None.
-        why: of a value that is refused, with what can be done.
+        why: the reason for refusing a value, and what can be done.
         refuses: which values are refused; None: of a REFUSED field all but the neutral ones.
         changes_tokens: a text is another one without it.
     """
@@ -186,7 +186,7 @@ WARPERS = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsi
 
 
 def refusals(config: GenerationConfig) -> dict[str, str]:
-    """What of a config lp does not do: by field, why."""
+    """The fields of a config that lp does not do, and the reason for each."""
     found = {}
     for name, field in FIELDS.items():
         if field.refused(value := getattr(config, name, None), config):
@@ -211,7 +211,7 @@ class Checkpoint:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> Checkpoint:
-        """Of a model's generation config.
+        """Read a model's generation config.
 
         Where it samples, a field that is not set has transformers' default: `top_k` is 50.
         """
@@ -229,7 +229,7 @@ class Checkpoint:
 
     @property
     def samples(self) -> bool:
-        """A text for which nothing is asked is sampled."""
+        """Whether a text for which nothing is asked is sampled."""
         return bool(self.config.do_sample)
 
     @property
@@ -238,7 +238,7 @@ class Checkpoint:
         return {name: self.says[name] for name in SAMPLED if name in self.says}
 
     def said(self, sampling: SamplingParams | None) -> dict[str, Any]:
-        """What it has a say in, where this sampling is asked for; None for none."""
+        """Fields of the config that are followed beside the sampling that a caller asks for, if any."""
         overridden = set() if sampling is None else {"do_sample", *SAMPLED}
         if not (self.samples if sampling is None else sampling.temperature):
             overridden |= {*WARPERS}  # greedy
@@ -271,7 +271,7 @@ class Checkpoint:
         Args:
             sampling: what was asked for, which wins in all its fields; None follows the checkpoint.
             processors: the caller's, each of which takes the place of the checkpoint's of its class.
-            model_config: of the model.
+            model_config: the model's own config.
             padding: tokens of padding before the prompt.
             length: tokens of the prompt, padding included.
             max_length: tokens of the longest text, padding included.

@@ -138,7 +138,7 @@ class LLGrammar:
     """A compiled grammar.
 
     Args:
-        tokens: as llguidance has them.
+        tokens: the tokenizer, as llguidance has it.
         vocabulary: V, how many tokens the LM head has.
         lark: the grammar. Tokens that must follow are not looked for where they might be without end.
         text: what it was made from.

@@ -28,7 +28,7 @@ class Logprob(NamedTuple):
 
 
 class LogprobSampler(Sampler):
-    """Another sampler, of whose sampled tokens the log probabilities are recorded.
+    """Records the log probabilities of the tokens that another sampler samples.
 
     Args:
         inner: samples.
@@ -54,7 +54,7 @@ class LogprobSampler(Sampler):
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """As the inner sampler's; the step's logits are held until `record`."""
+        """The inner sampler's scores; the step's logits are held until `record`."""
         self._logits = logits
         return self.inner.scores(logits, branches, text)
 

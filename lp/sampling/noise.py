@@ -45,7 +45,7 @@ def _keyed(key: int, part: int) -> int:
 
 
 def sequence_key(seed: int, sequence: int) -> int:
-    """What the noise of a sequence's positions begins with: 64 bits, unsigned."""
+    """The key that the noise of a sequence's positions starts from: 64 bits, unsigned."""
     return _keyed(_keyed(0, seed), sequence)
 
 
@@ -53,9 +53,9 @@ def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: tor
     """Standard Gumbel noise of one absolute position.
 
     Args:
-        seed: of the generation.
+        seed: the generation's seed.
         sequence: index of the sequence in a batch.
-        position: of the token to be chosen.
+        position: where the token to be chosen is.
         vocabulary: V.
 
     Returns:
@@ -66,7 +66,7 @@ def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: tor
 
 
 def _gumbel_nV(position_keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
-    """Of n positions, each with its key, (n, V) float64."""
+    """Standard Gumbel noise (n, V), float64, for the keys of n positions."""
     return _uniform(random_bits(position_keys, vocabulary, device)).log_().neg_().log_().neg_()
 
 
@@ -80,7 +80,7 @@ def random_bits(position_keys: Sequence[int], vocabulary: int, device: torch.dev
 
 
 def _uniform(bits: torch.Tensor) -> torch.Tensor:
-    """In (0, 1), of the upper 53 bits; where all are set the half rounds up to 1, whose noise would be infinite."""
+    """Numbers in (0, 1) from the upper 53 bits: never 1, to which 53 ones would round, as its noise is infinite."""
     return ((_shift(bits, 11).double() + 0.5) * 2.0**-53).clamp(max=BELOW_1)
 
 
@@ -143,7 +143,7 @@ class NoiseCache:
     Args:
         seed, sequence, vocabulary, device: as in `gumbel`.
         capacity: C, positions held, at least as many as a step spans.
-        dtype: of the noise handed out.
+        dtype: what the noise is handed out in.
 
     Attributes:
         noise_SV: the ring buffer, then a row of zeros for what is sampled without noise: S = C + 1.
@@ -206,8 +206,8 @@ class NoiseCache:
         """Compute what the buffers of several sequences lack of these positions, on a CPU all at once.
 
         Args:
-            caches: of one vocabulary.
-            positions: of each.
+            caches: of sequences with the same vocabulary.
+            positions: those that each sequence's step needs.
         """
         if caches[0].device.type != "cpu":  # where a kernel makes what one of them lacks
             return

@@ -13,7 +13,7 @@ class CountPenalty(LogitsProcessor):
     """Subtracts from the logits of generated tokens: once, and once for each time.
 
     Args:
-        prompt_tokens: of the prompt, whose tokens do not count.
+        prompt_tokens: length of the prompt, whose tokens do not count.
         presence: subtracted once.
         frequency: subtracted for each time.
         last: so many last tokens count; None for all.
@@ -45,7 +45,7 @@ class RecentRepetitionPenalty(RepetitionPenaltyLogitsProcessor):
     """transformers' repetition penalty on the last tokens alone, of the prompt or not.
 
     Args:
-        penalty: as transformers has it.
+        penalty: what transformers calls repetition_penalty.
         last: how many tokens.
     """
 

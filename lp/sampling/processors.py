@@ -122,8 +122,8 @@ class BranchProcessors:
 
         Args:
             logits: (n, V).
-            branches: of every node, the tokens behind the text's last one, up to the node itself; None for a node that
-                no walk can reach, which gets the temperature alone.
+            branches: the tokens behind the text's last one, up to and with the node, for every node; None for a node
+                that no walk can reach, which gets the temperature alone.
             text: prompt and generated tokens.
         """
         if not self._processors:
@@ -146,7 +146,7 @@ class BranchProcessors:
         return scores
 
     def of_all(self, logits: torch.Tensor, reachable: torch.Tensor) -> torch.Tensor:
-        """The same of processors that look at no prefix, by tensors alone, as a captured step needs it.
+        """Scores (n, V) where no processor looks at a prefix: tensors alone, as a captured step needs them.
 
         Args:
             logits: (n, V).
@@ -167,12 +167,12 @@ class BranchProcessors:
     def of_shard(
         self, logits: torch.Tensor, reachable: torch.Tensor, kth_best: Callable[[torch.Tensor, int], torch.Tensor]
     ) -> torch.Tensor:
-        """The same of processors that are `shardable`, for a part of the vocabulary.
+        """Scores (n, V / T) for a part of the vocabulary, where all processors are `shardable`.
 
         Args:
             logits: (n, V / T).
             reachable: bool (n,), nodes that a walk may reach.
-            kth_best: of scores (n, V / T) and k, the k-th best of the whole vocabulary, (n, 1).
+            kth_best: takes scores (n, V / T) and k; gives the k-th best of the whole vocabulary, (n, 1).
         """
         assert self.shardable
         if not self._processors:
@@ -187,11 +187,11 @@ class BranchProcessors:
         return torch.where(reachable[:, None], scores, wide / self.temperature)
 
     def _shared_prefix(self, text: Sequence[int]) -> list[int]:
-        """What all nodes have before them; converted once, as it may be long."""
+        """The tokens that all nodes have before them; converted once, as there may be many."""
         return [*self._padding, *text] if self._sees_prefix else [text[-1]]
 
     def _own_prefix(self, branch: Sequence[int] | None) -> list[int]:
-        """What a node has behind that, up to itself."""
+        """The tokens of a node's branch behind the shared prefix, up to and with the node."""
         return list(branch or ()) if self._sees_prefix else []
 
     def _groups(self, branches: Sequence[Sequence[int] | None]) -> list[list[int]]:

@@ -41,7 +41,7 @@ class Seq:
 
 @dataclass(frozen=True)
 class Alt:
-    """Any of some; of none nothing matches."""
+    """Any of some parts; an Alt without parts matches nothing."""
 
     parts: tuple[Node, ...] = ()
 
@@ -57,21 +57,21 @@ class Repeat:
 
 @dataclass(frozen=True)
 class And:
-    """All of some; in a language alone, not in an expression."""
+    """All of some parts at once; in languages alone, not in expressions."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Not:
-    """Every text but these; in a language alone."""
+    """Every text but the part's; in languages alone."""
 
     part: Node
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a rule of this name says; in EBNF alone."""
+    """Whatever the rule of a name says; in EBNF alone."""
 
     name: str
 
@@ -85,7 +85,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Look:
-    """What follows matches, or does not; in an expression alone."""
+    """A check that what follows matches, or does not; in expressions alone."""
 
     part: Node
     positive: bool
@@ -176,7 +176,7 @@ class Reader:
     """Reads alternatives of sequences, character by character: patterns here, EBNF elsewhere.
 
     Args:
-        text: that is read.
+        text: what is read.
     """
 
     def __init__(self, text: str) -> None:
@@ -376,7 +376,7 @@ class _Way:
     """One way to match: what is matched, and whether this begins and ends where the text does.
 
     Attributes:
-        looks: of all of the text, from its beginning.
+        looks: languages that the whole text must be in.
     """
 
     node: Node
@@ -463,7 +463,7 @@ def terminal(node: Node, char: Callable[[Ranges], str]) -> str:
     """The right side of a terminal in Lark.
 
     Args:
-        char: of a set of characters, how a text has one of it, as a regular expression of Rust's crate.
+        char: gives the expression (of Rust's crate) of how a text has one of a set of characters.
     """
     match node:
         case And(parts):
@@ -489,7 +489,7 @@ def _is_plain(node: Node) -> bool:
 
 
 def expression(node: Node, char: Callable[[Ranges], str]) -> str:
-    """As a regular expression of Rust's crate."""
+    """The regular expression of a node, in the syntax of Rust's crate."""
     match node:
         case Chars(ranges):
             return char(ranges)

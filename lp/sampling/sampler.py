@@ -37,7 +37,7 @@ class Sampler:
     """Greedy sampling, and what all samplers share.
 
     Args:
-        processors: of the call, warpers included.
+        processors: what changes the scores of this call, warpers included.
 
     Attributes:
         uses_drafts: whether a node's token depends on the draft tokens behind it.
@@ -96,7 +96,7 @@ class Sampler:
 
         Args:
             scores: (n, V).
-            positions: of the nodes; a node's token is for the position behind it.
+            positions: where the nodes are; a node's token is for the position behind it.
             branches: as in `scores`; None for a node that no walk can reach.
             drafts: the draft tokens behind every node, in order; may be empty unless `uses_drafts`.
         """
@@ -110,7 +110,7 @@ class Sampler:
         """
 
     def noise_rows(self, positions: Sequence[int], branches: Sequence[Sequence[int] | None]) -> list[int]:
-        """What `sample_all` is to be given for these nodes, of `sample`'s arguments; none without noise."""
+        """The rows of noise that `sample_all` needs for these nodes; none without noise."""
         return []
 
     def sample_all(
@@ -139,7 +139,7 @@ class Sampler:
         first: int,
         kth_best: Callable[[torch.Tensor, int], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of a part of the vocabulary, (n, V / T), and the same under the noise, whose maximum is the sample.
+        """Scores (n, V / T) for a part of the vocabulary, and these under the noise, whose maximum is the sample.
 
         Of tensors alone, as `sample_all`.
 
@@ -169,8 +169,8 @@ class CoupledSampler(Sampler):
     """argmax(scores + noise of the position): one seed gives one text, whatever is drafted.
 
     Args:
-        processors: of the call.
-        noise: of this sequence.
+        processors: what changes the scores of this call.
+        noise: the noise that this sequence is sampled under.
         noisy_guesses: nodes that no walk can reach are sampled under the noise too, as the text they guess will be.
     """
 
@@ -235,8 +235,8 @@ class RejectionSampler(Sampler):
     """The paper's Algorithm 4: equal to plain sampling in distribution, not token by token.
 
     Args:
-        processors: of the call.
-        generator: of the rank's own draws.
+        processors: what changes the scores of this call.
+        generator: gives the rank's own draws.
     """
 
     uses_drafts = True
@@ -308,11 +308,11 @@ def build_sampler(
         processors: the caller's, applied before the warpers of `sampling`.
         padding: left padding, for processors alone.
         sequence: index in the batch.
-        rank: of the drawing rank, for rejection sampling.
+        rank: the rank that draws, for rejection sampling.
         span: positions that a step may span.
         noisy_guesses: as in `CoupledSampler`.
         vocabulary: V, of the LM head.
-        dtype, device: of the logits.
+        dtype, device: those of the logits.
 
     Raises:
         ValueError: a processor that can't be used branch by branch.
@@ -336,7 +336,7 @@ def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], gener
     Args:
         probabilities: (V,) float64 on the CPU; changed.
         drafts: different tokens, tried in order.
-        generator: of the uniform draws.
+        generator: gives the uniform draws.
     """
     for draft in drafts:
         if draft >= len(probabilities):  # in a prompt: a model may embed more tokens than it can give
@@ -355,7 +355,7 @@ def check_sampled(token: int, step: int, position: int, sampler: Sampler) -> Non
         token: sampled.
         step: number of the decode step.
         position: whose scores they are.
-        sampler: of the request, whose processors may have made them so.
+        sampler: the request's, whose processors may have made them so.
 
     Raises:
         NotFinite: the decode step, the position, and the remedy.

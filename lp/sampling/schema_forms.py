@@ -67,7 +67,7 @@ class Number:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Number) -> Number | None:
-        """Those of both; None for none."""
+        """The numbers that are in both ranges; None if there are none."""
         made = Number(
             self.integer or other.integer,
             _largest(self.low, other.low),
@@ -98,7 +98,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Text:
-    """Strings by their length and by languages, of all of which they are.
+    """Strings by their length and by languages: a string is in all of them.
 
     Attributes:
         places: parts of the schema that say so.
@@ -110,7 +110,7 @@ class Text:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Text) -> Text | None:
-        """Those of both; None for none."""
+        """The strings that are of both forms; None if their lengths exclude each other."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         if most is not None and least > most:
             return None
@@ -152,7 +152,7 @@ class List:
         return self.first[index] if index < len(self.first) else self.rest
 
     def joined(self, other: List) -> List | None:
-        """Those of both; None for none."""
+        """The lists that are of both forms; None if their lengths exclude each other."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         if most is not None and least > most:
             return None
@@ -168,9 +168,9 @@ class Layer:
     """What one part of a schema says of the properties of an object.
 
     Attributes:
-        named: by name.
-        patterns: by pattern of names.
-        rest: of all others.
+        named: what the property of a name follows.
+        patterns: what every property follows whose name a pattern matches.
+        rest: what all other properties follow.
     """
 
     named: tuple[tuple[str, Demand], ...] = ()
@@ -183,7 +183,7 @@ class Object:
     """Objects.
 
     Attributes:
-        layers: all of which a property follows.
+        layers: what is said of properties, which follow every layer.
         required: names that are there.
         names: what all names follow.
         places: parts of the schema that say something of such an object.
@@ -197,7 +197,7 @@ class Object:
     places: Places = field(default=(), compare=False)
 
     def joined(self, other: Object) -> Object | None:
-        """Those of both; None for none."""
+        """The objects that are of both forms; None if their numbers of properties exclude each other."""
         least, most = max(self.least, other.least), _least(self.most, other.most)
         required = tuple(dict.fromkeys(self.required + other.required))
         if most is not None and max(least, len(required)) > most:
@@ -250,7 +250,7 @@ def type_of_value(value: Any) -> str:
 
 
 def placed(union: Union, pointer: str) -> Union:
-    """Forms that all say where they come from: from this part, unless they say another one."""
+    """The forms of a union, with this part of the schema as the place of those that name none."""
     return tuple(form if isinstance(form, Value) or form.places else replace(form, places=(pointer,)) for form in union)
 
 

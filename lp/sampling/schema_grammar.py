@@ -65,10 +65,10 @@ def schema_to_lark(text: str) -> Lark:
 
 
 class _Rules:
-    """Rules by demand.
+    """Writes a rule for every demand that is asked for.
 
     Attributes:
-        rules: what each says.
+        rules: what each rule says, by its name.
     """
 
     def __init__(self, rewriting: Rewriting) -> None:
@@ -86,7 +86,7 @@ class _Rules:
         return self._names[demand]
 
     def write(self) -> None:
-        """All rules that are needed."""
+        """Write the rules that were asked for, and those that they need."""
         while self._waiting:
             demand = self._waiting.pop()
             forms = self._rewriting.union(demand)
@@ -105,7 +105,7 @@ class _Rules:
         return Rule(self.rule(demand))
 
     def _named(self, part: Part) -> Node:
-        """A rule of its own."""
+        """Make a rule of a part, to be named wherever the part is needed."""
         if self._states >= MOST_RULES:  # before they fill the memory
             raise UserError(f"the grammar has more than {MOST_RULES} rules; ask for less of the form")
         name = f"s{self._states}"
@@ -114,7 +114,7 @@ class _Rules:
         return Rule(name)
 
     def _placed(self, form: Form) -> Part:
-        """What a form takes; a refusal says where the form comes from."""
+        """The part for a form; a refusal names the places that the form comes from."""
         try:
             return self._form(form)
         except UnplacedError as error:
@@ -299,7 +299,7 @@ class _Rules:
         return states[frozenset()]
 
     def _end(self, form: Object, came: int, most: int | None, more: Part | None) -> Part:
-        """Behind all names: others, as many as may be."""
+        """What may follow the last named property: as many others as there is room for."""
         room = None if most is None else most - came
         needed = max(form.least - came, 0)
         if more is None or room == 0:
@@ -387,7 +387,7 @@ def string_lexeme(language: Node, length: int) -> Lexeme:
 
 
 def _living(lexeme: Lexeme) -> Lexeme:
-    """A lexeme that has a text, or the one without: looked at while it is known where a refusal is."""
+    """The lexeme, or NEVER if it has no text; checked here because a refusal can still name its place."""
     return NEVER if has_no_text(lexeme.right_side) else lexeme
 
 
@@ -428,10 +428,10 @@ def _with_commas(items: Sequence[Sequence[Part]]) -> list[Part]:
 
 
 def number_lexeme(form: Number) -> Lexeme:
-    """A number of a form.
+    """The lexeme for the numbers of a range.
 
     Raises:
-        ValueError: no text of it is exact.
+        ValueError: the range has no exact lexeme.
     """
     low, high = form.low, form.high
     integer = form.integer or any(each.denominator == 1 for each in form.multiples)
@@ -458,7 +458,7 @@ def number_lexeme(form: Number) -> Lexeme:
 
 
 def _multiple(form: Number, schema: dict[str, Any]) -> Lexeme:
-    """By llguidance's own arithmetic."""
+    """Multiples of an integer, within bounds, by llguidance's own arithmetic."""
     schema = {name: given for name, given in schema.items() if given is not None}
     bounds = [abs(given) for given in schema.values() if isinstance(given, int)]
     if len(form.multiples) > 1 or max(bounds, default=0) > EXACT_INTEGERS:

@@ -13,7 +13,7 @@ from lp.sampling.sampler import Sampler
 
 
 class RecordingSampler(Sampler):
-    """Another sampler, of whose sampled tokens the logits, the scores, or both are recorded.
+    """Records the logits, the scores, or both, of the tokens that another sampler samples.
 
     Scores are the logits behind the processors and warpers, without noise, as transformers has them.
 
@@ -37,7 +37,7 @@ class RecordingSampler(Sampler):
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
     ) -> torch.Tensor:
-        """As the inner sampler's; the step's logits are held until `record`."""
+        """The inner sampler's scores; the step's logits are held until `record`."""
         scores = self.inner.scores(logits, branches, text)
         self._step = {"logits": logits, "scores": scores}
         return scores

@@ -33,7 +33,7 @@ class TopLogits(NamedTuple):
 
     @classmethod
     def empty(cls) -> TopLogits:
-        """Those of no nodes."""
+        """The top logits where there are no nodes."""
         return cls(np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 
 
