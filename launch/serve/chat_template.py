@@ -128,17 +128,28 @@ def answer(
 
 
 def _call(function: Any) -> dict[str, Any]:
-    """A call in OpenAI's form."""
+    """A call in OpenAI's form.
+
+    Raises:
+        ValueError, TypeError: the name is no text, or the arguments are no object of JSON, which has no NaN.
+    """
     name = function["name"]
     if not isinstance(name, str):
         raise TypeError(f"a function's name is {name!r}")
-    arguments = function.get("arguments", {})
-    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    given = function.get("arguments", {})
+    arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
+    if not isinstance(json.loads(arguments, parse_constant=_no_json), dict):
+        raise TypeError(f"a function's arguments are {arguments[:SHOWN]}")
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
+
+
+def _no_json(name: str) -> None:
+    """Refuse NaN, Infinity and -Infinity, which Python reads and JSON has not."""
+    raise ValueError(f"{name} is no JSON")
 
 
 def _for_template(message: Message) -> dict[str, Any]:

@@ -64,6 +64,9 @@ def test_calls_are_parsed() -> None:
     assert [each["function"] for each in message["tool_calls"]] == [{"name": "f", "arguments": '{"x": 1}'}] * 2
     assert len({each["id"] for each in message["tool_calls"]}) == 2
     assert len(answered(call + call, parallel_tool_calls=False)["tool_calls"]) == 1
+    written = answered('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1.0}"}</tool_call>')
+    assert written["tool_calls"][0]["function"]["arguments"] == '{"x": 1.0}'
+    assert answered('<tool_call>{"name": "f"}</tool_call>')["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
 @pytest.mark.parametrize("text", ["", "<tool_call>" + '{"name": "f", "arguments": {}}' + "</tool_call>"])
@@ -82,10 +85,17 @@ def test_an_answer_may_be_sent_back(text: str) -> None:
         '{"name": "f", "argum', "{bad}", "[1]", '{"arguments": {}}', '{"name": 3}', "3",
         '{"name": "f", "arguments": {"x": "\\ud800"}}', '{"name": "f\\ud800"}',
         '{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
+        '{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": {"x": [-Infinity]}}',
+        '{"name": "f", "arguments": {"x": 1e999}}', '{"name": "f", "arguments": "{\\"x\\": NaN}"}',
+        '{"name": "f", "arguments": "no JSON"}', '{"name": "f", "arguments": "[1]"}', '{"name": "f", "arguments": [1]}',
+        '{"name": "f", "arguments": null}', '{"name": "f", "arguments": "null"}', '{"name": "f", "arguments": ""}',
     ],
 )  # fmt: skip
 def test_what_is_no_call_is_text(call: str) -> None:
-    """A call cut off, malformed, or with half a character was an error of the server, whose client lost the text."""
+    """A call cut off, malformed, or with half a character was an error of the server, whose client lost the text.
+
+    Arguments that are no object of JSON were given out as if they were, and the client's own parser failed.
+    """
     text = f"<tool_call>{call}</tool_call>" if call.endswith(("}", "]", "3")) else f"<tool_call>{call}"
     assert answered(text) == {"role": "assistant", "content": text}
 
