@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from lp.errors import UserError
-from lp.sampling.params import LEAST_TEMPERATURE, MOST_PENALTY
+from lp.sampling.params import LEAST_TEMPERATURE, MOST_PENALTY, SamplingParams
 
 from .errors import SHOWN
 
@@ -511,6 +511,14 @@ SAMPLERS = {  # llama.cpp's letters of them; those without a setting here change
     "i": "infill",
     "a": "adaptive_p",
 }
+CHAINED = {  # fields of lp.SamplingParams: llama.cpp's name of each, and the sampler of the chain that it belongs to
+    "temperature": ("temperature", "temperature"),
+    "top_k": ("top_k", "top_k"),
+    "top_p": ("top_p", "top_p"),
+    "min_p": ("min_p", "min_p"),
+    "typical_p": ("typical_p", "typ_p"),
+    "repetition_penalty": ("repeat_penalty", "penalties"),
+}
 OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "nucleus": "top_p", "temp": "temperature"}
 
 
@@ -529,6 +537,13 @@ def _sampler_names(value: Any) -> Any:
         if name not in SAMPLERS.values():
             raise UserError(f"samplers has {_shown(given)}; give some of {', '.join(SAMPLERS.values())}")
     return known
+
+
+def _in_range(name: str, value: float) -> float:
+    """A field of lp.SamplingParams: llama.cpp takes values, too, beyond those that keep every token."""
+    if name == "top_k":
+        return max(value, 0)
+    return min(value, 1.0) if name in ("top_p", "typical_p") else value
 
 
 class LlamaCpp(Body):
@@ -580,17 +595,26 @@ class LlamaCpp(Body):
         return self.n_predict if given is None else given
 
     @property
-    def top(self) -> dict[str, Any]:
-        """What the samplers of its chain leave out, as fields of lp.SamplingParams; none for greedy decoding."""
-        on = self.samples_by
-        return {
-            "temperature": self.temperature if on("temperature") else 1.0,
-            "top_k": max(self.top_k, 0) if on("top_k") else 0,
-            "top_p": min(self.top_p, 1.0) if on("top_p") else 1.0,
-            "min_p": self.min_p if on("min_p") else 0.0,
-            "typical_p": min(self.typical_p, 1.0) if on("typ_p") else 1.0,
-            "repetition_penalty": self.repeat_penalty if on("penalties") else 1.0,
-        }
+    def sampling_given(self) -> dict[str, Any]:
+        """What the client says of sampling, as fields of lp.SamplingParams: what its chain leaves out, too."""
+        neutral = SamplingParams()
+        given = {}
+        for name, (own, sampler) in CHAINED.items():
+            if not self.samples_by(sampler):
+                given[name] = getattr(neutral, name)
+            elif own in self.model_fields_set:
+                given[name] = _in_range(name, getattr(self, own))
+        return given
+
+    @classmethod
+    def sampling_defaults(cls) -> dict[str, Any]:
+        """What llama.cpp does where nobody says anything, as fields of lp.SamplingParams."""
+        return {name: cls.model_fields[own].default for name, (own, _) in CHAINED.items()}
+
+    @property
+    def seed_given(self) -> int | None:
+        """The client's seed."""
+        return self.seed if "seed" in self.model_fields_set else None
 
     def samples_by(self, name: str) -> bool:
         """Whether the sampler is in the chain, which has all of them where none is given by names."""

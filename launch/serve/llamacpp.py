@@ -18,8 +18,6 @@ from .responses import streamed, whole
 from .served import Served, TextGroup, Wanted
 from .spec import TextSpec
 
-DRAWN_SEEDS = (-1, 0xFFFFFFFF)  # llama.cpp draws one for these
-
 
 def llamacpp_routes(served: Served) -> APIRouter:
     """The routes."""
@@ -84,7 +82,7 @@ class LlamaCompletion:
         self.spec = TextSpec(
             prompt=prompt,
             max_new_tokens=served.new_tokens(prompt, wanted or 1),  # the prompt alone is cached by one token
-            sampling=served.sampled(body.top, None if body.seed in DRAWN_SEEDS else body.seed),
+            sampling=served.sampled(body.sampling_given, body.seed_given, body.sampling_defaults()),
             eos=served.ends(ends or [], body.ignore_eos),
             presence_penalty=body.presence_penalty if penalised else 0.0,
             frequency_penalty=body.frequency_penalty if penalised else 0.0,

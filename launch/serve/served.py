@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,6 +33,7 @@ from .unfinished import UnfinishedRequests
 from .watch import TextWatch
 
 RETRY_AFTER_S = 1
+DRAWN_SEEDS = (-1, 0xFFFFFFFF)  # a client that gives one of these asks for another text every time, as of llama.cpp
 FINISH_REASON = {"eos": "stop", "stop_string": "stop"}  # the others are cut: "length"
 
 
@@ -151,34 +153,38 @@ class Served:
             return self.context - len(prompt)
         return most if self.context is None else min(most, self.context - len(prompt))
 
-    def sampled(self, wanted: dict[str, Any], seed: int | None) -> dict[str, Any]:
+    def sampled(
+        self, wanted: Mapping[str, Any], seed: int | None, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> dict[str, Any]:
         """The fields of lp.SamplingParams, where the client's replace the server's.
 
         Args:
             wanted: fields that are given; None where the client gives none.
-            seed: any integer; None draws one.
+            seed: any integer; None is the server's own, and one of DRAWN_SEEDS is drawn, as where there is none.
+            defaults: the endpoint's own, of fields in which nobody else has a say; none is greedy.
         """
         given = {name: value for name, value in wanted.items() if value is not None}
         if given.get("top_p") == 0:
             given |= {"temperature": 0.0, "top_p": 1.0}
         if given.get("top_k") == -1:
             given["top_k"] = 0
-        params = replace(self._unasked(), **given)
+        params = replace(self._unasked(defaults), **given)
         if params.greedy:
             return asdict(replace(params, seed=None))
-        drawn = secrets.randbits(48) if params.seed is None else params.seed  # exact in JavaScript too
-        return asdict(replace(params, seed=drawn if seed is None else seed % 2**63))
+        chosen = params.seed if seed is None else seed
+        if chosen is None or seed in DRAWN_SEEDS:
+            chosen = secrets.randbits(48)  # exact in JavaScript too
+        return asdict(replace(params, seed=chosen % 2**63))
 
-    def _unasked(self) -> lp.SamplingParams:
-        """What a client gets that gives nothing: what the server's own settings say, the checkpoint's, then greedy."""
+    def _unasked(self, defaults: Mapping[str, Any]) -> lp.SamplingParams:
+        """What a client gets that gives nothing: what the server's own settings say, the checkpoint's, the defaults."""
         checkpoint = self.loop.engine.decoder.checkpoint()
-        said = checkpoint.sampling
-        if self.sampling is None and not checkpoint.samples:
-            return lp.SamplingParams(**said | {"temperature": 0.0})
-        base = self.sampling or lp.SamplingParams()
-        neutral = lp.SamplingParams()
-        own = {name for name in said if getattr(base, name) != getattr(neutral, name)}
-        return replace(base, **{name: value for name, value in said.items() if name not in own})
+        neutral = asdict(lp.SamplingParams())
+        own = asdict(self.sampling or lp.SamplingParams())
+        said = {**defaults, **checkpoint.sampling}
+        if self.sampling is None and not checkpoint.samples and not defaults:
+            said["temperature"] = 0.0
+        return lp.SamplingParams(**said | {name: value for name, value in own.items() if value != neutral[name]})
 
     def ends(self, others: Sequence[int] = (), ignored: bool = False) -> list[int] | None:
         """Token ids that end a text; None for the model's own alone.

@@ -472,7 +472,7 @@ def test_another_value_shows_or_is_refused(
         assert name.rpartition(".")[2] in answer.data["error"]["message"], answer.raw
         return
     if entry.needs_grammar:
-        pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
+        pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     base = {key: value for key, value in base.items() if key not in entry.without} | entry.before
     key = json.dumps([path, base])
     before = asked[key] = asked.get(key) or ask(http, path, base)
@@ -501,3 +501,13 @@ def test_what_is_refused_is_refused_by_name(http: Any, path: str) -> None:
     same = {name: body.NEUTRAL.get(name, 0) for name in body.REFUSED}
     assert ask(http, path, BASE[path] | same | {"temperature": 0}).status == 200
     assert len(body.REFUSED) > 20
+
+
+@pytest.mark.parametrize("path", SAMPLED)
+def test_drawn_seeds(http: Any, path: str) -> None:
+    """-1 and 4294967295, as of llama.cpp, give another text every time; on OpenAI's paths they were two fixed seeds."""
+
+    def texts(seed: int) -> set[str]:
+        return {ask(http, path, BASE[path] | {"temperature": 0.8, "seed": seed}).text for _ in range(2)}
+
+    assert [len(texts(seed)) for seed in (-1, 0xFFFFFFFF, -2, 0xFFFFFFFE)] == [2, 2, 1, 1]
