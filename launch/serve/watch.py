@@ -48,6 +48,7 @@ class TextWatch:
         self._held = _Held()
         self._line = ""  # the last one, as far as it was decoded
         self._lines = 0  # before it
+        self._is_cut = False  # what comes behind is not of the text
         self.ended = False
         self.found: str | None = None
         self.num_tokens = 0
@@ -74,7 +75,7 @@ class TextWatch:
 
     def flush(self) -> str:
         """What was held back of a text that has ended."""
-        if self.ended and (self.found is not None or self._min_indent):
+        if self._is_cut:
             return ""
         rest = self._take(self._detokenizer.flush())
         return rest + self._held.take()
@@ -87,7 +88,7 @@ class TextWatch:
         if not self._min_indent:
             self._lines += new.count("\n")
         elif (cut := self._shallow_line(new, held.text())) is not None:
-            self.ended = True
+            self.ended = self._is_cut = True
             return held.take()[:cut]
         found = [
             (held.place(place, stop.names), -len(stop.sought), stop.given)
@@ -96,7 +97,7 @@ class TextWatch:
         ]
         if found:
             place, _, self.found = min(found)
-            self.ended = True
+            self.ended = self._is_cut = True
             shown = held.take(place)
             held.take()
             return shown

@@ -109,6 +109,25 @@ def test_a_time_limit_waits_for_a_line(tokenizer: PreTrainedTokenizerBase) -> No
     assert watch.ended
 
 
+@pytest.mark.parametrize("min_indent", [0, 2])
+def test_what_waits_is_shown_where_the_clock_ends_it(tokenizer: PreTrainedTokenizerBase, min_indent: int) -> None:
+    """The beginning of a stop string, and half a character; with a least indent, as llama.vim asks, they were lost."""
+    for end, shown in [("bx", "bx"), ("b\u6f22", "b\ufffd"), ("b\n", "b\n")]:
+        watch = TextWatch(tokenizer, [], ["xyz"], min_indent, time_limit_s=1e-9)
+        text = watch.push(tokenizer("a\n")["input_ids"])
+        tokens = tokenizer(f"   {end}")["input_ids"]
+        text += watch.push(tokens[:-1] if "\ufffd" in shown else tokens)
+        assert watch.ended and watch.found is None
+        assert text + watch.flush() == f"a\n   {shown}", end
+
+
+def test_nothing_comes_behind_a_shallow_line(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Nor half a character that waits in the line that ended the text."""
+    tokens = tokenizer("x\n    y\nz\u6f22")["input_ids"][:-1]
+    watch = TextWatch(tokenizer, [], min_indent=4)
+    assert watch.push(tokens) + watch.flush() == "x\n    y"
+
+
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_a_stop_string_may_name_special_tokens(ahead: int) -> None:
     """They are no text, so that they never ended one; their names, and text beside them, are not shown."""
