@@ -25,7 +25,7 @@ from pydantic import (
 from lp.errors import UserError
 from lp.sampling.params import LEAST_TEMPERATURE, MOST_PENALTY, SamplingParams
 
-from .errors import SHOWN
+from .errors import SHOWN, FieldError
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -129,68 +129,218 @@ def _one_prompt(value: Any) -> Any:
 Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS), BeforeValidator(_listed)]
 
 
+NOTHING: tuple[Any, ...] = (0, False, "", [], {})  # asks for nothing, in most fields
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # what asks for nothing in others; null does in all
+    **dict.fromkeys(("tfs_z", "guidance_scale", "repetition_penalty", "encoder_repetition_penalty"), (1,)),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "n", "n_cmpl"), (1,)),
+    **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "do_sample"), (True,)),
+    "min_keep": (0, 1),
+    "top_n_sigma": (0, -1),
+    "adaptive_target": (-1,),
+    "t_max_predict_ms": (0, -1),
+    "modalities": ([], ["text"]),
+    "response_format": ({}, {"type": "text"}),
+    **dict.fromkeys(("guided_json", "json_schema", "web_search_options"), ()),
+    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "truncate"), ()),
+    **dict.fromkeys(("max_completion_tokens", "max_length", "max_time"), ()),
+    **dict.fromkeys(("eos_token_id", "forced_bos_token_id", "forced_eos_token_id"), ()),
+    **dict.fromkeys(("enable_thinking", "thinking_budget", "thinking_token_budget", "thinking_budget_tokens"), ()),
+}
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Whether a field that is not supported asks for something."""
+    neutral = NEUTRAL.get(name, NOTHING)
+    return not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
+
+
 class Fields(BaseModel):
-    """Fields of a body, where null is the same as nothing, as clients send it for what they leave open."""
+    """Fields of a body, where null is the same as nothing, as clients send it for what they leave open.
+
+    Attributes:
+        REFUSED: settings that would change the text and cannot be had, and what to do instead.
+    """
+
+    REFUSED: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
-
-class Body(Fields):
-    """A request's body.
-
-    Attributes:
-        REFUSED: settings that would change the text and cannot be had, and what to do instead.
-        NEUTRAL: of such settings, values that change nothing; of the others, nothing, false, and numbers up to 0 do.
-    """
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
-    REFUSED: ClassVar[dict[str, str]] = {}
-    NEUTRAL: ClassVar[dict[str, Any]] = {
-        **dict.fromkeys(("tfs_z", "num_beams", "guidance_scale", "repetition_penalty", "min_keep", "n", "n_cmpl"), 1),
-        **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt"), True),
-    }
-
     @model_validator(mode="after")
-    def _refuse(self) -> Body:
+    def _refuse(self) -> Fields:
+        given = self.model_extra or {}
         for name, remedy in self.REFUSED.items():
-            if name in (self.model_extra or {}) and self._changes_text(name, (self.model_extra or {})[name]):
-                raise UserError(f"{name} is not supported; {remedy}")
+            if name in given and _asks(name, given[name]):
+                raise FieldError(name, f"{name} is not supported; {remedy}")
         return self
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """With what is refused, which no schema tells."""
+        """Its JSON schema, with what is refused, for which JSON schemas have no keyword."""
         schema = handler(core_schema)
         handler.resolve_ref_schema(schema).update({"x-refused": cls.REFUSED} if cls.REFUSED else {})
         return schema
 
-    def _changes_text(self, name: str, value: Any) -> bool:
-        neutral = self.NEUTRAL.get(name, 0)
-        if neutral is True:
-            return value is not True
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return value > neutral if number else bool(value)
+
+class Body(Fields):
+    """A request's body."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
-class Sampled(Body):
-    """How tokens are sampled; what is not given is the server's own setting."""
+SAMPLERS = {  # llama.cpp's letters of them; those without a setting here change nothing
+    "k": "top_k",
+    "p": "top_p",
+    "m": "min_p",
+    "y": "typ_p",
+    "t": "temperature",
+    "e": "penalties",
+    "d": "dry",
+    "x": "xtc",
+    "s": "top_n_sigma",
+    "i": "infill",
+    "a": "adaptive_p",
+}
+OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "nucleus": "top_p", "temp": "temperature"}
+CHAINED = {  # fields of lp.SamplingParams, and the sampler that each belongs to
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typ_p",
+    "repetition_penalty": "penalties",
+}
+
+
+def _sampler_names(value: Any) -> Any:
+    """A chain as names, which llama.cpp takes as letters, too.
+
+    Raises:
+        UserError: names what is no sampler.
+    """
+    if not isinstance(value, str | list):
+        return value
+    names = [SAMPLERS.get(letter, letter) for letter in value] if isinstance(value, str) else value
+    plain = [name.replace("-", "_") if isinstance(name, str) else name for name in names]
+    known = [OTHER_NAMES.get(name, name) if isinstance(name, str) else name for name in plain]
+    for name, given in zip(known, names, strict=True):
+        if name not in SAMPLERS.values():
+            raise UserError(f"samplers has {_shown(given)}; give some of {', '.join(SAMPLERS.values())}")
+    return known
+
+
+def _in_range(name: str, value: float) -> float:
+    """A field of lp.SamplingParams: clients give values, too, beyond those that keep every token."""
+    if name == "top_k":
+        return max(value, 0)
+    return min(value, 1.0) if name in ("top_p", "typical_p") else value
+
+
+class Generated(Body):
+    """What all endpoints take that generate text.
+
+    What others' servers and libraries have beside it is refused where it would change the text.
+    """
 
     REFUSED = {
         **dict.fromkeys(
-            ("mirostat", "mirostat_mode", "tfs_z", "top_a", "top_n_sigma", "epsilon_cutoff", "eta_cutoff", "min_keep"),
+            ("mirostat", "mirostat_mode", "tfs_z", "top_a", "top_h", "top_n_sigma", "epsilon_cutoff", "eta_cutoff"),
             "take temperature, top_k, top_p, min_p and typical_p",
         ),
         **dict.fromkeys(
-            ("dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor", "adaptive_target"),
+            ("dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor", "adaptive_target", "min_keep"),
             "take temperature, top_k, top_p, min_p and typical_p",
         ),
-        "no_repeat_ngram_size": "give frequency_penalty",
-        "guidance_scale": "leave it out",
-        "lora": "load the model with its adapter",
+        **dict.fromkeys(
+            ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
+            "give frequency_penalty",
+        ),
+        "do_sample": "a temperature of 0 is greedy",
+        **dict.fromkeys(
+            ("guidance_scale", "penalty_alpha", "dola_layers", "token_healing", "watermark", "watermarking_config"),
+            "leave it out",
+        ),
+        **dict.fromkeys(
+            (
+                "renormalize_logits",
+                "remove_invalid_values",
+                "logits_processors",
+                "custom_logit_processor",
+                "is_assistant",
+            ),
+            "leave it out",
+        ),
+        **dict.fromkeys(("lora", "lora_path", "adapter_id"), "load the model with its adapter"),
+        **dict.fromkeys(
+            ("use_beam_search", "num_beams", "constraints", "force_words_ids"),
+            "a step verifies one path, and beams depend on each other: leave it out",
+        ),
+        **dict.fromkeys(
+            ("bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "allowed_token_ids"),
+            "OpenAI's endpoints have logit_bias",
+        ),
+        **dict.fromkeys(
+            ("sequence_bias", "min_tokens", "min_new_tokens", "min_length", "ban_eos_token", "forced_bos_token_id"),
+            "OpenAI's endpoints have logit_bias",
+        ),
+        **dict.fromkeys(("forced_eos_token_id", "exponential_decay_length_penalty"), "give max_tokens"),
+        **dict.fromkeys(("max_length", "max_time"), "give max_tokens"),
+        **dict.fromkeys(("stop_token_ids", "stop_strings", "stop_regex", "eos_token_id"), "give stop"),
+        **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), "a text ends before its stop string"),
+        **dict.fromkeys(("truncate_prompt_tokens", "truncate"), "send as much as there is room for"),
+        "prompt_logprobs": "give echo and logprobs to /v1/completions",
+        "skip_special_tokens": "special tokens are no text",
+        "num_return_sequences": "OpenAI's endpoints have n",
     }
+    max_new_tokens: Annotated[Int, Field(ge=1)] | None = None
+    stop: Stops = []
+    stream: Bool = False
+    samplers: Annotated[Names, BeforeValidator(_sampler_names)] | None = None
+    ignore_eos: Bool = False
+
+    @property
+    def grammar_given(self) -> tuple[str, str] | None:
+        """(kind, text) of the form that the text must have, for `Grammars.grammar`; None for any."""
+        return None
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that gives the form."""
+        return ""
+
+    @property
+    def sampling_given(self) -> dict[str, Any]:
+        """What the client says of sampling, as fields of lp.SamplingParams: what its chain leaves out, too."""
+        neutral = SamplingParams()
+        given = {}
+        for name, sampler in CHAINED.items():
+            names = (name, "repeat_penalty") if name == "repetition_penalty" else (name,)
+            own = [each for each in names if each in self.model_fields_set]
+            if not self.samples_by(sampler):
+                given[name] = getattr(neutral, name)
+            elif own:
+                given[name] = _in_range(name, getattr(self, own[0]))
+        return given
+
+    def samples_by(self, name: str) -> bool:
+        """Whether the sampler is in the chain, which has all of them where none is given by names."""
+        return self.samplers is None or name in self.samplers
+
+    @model_validator(mode="after")
+    def _may_end(self) -> Generated:
+        if self.ignore_eos and self.grammar_given:
+            name = self.grammar_field.partition(".")[0]
+            raise FieldError(
+                "ignore_eos", f"ignore_eos is true with a {name}, whose text an EOS ends; leave one of them out"
+            )
+        return self
+
+
+class Sampled(Generated):
+    """How tokens are sampled; what is not given is the server's own setting."""
+
     temperature: Annotated[float, Field(ge=0, le=2), NotTooCold] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Int, Field(ge=-1)] | None = None
@@ -203,12 +353,6 @@ class Sampled(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Int | None = None
-    ignore_eos: Bool = False
-
-    @property
-    def penalty(self) -> float | None:
-        """By transformers' name, or by llama.cpp's."""
-        return self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
 
     @model_validator(mode="after")
     def _one_penalty(self) -> Sampled:
@@ -216,16 +360,17 @@ class Sampled(Body):
             None not in (self.repetition_penalty, self.repeat_penalty)
             and self.repetition_penalty != self.repeat_penalty
         ):
-            raise UserError(
+            raise FieldError(
+                "repetition_penalty",
                 f"repetition_penalty is {self.repetition_penalty:g} and repeat_penalty is {self.repeat_penalty:g}, "
-                "which are one setting; give one of them"
+                "which are one setting; give one of them",
             )
         return self
 
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _first_bad(cls, value: Any) -> Any:
-        """Refuse the first bad one, as of lists."""
+        """Refuse the first bad entry: an error of each, as of long lists, takes seconds and gigabytes."""
         for token, bias in value.items() if isinstance(value, dict) else ():
             if not token.isascii() or not token.isdecimal() or len(token) > MOST_DIGITS:
                 raise UserError(f"the key {token[:SHOWN]!r} is no token id; give ids, as in {{'50256': -100}}")
@@ -244,6 +389,15 @@ class StreamOptions(Fields):
     include_usage: Bool = False
 
 
+FORMS = {  # types of a response_format, and the field that says more of each
+    "text": None,
+    "json_object": "schema",  # llama.cpp's
+    "json_schema": "json_schema",
+    "grammar": "grammar",
+    "regex": "regex",
+}
+
+
 class ResponseFormat(Fields):
     """The form that a text must have."""
 
@@ -252,20 +406,28 @@ class ResponseFormat(Fields):
     json_schema: dict[str, Any] | None = None
     grammar: Text | None = None
     regex: Text | None = None
-    form: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's, of a json_object
+    form: dict[str, Any] | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
-        needed = {"json_schema": self.json_schema, "grammar": self.grammar, "regex": self.regex}
-        if self.type in needed and needed[self.type] is None:
-            raise UserError(f"response_format.type is {self.type!r}; give response_format.{self.type} with it")
+        own = FORMS[self.type]
+        given = {"json_schema": self.json_schema, "grammar": self.grammar, "regex": self.regex, "schema": self.form}
+        for name, value in given.items():
+            if value is not None and name != own:
+                other = next(type for type, field in FORMS.items() if field == name)
+                raise UserError(
+                    f"response_format.{name} is given, but response_format.type is {self.type!r}; set it to {other!r}, "
+                    f"or leave {name} out"
+                )
+        if own not in (None, "schema") and given[own] is None:
+            raise UserError(f"response_format.type is {self.type!r}; give response_format.{own} with it")
         if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict | bool):
             raise UserError("response_format.json_schema.schema must be a JSON schema; give an object")
         return self
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """As of `Grammars.grammar`; None for none."""
+        """(kind, text) of the form, for `Grammars.grammar`; None for any."""
         if self.type == "json_object":
             return "json_schema", json.dumps(self.form or {"type": "object"})
         if self.type == "json_schema":
@@ -283,37 +445,42 @@ class OpenAI(Sampled):
             ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
             "give response_format",
         ),
+        **dict.fromkeys(("regex", "ebnf", "structural_tag"), "give response_format"),
         **dict.fromkeys(("grammar", "json_schema"), "give response_format, or take /completion"),
-        **dict.fromkeys(("bad_words", "allowed_token_ids", "min_tokens"), "give logit_bias"),
-        "stop_token_ids": "give stop",
-        "include_stop_str_in_output": "a text ends before its stop string",
-        "truncate_prompt_tokens": "send as much as there is room for",
-        "prompt_logprobs": "give echo and logprobs to /v1/completions",
-        "skip_special_tokens": "special tokens are no text",
-        "n_probs": "give logprobs",
         **dict.fromkeys(
-            ("use_beam_search", "num_beams"),
-            "a step verifies one path, and beams depend on each other: leave it out",
+            ("bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "allowed_token_ids"),
+            "give logit_bias",
         ),
+        **dict.fromkeys(
+            ("sequence_bias", "min_tokens", "min_new_tokens", "min_length", "ban_eos_token", "forced_bos_token_id"),
+            "give logit_bias",
+        ),
+        "num_return_sequences": "give n",
+        "n_probs": "give logprobs",
+        **dict.fromkeys(("n_indent", "t_max_predict_ms"), "/completion has it"),
     }
     model: Text | None = None
     n: Annotated[Int, Field(ge=1, le=MOST_CHOICES)] = 1
-    stop: Stops = []
-    stream: Bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """As of `Grammars.grammar`; None for none."""
+        """(kind, text) of the form that the text must have, for `Grammars.grammar`; None for any."""
         return self.response_format.grammar_given if self.response_format else None
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that gives the form."""
+        own = FORMS[self.response_format.type] if self.response_format else None
+        return f"response_format.{own}" if own else "response_format"
 
     @model_validator(mode="after")
     def _sound_options(self) -> OpenAI:
-        if self.grammar_given and self.ignore_eos:
-            raise UserError("ignore_eos is true with a response_format, whose text an EOS ends; leave one of them out")
         if self.stream_options is not None and not self.stream:
-            raise UserError("stream_options is given, but stream is not true; leave stream_options out")
+            raise FieldError(
+                "stream_options", "stream_options is given, but stream is not true; leave stream_options out"
+            )
         return self
 
 
@@ -343,20 +510,21 @@ class CompletionBody(OpenAI):
 
     @property
     def most_tokens(self) -> int | None:
-        """By OpenAI's name of the limit, or llama.cpp's."""
-        return _first(self.max_tokens, self.n_predict)
+        """The limit, by OpenAI's name of it, or llama.cpp's, or transformers'."""
+        return _first(self.max_tokens, self.n_predict, self.max_new_tokens)
 
     @model_validator(mode="after")
     def _sound(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != self.n:
-            raise UserError(f"best_of is {self.best_of} and n is {self.n}; texts are not ranked: leave best_of out")
+            message = f"best_of is {self.best_of} and n is {self.n}; texts are not ranked: leave best_of out"
+            raise FieldError("best_of", message)
         if self.suffix and self.echo:
-            raise UserError("echo is true with a suffix; leave one of them out")
+            raise FieldError("echo", "echo is true with a suffix; leave one of them out")
         if self.suffix and not isinstance(self.prompt, str):
-            raise UserError("suffix is given, but prompt is no single text; give one text before the gap")
+            raise FieldError("suffix", "suffix is given, but prompt is no single text; give one text before the gap")
         if self.most_tokens == 0 and not self.echo:
             name = "n_predict" if self.max_tokens is None else "max_tokens"
-            raise UserError(f"{name} is 0, which leaves nothing to do without echo; ask for at least one token")
+            raise FieldError(name, f"{name} is 0, which leaves nothing to do without echo; ask for at least one token")
         return self
 
 
@@ -401,10 +569,18 @@ class ToolCall(Fields):
 class Message(Fields):
     """A message of a chat."""
 
-    model_config = ConfigDict(extra="ignore")
+    REFUSED = {
+        "function_call": "give tool_calls",
+        "refusal": "give it as content",
+        "audio": "this model takes text alone",
+        **dict.fromkeys(("prefix", "partial"), "give the text so far to /v1/completions"),
+    }
+    model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
 
@@ -455,7 +631,12 @@ class ChatBody(OpenAI):
         **OpenAI.REFUSED,
         "functions": "give tools",
         **dict.fromkeys(
-            ("reasoning_effort", "enable_thinking"), "give what the model's template reads in chat_template_kwargs"
+            ("reasoning_effort", "reasoning", "enable_thinking", "thinking"),
+            "give what the model's template reads in chat_template_kwargs",
+        ),
+        **dict.fromkeys(
+            ("thinking_budget", "thinking_token_budget", "thinking_budget_tokens"),
+            "give what the model's template reads in chat_template_kwargs",
         ),
         "add_generation_prompt": "give the text so far to /v1/completions",
         **dict.fromkeys(("prompt", "suffix", "echo"), "/v1/completions has it"),
@@ -463,7 +644,7 @@ class ChatBody(OpenAI):
         "continue_final_message": "give the text so far to /v1/completions",
         "documents": "give chat_template_kwargs.documents",
         "function_call": "give tool_choice",
-        "audio": "this model writes text",
+        **dict.fromkeys(("audio", "modalities"), "this model writes text"),
         "web_search_options": "this server has no search",
     }
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
@@ -480,82 +661,41 @@ class ChatBody(OpenAI):
 
     @property
     def most_tokens(self) -> int | None:
-        """By OpenAI's names of the limit, or llama.cpp's, whose 0 caches the prompt alone, by one token."""
-        given = _first(self.max_completion_tokens, self.max_tokens, self.n_predict)
+        """The limit, by one of its names; llama.cpp's n_predict of 0 caches the prompt alone, by one token."""
+        given = _first(self.max_completion_tokens, self.max_tokens, self.n_predict, self.max_new_tokens)
         return 1 if given == 0 else given
 
     @model_validator(mode="after")
     def _sound(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise UserError("top_logprobs is given, but logprobs is not true; set logprobs")
+            raise FieldError("top_logprobs", "top_logprobs is given, but logprobs is not true; set logprobs")
         if self.tool_choice and not self.tools:
-            raise UserError("tool_choice is given without tools; give tools, or leave it out")
+            raise FieldError("tool_choice", "tool_choice is given without tools; give tools, or leave it out")
         if self.response_format and self.grammar_given and self.tools and self.tool_choice != "none":
-            raise UserError(
+            raise FieldError(
+                "response_format",
                 f"response_format is {self.response_format.type!r} with tools, which it would keep the model from "
-                "calling; leave one of them out, or set tool_choice to 'none'"
+                "calling; leave one of them out, or set tool_choice to 'none'",
             )
         return self
 
 
-SAMPLERS = {  # llama.cpp's letters of them; those without a setting here change nothing
-    "k": "top_k",
-    "p": "top_p",
-    "m": "min_p",
-    "y": "typ_p",
-    "t": "temperature",
-    "e": "penalties",
-    "d": "dry",
-    "x": "xtc",
-    "s": "top_n_sigma",
-    "i": "infill",
-    "a": "adaptive_p",
-}
-CHAINED = {  # fields of lp.SamplingParams: llama.cpp's name of each, and the sampler of the chain that it belongs to
-    "temperature": ("temperature", "temperature"),
-    "top_k": ("top_k", "top_k"),
-    "top_p": ("top_p", "top_p"),
-    "min_p": ("min_p", "min_p"),
-    "typical_p": ("typical_p", "typ_p"),
-    "repetition_penalty": ("repeat_penalty", "penalties"),
-}
-OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "typ": "typ_p", "nucleus": "top_p", "temp": "temperature"}
-
-
-def _sampler_names(value: Any) -> Any:
-    """A chain as names, which llama.cpp takes as letters, too.
-
-    Raises:
-        UserError: names what is no sampler.
-    """
-    if not isinstance(value, str | list):
-        return value
-    names = [SAMPLERS.get(letter, letter) for letter in value] if isinstance(value, str) else value
-    plain = [name.replace("-", "_") if isinstance(name, str) else name for name in names]
-    known = [OTHER_NAMES.get(name, name) if isinstance(name, str) else name for name in plain]
-    for name, given in zip(known, names, strict=True):
-        if name not in SAMPLERS.values():
-            raise UserError(f"samplers has {_shown(given)}; give some of {', '.join(SAMPLERS.values())}")
-    return known
-
-
-def _in_range(name: str, value: float) -> float:
-    """A field of lp.SamplingParams: llama.cpp takes values, too, beyond those that keep every token."""
-    if name == "top_k":
-        return max(value, 0)
-    return min(value, 1.0) if name in ("top_p", "typical_p") else value
-
-
-class LlamaCpp(Body):
+class LlamaCpp(Generated):
     """What both of llama.cpp's endpoints take."""
 
     REFUSED = {
-        **Sampled.REFUSED,
+        **Generated.REFUSED,
         **dict.fromkeys(("image_data", "multimodal_data"), "this model takes text alone"),
         **dict.fromkeys(("n_probs", "logprobs", "top_logprobs"), "/v1/completions has logprobs"),
         **dict.fromkeys(("logit_bias", "n", "n_cmpl", "echo", "suffix"), "/v1/completions has it"),
         "repetition_penalty": "give repeat_penalty",
-        "response_format": "give json_schema or grammar",
+        "max_completion_tokens": "give max_tokens",
+        "prediction": "/v1/chat/completions has it",
+        **dict.fromkeys(
+            ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+            "give json_schema or grammar",
+        ),
+        **dict.fromkeys(("response_format", "regex", "ebnf", "structural_tag"), "give json_schema or grammar"),
     }
     prompt: Annotated[Text | TokenIds, BeforeValidator(_one_prompt)] = ""
     n_predict: Annotated[Int, Field(ge=-2)] = -1
@@ -570,55 +710,48 @@ class LlamaCpp(Body):
     presence_penalty: CountedPenalty = 0.0
     frequency_penalty: CountedPenalty = 0.0
     seed: Int = -1
-    stop: Stops = []
-    stream: Bool = False
-    samplers: Annotated[Names, BeforeValidator(_sampler_names)] | None = None
     cache_prompt: Bool = True
     n_indent: Annotated[Int, Field(ge=0)] = 0
     t_max_predict_ms: Annotated[float, Field(ge=-1)] = 0  # 0 and -1: no limit
-    ignore_eos: Bool = False
     grammar: Text = ""
     json_schema: dict[str, Any] | None = None
     response_fields: Names | None = None
 
+    @model_validator(mode="after")
+    def _one_form(self) -> LlamaCpp:
+        if self.grammar and self.json_schema is not None:
+            raise FieldError("grammar", "grammar is given with json_schema; leave one of them out")
+        return self
+
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """As of `Grammars.grammar`; None for none."""
+        """(kind, text) of the form that the text must have, for `Grammars.grammar`; None for any."""
         if self.grammar:
             return "ebnf", self.grammar
-        return ("json_schema", json.dumps(self.json_schema)) if self.json_schema else None
+        return None if self.json_schema is None else ("json_schema", json.dumps(self.json_schema))
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that gives the form."""
+        return "grammar" if self.grammar else "json_schema"
 
     @property
     def most_tokens(self) -> int:
-        """By either name of the limit."""
-        given = self.n_predict if "n_predict" in self.model_fields_set else self.max_tokens
+        """The limit, by one of its names."""
+        own = self.n_predict if "n_predict" in self.model_fields_set else None
+        given = _first(own, self.max_tokens, self.max_new_tokens)
         return self.n_predict if given is None else given
-
-    @property
-    def sampling_given(self) -> dict[str, Any]:
-        """What the client says of sampling, as fields of lp.SamplingParams: what its chain leaves out, too."""
-        neutral = SamplingParams()
-        given = {}
-        for name, (own, sampler) in CHAINED.items():
-            if not self.samples_by(sampler):
-                given[name] = getattr(neutral, name)
-            elif own in self.model_fields_set:
-                given[name] = _in_range(name, getattr(self, own))
-        return given
 
     @classmethod
     def sampling_defaults(cls) -> dict[str, Any]:
         """What llama.cpp does where nobody says anything, as fields of lp.SamplingParams."""
-        return {name: cls.model_fields[own].default for name, (own, _) in CHAINED.items()}
+        own = {name: "repeat_penalty" if name == "repetition_penalty" else name for name in CHAINED}
+        return {name: cls.model_fields[each].default for name, each in own.items()}
 
     @property
     def seed_given(self) -> int | None:
         """The client's seed."""
         return self.seed if "seed" in self.model_fields_set else None
-
-    def samples_by(self, name: str) -> bool:
-        """Whether the sampler is in the chain, which has all of them where none is given by names."""
-        return self.samplers is None or name in self.samplers
 
 
 class ExtraBody(Fields):
@@ -646,6 +779,7 @@ class TokenizeBody(Body):
 
     content: Text
     add_special: Bool = False
+    parse_special: Bool = True
     with_pieces: Bool = False
 
 

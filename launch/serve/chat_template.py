@@ -15,8 +15,9 @@ from ..chat_tokens import LiteralCopy, chat_tokens, text_tokens
 from .bodies import ChatBody, Message, plain_text
 from .errors import SHOWN, ApiError
 
-# How a template is applied, and which one: a client's own could run for ever.
-SET_HERE = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+# How a template is applied, to what, and which one: a client's own could run for ever.
+SET_HERE = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}
+REFUSALS = (TemplateError, TypeError, ValueError, KeyError)  # what a template raises that can't write what it is given
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: LiteralCopy | None = None) -> list[int]:
@@ -57,8 +58,27 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, body: ChatBody, literal: Lit
     messages = [_for_template(message) for message in body.messages]
     try:
         return chat_tokens(tokenizer, messages, literal, tools=tools, **given)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ApiError(400, f"the model's chat template refuses these messages: {error}", "messages") from None
+    except REFUSALS as error:
+        refused = _refused(tokenizer, messages, literal, tools, given)
+        what = "these messages" if refused == "messages" else refused
+        raise ApiError(400, f"the model's chat template refuses {what}: {error}", refused) from None
+
+
+def _refused(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    literal: LiteralCopy | None,
+    tools: list[dict[str, Any]] | None,
+    given: dict[str, Any],
+) -> str:
+    """The field that a template refuses: the one without which it takes the others."""
+    for name, others in (("chat_template_kwargs", {"tools": tools}), ("tools", given)):
+        try:
+            chat_tokens(tokenizer, messages, literal, **others)
+        except REFUSALS:
+            continue
+        return name
+    return "messages"
 
 
 def uses_tools(body: ChatBody) -> bool:
@@ -153,13 +173,16 @@ def _no_json(name: str) -> None:
 
 
 def _for_template(message: Message) -> dict[str, Any]:
-    """As templates expect it: one text, calls with parsed arguments, and the role that they know."""
+    """A message as templates expect it: one text, calls with parsed arguments, and the role that they know."""
     role = "system" if message.role == "developer" else message.role
     data: dict[str, Any] = {"role": role, "content": plain_text(message.content)}
     if message.name is not None:
         data["name"] = message.name
     if message.tool_call_id is not None:
         data["tool_call_id"] = message.tool_call_id
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None:
+        data["reasoning_content"] = reasoning
     if message.tool_calls:
         data["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": _parsed(call)}}

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from lp.errors import UserError
 
 SHOWN = 80  # characters of a value in a message
 UNIONS = ("prompt", "content")  # fields of several types, each of which has an error of its own
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "rate_limit_exceeded", 503: "service_unavailable"}
+
+
+class FieldError(UserError):
+    """A body whose fields do not fit together, or that has one which is not supported.
+
+    Args:
+        param: the field at fault.
+        message: names the value, the limit and the remedy.
+    """
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ApiError(Exception):
@@ -56,10 +72,16 @@ def of_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     field = _dotted(path)
     if kind == "missing":
         return ApiError(400, f"{field} is missing; give it", param)
-    if kind == "value_error":
-        return ApiError(400, message.removeprefix("Value error, "), param)
-    if unions := [place for place, part in enumerate(path) if part in UNIONS]:
+    unions = [place for place, part in enumerate(path) if part in UNIONS]
+    if unions:  # behind it are the types that it could be
         field = _dotted(path[: unions[0] + 1])
+    if kind == "value_error":
+        message = message.removeprefix("Value error, ")
+        if param is None:
+            return ApiError(400, message, getattr(first.get("ctx", {}).get("error"), "param", None))
+        named = re.search(rf"\b{re.escape(param)}\b", message)
+        return ApiError(400, message if named else f"{field}: {message}", param)
+    if unions:
         message = " or ".join(dict.fromkeys(error["msg"][0].lower() + error["msg"][1:] for error in errors[:3]))
         return ApiError(400, f"{field} has a wrong type: {message}", param)
     shown = repr(first.get("input"))

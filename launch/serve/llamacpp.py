@@ -32,7 +32,7 @@ def llamacpp_routes(served: Served) -> APIRouter:
     @router.post("/completion")
     @router.post("/completions")
     async def completion(body: LlamaCpp, request: Request) -> Response:
-        await served.check_grammar(body.grammar_given)
+        await served.check_grammar(body.grammar_given, body.grammar_field)
         text = body.prompt
         given = await asyncio.to_thread(served.encode, text) if isinstance(text, str) else list(text)
         return await respond(request, LlamaCompletion(served, body, served.checked(given, "prompt")))
@@ -45,7 +45,7 @@ def llamacpp_routes(served: Served) -> APIRouter:
                 "own by fim.prefix, fim.suffix and fim.middle"
             )
             raise ApiError(501, message, code="not_supported")
-        await served.check_grammar(body.grammar_given)
+        await served.check_grammar(body.grammar_given, body.grammar_field)
         extras = [Extra(extra.filename, extra.text) for extra in body.input_extra]
         room = None
         if served.context is not None:

@@ -37,7 +37,7 @@ def openai_routes(served: Served) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         served.check_model(body.model)
-        await served.check_grammar(body.grammar_given)
+        await served.check_grammar(body.grammar_given, body.grammar_field)
         completion = await asyncio.to_thread(Completion, served, body)  # a long text takes seconds to encode
         if body.stream:
             return await streamed(request, completion.chunks(), timeout_s)
@@ -46,7 +46,7 @@ def openai_routes(served: Served) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         served.check_model(body.model)
-        await served.check_grammar(body.grammar_given)
+        await served.check_grammar(body.grammar_given, body.grammar_field)
         chat = await asyncio.to_thread(Chat, served, body)
         if body.stream:
             return await streamed(request, chat.chunks(), timeout_s)
@@ -57,22 +57,15 @@ def openai_routes(served: Served) -> APIRouter:
 
 def spec_of(served: Served, body: OpenAI, prompt: list[int], max_tokens: int | None) -> TextSpec:
     """A text that continues this prompt."""
-    wanted = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "min_p": body.min_p,
-        "typical_p": body.typical_p,
-        "repetition_penalty": body.penalty,
-    }
+    penalised = body.samples_by("penalties")
     return TextSpec(
         prompt=prompt,
         max_new_tokens=served.new_tokens(prompt, max_tokens),
-        sampling=served.sampled(wanted, body.seed),
+        sampling=served.sampled(body.sampling_given, body.seed),
         eos=served.ends(ignored=body.ignore_eos),
         logit_bias=served.biases(body.logit_bias),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=(penalised and body.presence_penalty) or 0.0,
+        frequency_penalty=(penalised and body.frequency_penalty) or 0.0,
         repeat_last_n=-1 if body.repeat_last_n is None else body.repeat_last_n,
         grammar=body.grammar_given,
     )
@@ -160,7 +153,7 @@ class Completion(_Answer):
             prompts, ends = [self._gap(body.suffix)], served.fim.ends if served.fim else []
         else:
             prompts, ends = self._given(), []
-        served.check_count(len(prompts) * body.n)
+        served.check_count(len(prompts) * body.n, "prompt" if body.n == 1 else "n")
         self.prompts = [served.checked(prompt, "prompt") for prompt in prompts]
         self.echoes = self._sent() if body.echo else [""] * len(self.prompts)
         if body.most_tokens == 0:

@@ -118,8 +118,19 @@ class Served:
             message = f"there is no model {name[:SHOWN]!r}; this server has {known}, or leave model out"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of a text, with BOS where the model has one."""
+    def encode(self, text: str, special: bool = True, parsed: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: to encode.
+            special: with BOS, where the model has one.
+            parsed: names of special tokens in it are these tokens; else they are text.
+
+        Raises:
+            ValueError: a special token that the tokenizer can't take as text.
+        """
+        if not parsed:
+            return text_tokens(self.tokenizer, text, self.literal, add_special_tokens=special)
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def checked(self, ids: Sequence[int], param: str) -> list[int]:
@@ -159,15 +170,13 @@ class Served:
         """The fields of lp.SamplingParams, where the client's replace the server's.
 
         Args:
-            wanted: fields that are given; None where the client gives none.
+            wanted: fields that the client gives.
             seed: any integer; None is the server's own, and one of DRAWN_SEEDS is drawn, as where there is none.
             defaults: the endpoint's own, of fields in which nobody else has a say; none is greedy.
         """
-        given = {name: value for name, value in wanted.items() if value is not None}
+        given = dict(wanted)
         if given.get("top_p") == 0:
             given |= {"temperature": 0.0, "top_p": 1.0}
-        if given.get("top_k") == -1:
-            given["top_k"] = 0
         params = replace(self._unasked(defaults), **given)
         if params.greedy:
             return asdict(replace(params, seed=None))
@@ -211,24 +220,39 @@ class Served:
                 raise ApiError(400, message, "logit_bias")
         return biases
 
-    def check_count(self, texts: int) -> None:
+    def check_count(self, texts: int, param: str = "n") -> None:
         """Refuse a request for more texts than there may be at a time, whether or not they have tokens to generate.
+
+        Args:
+            texts: how many.
+            param: the field that asks for so many.
 
         Raises:
             ApiError: 400.
         """
         if texts > self.loop.max_texts:
             message = f"the request is for {texts} texts; this server takes {self.loop.max_texts} at a time"
-            raise ApiError(400, message, "n")
+            raise ApiError(400, message, param)
 
-    async def check_grammar(self, grammar: tuple[str, str] | None) -> None:
+    async def check_grammar(self, grammar: tuple[str, str] | None, field: str) -> None:
         """Compile a grammar, which may take long, while other requests go on.
 
+        Args:
+            grammar: (kind, text), as `Grammars.grammar` takes them; None for none.
+            field: where the client gives it.
+
         Raises:
-            ValueError: it is none.
+            ApiError: 400: it is none.
         """
-        if grammar is not None:
+        if grammar is None:
+            return
+        try:
             await asyncio.to_thread(self.loop.grammars.grammar, *grammar)
+        except UserError as error:
+            message = str(error)
+            if message.startswith(grammar[0]):  # the kind, which is no field's name
+                message = field + message.removeprefix(grammar[0])
+            raise ApiError(400, message, field.partition(".")[0]) from None
 
     def check_logprobs(self) -> None:
         """Refuse log probabilities where no rank has them.
@@ -255,7 +279,7 @@ class Served:
     def expected(self, text: str) -> list[int]:
         """Token ids of a predicted text, which can't be wrong: names of special tokens in it are text."""
         try:
-            ids = text_tokens(self.tokenizer, text, self.literal, add_special_tokens=False)
+            ids = self.encode(text, special=False, parsed=False)
         except UserError:  # a tokenizer that can't take them as text
             ids = self.encode(text, special=False)
         return [token for token in ids if token < self.vocabulary]

@@ -78,7 +78,7 @@ def status_routes(served: Served) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         def tokens() -> list[Any]:
-            ids = served.encode(body.content, body.add_special)
+            ids = served.encode(body.content, body.add_special, body.parse_special)
             return [{"id": token, "piece": served.piece(token)} for token in ids] if body.with_pieces else ids
 
         return {"tokens": await asyncio.to_thread(tokens)}

@@ -40,10 +40,18 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETE, {"prompt": [1.5]}, 400, "prompt", "prompt[0] is 1.5; give a text, texts, token ids"),
     (COMPLETE, {"prompt": [4096]}, 400, "prompt", "token id 4096; this model's vocabulary is 0..4095"),
     (COMPLETE, {"prompt": [5] * 2048}, 400, "prompt", "2048 tokens, the model's context 2048; shorten it"),
-    (COMPLETE, {"prompt": "\ud800"}, 400, "prompt", "half a character at 0"),
+    (COMPLETE, {"prompt": "\ud800"}, 400, "prompt", "prompt: half a character at 0"),
+    (COMPLETE, {"prompt": "a", "model": "\ud800"}, 400, "model", "model: half a character at 0"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, "messages", "messages[0].content: half a"),
     (COMPLETE, {"prompt": "a", "max_tokens": -2}, 400, "max_tokens", "max_tokens is -2; input should be greater"),
     (COMPLETE, {"prompt": "a", "max_tokens": "9"}, 400, "max_tokens", "max_tokens is '9'; input should be a valid int"),
-    (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, None, "max_tokens is 0, which leaves nothing to do without echo"),
+    (
+        COMPLETE,
+        {"prompt": "a", "max_tokens": 0},
+        400,
+        "max_tokens",
+        "max_tokens is 0, which leaves nothing to do without echo",
+    ),
     (COMPLETE, {"prompt": "a", "temperature": -0.1}, 400, "temperature", "temperature is -0.1; "),
     (COMPLETE, {"prompt": "a", "temperature": 1e-310}, 400, "temperature", "temperature is 1e-310; give 0, which is"),
     (COMPLETE, {"prompt": "a", "temperature": 2.1}, 400, "temperature", "less than or equal to 2"),
@@ -51,15 +59,21 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
     (COMPLETE, {"prompt": "a", "top_p": 1.1}, 400, "top_p", "less than or equal to 1"),
     (COMPLETE, {"prompt": "a", "n": 0}, 400, "n", "n is 0; input should be greater than or equal to 1"),
     (COMPLETE, {"prompt": "a", "n": 129}, 400, "n", "less than or equal to 128"),
-    (COMPLETE, {"prompt": ["a"] * 80}, 400, "n", "for 80 texts; this server takes 72 at a time"),
+    (COMPLETE, {"prompt": ["a"] * 80}, 400, "prompt", "for 80 texts; this server takes 72 at a time"),
     (COMPLETE, {"prompt": [[5]] * 40, "n": 2, "echo": True, "max_tokens": 0}, 400, "n", "for 80 texts; this server"),
-    (COMPLETE, {"prompt": "a", "best_of": 3}, 400, None, "best_of is 3 and n is 1; texts are not ranked"),
+    (COMPLETE, {"prompt": "a", "best_of": 3}, 400, "best_of", "best_of is 3 and n is 1; texts are not ranked"),
     (COMPLETE, {"prompt": "a", "seed": 1.5}, 400, "seed", "seed is 1.5; "),
     (COMPLETE, {"prompt": "a", "stop": ["x", ""]}, 400, "stop", "at least 1 character"),
     (COMPLETE, {"prompt": "a", "stop": ["x"] * 17}, 400, "stop", "at most 16"),
     (COMPLETE, {"prompt": "a", "stop": 3}, 400, "stop", "stop is 3; "),
     (COMPLETE, {"prompt": "a", "stream": "yes"}, 400, "stream", "stream is 'yes'; "),
-    (COMPLETE, {"prompt": "a", "stream_options": {}}, 400, None, "stream_options is given, but stream is not true"),
+    (
+        COMPLETE,
+        {"prompt": "a", "stream_options": {}},
+        400,
+        "stream_options",
+        "stream_options is given, but stream is not true",
+    ),
     (COMPLETE, {"prompt": "a", "logprobs": 21}, 400, "logprobs", "less than or equal to 20"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "the key 'x' is no token id"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "is no token id"),
@@ -86,15 +100,27 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
         COMPLETE,
         {"prompt": "a", "repeat_penalty": 2, "repetition_penalty": 3},
         400,
-        None,
+        "repetition_penalty",
         "repetition_penalty is 3 and repeat_penalty is 2",
     ),
     (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "suffix", "demo has no tokens for fill-in-the-middle"),
-    (COMPLETE, {"prompt": "a", "suffix": "b", "echo": True}, 400, None, "echo is true with a suffix"),
-    (COMPLETE, {"prompt": ["a"], "suffix": "b"}, 400, None, "prompt is no single text"),
-    (COMPLETE, {"prompt": "a", "use_beam_search": True}, 400, None, "use_beam_search is not supported"),
-    (COMPLETE, {"prompt": "a", "guided_regex": "[0-9]"}, 400, None, "guided_regex is not supported; give response_"),
-    (CHAT, {"messages": USER, "grammar": 'root ::= "a"'}, 400, None, "grammar is not supported; give response_format"),
+    (COMPLETE, {"prompt": "a", "suffix": "b", "echo": True}, 400, "echo", "echo is true with a suffix"),
+    (COMPLETE, {"prompt": ["a"], "suffix": "b"}, 400, "suffix", "prompt is no single text"),
+    (COMPLETE, {"prompt": "a", "use_beam_search": True}, 400, "use_beam_search", "use_beam_search is not supported"),
+    (
+        COMPLETE,
+        {"prompt": "a", "guided_regex": "[0-9]"},
+        400,
+        "guided_regex",
+        "guided_regex is not supported; give response_",
+    ),
+    (
+        CHAT,
+        {"messages": USER, "grammar": 'root ::= "a"'},
+        400,
+        "grammar",
+        "grammar is not supported; give response_format",
+    ),
     (COMPLETE, {"prompt": "a", "response_format": {"type": "xml"}}, 400, "response_format", "is 'xml'; "),
     (
         COMPLETE,
@@ -125,12 +151,30 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
         "max_completion_tokens is 0; ",
     ),
     (CHAT, {"messages": USER, "max_tokens": 0}, 400, "max_tokens", "max_tokens is 0; ask for one token or more"),
-    (CHAT, {"messages": USER, "reasoning_effort": "low"}, 400, None, "reasoning_effort is not supported; give what"),
-    (CHAT, {"messages": USER, "top_logprobs": 2}, 400, None, "top_logprobs is given, but logprobs is not true"),
+    (
+        CHAT,
+        {"messages": USER, "reasoning_effort": "low"},
+        400,
+        "reasoning_effort",
+        "reasoning_effort is not supported; give what",
+    ),
+    (
+        CHAT,
+        {"messages": USER, "top_logprobs": 2},
+        400,
+        "top_logprobs",
+        "top_logprobs is given, but logprobs is not true",
+    ),
     (CHAT, {"messages": USER, "tools": [TOOL]}, 400, "tools", "transformers describes no format of calls for llama"),
-    (CHAT, {"messages": USER, "tool_choice": "auto"}, 400, None, "tool_choice is given without tools"),
+    (CHAT, {"messages": USER, "tool_choice": "auto"}, 400, "tool_choice", "tool_choice is given without tools"),
     (CHAT, {"messages": USER, "tools": [TOOL], "tool_choice": "required"}, 400, "tool_choice", "'required'; "),
-    (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, 400, None, "functions is not supported; give tools"),
+    (
+        CHAT,
+        {"messages": USER, "functions": [{"name": "f"}]},
+        400,
+        "functions",
+        "functions is not supported; give tools",
+    ),
     (CHAT, {"messages": USER, "prediction": {"type": "x"}}, 400, "prediction", "prediction.type is 'x'; "),
     (
         CHAT,
@@ -146,32 +190,95 @@ BAD: list[tuple[str, Any, int, str | None, str]] = [
         "chat_template_kwargs",
         "chat_template_kwargs.add_generation_prompt is False, and the server sets add_generation_prompt itself",
     ),
-    (CHAT, {"messages": USER, "chat_template": "{{ 1 }}"}, 400, None, "chat_template is not supported; the server has"),
-    (CHAT, {"messages": USER, "continue_final_message": True}, 400, None, "continue_final_message is not supported"),
+    (
+        CHAT,
+        {"messages": USER, "chat_template": "{{ 1 }}"},
+        400,
+        "chat_template",
+        "chat_template is not supported; the server has",
+    ),
+    (
+        CHAT,
+        {"messages": USER, "continue_final_message": True},
+        400,
+        "continue_final_message",
+        "continue_final_message is not supported",
+    ),
     (
         CHAT,
         {"messages": USER, "documents": [{"text": "a"}]},
         400,
-        None,
+        "documents",
         "documents is not supported; give chat_template_",
     ),
-    (LLAMA, {"prompt": "a", "logit_bias": [[5, False]]}, 400, None, "logit_bias is not supported; /v1/completions"),
+    (
+        LLAMA,
+        {"prompt": "a", "logit_bias": [[5, False]]},
+        400,
+        "logit_bias",
+        "logit_bias is not supported; /v1/completions",
+    ),
     (LLAMA, {"prompt": "a", "n_predict": -3}, 400, "n_predict", "greater than or equal to -2"),
     (LLAMA, {"prompt": ["a"]}, 400, "prompt", "prompt[0] is 'a'; give one text, or its token ids; /v1/completions"),
     (LLAMA, {"prompt": []}, 400, "prompt", "prompt is []; give one text, or its token ids"),
     (LLAMA, {"prompt": "a", "presence_penalty": 1e300}, 400, "presence_penalty", "less than or equal to 1000000"),
     (LLAMA, {"prompt": "a", "samplers": ["top_k", "tup_p"]}, 400, "samplers", "samplers has 'tup_p'; give some of"),
     (LLAMA, {"prompt": "a", "samplers": "kq"}, 400, "samplers", "samplers has 'q'; give some of"),
-    (LLAMA, {"prompt": "a", "top_n_sigma": 1.5}, 400, None, "top_n_sigma is not supported; take temperature"),
+    (LLAMA, {"prompt": "a", "top_n_sigma": 1.5}, 400, "top_n_sigma", "top_n_sigma is not supported; take temperature"),
     (LLAMA, {"prompt": "a", "t_max_predict_ms": -2}, 400, "t_max_predict_ms", "greater than or equal to -1"),
     (LLAMA, {"prompt": "a", "min_p": 1}, 400, "min_p", "less than 1"),
-    (LLAMA, {"prompt": "a", "mirostat": 2}, 400, None, "mirostat is not supported; take temperature"),
+    (LLAMA, {"prompt": "a", "mirostat": 2}, 400, "mirostat", "mirostat is not supported; take temperature"),
+    (LLAMA, {"prompt": "a", "tfs_z": 0.5}, 400, "tfs_z", "tfs_z is not supported; take temperature"),
+    (LLAMA, {"prompt": "a", "repetition_penalty": 0.5}, 400, "repetition_penalty", "give repeat_penalty"),
+    (LLAMA, {"prompt": "a", "bad_words_ids": [[5]]}, 400, "bad_words_ids", "OpenAI's endpoints have logit_bias"),
+    (COMPLETE, {"prompt": "a", "n_indent": 2}, 400, "n_indent", "n_indent is not supported; /completion has it"),
+    (
+        LLAMA,
+        {"prompt": "a", "json_schema": {}, "ignore_eos": True},
+        400,
+        "ignore_eos",
+        "ignore_eos is true with a json_schema, whose text an EOS ends; leave one of them out",
+    ),
+    (
+        COMPLETE,
+        {"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True},
+        400,
+        "ignore_eos",
+        "ignore_eos is true with a response_format, whose text an EOS ends; leave one of them out",
+    ),
     (INFILL, {"input_prefix": "a"}, 400, "input_suffix", "input_suffix is missing"),
     (INFILL, {"input_prefix": "a", "input_suffix": "b"}, 501, None, "demo has no tokens for fill-in-the-middle"),
     ("/tokenize", {"content": 3}, 400, "content", "content has a wrong type: input should be a valid string"),
     ("/detokenize", {"tokens": [5000]}, 400, "tokens", "vocabulary is 0..4095"),
     ("/detokenize", {"tokens": [5] * (1 << 17) + [5]}, 400, "tokens", "at most 131072 items"),
     ("/v1/embeddings", {"input": "a"}, 404, None, "there is no path '/v1/embeddings'"),
+]
+
+
+# Forms that are none: path, body without a prompt, the field at fault, and what the message begins with.
+BAD_FORMS: list[tuple[str, Any, str, str]] = [
+    (LLAMA, {"grammar": "root ::= ("}, "grammar", "grammar is not taken: "),
+    (LLAMA, {"grammar": "#" * 40_000}, "grammar", "grammar has 40000 characters, of at most 32768; "),
+    (LLAMA, {"json_schema": {"type": "no"}}, "json_schema", "json_schema is not taken: "),
+    (
+        COMPLETE,
+        {"type": "grammar", "grammar": "root ::= ("},
+        "response_format",
+        "response_format.grammar is not taken: ",
+    ),
+    (COMPLETE, {"type": "regex", "regex": "("}, "response_format", "response_format.regex is not taken: "),
+    (
+        COMPLETE,
+        {"type": "json_object", "schema": {"type": "no"}},
+        "response_format",
+        "response_format.schema is not taken: ",
+    ),
+    (
+        CHAT,
+        {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}},
+        "response_format",
+        "response_format.json_schema is not taken: ",
+    ),
 ]
 
 
@@ -212,6 +319,16 @@ def test_bad_requests(demo_server: Running, http: Any) -> None:
         thread.join()
     assert texts == [alone]
     assert len(BAD) >= 40
+
+
+@pytest.mark.parametrize("path, form, param, message", BAD_FORMS)
+def test_bad_forms(http: Any, path: str, form: dict[str, Any], param: str, message: str) -> None:
+    """A bad `grammar` was called `ebnf`, and no field was said to be at fault."""
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    given = form if path == LLAMA else {"response_format": form}
+    answer = post(http, path, {**({"messages": USER} if path == CHAT else {"prompt": "a"}), **given})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["message"].startswith(message)
 
 
 def test_errors_before_a_stream_have_a_status(http: Any) -> None:

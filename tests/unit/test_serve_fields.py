@@ -27,6 +27,8 @@ for package in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
 from pydantic import BaseModel  # noqa: E402 # it is of the extra
 
 from launch.serve.bodies import (  # noqa: E402
+    NEUTRAL,
+    NOTHING,
     Body,
     ChatBody,
     CompletionBody,
@@ -35,6 +37,8 @@ from launch.serve.bodies import (  # noqa: E402
     LlamaCpp,
     TokenizeBody,
 )
+from lp.sampling.generation_config import FIELDS as LIBRARY  # noqa: E402
+from lp.sampling.generation_config import Does  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 COMPLETE, CHAT, LLAMA, INFILL = "/v1/completions", "/v1/chat/completions", "/completion", "/infill"
@@ -228,6 +232,7 @@ OF_OPENAI: dict[str, Entry] = {
     "repetition_penalty": Changed({"repetition_penalty": 0.01}),
     "logit_bias": Changed({"logit_bias": {"70": 100}}),
     "ignore_eos": Changed({"ignore_eos": False}, ends_sooner),
+    "samplers": Changed({"samplers": ["temperature"]}, before={"top_k": 1}, greedy=same_text),
     "model": Refused({"model": "other"}, 404),
     "n": Changed({"n": 2}, lambda before, after: (len(before.data["choices"]), len(after.data["choices"])) == (1, 2)),
     "stop": Changed(lambda before: {"stop": inner_characters(before)}, ends_sooner),
@@ -256,6 +261,9 @@ OF_LLAMA: dict[str, Entry] = {
     **PENALTIES,
     "n_predict": Changed({"n_predict": 5}, lambda before, after: after.new_tokens == 5),
     "max_tokens": Changed({"max_tokens": 5}, lambda before, after: after.new_tokens == 5, without=("n_predict",)),
+    "max_new_tokens": Changed(
+        {"max_new_tokens": 5}, lambda before, after: after.new_tokens == 5, without=("n_predict",)
+    ),
     "stop": Changed(lambda before: {"stop": inner_characters(before)}, ends_sooner),
     "stream": Changed({"stream": True}, lambda before, after: "event-stream" in after.headers["content-type"]),
     "samplers": Changed({"samplers": ["temperature"]}, before={"top_k": 1}, greedy=same_text),
@@ -290,6 +298,9 @@ FIELDS: dict[str, dict[str, Entry]] = {
         "suffix": Changed({"suffix": "cd"}, other_prompt),
         "max_tokens": Changed({"max_tokens": 5}, lambda before, after: after.new_tokens == 5),
         "n_predict": Changed({"n_predict": 5}, lambda before, after: after.new_tokens == 5, without=("max_tokens",)),
+        "max_new_tokens": Changed(
+            {"max_new_tokens": 5}, lambda before, after: after.new_tokens == 5, without=("max_tokens",)
+        ),
         "logprobs": Changed({"logprobs": 2}, lambda before, after: bool(after.data["choices"][0]["logprobs"])),
         "echo": Changed({"echo": True}, lambda before, after: after.text.startswith("ab cd ab")),
         "best_of": Refused({"best_of": 2}),
@@ -302,6 +313,8 @@ FIELDS: dict[str, dict[str, Entry]] = {
         "messages.content.type": Refused(of_messages(content=[{"type": "image_url", "text": "a"}])),
         "messages.content.text": Changed(of_messages(content=[{"type": "text", "text": "xyz"}])),
         "messages.name": Changed(of_messages(name="me"), other_prompt),
+        "messages.reasoning_content": Changed(of_messages(reasoning_content="so"), other_prompt),
+        "messages.reasoning": Changed(of_messages(reasoning="so"), other_prompt),
         "messages.tool_call_id": Changed({"messages": [USER, {"role": "tool", "content": "a", "tool_call_id": "1"}]}),
         "messages.tool_calls": Changed(with_call(), other_prompt),
         "messages.tool_calls.id": Changed(with_call(id="12"), other_prompt, before=with_call()),
@@ -314,6 +327,9 @@ FIELDS: dict[str, dict[str, Entry]] = {
             {"max_completion_tokens": 5}, lambda before, after: after.new_tokens == 5, without=("max_tokens",)
         ),
         "n_predict": Changed({"n_predict": 5}, lambda before, after: after.new_tokens == 5, without=("max_tokens",)),
+        "max_new_tokens": Changed(
+            {"max_new_tokens": 5}, lambda before, after: after.new_tokens == 5, without=("max_tokens",)
+        ),
         "logprobs": Changed({"logprobs": True}, lambda before, after: bool(after.data["choices"][0]["logprobs"])),
         "top_logprobs": Changed(
             {"top_logprobs": 2},
@@ -364,6 +380,7 @@ FIELDS: dict[str, dict[str, Entry]] = {
     "/tokenize": {
         "content": Changed({"content": "abc"}, other_answer),
         "add_special": Changed({"add_special": True}, other_answer),
+        "parse_special": Changed({"parse_special": False}, other_answer, before={"content": "a<eos>"}),
         "with_pieces": Changed({"with_pieces": True}, other_answer),
     },
     "/detokenize": {"tokens": Changed({"tokens": [70, 72]}, other_answer)},
@@ -490,17 +507,91 @@ def test_every_field_has_an_entry(path: str) -> None:
     assert documented()[path] == {name for name in FIELDS[path] if "." not in name}
 
 
+OTHERS: tuple[Any, ...] = (2, 0.5, 0, -1, False, True, {})
+
+
 @pytest.mark.parametrize("path", SAMPLED)
 def test_what_is_refused_is_refused_by_name(http: Any, path: str) -> None:
-    """With any value that would change the text, and with none that would not."""
-    body = BODIES[path]
-    for name in body.REFUSED:
-        neutral = body.NEUTRAL.get(name, 0)
-        answer = ask(http, path, BASE[path] | {name: False if neutral is True else 2})
-        assert answer.status == 400 and f"{name} is not supported; " in answer.data["error"]["message"], name
-    same = {name: body.NEUTRAL.get(name, 0) for name in body.REFUSED}
-    assert ask(http, path, BASE[path] | same | {"temperature": 0}).status == 200
-    assert len(body.REFUSED) > 20
+    """With any value that would change the text, and with none that would not: a tfs_z of 0.5 passed."""
+    refused = BODIES[path].REFUSED
+    for name in refused:
+        neutral = NEUTRAL.get(name, NOTHING)
+        for value in OTHERS:
+            if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+                continue
+            error: dict[str, Any] = ask(http, path, BASE[path] | {name: value}).data.get("error", {})
+            assert error.get("message", "").startswith(f"{name} is not supported; "), (name, value)
+            assert error["param"] == name
+    for place in range(len(NOTHING)):
+        given = {name: NEUTRAL.get(name, NOTHING) for name in refused}
+        same = {name: values[min(place, len(values) - 1)] for name, values in given.items() if values}
+        answer = ask(http, path, BASE[path] | same | {"temperature": 0})
+        assert answer.status == 200, answer.raw
+        assert answer.text == ask(http, path, BASE[path] | dict.fromkeys(refused) | {"temperature": 0}).text
+    assert len(refused) > 20
+
+
+# What the parameters of vLLM's and SGLang's requests are called that change a text.
+OF_VLLM = (
+    "bad_words min_tokens stop_token_ids include_stop_str_in_output ignore_eos prompt_logprobs skip_special_tokens "
+    "truncate_prompt_tokens allowed_token_ids logits_processors structured_outputs guided_json guided_regex "
+    "guided_choice guided_grammar use_beam_search top_k min_p repetition_penalty response_format"
+)
+OF_SGLANG = (
+    "max_new_tokens min_new_tokens stop_token_ids stop_regex regex ebnf structural_tag json_schema no_stop_trim "
+    "custom_logit_processor lora_path"
+)
+UNSEEN = {"cache_prompt", "response_fields"}  # of llama.cpp: of the answer's form, and of its time
+
+
+@pytest.mark.parametrize("path", SAMPLED)
+def test_no_setting_of_another_is_dropped_in_silence(path: str) -> None:
+    """Names by which transformers, vLLM, SGLang and llama.cpp change a text are taken, or refused by name."""
+    changing = (Does.SCORES, Does.REFUSED)
+    ended = {"max_length", "max_new_tokens", "max_time", "stop_strings", "do_sample", "eos_token_id"}
+    known = {name for name, item in LIBRARY.items() if item.changes_tokens and item.does in changing}
+    known |= ended | {*OF_VLLM.split(), *OF_SGLANG.split()} | {*LlamaCpp.model_fields} - UNSEEN - {"prompt"}
+    assert known - {*BODIES[path].model_fields} - {*BODIES[path].REFUSED} == set()
+
+
+def test_what_a_message_has_is_refused_by_name(http: Any) -> None:
+    """What templates do not read was left out."""
+    call = {"name": "f", "arguments": "{}"}
+    for name, value in [("function_call", call), ("refusal", "no"), ("audio", {"id": "1"}), ("prefix", True)]:
+        answer = ask(http, CHAT, BASE[CHAT] | {"messages": [USER, {"role": "assistant", "content": "a", name: value}]})
+        assert answer.status == 400 and answer.data["error"]["param"] == "messages"
+        assert answer.data["error"]["message"].startswith(f"messages[1]: {name} is not supported; ")
+
+
+def test_a_form_is_of_its_type(http: Any) -> None:
+    """What another type of response_format has was ignored: a schema beside `json_object` was not followed."""
+    schema = {"schema": {"type": "boolean"}}
+    forms: list[dict[str, Any]] = [
+        {"type": "json_object", "json_schema": schema},
+        {"type": "text", "json_schema": schema},
+        {"type": "json_schema", "json_schema": schema, "schema": {"type": "integer"}},
+        {"type": "regex", "regex": "a", "grammar": 'root ::= "a"'},
+    ]
+    for form in forms:
+        answer = ask(http, COMPLETE, {"prompt": "a", "max_tokens": 2, "response_format": form})
+        other = [*form][-1]
+        assert answer.status == 400 and answer.data["error"]["param"] == "response_format"
+        expected = f"response_format.{other} is given, but response_format.type is {form['type']!r}; set it to "
+        assert answer.data["error"]["message"].startswith(expected)
+
+
+@pytest.mark.parametrize("path", [LLAMA, INFILL])
+def test_an_empty_schema_is_one(http: Any, path: str) -> None:
+    """`{}` takes any JSON; it gave free text. Beside a grammar a schema was ignored."""
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    base = {name: value for name, value in BASE[path].items() if name != "ignore_eos"} | {"temperature": 0}
+    given = ask(http, path, base | {"json_schema": {}, "n_predict": 1})
+    assert given.status == 200 and given.text[0] in '{["-0123456789tfn', given.raw
+    assert ask(http, path, base | {"n_predict": 1}).text[0] not in '{["-0123456789tfn'
+    both = ask(http, path, base | {"json_schema": {}, "grammar": 'root ::= "a"'})
+    assert both.status == 400 and both.data["error"]["message"] == (
+        "grammar is given with json_schema; leave one of them out"
+    )
 
 
 @pytest.mark.parametrize("path", SAMPLED)

@@ -155,3 +155,17 @@ def test_a_prediction_fails_no_request(server: Running, content: str) -> None:
     assert predicted == plain
     tokens = server.served.expected(content)
     assert all(token < server.served.vocabulary and not server.served.words.special(token) for token in tokens)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("first", [False, True])
+def test_special_tokens_as_text(server: Running, text: str, first: bool) -> None:
+    """`parse_special: false` of /tokenize, as of llama.cpp, was ignored: the ids of what is no special token there."""
+    asked = {"content": text, "add_special": first}
+    parsed, plain = (
+        server.http().post("/tokenize", json=asked | {"parse_special": each}).json()["tokens"] for each in (True, False)
+    )
+    tokenizer = server.served.tokenizer
+    assert plain == tokenizer(text, split_special_tokens=True, add_special_tokens=first)["input_ids"]
+    assert {*plain[first:]}.isdisjoint(tokenizer.all_special_ids) and (plain[0] == tokenizer.bos_token_id) == first
+    assert (plain == parsed) == (text not in TEXTS[3:])

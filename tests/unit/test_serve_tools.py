@@ -16,7 +16,9 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 USER = [{"role": "user", "content": "def f(x):\n"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 TURN = "{{ message['content'] }}{{ message['tool_calls'] | tojson if message['tool_calls'] }}"
-TEMPLATE = "{{ greeting }}{% for message in messages %}" + TURN + "{% endfor %}<answer>"
+TEMPLATE = (
+    "{{ greeting }}{{ tools[0].function.x if tools }}{% for message in messages %}" + TURN + "{% endfor %}<answer>"
+)
 # As transformers describes Qwen's.
 FORMAT: dict[str, Any] = {
     "defaults": {"role": "assistant"},
@@ -125,19 +127,31 @@ def called(arguments: str) -> dict[str, Any]:
     return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
 
 
+KWARGS = "chat_template_kwargs"
+
+
 @pytest.mark.parametrize(
-    "body, message",
+    "body, param, message",
     [
-        ({"messages": USER, "chat_template_kwargs": {"greeting": "\ud83d"}}, "chat template refuses these messages"),
-        (called('"\\ud83d"'), "chat template refuses these messages"),
-        (called("[" * 30_000 + "]" * 30_000), "the model's context"),  # text, as other arguments that are no JSON
+        ({"messages": USER, KWARGS: {"greeting": "\ud83d"}}, KWARGS, f"chat template refuses {KWARGS}: "),
+        ({"messages": USER, KWARGS: {"documents": [1]}}, KWARGS, f"chat template refuses {KWARGS}: "),
+        ({"messages": USER, KWARGS: {"messages": 1}}, KWARGS, f"{KWARGS}.messages is 1, and the server sets messages"),
+        (
+            {"messages": USER, "tools": [{"type": "function", "function": {"name": "f", "x": "\ud83d"}}]},
+            "tools",
+            "tools",
+        ),
+        (called('"\\ud83d"'), "messages", "chat template refuses these messages: "),
+        (called('"\\ud83d"') | {KWARGS: {"greeting": "a"}}, "messages", "chat template refuses these messages: "),
+        (called("[" * 30_000 + "]" * 30_000), "messages", "the model's context"),  # text, as what is no JSON
     ],
 )
-def test_what_templates_cannot_write(server: Running, body: dict[str, Any], message: str) -> None:
-    """Half a character, and arguments nested without end, were errors of the server."""
+def test_what_templates_cannot_write(server: Running, body: dict[str, Any], param: str, message: str) -> None:
+    """Half a character, and arguments without end, were errors of the server; messages were blamed for settings."""
     content = json.dumps({**body, "max_tokens": 1}).encode()
     response = server.http().post("/v1/chat/completions", content=content, headers={"Content-Type": "application/json"})
-    assert response.status_code == 400 and message in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert response.status_code == 400 and message in error["message"] and error["param"] == param
 
 
 def test_a_response_format_with_tools_is_refused(server: Running) -> None:
