@@ -71,6 +71,8 @@ class Keyboard:
         line = self._line(PROMPT)
         if not line.startswith(FENCE):
             return line
+        if "\n" in line and not _is_fenced(line):  # a pasted block, which may be code that begins with a docstring
+            return line
         text = line.removeprefix(FENCE)
         while not text.rstrip("\n").endswith(FENCE):  # a paste may end with a line's end
             text += "\n" + self._line(MORE)
@@ -95,6 +97,12 @@ class Keyboard:
         finally:
             print(MARKS_OFF, end="", flush=True)
         return line.replace(PASTE, "").replace(PASTED, "")
+
+
+def _is_fenced(block: str) -> bool:
+    """Whether all of a block is between quotes, the first of which have a line of their own."""
+    first, _, rest = block.partition("\n")
+    return first == FENCE and rest.rstrip("\n").endswith(FENCE)
 
 
 def _readline_takes_pastes() -> bool:

@@ -117,6 +117,25 @@ def test_lines_are_kept_in_a_file_only_if_asked(typed: Callable[..., Keyboard], 
         typed(history_file=str(tmp_path / "none" / "lines"))
 
 
+@pytest.mark.parametrize(
+    ("pasted", "text"),
+    [
+        ('"""Doc."""\n\nimport os', '"""Doc."""\n\nimport os'),
+        ('"""Doc.\n\nMore.\n"""\nx = 1\n', '"""Doc.\n\nMore.\n"""\nx = 1'),
+        ('"""\nDoc.\n"""\nx = 1', '"""\nDoc.\n"""\nx = 1'),
+        ('"""Doc.\n"""', '"""Doc.\n"""'),
+        ('"""\nx', '"""\nx'),
+        ('"""\nx\n"""\n', "x\n"),
+        ('"""\nx"""', "x"),
+        ('x\n"""a"""', 'x\n"""a"""'),
+    ],
+)
+def test_a_pasted_block_that_begins_with_quotes(typed: Callable[..., Keyboard], pasted: str, text: str) -> None:
+    """Python code that begins with a docstring asked for more lines, and took the next message with it."""
+    keyboard = typed(pasted, "next", EOFError)
+    assert [keyboard.read() for _ in range(3)] == [text, "next", None]
+
+
 PASTING = """
 import sys
 if {without}:
