@@ -109,7 +109,7 @@ def _run_dir(default: str) -> str:
 
 
 def _sweep_dir(default: str) -> str:
-    """The same of a sweep, in which Hydra also writes a file: the other ranks' folder is gone when they end."""
+    """Where a sweep writes; Hydra puts a file there, too, on all ranks: the others' folder is gone when they end."""
     return _scratch().name if rank() > 0 else _run_dir(default)
 
 

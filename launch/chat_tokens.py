@@ -125,7 +125,7 @@ class HiddenTokens:
         return bool(self._special.search(text))
 
     def hide(self, value: Any) -> Any:
-        """The same with a mark for every special token, in all strings of lists and dicts."""
+        """A value with a mark for every special token, in all strings of its lists and dicts."""
         match value:
             case str():
                 return self._special.sub(self._marked, value)

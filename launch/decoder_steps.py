@@ -504,7 +504,7 @@ def beginning_length(text: str, sought: str) -> int:
 
 
 def cleaned(text: str) -> str:
-    """Without the spaces that English has not."""
+    """A text without the spaces that English has not."""
     for dirty, clean in CLEAN_UP:
         text = text.replace(dirty, clean)
     return text

@@ -85,7 +85,7 @@ def _keys(keys: Iterable[Key], columns: int) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without the marks of a page."""
+    """A text without the marks of a page."""
     return text.replace("`", "").replace("\\|", "|")
 
 

@@ -62,7 +62,7 @@ class History:
             raise UserError(f"the model's chat template refuses this conversation: {error}{remedy}") from error
 
     def fit(self, line: str, room: int) -> tuple[list[int], int]:
-        """The same, without the oldest turns if they leave no room for an answer.
+        """Tokens of the chat and a line, without the oldest turns if they leave no room for an answer.
 
         Args:
             line: the user's.

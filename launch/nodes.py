@@ -51,7 +51,7 @@ class Nodes:
 
     @classmethod
     def of(cls, config: NodesSchema) -> Nodes:
-        """Those of the keys.
+        """Nodes by the keys.
 
         Raises:
             ValueError: a value out of range, or a missing endpoint.

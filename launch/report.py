@@ -83,7 +83,7 @@ class Report:
         return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
     def totals(self) -> list[MethodTotals]:
-        """Those of each method over the measured prompts, and those of a run that Ctrl-C cut short."""
+        """Totals of each method over the measured prompts, and of a run that Ctrl-C cut short."""
         names = dict.fromkeys(name for result in self.finished for name in result.measured)
         found = [self._totals_of(name) for name in names]
         unfinished = [(result.shown, result.shown.decode_s) for result in self.results if not result.measured]
@@ -266,7 +266,7 @@ def _print_line(text: str, console: Console) -> None:
 
 
 def as_json(report: Report) -> str:
-    """The same as one JSON object on one line."""
+    """The report as one JSON object on one line."""
     found = {
         **report.setting,
         "method": report.method,

@@ -266,7 +266,7 @@ def launch_benchmark(
 
 
 def _methods(config: ScalingConfig, ranks: int, tp: int = 1) -> list[str]:
-    """Those that this many ranks can run, with packages that are there; where they were not asked for, plain decoding.
+    """Methods that this many ranks can run with packages that are there; plain decoding where they were not asked for.
 
     With it runs the method that `decoder` is about, or the benchmark would refuse the keys of a decoder.
     """

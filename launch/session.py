@@ -95,7 +95,7 @@ class Session(Generic[C]):
         return decoder.generate(ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
 
     def run_once(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens) -> GenerationOutput:
-        """The same, but a run that was started again goes on from its journal, if it has one."""
+        """Continue a prompt as `run` does, but from its journal on where a run was started again that has one."""
         if self.journal is None:
             return self.run(decoder, ids, tokens, on_tokens)
         return self.journal.generate(decoder, ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
@@ -267,7 +267,7 @@ def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
 def seeded(
     sampling: lp.SamplingParams | None, context: lp.ParallelContext, before: int | None = None
 ) -> lp.SamplingParams | None:
-    """The same with its seed known, on every rank and for every run, or they could not be compared.
+    """Sampling with its seed known on every rank and for every run, or they could not be compared.
 
     Args:
         sampling: as the user gave it.

@@ -48,7 +48,7 @@ class Settings:
         return cls(sampling=base, greedy=greedy, max_new_tokens=config.max_new_tokens, given=given)
 
     def behind(self, checkpoint: Checkpoint) -> Settings:
-        """The same where the config says how to sample; else as the checkpoint does."""
+        """These settings where the config says how to sample; else those of the checkpoint."""
         if self.given:
             return self
         sampling = sampled_by_checkpoint(None, checkpoint, self.sampling.seed)

@@ -190,7 +190,7 @@ class SweepEnd(Callback):
 
 
 def _notes(folder: Path) -> list[Path]:
-    """Of failed jobs, in a sweep's folder, where others may have files too."""
+    """Notes of failed jobs in a sweep's folder, where others may have files too."""
     return [note for note in (folder / FAILED).glob("*.txt") if re.fullmatch(r"[0-9]+-[0-9]+", note.stem)]
 
 

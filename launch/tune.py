@@ -112,7 +112,7 @@ def _by_budget(tried: list[SettingResult]) -> list[tuple[float, float]]:
 
 
 def _speeds(step_times: StepTimes, tried: list[SettingResult], ranks: int) -> list[float] | None:
-    """Of 1, 2, ... ranks, by the step times of one; those of several have their shares and exchange in them: None."""
+    """Tokens a second of 1, 2, ... ranks, by the step times of one; None where these are of several ranks."""
     return speed_of_ranks(step_times, _by_budget(tried)) if ranks == 1 else None
 
 

@@ -88,7 +88,7 @@ class WaitLine:
 
 
 def shown_of(waits: list[Wait]) -> Wait:
-    """Of waits within each other: the outermost that knows how far it is, else the innermost."""
+    """The wait to show of those within each other: the outermost that knows how far it is, else the innermost."""
     return next((wait for wait in waits if wait.total), waits[-1])
 
 

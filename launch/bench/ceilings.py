@@ -82,14 +82,14 @@ class CeilingCalls:
         self.product = torch.empty_like(self.left)
 
     def calls(self) -> dict[str, Call]:
-        """By name."""
+        """Calls to time, by name."""
         return {
             "copy": lambda: self.target.copy_(self.source),
             "product": lambda: torch.mm(self.left, self.right, out=self.product),
         }
 
     def read(self, times: Mapping[str, float]) -> Ceilings:
-        """From the seconds of the calls."""
+        """Ceilings by the seconds of the calls."""
         return Ceilings(
             bytes_per_s=2 * self.source.nbytes / times["copy"],
             flop_per_s=2 * self.left.shape[0] ** 3 / times["product"],
@@ -144,11 +144,11 @@ class Work:
         )
 
     def flop(self, num_tokens: int, prefix: int) -> int:
-        """Of a pass of `num_tokens` tokens, all sampled, behind `prefix` cached ones."""
+        """FLOP of a pass of `num_tokens` tokens, all sampled, behind `prefix` cached ones."""
         return num_tokens * (self.token_flop + self.head_flop + self.key_flop * (prefix + num_tokens))
 
     def moved_bytes(self, num_tokens: int, prefix: int) -> int:
-        """Of the same: weights and cached tokens."""
+        """Bytes that such a pass moves: weights and cached tokens."""
         return self.weight_bytes + self.kv_token_bytes * (prefix + num_tokens)
 
     def floor_s(self, num_tokens: int, prefix: int, ceilings: Ceilings) -> float:

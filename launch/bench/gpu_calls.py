@@ -16,7 +16,7 @@ COPIES = ("Memcpy", "Memset")
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCalls:
-    """Of a step.
+    """Calls of a step.
 
     Args:
         launches: calls of the host that start kernels; the replay of a graph is one.
@@ -30,7 +30,7 @@ class GpuCalls:
 
 
 def count(events: Iterable[tuple[str, bool]]) -> GpuCalls:
-    """Of all these events: the name of each, and whether it ran on the GPU."""
+    """Calls among events: the name of each, and whether it ran on the GPU."""
     events = list(events)
     host = [name for name, on_gpu in events if not on_gpu and name.startswith("cu")]  # not torch's own operators
     return GpuCalls(

@@ -32,7 +32,7 @@ class StepEstimate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of decoding."""
+        """Tokens a second of decoding."""
         return self.compression / self.step_s
 
 
@@ -89,12 +89,12 @@ class LogLaw:
 
     @classmethod
     def of(cls, lines: Sequence[GpuLine]) -> LogLaw:
-        """By least squares."""
+        """The law by least squares."""
         return cls.fitted([(line.step_tokens, line.compression) for line in lines])
 
     @classmethod
     def fitted(cls, points: Sequence[tuple[float, float]]) -> LogLaw:
-        """By least squares, of (tokens a step, S); flat where there is one number of tokens.
+        """The law by least squares, of (tokens a step, S); flat where there is one number of tokens.
 
         Raises:
             ValueError: no points.

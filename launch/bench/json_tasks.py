@@ -35,7 +35,7 @@ def drawn_task(draws: random.Random, shown: int = 1) -> JsonTask:
 
 
 def drawn_schema(draws: random.Random, least: int = 1, most: int = 4) -> Schema:
-    """Of an object, with a definition that parts of it refer to.
+    """A schema of an object, with a definition that parts of it refer to.
 
     Args:
         draws: where it comes from.

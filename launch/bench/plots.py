@@ -65,12 +65,12 @@ def figure(path: Path, caption: str, height_in: float, panels: int = 1) -> Itera
 
 
 def look(number: int, label: str) -> dict[str, Any]:
-    """Of one of several lines."""
+    """Colour, marker and label of one of several lines."""
     return {"color": COLOURS[number % len(COLOURS)], "marker": "so^vD"[number % 5], "label": label}
 
 
 def method_numbers(methods: Iterable[str]) -> dict[str, int]:
-    """By method, the number of its colour, the same in every figure while there are colours left."""
+    """The number of each method's colour, the same in every figure while there are colours left."""
     methods = list(dict.fromkeys(methods))
     taken = {OF_METHODS.index(method) for method in methods if method in OF_METHODS}
     free = iter([number for number in range(len(COLOURS)) if number not in taken])
@@ -114,7 +114,7 @@ def _is_line(series: Sequence[Line]) -> bool:
 
 
 def _without_overlaps(all_series: Sequence[Sequence[Line]]) -> dict[str, Sequence[Line]]:
-    """By label, the series of speed-ups; projections over links that nobody could tell apart as one line."""
+    """Series of speed-ups by label; projections over links that nobody could tell apart as one line."""
     kept: list[tuple[Sequence[Line], list[str]]] = []
     for series in filter(None, all_series):
         link = series[0].link
@@ -141,7 +141,7 @@ def _alike(one: Sequence[Line], other: Sequence[Line]) -> bool:
 
 
 def _error_bars(axes: Any, places: Sequence[float], values: Sequence[tuple[Any, Any, Any]], colour: str) -> None:
-    """From the least to the most of several rounds; `values` has (middle, least, most)."""
+    """Bars from the least to the most of several rounds; `values` has (middle, least, most)."""
     if values:
         middles = [middle for middle, _, _ in values]
         below = [max(0.0, middle - least) for middle, least, _ in values]

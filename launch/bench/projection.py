@@ -49,7 +49,7 @@ class Link:
 
     @classmethod
     def measured(cls, context: ParallelContext, source: str, rounds: int = 200) -> Link:
-        """Of these ranks: medians of gathers of 8 bytes and of 1 MiB a rank, in turn; `hop_us` has all the latency."""
+        """The ranks' link: medians of gathers of 8 bytes and of 1 MiB a rank, in turn; `hop_us` has all the latency."""
         messages = [torch.zeros(words, dtype=torch.int64, device=context.device) for words in (1, 1 << 17)]
         seconds: list[list[float]] = [[], []]
         for _ in range(rounds):
@@ -86,7 +86,7 @@ class Projected:
     payload_bytes: int
 
     def decode_s(self, link: Link) -> float:
-        """With one all-gather a step."""
+        """Seconds of decoding, with one all-gather a step."""
         return self.compute_s + self.steps * link.all_gather_s(self.ranks, self.payload_bytes)
 
 
@@ -115,7 +115,7 @@ class Projection:
 
     @cached_property
     def recorded(self) -> RecordedCollectives:
-        """Those of all ranks, whose steps are not captured, since threads cannot capture at the same time."""
+        """Collectives of all ranks, whose steps are not captured, since threads cannot capture at the same time."""
 
         def build(context: ParallelContext) -> LookaheadDecoder:
             own = self.decoder
@@ -137,7 +137,7 @@ class Projection:
         return [replayed(build, self.decode, rank, self.ranks, self.recorded)() for rank in range(self.ranks)]
 
     def summed(self, runs: Sequence[Run]) -> Projected:
-        """Of several runs; a rank's time for a step is their median, or the slowest rank would be the unluckiest."""
+        """Several runs as one: a rank's time for a step is the median, or the slowest rank would be the unluckiest."""
         return _summed(runs, self.recorded.payload_bytes)
 
     def host_runs(self, rounds: int) -> list[Run]:

@@ -22,7 +22,7 @@ DISTINCT = (1, 2, 3, 4)
 
 @torch.inference_mode()
 def perplexity(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """Of the text behind its prompt, from one forward pass: e to the mean negative log-likelihood of a token.
+    """The text's perplexity behind its prompt, by one forward pass: e to the mean negative log-likelihood of a token.
 
     Args:
         model: a causal LM.

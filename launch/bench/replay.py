@@ -132,7 +132,7 @@ def _accepted(tree: DraftTree, rest: Sequence[int]) -> int:
 
 
 def _depths(tree: DraftTree) -> list[int]:
-    """Of every node; 1 is behind the root."""
+    """Depth of every node; 1 is behind the root."""
     depths: list[int] = []
     for parent in tree.parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 1)

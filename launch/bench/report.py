@@ -83,7 +83,7 @@ def _line(record: dict[str, str]) -> Line:
 
 
 def _plots(found: Sequence[Total], setting: str, folder: Path) -> list[Path]:
-    """By task where one setting was run on them; over W, N and step tokens where these vary."""
+    """Figures by task where one setting was run on them; over W, N and step tokens where these vary."""
     differ = {*varying(found)}
     pictures: list[Path] = []
     ours = [total for total in found if total.method.startswith("lookahead")]

@@ -164,7 +164,7 @@ def _a_step(total: Total, name: str, of_ranks: Callable[[list[float]], float]) -
 def projected_lines(
     found: Sequence[Projected], links: Mapping[str, Link], plain: float, weak: bool, shape: tuple[int, int]
 ) -> list[Line]:
-    """Of one world size over its prompts, a line a link; one rank needs no link."""
+    """Lines of one world size over its prompts, one for each link; one rank needs no link."""
     ranks = found[0].ranks
     tokens = sum(one.tokens for one in found)
     steps = sum(one.steps for one in found)

@@ -388,7 +388,7 @@ def hardware(bench: Bench) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that figures depend on."""
+    """Versions of the packages that figures depend on."""
     return {"lp": version("lp-runtime"), "python": platform.python_version()} | {
         name: version(name) for name in VERSIONS
     }

@@ -85,7 +85,7 @@ def descendants(root: int) -> list[int]:
 
 
 class Slope(NamedTuple):
-    """Of a line through samples.
+    """The slope of a line through samples.
 
     Attributes:
         mean: of the samples behind the warm-up.

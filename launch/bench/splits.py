@@ -32,7 +32,7 @@ class Sum:
     ring: bool
 
     def seconds(self, ranks: int, nbytes: float) -> float:
-        """Of a tensor of so many bytes."""
+        """Seconds of a sum over ranks of a tensor of so many bytes."""
         if ranks == 1:
             return 0.0
         if self.ring:
@@ -54,7 +54,7 @@ class Shape:
     hidden: int
 
     def part(self, tp: int) -> Work:
-        """Of one of tp ranks."""
+        """Work of one of tp ranks."""
         work = self.work
         return replace(
             work,
@@ -108,7 +108,7 @@ class Machine:
         return shape.work.weight_bytes / tp <= MEMORY_SHARE * self.memory_bytes
 
     def best(self, shape: Shape, law: LogLaw, lp: int, tp: int, prefix: int) -> Split:
-        """With the step tokens that give most tokens a second; one token is plain decoding."""
+        """The split with the step tokens that give most tokens a second; one token is plain decoding."""
         found = [
             Split(
                 lp=lp,

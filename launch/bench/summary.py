@@ -54,7 +54,7 @@ class Total:
 
     @property
     def hardware(self) -> str:
-        """Of every record, which a run that was resumed elsewhere has several of."""
+        """Hardware of every record: a run that was resumed elsewhere has several."""
         return "; ".join(dict.fromkeys(record["hardware"] for record in self.records))
 
     @property
@@ -207,7 +207,7 @@ def shown(found: Sequence[Total]) -> list[str]:
 
 
 def ordered(found: Sequence[Total]) -> list[Total]:
-    """By the settings in which they differ, numbers by size."""
+    """Totals in the order of the settings in which they differ, numbers by size."""
     names = varying(found)
 
     def key(total: Total) -> list[tuple[bool, float, str]]:

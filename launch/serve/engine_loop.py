@@ -374,7 +374,7 @@ class EngineLoop:
         scoring.on_done(result)
 
     def _end_scorings(self, error: BaseException) -> None:
-        """Those that wait are not computed."""
+        """Tell all who wait for the log probabilities of a prompt that they do not come."""
         with self._changed:
             scorings = [*self._scorings]
             self._scorings.clear()

@@ -76,7 +76,7 @@ class LegacyLogprobs:
         return copied
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """All of them, as the field `logprobs` has them."""
         return {
             "tokens": self._tokens,
             "token_logprobs": self._values,
@@ -85,7 +85,7 @@ class LegacyLogprobs:
         }
 
     def take(self) -> dict[str, Any]:
-        """Those that have come since the last call."""
+        """Log probabilities that have come since the last call."""
         data = self.data()
         self._clear()
         return data

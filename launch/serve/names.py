@@ -32,7 +32,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, model: str, served: Sequence[str] = ()) -> ModelNames:
-        """From how the model was named.
+        """Names by how the model was named.
 
         Args:
             model: a folder or a hub name; the last part of it is shown, of a snapshot in the hub's cache the hub name.

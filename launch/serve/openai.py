@@ -248,7 +248,7 @@ class Completion(_Answer):
             yield last
 
     async def _prompt_logprobs(self) -> list[LegacyLogprobs]:
-        """Those of the echoed prompt, of every choice; empty where none are asked for."""
+        """Log probabilities of the echoed prompt, for every choice; empty where none are asked for."""
         found: list[LegacyLogprobs] = []
         if self.body.logprobs is None:
             return found

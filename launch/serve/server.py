@@ -206,7 +206,7 @@ def resumed_model(
 
 
 def unfinished_requests(config: ServeConfig, model: str | None) -> UnfinishedRequests:
-    """With tokens in the user's folder; or without in the run's, where torchrun may start the ranks again.
+    """Notes of requests: with their tokens in the user's folder; or without in the run's, where there is one.
 
     Raises:
         ValueError: the folder can't be made or read.

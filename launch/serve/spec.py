@@ -54,12 +54,12 @@ class TextSpec:
     reasoning: Sequence[int] | None = None
 
     def as_data(self) -> dict[str, Any]:
-        """In JSON's types; not copied, as prompts are long."""
+        """Its fields in JSON's types; not copied, as prompts are long."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> TextSpec:
-        """From `as_data`, back from JSON."""
+        """A text from what `as_data` gave, back from JSON."""
         return cls(**data)
 
     @property
@@ -99,7 +99,7 @@ class TextSpec:
         return BehindReasoning(grammar, ReasoningBlock(begin, end), bool(is_open))
 
     def _sampling_params(self) -> lp.SamplingParams | None:
-        """Without the penalty where it is on the last tokens alone."""
+        """How tokens are sampled, but for a penalty on the last tokens alone, which is a processor."""
         if self.sampling is None:
             return None
         return lp.SamplingParams(**self.sampling | ({} if self.repeat_last_n == -1 else {"repetition_penalty": 1.0}))

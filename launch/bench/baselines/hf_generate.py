@@ -38,13 +38,13 @@ from .registry import BaselineOptions, register_baseline
 
 @register_baseline("hf_generate")
 def build_dynamic(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """With the cache that grows."""
+    """Transformers' generate with the cache that grows."""
     return HFGenerateDecoder(model)
 
 
 @register_baseline("hf_static")
 def build_static(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """With a cache of fixed size, whose step transformers compiles on a GPU."""
+    """Transformers' generate with a cache of fixed size, whose step it compiles on a GPU."""
     return HFGenerateDecoder(model, static=True)
 
 
@@ -57,7 +57,7 @@ def missing_release(options: BaselineOptions) -> str | None:
 
 @register_baseline("hf_prompt_lookup", missing=missing_release)
 def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """With its own prompt lookup."""
+    """Transformers' generate with its own prompt lookup."""
     return HFGenerateDecoder(model, prompt_lookup=options.num_tokens)
 
 
@@ -68,7 +68,7 @@ def missing_draft(options: BaselineOptions) -> str | None:
 
 @register_baseline("hf_assisted", missing=missing_draft)
 def build_assisted(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """With a model that drafts."""
+    """Transformers' generate with a model that drafts."""
     return HFGenerateDecoder(model, draft=load_draft(options.draft, model))
 
 
@@ -143,7 +143,7 @@ class HFGenerateDecoder(Decoder):
         return self.draft is not None or bool(self.prompt_lookup)
 
     def _prefilled(self, ids: torch.Tensor, request: Request) -> Cache:
-        """With the KV of the prompt but its last token; without where rotary frequencies need the whole prompt."""
+        """A cache with the KV of the prompt but its last token; empty where rotary frequencies need all of it."""
         cache: Cache = DynamicCache(config=self.model.config)
         if self.static:
             cache = StaticCache(config=self.model.config, max_cache_len=len(request.prompt) + request.max_new_tokens)

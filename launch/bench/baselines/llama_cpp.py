@@ -56,7 +56,7 @@ def build_plain(model: PreTrainedModel, context: ParallelContext, options: Basel
 
 @register_baseline("llama_cpp_prompt_lookup", missing=missing)
 def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """With its own prompt lookup."""
+    """llama.cpp with its own prompt lookup."""
     return LlamaCppDecoder(model, _gguf(options), prompt_lookup=options.num_tokens)
 
 

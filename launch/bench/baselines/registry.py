@@ -39,7 +39,7 @@ class Build(Protocol):
     """Builds a baseline's decoder."""
 
     def __call__(self, model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-        """From the model, the ranks and the options."""
+        """The decoder for a model, its ranks and the options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

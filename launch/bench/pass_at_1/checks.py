@@ -29,7 +29,7 @@ NEXT_QUESTION = re.compile(r"\n\s*(?:Question|Q):")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Of one text.
+    """The verdict on one text.
 
     Args:
         passed: whether it solves its task.
