@@ -135,8 +135,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # what asks for nothing in others; null
     **dict.fromkeys(("num_beams", "num_return_sequences", "n", "n_cmpl"), (1,)),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "do_sample"), (True,)),
     "min_keep": (0, 1),
-    "top_n_sigma": (0, -1),
-    "adaptive_target": (-1,),
+    "adaptive_target": (),
     "t_max_predict_ms": (0, -1),
     "modalities": ([], ["text"]),
     "response_format": ({}, {"type": "text"}),
@@ -148,8 +147,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # what asks for nothing in others; null
 }
 
 
+OFF_BELOW_0 = ("top_n_sigma", "adaptive_target")
+
+
 def _asks(name: str, value: Any) -> bool:
     """Whether a field that is not supported asks for something."""
+    if name in OFF_BELOW_0 and isinstance(value, int | float) and value < 0:
+        return False
     neutral = NEUTRAL.get(name, NOTHING)
     return not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
 

@@ -49,10 +49,21 @@ def _fields(schema: dict[str, Any], schemas: dict[str, Any]) -> Iterator[str]:
         cells = (f"<code>{escape(name)}</code>", escape(_kind(each, schemas)), escape(default))
         yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
     yield "</table>\n"
-    if refused := schema.get("x-refused"):
+    if refused := dict(_refused(schema, schemas)):
         yield "<p>Refused where they would change the text: "
         yield ", ".join(f"<code>{escape(name)}</code> ({escape(remedy)})" for name, remedy in refused.items())
         yield ".</p>\n"
+
+
+def _refused(schema: dict[str, Any], schemas: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What is refused of a body, and of the objects in its fields: names with remedies."""
+    for name, remedy in schema.get("x-refused", {}).items():
+        yield prefix + name, remedy
+    for name, each in schema.get("properties", {}).items():
+        for kind in [each, *each.get("anyOf", [])]:
+            inner = kind.get("items", kind)
+            if "$ref" in inner:
+                yield from _refused(_schema(inner, schemas), schemas, f"{prefix}{name}.")
 
 
 def _kind(schema: dict[str, Any], schemas: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from pydantic import BaseModel  # noqa: E402 # it is of the extra
 from launch.serve.bodies import (  # noqa: E402
     NEUTRAL,
     NOTHING,
+    OFF_BELOW_0,
     Body,
     ChatBody,
     CompletionBody,
@@ -515,7 +516,7 @@ def test_what_is_refused_is_refused_by_name(http: Any, path: str) -> None:
     """With any value that would change the text, and with none that would not: a tfs_z of 0.5 passed."""
     refused = BODIES[path].REFUSED
     for name in refused:
-        neutral = NEUTRAL.get(name, NOTHING)
+        neutral = (*NEUTRAL.get(name, NOTHING), *([-1] if name in OFF_BELOW_0 else []))
         for value in OTHERS:
             if any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
                 continue
@@ -528,6 +529,8 @@ def test_what_is_refused_is_refused_by_name(http: Any, path: str) -> None:
         answer = ask(http, path, BASE[path] | same | {"temperature": 0})
         assert answer.status == 200, answer.raw
         assert answer.text == ask(http, path, BASE[path] | dict.fromkeys(refused) | {"temperature": 0}).text
+    off = dict.fromkeys(OFF_BELOW_0, -0.01)
+    assert ask(http, path, BASE[path] | off).status == 200
     assert len(refused) > 20
 
 
@@ -561,6 +564,7 @@ def test_what_a_message_has_is_refused_by_name(http: Any) -> None:
         answer = ask(http, CHAT, BASE[CHAT] | {"messages": [USER, {"role": "assistant", "content": "a", name: value}]})
         assert answer.status == 400 and answer.data["error"]["param"] == "messages"
         assert answer.data["error"]["message"].startswith(f"messages[1]: {name} is not supported; ")
+        assert f"<code>messages.{name}</code>" in http.get("/docs").text
 
 
 def test_a_form_is_of_its_type(http: Any) -> None:
