@@ -11,6 +11,7 @@ options instead of a config, and run in one process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -18,13 +19,16 @@ from importlib import import_module
 from typing import Any
 
 import lp
-from lp.compile_cache import complete
+from lp.compile_cache import complete, imported_too_early
 from lp.errors import UserError
 from lp.waits import waiting
 
-from .apps import APPS, TOOLS
+from .apps import APPS, TOOLS, App
 from .arguments import closest, overrides_first, take_prompt
 from .wait_line import waits_shown
+
+# Options of Hydra with which no job runs.
+SHOWS_ONLY = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--version"}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -84,17 +88,9 @@ def start(name: str, args: Sequence[str]) -> None:
 def _start(name: str, args: Sequence[str]) -> None:
     app = APPS[name]
     with waiting("importing Hydra"):
-        from .app import run
         from .errors import names_key, reported
-        from .help import app_help
 
     def task(config: Any) -> float | None:
-        if app.measures or getattr(config, "compare", False):
-            with waiting("compiling functions, once after an install: about a minute"):
-                done = complete()
-            # They are imported as Python already: begin again, unless the prompt was read from stdin, which has ended.
-            if done and not {"-", "--prompt=-"} & {*args}:
-                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         with waiting("importing torch and transformers"):
             module = import_module(f".{name}", __package__)
         return getattr(module, app.function)(config)
@@ -105,10 +101,40 @@ def _start(name: str, args: Sequence[str]) -> None:
         if any(map(names_key, options)):  # argparse would show its value
             raise UserError("the API key is not given as an option; give it in the environment, as LP_API_KEY")
         if "--help" in options or "-h" in options:
+            from .help import app_help
+
             print(app_help(name, overrides))
             return
+        if needs_compiled(app, overrides):
+            _compile(args)
+    with waiting("importing Hydra"):
+        from .app import run  # and with it lp's functions: compiled ones, where they are there by now
     sys.argv = [f"lp {name}", *overrides_first(overrides)]  # where Hydra reads them
     run(task, name)
+
+
+def needs_compiled(app: App, overrides: Sequence[str]) -> bool:
+    """Whether this run measures, or serves, as far as can be known before Hydra has read the config.
+
+    Args:
+        app: which is started.
+        overrides: with Hydra's options, without a prompt.
+    """
+    if SHOWS_ONLY & {each.partition("=")[0] for each in overrides}:
+        return False
+    given = {key.lstrip("+"): value for key, _, value in (each.partition("=") for each in overrides)}
+    return app.measures or "experiment" in given or given.get("compare", "false").lower() != "false"
+
+
+def _compile(args: Sequence[str]) -> None:
+    """Compile lp's functions now, unless that was done; once after an install this takes a minute."""
+    with waiting("compiling functions, once after an install: about a minute"):
+        complete()
+    # `python -m launch.benchmark` has imported them before: begin again, unless the prompt came from stdin, which has
+    # ended.
+    if imported_too_early() and not {"-", "--prompt=-"} & {*args}:
+        with contextlib.suppress(OSError):  # such as too long a prompt in the environment: they go on as Python
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 if __name__ == "__main__":

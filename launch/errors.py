@@ -22,7 +22,6 @@ from lp.errors import RankLost, UserError
 
 from .arguments import closest
 from .once import print_once
-from .schema import unknown_key
 
 LOST = 1
 USER_ERROR = 2
@@ -88,6 +87,8 @@ def explain(error: Exception) -> str:
     """One line that names the key and the remedy."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
+        from .schema import unknown_key  # imports lp's functions, which launch/cli.py may have to compile first
+
         return unknown_key(str(cause.full_key), cause.object_type)  # without a value
     if _is_of_key(error, cause):
         return "api_key= cannot be read, and is not shown here; give the key in the environment, as LP_API_KEY"

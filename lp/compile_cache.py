@@ -61,16 +61,19 @@ def mark_complete() -> None:
         _mark(folder).touch()
 
 
-def complete() -> bool:
-    """Compile whatever is missing, and wait for it: before something is measured or served.
-
-    Returns:
-        Whether that was done. A process that has imported lp's functions goes on with them as Python: start it again.
+def complete() -> None:
+    """Compile whatever is missing, and wait for it: before something is measured or served, and before lp's functions
+    are imported.
     """
-    if os.environ.get(SETTING) == NOW or not is_wanted() or not cache_folder() or is_complete():
-        return False
-    _start().wait()
-    return is_complete()
+    if os.environ.get(SETTING) != NOW and is_wanted() and cache_folder() and not is_complete():
+        with suppress(OSError):  # no process can be made: functions run as Python
+            _start().wait()
+
+
+def imported_too_early() -> bool:
+    """Whether this process goes on with functions as Python that have been compiled since it imported them."""
+    module = sys.modules.get("lp.compiled")
+    return module is not None and not module.COMPILED and runs_compiled()
 
 
 @functools.cache

@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from launch.apps import APPS
-from launch.cli import start
+from launch.cli import needs_compiled
 from lp import compile_cache
 from tests.conftest import Processes
 
@@ -83,7 +82,8 @@ def test_what_is_started(fresh: Path, started: Started) -> None:
     assert started.commands == [[sys.executable, "-m", "lp.compile_functions", "19"]] and not started.waited
     assert started.env["LP_COMPILE"] == "now" and started.env["CUDA_VISIBLE_DEVICES"] == ""
     assert str(Path(compile_cache.__file__).parent.parent) in started.env["PYTHONPATH"].split(os.pathsep)
-    assert not compile_cache.complete(), "it failed"
+    compile_cache.complete()
+    assert not compile_cache.is_complete(), "it failed"
     assert started.commands[1:] == [[sys.executable, "-m", "lp.compile_functions", "0"]] and started.waited == 1
     compile_cache.mark_complete()
     compile_cache.complete()
@@ -109,34 +109,76 @@ def test_a_first_run_decodes_at_once(processes: Processes, tmp_path: Path) -> No
     assert ran.stdout.split("\n") == ["started 19", "4", "False", ""]
 
 
-@pytest.mark.parametrize("name", APPS)
-@pytest.mark.parametrize("missing", [True, False])
-def test_apps_that_measure_compile_first(name: str, missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And begin again: lp's functions were imported as Python with the app's settings."""
-    seen: list[str] = []
-    monkeypatch.setattr("launch.cli.complete", lambda: seen.append("compiled") or missing)
-    monkeypatch.setattr("launch.cli.os.execv", lambda program, command: seen.append("again"))
-    monkeypatch.setattr("launch.cli.import_module", lambda *of: seen.append("imported") or _ends())
-    monkeypatch.setattr("launch.app.run", lambda task, config_name: task(None))
-    with pytest.raises(KeyError):
-        start(name, [])
-    first = ["compiled", *(["again"] if missing else [])]
-    assert seen == (first if APPS[name].measures else []) + ["imported"]
+CLI, MODULE = "import launch.cli", "import launch.{0}, launch.cli"  # `lp benchmark`, and `python -m launch.benchmark`
+# What compiles is replaced: functions that are never called need not be compiled.
+FIRST_RUN = """
+import atexit, sys
+import lp.compile_cache as cache
+class Compiling:
+    def __init__(self, nice=0):
+        print("compiling", flush=True)
+    def wait(self):
+        {0}
+cache._start = Compiling
+{1}
+atexit.register(lambda: print(getattr(sys.modules.get("lp.compiled"), "COMPILED", None)))
+print("begins", flush=True)
+launch.cli.start(sys.argv[1], sys.argv[2:])
+"""
 
 
-def test_a_prompt_from_stdin_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def first_run(
+    processes: Processes, tmp_path: Path, args: list[str], imports: str = CLI, wait: str = "cache.mark_complete()"
+) -> subprocess.CompletedProcess[str]:
+    """An app's run right after an install, in a folder of its own."""
+    (tmp_path / "first_run.py").write_text(FIRST_RUN.format(wait, imports.format(args[0])))
+    env = {"NUMBA_CACHE_DIR": str(tmp_path / "numba"), "LP_COMPILE": "", "NUMBA_DISABLE_JIT": "0"}
+    return processes.run([sys.executable, str(tmp_path / "first_run.py"), *args], env, cwd=tmp_path)
+
+
+REFUSED = ["max_new_tokens=0", "limit=1"]
+
+
+@pytest.mark.parametrize("name", ["benchmark", "tune", "generate"])
+def test_a_first_run_ends_as_any_other(name: str, processes: Processes, tmp_path: Path) -> None:
+    """What waits for the compiling must leave nothing behind: the run that began again showed every user error as a
+    traceback with exit code 1, because Hydra's switch was in its environment.
+    """
+    ran = first_run(processes, tmp_path, [name, *REFUSED, *(["compare=true"] if name == "generate" else [])])
+    assert ran.returncode == 2 and ran.stderr.startswith("error: max_new_tokens is 0"), ran.stderr
+    assert ran.stdout.split() == ["begins", "compiling", "True"] and "Traceback" not in ran.stderr
+    assert not [*tmp_path.glob("outputs/*/*")]
+
+
+def test_a_module_of_a_clone_begins_again(processes: Processes, tmp_path: Path) -> None:
+    """`python -m launch.benchmark` has imported lp's functions, as Python, before anything can be compiled."""
+    ran = first_run(processes, tmp_path, ["benchmark", *REFUSED], MODULE)
+    assert ran.returncode == 2 and ran.stderr.startswith("error: max_new_tokens is 0"), ran.stderr
+    assert ran.stdout.split() == ["begins", "compiling", "begins", "True"]
+
+
+def test_a_prompt_from_stdin_is_not_lost(processes: Processes, tmp_path: Path) -> None:
     """A process that begins again would find its standard input at the end."""
-    monkeypatch.setattr("launch.cli.complete", lambda: True)
-    monkeypatch.setattr("launch.cli.os.execv", lambda program, command: pytest.fail("it began again"))
-    monkeypatch.setattr("launch.arguments.read_stdin", lambda: "def f(")
-    monkeypatch.setattr("launch.cli.import_module", lambda *of: _ends())
-    monkeypatch.setattr("launch.app.run", lambda task, config_name: task(SimpleNamespace(compare=True)))
-    with pytest.raises(KeyError):
-        start("generate", ["-", "compare=true"])
+    ran = first_run(processes, tmp_path, ["benchmark", "--prompt", "-", "max_new_tokens=0"], MODULE)
+    assert ran.returncode == 2 and ran.stdout.split() == ["begins", "compiling", "False"]
 
 
-def _ends() -> None:
-    raise KeyError
+@pytest.mark.parametrize("end, code", [("raise KeyboardInterrupt", 130), ("raise OSError(7, 'too long')", 2)])
+def test_compiling_that_ends_early(end: str, code: int, processes: Processes, tmp_path: Path) -> None:
+    """Ctrl-C ends the app, and functions that can't be compiled run as Python."""
+    ran = first_run(processes, tmp_path, ["benchmark", *REFUSED], wait=end)
+    assert ran.returncode == code and "Traceback" not in ran.stderr
+
+
+def test_which_runs_wait_for_the_compiling() -> None:
+    """A minute before a config is shown, or before a text, is for nothing."""
+    assert [name for name, app in APPS.items() if needs_compiled(app, ["W=3"])] == [
+        *("serve", "benchmark", "scaling", "profile", "tune")
+    ]
+    assert not any(needs_compiled(app, ["--cfg", "job"]) for app in APPS.values())
+    asked = {"compare=true": True, "++compare=True": True, "compare=true,false": True, "experiment=demo": True}
+    asked |= {"compare=false": False, "model=demo": False}
+    assert {each: needs_compiled(APPS["generate"], [each]) for each in asked} == asked
 
 
 @pytest.mark.slow  # a minute and a half of one core
