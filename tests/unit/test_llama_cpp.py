@@ -11,6 +11,7 @@ import lp
 from launch.bench.baselines import BASELINES, BaselineOptions
 from launch.bench.baselines import llama_cpp as peer
 from launch.bench.to_gguf import interleaved, tensors_of, write_gguf
+from lp.commands import install_command
 from tests.tiny_models import plain_greedy, tiny_model
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 1, 4, 1, 5, 9]
@@ -22,7 +23,7 @@ def test_what_is_missing_is_named_with_its_remedy(name: str, tmp_path: Path, mon
     """Found late, it costs the run that was measured until then."""
     missing = BASELINES[name].missing
     monkeypatch.setattr(peer, "is_installed", lambda package: False)
-    assert "pip install '.[llama-cpp]'" in str(missing(BaselineOptions(gguf=__file__)))
+    assert install_command("llama-cpp") in str(missing(BaselineOptions(gguf=__file__)))
     monkeypatch.setattr(peer, "is_installed", lambda package: True)
     assert "give gguf=FILE" in str(missing(BaselineOptions()))
     assert "absent.gguf is none" in str(missing(BaselineOptions(gguf=str(tmp_path / "absent.gguf"))))

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,11 +70,51 @@ def test_help_names_nothing_of_a_clone() -> None:
     assert not found
 
 
+@pytest.fixture
+def no_lp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell finds a command `lp`."""
+    monkeypatch.setenv("PATH", "/nowhere")
+
+
+@pytest.mark.usefixtures("no_lp")
 def test_commands_are_those_of_the_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     assert app_command("tune") == "bash torchrun.sh launch.tune" and (ROOT / "torchrun.sh").is_file()
     assert install_command("serve") == "pip install '.[serve]'"
     assert module_command("bench.tables") == "python -m launch.bench.tables"
     monkeypatch.setattr(commands, "CLONE", tmp_path)
-    assert app_command("tune") == "lp tune"
+    assert app_command("tune") == f"{shlex.quote(sys.executable)} -m lp tune"
     assert install_command("serve") == "pip install 'lp-runtime[serve]'"
     assert module_command("bench.tables") == "python -m lp.launch.bench.tables"
+
+
+@pytest.mark.usefixtures("no_lp")
+def test_commands_work_in_the_folder_that_the_user_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clone is not always the current folder: `bash torchrun.sh` would be no file, and `.` another package."""
+    clone = tmp_path / "my clone"
+    (clone / "launch").mkdir(parents=True)
+    (clone / "torchrun.sh").write_text('echo "$@"')
+    (clone / "launch" / "__init__.py").touch()
+    (clone / "launch" / "told.py").write_text("print('told')")
+    monkeypatch.setattr(commands, "CLONE", clone)
+    for folder in (tmp_path, clone):
+        monkeypatch.chdir(folder)
+        env = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}/usr/bin:/bin"}
+        command = f"{app_command('tune')} && {module_command('told')}"
+        ran = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=False)
+        assert ran.stdout.split() == ["launch.tune", "told"], (command, ran.stderr)
+        (target,) = shlex.split(install_command("serve"))[2:]
+        assert Path(target.removesuffix("[serve]")).resolve() == clone
+
+
+def test_the_command_lp_is_named_where_a_shell_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works in every folder; that of another environment may be another release."""
+    for folder in ("this", "another"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "lp").write_text("#!/bin/sh\n")
+        (tmp_path / folder / "lp").chmod(0o755)
+    monkeypatch.setattr(commands.sys, "executable", str(tmp_path / "this" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "this"))
+    assert app_command("tune") == "lp tune"
+    monkeypatch.setenv("PATH", str(tmp_path / "another"))
+    assert app_command("tune") != "lp tune"

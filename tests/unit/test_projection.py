@@ -19,6 +19,7 @@ from launch.bench.report import read_lines
 from launch.bench.scaling import MEASURED, Line, errors, errors_of_runs, medians, projected_lines, with_efficiency
 from launch.bench.session import Bench, settings_of
 from launch.schema import ScalingConfig
+from lp.commands import app_command
 from lp.engine.batch_step import BatchStep
 from lp.engine.output import StepStats
 from lp.errors import UserError
@@ -375,7 +376,7 @@ def test_ranks_do_not_scale(scale: Callable[..., Ran], monkeypatch: pytest.Monke
     """Under torchrun every rank would launch ranks."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     ran = scale()
-    assert ran.code == 2 and "start it alone: bash torchrun.sh launch.scaling" in ran.err
+    assert ran.code == 2 and f"start it alone: {app_command('scaling')}" in ran.err
 
 
 def test_one_rank_runs_what_one_rank_can(

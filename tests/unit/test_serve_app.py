@@ -17,6 +17,7 @@ from launch.schema import ServeConfig
 from launch.serve import serve
 from launch.serve.server import PACKAGES, bind, unfinished_requests
 from launch.serve.unfinished import UnfinishedRequests, only_server
+from lp.commands import install_command
 from lp.errors import UserError
 from tests.unit.conftest import Ran
 
@@ -85,7 +86,7 @@ def test_events_are_sent_at_once() -> None:
 def test_without_the_extra_it_says_which(start_app: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.serve.server, "is_installed", lambda package: package != PACKAGES[1])
     ran = start_app(serve, "serve", "port=0")
-    assert ran.code == 2 and "lp serve needs uvicorn; install the extra: pip install '.[serve]'" in ran.err
+    assert ran.code == 2 and f"lp serve needs uvicorn; install the extra: {install_command('serve')}" in ran.err
 
 
 def test_requests_that_did_not_end_are_found_again(tmp_path: Path) -> None:
