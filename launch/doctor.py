@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 import platform
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from lp.commands import app_command, in_clone, install_command
 from lp.compile_cache import why_not_compiled
 from lp.compiled import COMPILED
 from lp.draft.pool.model_ngrams import FILE_NAME
-from lp.models.loader import DEMO_MODEL, Loaded, context_limit, load
+from lp.models.loader import Loaded, checkpoint_of, context_limit, load
 from lp.optional import is_installed
 from lp.waits import waiting
 
@@ -215,6 +216,10 @@ def _runner(decoder: lp.PlainDecoder) -> list[tuple[str, str]]:
 
 
 def _ngrams(name: str) -> list[tuple[str, str]]:
-    folder = DEMO_MODEL if name == "demo" else Path(name).expanduser()
-    there = (folder / FILE_NAME).is_file()
-    return [("n-grams", f"{folder / FILE_NAME}" if there else f"none beside the model; {app_command('ngrams')} {name}")]
+    folder = Path(checkpoint_of(name).place)  # or a name on the hub
+    if (folder / FILE_NAME).is_file():
+        return [("n-grams", str(folder / FILE_NAME))]
+    remedy = f"{app_command('ngrams')} {shlex.quote(name)}"
+    if not folder.is_dir():
+        remedy += f" --output {FILE_NAME}, then pool.model_ngrams={FILE_NAME}"
+    return [("n-grams", f"none beside the model; {remedy}")]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from launch import ngrams
 from launch.cli import run_tool
-from launch.doctor import EXTRAS
+from launch.doctor import EXTRAS, _ngrams
+from lp.commands import app_command, install_command
+from lp.draft.pool.model_ngrams import FILE_NAME
 from tests.tiny_models import tiny_model
 
 
@@ -32,7 +37,7 @@ def test_the_machine_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     found = said(capsys)
     assert found["torch"] == [torch.__version__] and found["threads"] == ["1 (OMP_NUM_THREADS=1)"]
     assert ("clone" in found["lp"][0] and "cores" in found["device"][0]) or "cuda:0" in found["device"][0]
-    assert found["refused"] == [f"{EXTRAS['grammar'][1]}: llguidance missing; pip install '.[grammar]'"]
+    assert found["refused"] == [f"{EXTRAS['grammar'][1]}: llguidance missing; {install_command('grammar')}"]
     assert "failed" not in found and "attention" not in found
 
 
@@ -61,7 +66,28 @@ def test_a_model(capsys: pytest.CaptureFixture[str], tiny_folder: Path) -> None:
     assert "LlamaForCausalLM" in found["model"][0] and "a context of 256 tokens" in found["model"][0]
     assert found["attention"] == ["flash"] and found["layers"] == ["fused"] and found["exact"] == ["yes"]
     assert found["capture"] == ["no: the device is no GPU"]
-    assert found["n-grams"] == [f"none beside the model; bash torchrun.sh launch.ngrams {tiny_folder}"]
+    assert found["n-grams"] == [f"none beside the model; {app_command('ngrams')} {tiny_folder}"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "folder of a file", "hub"])
+def test_how_to_get_ngrams(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that it names must be taken, and write where the doctor looks, and the pool."""
+    pytest.importorskip("gguf")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my models"
+    folder.mkdir()
+    (folder / ("config.json" if kind == "folder" else "small.gguf")).touch()
+    name = {"folder": str(folder), "file": str(folder / "small.gguf"), "hub": "someone/small"}.get(kind, str(folder))
+    ((_, text),) = _ngrams(name)
+    command, _, key = text.removeprefix(f"none beside the model; {app_command('ngrams')} ").partition(", then ")
+    parser = argparse.ArgumentParser()
+    ngrams.add_arguments(parser)
+    path = ngrams.checked_path(parser.parse_args(shlex.split(command)))
+    path.touch()
+    if kind == "hub":
+        assert key == f"pool.model_ngrams={path}"
+    else:
+        assert path == folder / FILE_NAME and not key and _ngrams(name) == [("n-grams", str(path))]
 
 
 def test_why_layers_are_not_fused(capsys: pytest.CaptureFixture[str], tiny_folder: Path, tmp_path: Path) -> None:
