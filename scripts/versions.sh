@@ -28,6 +28,7 @@ recipe() {
   [ "$1" != newest ] || date +%F
 }
 
+# In a function that is asked for its status, as these two are, set -e is off: a step that fails has to say so itself.
 make() { # NAME: the environment, unless it is there
   local folder=$versions/$1 base
   local arguments=(-e "$root[dev,serve,grammar,quantized]")
@@ -37,15 +38,15 @@ make() { # NAME: the environment, unless it is there
   fi
   base=$(find_python) || exit
   say "$1: installing into $folder (minutes)"
-  "$base" -m venv --clear "$folder"
+  "$base" -m venv --clear "$folder" || return
   case $1 in
     pinned) arguments+=(-c constraints.txt) ;;
     oldest)
-      "$folder/bin/python" scripts/lowest_versions.py >"$folder/lowest.txt"
+      "$folder/bin/python" scripts/lowest_versions.py >"$folder/lowest.txt" || return
       arguments+=(-c "$folder/lowest.txt")
       ;;
   esac
-  "$folder/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "${arguments[@]}"
+  "$folder/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "${arguments[@]}" || return
   recipe "$1" >"$folder/lp-recipe"
 }
 
@@ -66,8 +67,12 @@ suite() { # NAME, arguments of pytest: the fast suite; what has passed is in the
 
 failed=()
 for name in "${names[@]}"; do
-  make "$name"
-  suite "$name" "$@" || failed+=("$name")
+  if ! make "$name"; then
+    say "$name: the environment could not be made; the reason is above"
+    failed+=("$name")
+  elif ! suite "$name" "$@"; then
+    failed+=("$name")
+  fi
 done
-[ ${#failed[@]} -eq 0 ] || die "tests failed with: ${failed[*]}"
+[ ${#failed[@]} -eq 0 ] || die "failed with: ${failed[*]}"
 say "all pass with: ${names[*]}"

@@ -58,3 +58,27 @@ def test_the_lowest_releases() -> None:
         "pytest==8",
         "torch==2.8",
     ]
+
+
+# In place of an interpreter: it makes environments whose pip fails for the oldest releases, and whose tests all pass.
+PYTHON = """#!/bin/sh
+case "$*" in
+  "-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+  "-m pip install"*lowest.txt) echo "pip: no such releases" >&2; exit 1 ;;
+  *) ;;
+esac
+"""
+
+
+def test_an_environment_that_cannot_be_made_leaves_the_others(tmp_path: Path, processes: Processes) -> None:
+    """pip may find no releases that go together today: the suite on the others, of an hour, must not wait for that."""
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    env = {"PYTHON": str(python), "VERSIONS": str(tmp_path / "versions")}
+    ran = processes.run(["bash", "scripts/versions.sh", "oldest", "pinned"], env)
+    assert ran.returncode == 2 and "pip: no such releases" in ran.stderr, ran.stderr
+    assert "versions: oldest: the environment could not be made" in ran.stderr
+    assert "versions: pinned: 0 passed" in ran.stderr and ran.stderr.endswith("failed with: oldest\n")
+    assert not (tmp_path / "versions" / "oldest" / "lp-recipe").exists(), "it would count as made"
+    assert (tmp_path / "versions" / "pinned" / "lp-recipe").exists()
