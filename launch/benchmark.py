@@ -16,7 +16,7 @@ from typing import Any
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 
-from .bench.compare import Measured, alternate
+from .bench.compare import Measured, alternate, warm_up
 from .bench.machine import PeakMemory
 from .bench.prompts import Prompt
 from .bench.records import Record, RecordFile, digest
@@ -70,7 +70,7 @@ def _shared_model() -> ModelCache:
 def _measure_all(bench: Bench, file: RecordFile | None) -> None:
     todo = _todo(bench, bench.of_rank_0(file.done if file else None))
     if todo:
-        alternate(_runs(bench, todo[0][1], WARM_UP_TOKENS), 1)
+        warm_up(_runs(bench, todo[0][1], WARM_UP_TOKENS))
     if file and file.records:
         print(f"{len(file.records)} records kept in {bench.path}; {len(todo)} prompts to measure", file=sys.stderr)
     with ProgressBar(bench.context.is_main, len(todo), file.records if file else []) as bar:

@@ -11,7 +11,9 @@ options instead of a config, and run in one process.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -41,6 +43,7 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: 2 after a user error; launch/errors.py has the other codes.
     """
     args = sys.argv[1:] if args is None else args
+    atexit.register(gc.freeze)  # else Python walks a million objects at its end, for seconds
     if not args or args[0] in ("-h", "--help"):
         print(usage())
     elif args[0] == "--version":
@@ -87,15 +90,16 @@ def start(name: str, args: Sequence[str]) -> None:
 
 def _start(name: str, args: Sequence[str]) -> None:
     app = APPS[name]
-    with waiting("importing Hydra"):
-        from .errors import names_key, reported
+    starting = contextlib.ExitStack()
+    starting.enter_context(waiting("importing Hydra"))
+    from .errors import names_key, reported
 
     def task(config: Any) -> float | None:
         with waiting("importing torch and transformers"):
             module = import_module(f".{name}", __package__)
         return getattr(module, app.function)(config)
 
-    with reported():
+    with reported(), starting:  # its line is erased before an error is reported
         overrides = take_prompt(args, positional=name == "generate") if app.prompts else list(args)
         options = [each.partition("=")[0] for each in overrides if each.startswith("-")]
         if any(map(names_key, options)):  # argparse would show its value
@@ -103,11 +107,12 @@ def _start(name: str, args: Sequence[str]) -> None:
         if "--help" in options or "-h" in options:
             from .help import app_help
 
-            print(app_help(name, overrides))
+            text = app_help(name, overrides)
+            starting.close()
+            print(text)
             return
         if needs_compiled(app, overrides):
             _compile(args)
-    with waiting("importing Hydra"):
         from .app import run  # and with it lp's functions: compiled ones, where they are there by now
     sys.argv = [f"lp {name}", *overrides_first(overrides)]  # where Hydra reads them
     run(task, name)

@@ -16,9 +16,9 @@ import lp
 from lp.engine.inputs import prompt_ids
 from lp.engine.interrupts import sigterm_raises
 from lp.engine.output import GenerationOutput
-from lp.waits import Wait, waiting
+from lp.waits import waiting
 
-from .bench.compare import alternate, differences
+from .bench.compare import alternate, differences, warm_up
 from .bench.prompts import Prompt
 from .bench.table import console_on
 from .builders import ORACLE
@@ -70,8 +70,7 @@ def _continue_all(session: Session[Config], pen: Pen, report: Report) -> None:
         prompts = [*enumerate(session.prompts)]
         prompt_ids(session.loaded.model, session.encode(session.prompts[0]))  # too long, its error counts its tokens
     if session.config.compare:
-        with waiting("warming up, so that no figure has what a first run does once"):
-            alternate(_runs(session, session.encode(prompts[0][1]), WARM_UP_TOKENS), 1)
+        warm_up(_runs(session, session.encode(prompts[0][1]), WARM_UP_TOKENS))
     _explain(session, report.method, pen, 0)
     for _, prompt in prompts:
         with _marked(pen, report):
@@ -134,7 +133,7 @@ def _compare(session: Session[Config], ids: list[int], result: Result) -> None:
     tokens, rounds = session.config.max_new_tokens, session.config.repeats
     runs = _runs(session, ids, tokens)
     with waiting(f"measuring in alternation: {', '.join(runs)}", len(runs) * rounds, "runs") as wait:
-        measured = alternate({name: partial(_counted, run, wait) for name, run in runs.items()}, rounds)
+        measured = alternate(runs, rounds, wait=wait)
     if not session.in_distribution:
         outputs = {name: run.output for name, run in measured.items()}
         with waiting(f"comparing tokens with decoder={ORACLE}"):
@@ -142,12 +141,6 @@ def _compare(session: Session[Config], ids: list[int], result: Result) -> None:
             new = {name: output.tokens for name, output in outputs.items()}
             result.differences = differences(session.loaded.model, ids, new, plain, session.sampling)
     result.measured = measured  # last: what Ctrl-C leaves uncompared must not be taken for equal
-
-
-def _counted(run: Callable[[], GenerationOutput], wait: Wait) -> GenerationOutput:
-    output = run()
-    wait.done += 1
-    return output
 
 
 def _show(report: Report, config: Config, file: TextIO) -> None:

@@ -20,13 +20,13 @@ from typing import cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
-from rich.console import Console
 from transformers import PreTrainedModel
 
 import lp
 from lp.compiled import COMPILED
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
+from lp.waits import waiting
 
 from .bench.ceilings import device_name
 from .bench.profile import Plan, profile
@@ -66,16 +66,17 @@ def profile_model(config: ProfileConfig) -> None:
     model, ids = (_shape if config.model.name in SHAPES else _loaded)(config, plan, context)
     build = partial(builder, model)
     plain = partial(plain_builder, model)
-    with Console(stderr=True).status("measuring"):
+    with waiting("timing the parts of a step"):
         found = profile(model, build, plain, ids, plan, context)
-        compared = config.compare and plan.ranks == 1 and plan.sampling is None
-        methods = _methods(model, ids, config) if compared else {}
-        compared_speeds = speeds(methods, plan.rounds) if methods else {}
+    compared = config.compare and plan.ranks == 1 and plan.sampling is None
+    methods = _methods(model, ids, config) if compared else {}
+    compared_speeds = speeds(methods, plan.rounds) if methods else {}
     setting = _setting(config, plan, model, build(lp.ParallelContext(device=model.device)))
     report = Report(setting=setting, found=found, speeds=compared_speeds)
     try:
         if config.plot and context.is_main:
-            draw(report, Path(HydraConfig.get().runtime.output_dir))
+            with waiting("drawing"):
+                draw(report, Path(HydraConfig.get().runtime.output_dir))
     finally:  # a picture that can't be written must not take what was measured with it
         with on_rank_0(context, sys.stdout) as file:
             if config.output is Output.json:

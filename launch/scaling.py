@@ -15,12 +15,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -30,6 +31,7 @@ from lp.checks import check_int
 from lp.commands import app_command
 from lp.errors import UserError
 from lp.parallel.context import check_timeouts
+from lp.waits import Wait, waiting
 
 from .bench.baselines import BASELINES
 from .bench.machine import remarks
@@ -71,6 +73,7 @@ from .schema import SHAPE_KEYS, Output, ScalingConfig, frozen
 from .session import checked, sampling_of
 from .sweep import folder_of_run, goes_on, relaunch
 
+T = TypeVar("T")
 LATE = ("parameters", "threads", "sampling")  # of a record's settings: the launch itself finds them
 ROUNDS = 3  # of projections
 LOOKAHEAD = "lookahead"  # with W, N and G as they are, the decoder that is projected
@@ -331,11 +334,13 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
     }
     runs: dict[tuple[bool, int], list[list[Run]]] = {key: [] for key in jobs}  # by round and prompt
     speeds: list[float] = []
-    for _ in range(1 + ROUNDS):
-        plain = [text(bench.decoders[PLAIN]) for text in texts]
-        speeds.append(sum(len(output.tokens) for output in plain) / sum(output.decode_s for output in plain))
-        for key, of_prompts in jobs.items():
-            runs[key].append([job.run() for job in of_prompts])
+    total = (1 + ROUNDS) * (1 + len(jobs)) * len(texts)
+    with waiting("timing every rank's share of the steps", total, "texts") as wait:
+        for _ in range(1 + ROUNDS):
+            plain = [_counted(partial(text, bench.decoders[PLAIN]), wait) for text in texts]
+            speeds.append(sum(len(output.tokens) for output in plain) / sum(output.decode_s for output in plain))
+            for key, of_prompts in jobs.items():
+                runs[key].append([_counted(job.run, wait) for job in of_prompts])
     lines = []
     for (weak, ranks), of_prompts in jobs.items():
         rounds = runs[weak, ranks][1:]
@@ -343,6 +348,12 @@ def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
         shape = of_prompts[0].decoder.config
         lines += projected_lines(found, links, median(speeds[1:]), weak, (shape.window_size, shape.guess_set_size))
     return lines
+
+
+def _counted(run: Callable[[], T], wait: Wait) -> T:
+    result = run()
+    wait.done += 1
+    return result
 
 
 def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:

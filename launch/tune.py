@@ -21,8 +21,9 @@ from lp.budget.step_times import StepTimes
 from lp.commands import app_command
 from lp.engine.lookahead import MEASURE
 from lp.errors import UserError
+from lp.waits import waiting
 
-from .bench.compare import alternate
+from .bench.compare import warm_up
 from .bench.plots import tune_plot
 from .bench.table import console_on, empty_table, put
 from .bench.tune import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
@@ -49,7 +50,7 @@ def tune(config: TuneConfig) -> None:
         again = MEASURE if config.measure_step_times and shape.adaptive else None
         attention = config.attention
         decoder = measured(lp.LookaheadDecoder(model, shape, context, attention.name, attention.capture, again))
-        alternate({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)}, 1)  # Ctrl-C ends it too
+        warm_up({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)})  # Ctrl-C ends it too
         return decoder
 
     pool = {field: value for field, value in shape_and_pool(config).items() if field in POOL_KEYS}
@@ -81,7 +82,8 @@ def tune(config: TuneConfig) -> None:
         _write(folder, found, tried)
     free = tried[-2]
     at = (free.tokens_a_step, free.compression)
-    picture = tune_plot(adaptive.step_times, _by_budget(tried), at, title, folder / "tune.png")
+    with waiting("drawing"):
+        picture = tune_plot(adaptive.step_times, _by_budget(tried), at, title, folder / "tune.png")
     if config.output is not Output.json:
         say(f"use it: {app_command('generate')} experiment=tuned --config-dir {folder}")
         say(f"figure: {picture}")

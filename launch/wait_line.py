@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ from .once import rank
 
 SHOWN_AFTER_S = 1.0  # a shorter wait needs no word
 REFRESH_S = 0.5
+APART_S = 0.5  # waits that follow each other sooner are one: ten of half a second each are five seconds without a word
 LONG_S = 60.0  # a log gets one line of a wait that is as long as that
 DIM, RESET, ERASE_LINE = "\x1b[2m", "\x1b[0m", "\r\x1b[2K"
 
@@ -38,10 +40,13 @@ class WaitLine:
         self._shown = self._said = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._since_s = self._until_s = -math.inf  # when the waits that follow each other began, and the last ended
 
     def begins(self, wait: Wait) -> None:
         """Show it once it has lasted."""
         with self._lock:
+            if not self._waits and wait.began_s - self._until_s > APART_S:
+                self._since_s = wait.began_s
             self._waits.append(wait)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._refresh, name="wait line", daemon=True)
@@ -51,6 +56,7 @@ class WaitLine:
         """Erase its line: what comes next may be text."""
         with self._lock:
             self._waits.remove(wait)
+            self._until_s = time.monotonic()
             self._erase()
 
     def close(self) -> None:
@@ -63,7 +69,7 @@ class WaitLine:
         while not self._ended.wait(REFRESH_S):
             with self._lock:
                 now_s = time.monotonic()
-                if not self._waits or now_s - self._waits[0].began_s < SHOWN_AFTER_S:
+                if not self._waits or now_s - self._since_s < SHOWN_AFTER_S:
                     continue
                 text = describe(shown_of(self._waits), now_s)
                 if self._terminal:

@@ -17,6 +17,7 @@ import torch
 from lp.engine.output import GenerationOutput
 from lp.sampling.noise import gumbel
 from lp.sampling.params import SamplingParams, Verifier
+from lp.waits import Wait, waiting
 
 from .machine import PeakMemory
 
@@ -67,7 +68,10 @@ class Difference:
 
 
 def alternate(
-    methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int, peak: PeakMemory | None = None
+    methods: Mapping[str, Callable[[], GenerationOutput]],
+    rounds: int,
+    peak: PeakMemory | None = None,
+    wait: Wait | None = None,
 ) -> dict[str, Measured]:
     """Run every method once a round, each round beginning with another one, so that drift of the machine hits all.
 
@@ -75,6 +79,7 @@ def alternate(
         methods: by name.
         rounds: of all of them.
         peak: asked for the memory of every run.
+        wait: counts the runs.
     """
     names = list(methods)
     outputs: dict[str, list[GenerationOutput]] = {name: [] for name in names}
@@ -85,7 +90,15 @@ def alternate(
                 peak.restart()
             outputs[name].append(methods[name]())
             peaks[name] = max(peaks[name], peak.bytes() if peak else 0)
+            if wait:
+                wait.done += 1
     return {name: _measured(runs, peaks[name]) for name, runs in outputs.items()}
+
+
+def warm_up(methods: Mapping[str, Callable[[], GenerationOutput]]) -> None:
+    """Run every method once, on few tokens."""
+    with waiting("warming up, so that no figure has what a first run does once", len(methods), "runs") as wait:
+        alternate(methods, 1, wait=wait)
 
 
 def _measured(runs: Sequence[GenerationOutput], peak_bytes: int) -> Measured:

@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lp.engine.output import GenerationOutput
+from lp.waits import waiting
 
-from .compare import alternate
+from .compare import alternate, warm_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,12 @@ def speeds(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -
     Raises:
         KeyboardInterrupt: Ctrl-C came meanwhile.
     """
-    alternate(methods, 1)
+    warm_up(methods)
+    with waiting("comparing speeds in alternation", len(methods) * rounds, "runs") as wait:
+        measured = alternate(methods, rounds, wait=wait)
     return {
         name: Speed(tokens_per_s=len(run.output.tokens) / run.decode_s, compression=run.output.compression)
-        for name, run in alternate(methods, rounds).items()
+        for name, run in measured.items()
     }
 
 

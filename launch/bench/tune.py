@@ -14,6 +14,7 @@ from lp.budget.step_times import StepTimes
 from lp.config import LookaheadConfig
 from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
+from lp.waits import Wait, waiting
 
 from ..builders import PLAIN
 from .compare import alternate
@@ -64,12 +65,16 @@ FromRank0 = Callable[[Any], Any]  # rank 0's value on every rank
 
 def time_settings(
     settings: Mapping[str, LookaheadConfig | None], decoders: Mapping[str, Decoder], run: Run,
-    prompts: Sequence[list[int]], rounds: int, from_rank_0: FromRank0,
+    prompts: Sequence[list[int]], rounds: int, from_rank_0: FromRank0, wait: Wait | None = None,
 ) -> list[SettingResult]:  # fmt: skip
-    """Run all of them on every prompt, in alternation; by rank 0's clock, or ranks would choose different ones."""
+    """Run all of them on every prompt, in alternation; by rank 0's clock, or ranks would choose different ones.
+
+    Args:
+        wait: counts the runs.
+    """
     totals = {name: [0.0] * 4 for name in settings}  # tokens, steps, step tokens, seconds
     for ids in prompts:
-        measured = alternate({name: partial(run, decoders[name], ids) for name in settings}, rounds)
+        measured = alternate({name: partial(run, decoders[name], ids) for name in settings}, rounds, wait=wait)
         for name, taken in measured.items():
             output = taken.output
             config = settings[name]
@@ -109,31 +114,36 @@ def search(
         All settings; the last three are those side by side, the best fixed one first.
     """
     base = LookaheadConfig(window_size=0, ngram_size=2, **pool)
-    first = {_name(c): c for c in (replace(base, guess_set_size=g) for g in BUDGETS)}
-    tried = time_settings(first, {name: build(c) for name, c in first.items()}, run, prompts, rounds, from_rank_0)
-    best = _fastest(tried)
-    assert best is not None
-    g = best.guess_set_size
-    around = [
+    first = _named([replace(base, guess_set_size=g) for g in BUDGETS])
+    settings = len(first) + len(_around(base)) + len(_beside(base, pool))
+    with waiting("trying settings in alternation", settings * len(prompts) * rounds, "runs") as wait:
+        timed = partial(time_settings, run=run, prompts=prompts, rounds=rounds, from_rank_0=from_rank_0, wait=wait)
+        tried = timed(first, {name: build(c) for name, c in first.items()})
+        second = _named(_around(_fastest(tried)))
+        tried += timed(second, {name: build(c) for name, c in second.items()})[1:]
+        best = _fastest(tried)
+        decoders = {_name(best): build(best), ADAPTIVE: adaptive, PLAIN: plain}
+        return tried + timed(_beside(best, pool), decoders)
+
+
+def _around(best: LookaheadConfig) -> list[LookaheadConfig]:
+    """The best token budget, then settings that differ from it in one thing."""
+    return [
         best,
         *(replace(best, window_size=w) for w in (2, 8, 16)),
-        replace(best, window_size=4, ngram_size=3, guess_set_size=max(g // 2, 1)),
+        replace(best, window_size=4, ngram_size=3, guess_set_size=max(best.guess_set_size // 2, 1)),
         replace(best, draft_depth=12),
         replace(best, num_logits=8),
     ]
-    second = {_name(c): c for c in around}
-    tried += time_settings(second, {name: build(c) for name, c in second.items()}, run, prompts, rounds, from_rank_0)[
-        1:
-    ]
-    best = _fastest(tried)
-    assert best is not None
-    last: dict[str, LookaheadConfig | None] = {
-        _name(best): best,
-        ADAPTIVE: LookaheadConfig(adaptive=True, **pool),
-        PLAIN: None,
-    }
-    decoders = {_name(best): build(best), ADAPTIVE: adaptive, PLAIN: plain}
-    return tried + time_settings(last, decoders, run, prompts, rounds, from_rank_0)
+
+
+def _beside(best: LookaheadConfig, pool: Mapping[str, Any]) -> dict[str, LookaheadConfig | None]:
+    """The best fixed setting and what it is compared with."""
+    return {_name(best): best, ADAPTIVE: LookaheadConfig(adaptive=True, **pool), PLAIN: None}
+
+
+def _named(settings: Sequence[LookaheadConfig]) -> dict[str, LookaheadConfig]:
+    return {_name(c): c for c in settings}
 
 
 def _name(c: LookaheadConfig) -> str:
@@ -144,8 +154,10 @@ def _window_tokens(config: LookaheadConfig | None, columns: int) -> int:
     return max(columns, 1) + columns * (config.ngram_size - 2 if config else 0)
 
 
-def _fastest(tried: Sequence[SettingResult]) -> LookaheadConfig | None:
-    return max(tried, key=lambda setting: setting.tokens_per_s).config
+def _fastest(tried: Sequence[SettingResult]) -> LookaheadConfig:
+    best = max(tried, key=lambda setting: setting.tokens_per_s).config
+    assert best is not None
+    return best
 
 
 def speed_of_ranks(step_times: StepTimes, points: Sequence[tuple[float, float]], most: int = 16) -> list[float]:

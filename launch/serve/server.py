@@ -26,6 +26,7 @@ from lp.errors import UserError
 from lp.models.loader import Loaded, vocabulary_size
 from lp.optional import is_installed
 from lp.sampling.params import Verifier
+from lp.waits import waiting
 
 from ..bench.prompts import read_text
 from ..builders import ORACLE, PLAIN, decoder_builders
@@ -84,7 +85,8 @@ def _serve(config: ServeConfig) -> None:
         assert isinstance(decoder, StepDecoder)
         decoder.follows = config.generation_config
         engine = lp.Engine(decoder, config.max_sequences, config.cache_tokens, config.prefill_chunk)
-        warm_up(engine)
+        with waiting("warming up, so that no client waits for what a first run does once"):
+            warm_up(engine)
         grammars = Grammars(loaded.tokenizer, vocabulary_size(loaded.model))
         model = resumed_model(loaded, context, decoder.checkpoint().says) if config.journal else None
         if bound:

@@ -29,6 +29,7 @@ from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput, StepStats
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from lp.waits import Wait, heard_by
 from tests.tiny_models import tiny_model
 from tests.unit.conftest import Ran
 
@@ -147,6 +148,26 @@ def test_ctrl_c_ends_a_warm_up(
     monkeypatch.setattr("launch.tune.search", lambda build, *rest: pytest.fail("the search began"))
     model = ["model=hf", f"model.name={tiny_folder}", "prompt=x", f"hydra.run.dir={tmp_path}"]
     assert start_app(tune, "tune", *model).code == 130
+
+
+def test_the_search_says_how_far_it_is() -> None:
+    """Minutes without a word look like a hang: every run counts, and as many are announced as are made."""
+    seen: list[Wait] = []
+
+    class Heard:
+        def begins(self, wait: Wait) -> None:
+            seen.append(wait)
+
+        def ends(self, wait: Wait) -> None: ...
+
+    def run(decoder: Any, ids: list[int]) -> GenerationOutput:
+        return GenerationOutput([1, 2], "length", [StepStats(5, 4, 1, 0.1, 0.0, 0.0)], decode_s=0.1)
+
+    anyone: Any = None
+    with heard_by(Heard()):
+        search(lambda c: anyone, anyone, anyone, run, [[1], [2]], 3, lambda value: value, {})
+    (wait,) = seen
+    assert wait.done == wait.total == (len(BUDGETS) + 7 + 3) * 2 * 3
 
 
 def test_ranks_choose_by_one_clock() -> None:

@@ -6,9 +6,12 @@ import io
 import os
 import pty
 import select
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -77,6 +80,20 @@ def test_a_line_is_erased_before_the_text(monkeypatch: pytest.MonkeyPatch) -> No
     assert "loading Y" in after and after.endswith(ERASE_LINE)
 
 
+def test_short_waits_in_a_row_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports, weights, fusing and probing took less than a second each, and nothing was shown of four."""
+    monkeypatch.setattr(wait_line, "REFRESH_S", 0.01)
+    monkeypatch.setattr(wait_line, "SHOWN_AFTER_S", 0.5)
+    file = io.StringIO()
+    line = WaitLine(file, True)
+    with heard_by(line):
+        for number in range(10):
+            with waiting(f"part {number}"):
+                time.sleep(0.1)
+    line.close()
+    assert "part 8" in file.getvalue() and "part 0" not in file.getvalue()
+
+
 def test_a_log_gets_no_line_but_one_of_a_very_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file full of escape codes helps nobody; nor does an hour without a word."""
     assert shown(False, monkeypatch) == "text"
@@ -119,12 +136,21 @@ def test_the_runtime_says_what_it_is_at() -> None:
     assert (prompt.done, prompt.total) == (38, 38)
 
 
-def silences_s(command: list[str], env: dict[str, str], processes: Processes) -> tuple[list[tuple[float, str]], int]:
-    """How long a command on a terminal says nothing, with what it said before; and its exit code."""
+class OnATerminal(NamedTuple):
+    """What a command did."""
+
+    silences: list[tuple[float, str]]  # seconds without a word, and what was said before; the longest first
+    text: str
+    code: int
+
+
+def on_a_terminal(command: list[str], env: dict[str, str], processes: Processes, until: str = "") -> OnATerminal:
+    """Run a command on a terminal; Ctrl-C ends it as soon as it says `until`."""
     master, slave = pty.openpty()
-    process = processes.start(command, {"TERM": "xterm", **env}, stdout=slave, stderr=slave)
+    options = {"stdin": subprocess.DEVNULL, "stdout": slave, "stderr": slave}
+    process = processes.start(command, {"TERM": "xterm", **env}, **options)
     os.close(slave)
-    found, last_s, before = [], time.monotonic(), "(its start)"
+    found, last_s, before, said = [], time.monotonic(), "(its start)", ""
     while True:
         ready = select.select([master], [], [], 0.2)[0]
         now_s = time.monotonic()
@@ -136,17 +162,58 @@ def silences_s(command: list[str], env: dict[str, str], processes: Processes) ->
             break
         found.append((now_s - last_s, before))
         last_s, before = now_s, text
+        if until and until not in said and until in said + text:
+            os.killpg(process.pid, signal.SIGINT)
+        said += text
+    found.append((time.monotonic() - last_s, before))
     os.close(master)
-    return sorted(found, reverse=True), process.wait(60)
+    return OnATerminal(sorted(found, reverse=True), said, process.wait(60))
+
+
+@pytest.fixture(scope="module")
+def numba_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Empty for the first app, which compiles what the others find."""
+    return tmp_path_factory.mktemp("numba")
+
+
+FEW = ["max_new_tokens=8"]
+# What each app is asked to do, what it says in the end, and whether Ctrl-C ends it then.
+ASKED: dict[str, tuple[list[str], str, bool]] = {
+    "benchmark": ([*FEW, "repeats=1", "limit=1", "methods=[lookahead,plain]"], "records: ", False),
+    "generate": (["def quicksort(a):", "max_new_tokens=24", "compare=false"], "tokens", False),
+    "generate compare": (["def quicksort(a):", "max_new_tokens=24", "compare=true", "repeats=1"], "vs plain", False),
+    "tune": ([*FEW, "prompt=x", "repeats=1"], "figure: ", False),
+    "profile": ([*FEW, "prefix=64", "tokens=[1,16]", "rounds=1"], "t(T)", False),
+    "scaling": ([*FEW, "prompt=x", "ranks=[]", "project=true", "projected_ranks=[1,2]"], "written to", False),
+    "chat": (FEW, "", False),
+    "serve": ([*FEW, "port=0"], "serving ", True),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compare", ["true", "false"])
+@pytest.mark.parametrize("name", ASKED)
 def test_a_real_model_on_a_terminal_is_never_silent_for_long(
-    compare: str, processes: Processes, tmp_path: Path, real_model: Path
+    name: str, processes: Processes, tmp_path: Path, numba_cache: Path, real_model: Path
 ) -> None:
     """Seconds without a word look like a hang: imports, weights, probes, compiling and measuring take many."""
-    asked = ["def quicksort(a):", "model=hf", f"model.name={real_model}", "max_new_tokens=24", f"compare={compare}"]
-    empty = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": str(tmp_path / "numba")}
-    silences, code = silences_s([sys.executable, "-m", "lp", "generate", *asked, "repeats=1"], empty, processes)
-    assert code == 0 and silences[0][0] <= SILENT_S, silences[:5]
+    asked, said, interrupted = ASKED[name]
+    first = name.startswith("generate")  # nobody waits there for the compiling, which has a folder of its own
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "NUMBA_CACHE_DIR": str(tmp_path if first else numba_cache)}
+    command = [sys.executable, "-m", "launch.cli", name.split()[0], "model=hf", f"model.name={real_model}", *asked]
+    folder = [f"hydra.run.dir={tmp_path / 'run'}"]
+    ran = on_a_terminal([*command, *folder], {**cache, "LP_COMPILE": ""}, processes, said if interrupted else "")
+    assert ran.code == 0 and said in ran.text, ran.text[-2000:]
+    assert ran.silences[0][0] <= SILENT_S, ran.silences[:5]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["doctor", "ngrams"])
+def test_a_tool_on_a_terminal_is_never_silent_for_long(
+    tool: str, processes: Processes, tmp_path: Path, real_model: Path
+) -> None:
+    """A vocabulary behind one beginning takes minutes; what it shows of the first seconds shows that."""
+    output = ["--output", str(tmp_path / "x.npy"), "--tokens", "64"] if tool == "ngrams" else []
+    command = [sys.executable, "-m", "launch.cli", tool, str(real_model), *output]
+    until = " 2,0" if tool == "ngrams" else ""
+    ran = on_a_terminal(command, {"XDG_CACHE_HOME": str(tmp_path / "cache")}, processes, until)
+    assert ran.code == (130 if until else 0) and ran.silences[0][0] <= SILENT_S, (ran.code, ran.silences[:5])
