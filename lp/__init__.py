@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from lp.draft.suffix import SuffixConfig
     from lp.draft.token_recycling import RecyclingConfig
     from lp.engine.autoregressive import AutoregressiveDecoder
+    from lp.engine.core import Handle
     from lp.engine.decoder import Decoder
-    from lp.engine.engine import Engine, Handle
+    from lp.engine.engine import Engine
     from lp.engine.interrupts import Interrupted
     from lp.engine.lookahead import LookaheadDecoder
     from lp.engine.output import GenerationOutput, StepStats

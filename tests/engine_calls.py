@@ -7,7 +7,8 @@ import random
 from typing import Any
 
 import lp
-from lp.engine.engine import Engine, Handle
+from lp.engine.core import Handle
+from lp.engine.engine import Engine
 from tests.tiny_models import VOCABULARY, drawn_text
 
 

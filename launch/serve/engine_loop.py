@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lp
-from lp.engine.engine import Handle
+from lp.engine.core import Handle
 from lp.engine.output import StepStats
 from lp.errors import UserError
 from lp.sampling.logprob_sampler import Logprob, LogprobSampler

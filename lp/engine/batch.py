@@ -8,15 +8,19 @@ from functools import partial
 from typing import Any
 
 from lp.checks import check_callback, check_int, check_kind
-from lp.engine.engine import MAX_SEQUENCES, MOST_SEQUENCES, Engine, Handle, slots_within_memory
+from lp.engine.core import EngineCore, Handle
+from lp.engine.engine import MAX_SEQUENCES, MOST_SEQUENCES, Engine, slots_within_memory
 from lp.engine.inputs import Prompt, prompt_ids
 from lp.engine.interrupts import Interrupted
 from lp.engine.memory import remedy_named
 from lp.engine.output import GenerationOutput
+from lp.engine.request import Request
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
+from lp.models.kv_pool import KVPool
 from lp.models.loader import context_limit
 from lp.sampling.params import SamplingParams
+from lp.waits import waiting
 
 OnBatchTokens = Callable[[int, list[int], int], None]  # index of the prompt, new tokens, step of its text
 
@@ -53,6 +57,23 @@ class BatchDecoder(StepDecoder):
         """
         calls = calls_of_batch(inputs, max_new_tokens, sampling, on_tokens, options)
         return generate_together(self, calls, max_sequences)
+
+    def _finished(self, request: Request) -> GenerationOutput:
+        """The output of a batch of one, whose cache takes its buffers in the first pass."""
+        self.check(request)
+        slots = request.limit + 1 + self.most_step_tokens
+        pool = KVPool({}, slots, self.runner.cache_without_buffers)
+        handle = Handle(request)
+        with EngineCore(self, pool, 1, request.prefill_chunk, False, request.signals) as core:
+            core.waiting.append(handle)
+            with waiting("reading the prompt", len(request.prompt) - 1, "tokens") as wait:
+                while core.step():
+                    wait.done = handle.num_cached
+                    if not handle.reading:
+                        break
+            while core.step():
+                pass
+        return handle.result()
 
 
 def calls_of_batch(

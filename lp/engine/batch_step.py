@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lp.engine.decode_loop import Generation, StepPart
-from lp.engine.output import GenerationOutput, StepTimer
+from lp.engine.output import StepTimer
 from lp.models.captured_forests import CapturedForests
 from lp.models.runner import ModelRunner, TreePass
 from lp.parallel.context import ParallelContext
@@ -47,27 +47,6 @@ class BatchStep:
         self.errors: dict[Generation, Exception] = {}
         self._clock = _Clock() if runner.device.type == "cuda" else None
 
-    def finish(self, text: Generation) -> GenerationOutput:
-        """Take a text from its prompt to its end, by itself.
-
-        Raises:
-            RuntimeError: the ranks' states differ.
-            BaseException: what a callback raised on this rank, once all ranks have stopped.
-        """
-        timer = StepTimer()
-        text.prefill()
-        prefill_s = timer.restart()
-        reason = Stop.NONE
-        try:
-            while not reason:
-                stops = self.run([text])
-                if self.errors:
-                    raise self.errors.pop(text)
-                reason = stops[text]
-        finally:
-            text.finish_learning()
-        return text.output(reason, prefill_s, timer.restart())
-
     def run(
         self, texts: Sequence[Generation], prompts: Sequence[tuple[Generation, int]] = ()
     ) -> dict[Generation, Stop]:
@@ -83,7 +62,8 @@ class BatchStep:
         self.timer.restart()
         by_itself = len(texts) == 1 and not prompts and not (self.pooled and self.pooled.replays(texts[0].cache))
         parts = self._each(texts, Generation.begin_step)
-        chunks = {text: text.next_chunk(most) for text, most in prompts}
+        counts = dict(prompts)
+        chunks = {text: text.next_chunk(count) for text, count in prompts}
         with self.timer.forward:
             if self._clock:
                 self._clock.start()
@@ -97,7 +77,7 @@ class BatchStep:
                     parts, lambda text: text.own_message(parts[text], logits.get(text), failure, sampled.get(text))
                 )
             self._each(parts, Generation.finish_learning)  # while the device computes
-        self._each(chunks, lambda text: text.take_chunk(len(chunks[text].tokens), logits[text], failure))
+        self._each(counts, lambda text: text.take_chunk(counts[text], logits[text], failure))
         failure = None  # raised above, it has this frame, which would keep it and all caches until gc finds the cycle
         gathered = self._exchanged({text: own for text, own in messages.items() if text not in self.errors})
         stops = self._each(gathered, lambda text: text.end_step(parts[text], gathered[text]))

@@ -38,14 +38,8 @@ from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import check_sampled
 from lp.sampling.top_logits import INVALID_TOKEN, unpack_top_logits
-from lp.waits import waiting
 
 T = TypeVar("T")
-
-
-def cache_slots(request: Request, budget: Budget) -> int:
-    """Cache slots that a call needs: of its text, and of a step behind it."""
-    return request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens)
 
 
 class Beginning(NamedTuple):
@@ -177,24 +171,6 @@ class Generation:
         uses_logits = self.config.prompt_logits and self.config.prompt_ngrams and self.budget.uses_prompt_logits
         return self.num_logits if uses_logits else 0
 
-    def prefill(self) -> None:
-        """Cache the prompt."""
-        first = self.cache.length
-        num_logits = self._prompt_logits
-        packed: list[torch.Tensor] = []
-
-        def collect(logits: torch.Tensor) -> None:
-            packed.append(self.step_pass.top_logits(logits, self.request.prompt, num_logits))
-
-        def fill() -> None:
-            chunk, tokens = self.request.prefill_chunk, self.request.prompt[:-1]
-            with waiting("reading the prompt", len(tokens), "tokens") as wait:
-                self.runner.prefill(tokens, self.cache, chunk, collect if num_logits else None, wait)
-
-        self._attempt(fill)
-        self.cache.length = len(self.request.prompt) - 1  # if it failed, too: the message of the first step tells it
-        self._begin_source(first, packed)
-
     @property
     def cached_everywhere(self) -> list[int]:
         """The first tokens of the text, whose KV every rank has; none where some rank may have failed to compute it."""
@@ -214,13 +190,14 @@ class Generation:
         self.cache = cache
         self.step_pass = StepPass(self.runner, cache, self.request.sampler, self.context, self.message_shape)
 
-    def next_chunk(self, most: int) -> TreePass:
-        """The next tokens of the prompt that a pass caches, at most so many."""
-        start = self.cache.length
-        tokens = self.request.prompt[start : min(start + most, len(self.request.prompt) - 1)]
-        count = len(tokens)
-        collected = range(count) if self._prompt_logits else ()
-        return TreePass(tokens, range(start, start + count), np.tri(count, dtype=bool), self.cache, collected)
+    def chunk_size(self, room: int) -> int:
+        """How many tokens of the prompt the next pass caches, if it has room for so many; 0: none is left."""
+        return self.runner.prompt_chunk(len(self.request.prompt) - 1 - self.cache.length, room)
+
+    def next_chunk(self, count: int) -> TreePass:
+        """The pass that caches so many more tokens of the prompt."""
+        num_logits = count if self._prompt_logits else 0
+        return self.runner.prompt_pass(self.request.prompt[:-1], self.cache.length, count, self.cache, num_logits)
 
     def take_chunk(self, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
         """Take in so many tokens of the prompt.

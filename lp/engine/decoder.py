@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -46,7 +45,7 @@ from lp.sampling.score_recorder import RecordingSampler
 logger = logging.getLogger(__name__)
 
 
-class Decoder(ABC):
+class Decoder:
     """Turns a prompt into tokens; every decoder gives the tokens of plain decoding.
 
     Args:
@@ -149,9 +148,8 @@ class Decoder(ABC):
         signals = DeferredSignals()
         with remedy_named():
             request = self.request(signals, input_ids, max_new_tokens, sampling, **options)
-            with signals, self.computing():
-                output = self._decode(request)
-            self.complete(output, request)
+            with signals:
+                output = self._finished(request)
         if output.finish_reason == "interrupted" or signals.received:  # which may come in the step that ends the text
             raise Interrupted(output, signals.received)
         return output
@@ -334,5 +332,13 @@ class Decoder(ABC):
         seed = shared_seed(self.context, f"drawing the seed of {self.call}", wanted)
         return replace(sampling, seed=seed) if sampling is not None and wanted else sampling
 
-    @abstractmethod
-    def _decode(self, request: Request) -> GenerationOutput: ...
+    def _finished(self, request: Request) -> GenerationOutput:
+        """The output of a call, with all that was asked for."""
+        with self.computing():
+            output = self._decode(request)
+        self.complete(output, request)
+        return output
+
+    def _decode(self, request: Request) -> GenerationOutput:
+        """Tokens and steps of a call: for decoders whose texts share no steps."""
+        raise NotImplementedError

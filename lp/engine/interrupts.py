@@ -83,6 +83,9 @@ class DeferredSignals:
         """Whether one has come."""
         return bool(self.received)
 
+    def begin_step(self) -> None:
+        """A step of texts begins, which these signals end."""
+
     def take(self) -> int:
         """The number of the signal that has come, 0 for none; it counts no more."""
         received, self.received = self.received, 0

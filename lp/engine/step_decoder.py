@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 from lp.budget.step_times import StepTimes
-from lp.engine.batch_step import BatchStep
-from lp.engine.decode_loop import Beginning, Generation, cache_slots
+from lp.engine.decode_loop import Beginning, Generation
 from lp.engine.decoder import Decoder
-from lp.engine.output import GenerationOutput, StepStats, StepTimer
+from lp.engine.output import StepStats, StepTimer
 from lp.engine.request import Request
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 
 
-class StepDecoder(Decoder):
+class StepDecoder(Decoder, ABC):
     """A decoder whose texts may share steps.
 
     Attributes:
@@ -64,15 +63,3 @@ class StepDecoder(Decoder):
 
     def ended(self, stats: list[StepStats]) -> None:
         """Called after every text."""
-
-    def _decode(self, request: Request) -> GenerationOutput:
-        self.check(request)
-        beginning = self.begin(request)
-        with self.runner.borrowed_cache(cache_slots(request, beginning.budget)) as cache:
-            steps = BatchStep(self.runner, self.steps_with)
-            text = self.generation(request, beginning, cache, steps.timer)
-            self.capture_steps(text)
-            with self.context.stepping(text.message_shape.size):
-                output = steps.finish(text)
-        self.ended(output.step_stats)
-        return output

@@ -10,6 +10,7 @@ import itertools
 import logging
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -139,6 +140,7 @@ class ModelRunner:
         self.step_times: dict[str, Any] = {}
         self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self._knows_all = False  # a whole pass has run
+        self._last_cache: weakref.ref[StaticKVCache] | None = None  # of the last pass, where rotary frequencies grow
         self.captured: CapturedSteps | None = None
         self._mode: Capture | None = None  # of captured steps, if the model takes them
         self._may_fuse = fused
@@ -342,43 +344,62 @@ class ModelRunner:
     ) -> None:
         """Cache the KV of the tokens before `c`, `chunk` of them a pass, so that no mask exceeds chunk x prompt.
 
-        Where frequencies depend on the largest position, every chunk has a token at `c`'s, as if there were one chunk.
-
         Args:
             on_logits: is given the logits (tokens, V) of every pass, of a divided model this rank's part of them; None:
                 the LM head computes as few as it can.
             wait: counts the tokens that are cached.
         """
-        boundary = self.boundary
         end = len(tokens)
-        if self.recurrent:  # a chunk of one token behind others may be computed otherwise: see limits_prompt
-            chunk = max(chunk, 3)
-        if not cache.length:
-            self.forget_growth(cache)
-        anchor = [end] if boundary and end >= boundary.length else []
-        starts = [*range(0, end, chunk)]
-        if self.recurrent and len(starts) > 1 and end - starts[-1] == 1:
-            starts[-1] -= 1
-        for start, next_start in itertools.pairwise([*starts, end]):
-            chunk_tokens = tokens[start:next_start]
-            positions = [*range(start, start + len(chunk_tokens)), *anchor]
-            logits_indices = range(len(chunk_tokens) if on_logits else 1)  # a model gives at least one
-            chunk_and_anchor = [*chunk_tokens, *tokens[: len(anchor)]]
-            logits = self._forward_chain(chunk_and_anchor, positions, cache, logits_indices, not anchor)
+        start = 0
+        while start < end:
+            count = self.prompt_chunk(end - start, chunk)
+            tree = self.prompt_pass(tokens, start, count, cache, count if on_logits else 0)
+            (logits,) = self.forward_forest([tree])
             if on_logits:
                 on_logits(logits)
-            cache.commit(range(len(chunk_tokens)))
+            cache.commit(range(count))
+            start += count
             if wait:
-                wait.done = next_start
+                wait.done = start
 
-    def forget_growth(self, cache: StaticKVCache) -> None:
-        """Where rotary frequencies are those of the longest text so far, begin anew: the last pass was of another text.
+    def prompt_chunk(self, left: int, chunk: int) -> int:
+        """How many tokens of a prompt a pass is to cache: about `chunk` of the `left` ones."""
+        if not self.recurrent:
+            return min(left, chunk)
+        count = min(left, max(chunk, 3))  # one token behind others may be computed otherwise: see limits_prompt
+        return count - 1 if left - count == 1 else count
+
+    def prompt_pass(
+        self, tokens: Sequence[int], start: int, count: int, cache: StaticKVCache, num_logits: int = 0
+    ) -> TreePass:
+        """The pass that caches some tokens of a prompt, the first `count` of its own; those before them are cached.
+
+        Where frequencies depend on the largest position, every such pass has a token at `c`'s, as if there were one.
+
+        Args:
+            tokens: before `c`, all of them.
+            start: of the first one.
+            cache: of the text.
+            num_logits: whose logits are computed, the first ones.
+        """
+        end = len(tokens)
+        anchor = [end] if self.boundary and end >= self.boundary.length else []
+        own = [*tokens[start : start + count], *tokens[: len(anchor)]]
+        positions = [*range(start, start + count), *anchor]
+        visible = np.tri(len(own), dtype=bool)
+        return TreePass(own, positions, visible, cache, range(num_logits), not anchor)
+
+    def _forget_growth(self, cache: StaticKVCache) -> None:
+        """Where rotary frequencies are those of the longest text so far, begin anew for a pass of another text.
 
         Args:
             cache: of the text of the next pass.
         """
-        if self.boundary and self.boundary.grows:
-            self._forward_chain([0], [0], cache, committed=False)
+        if not (self.boundary and self.boundary.grows):
+            return
+        last, self._last_cache = self._last_cache, weakref.ref(cache)
+        if not cache.length or last is None or last() is not cache:
+            self._computed([0], [0], np.tri(1, dtype=bool), cache, (0,))
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
         """Before the first step past the rotary boundary: cache all the text but `c`, as plain decoding would.
@@ -389,27 +410,10 @@ class ModelRunner:
         if self.boundary.refills:
             cache.clear()
             self.prefill(text[:-1], cache, chunk)
-        elif missing := text[cache.length : -1]:
-            self._forward_chain(missing, range(cache.length, len(text) - 1), cache)
-            cache.commit(range(len(missing)))
-
-    def _forward_chain(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        cache: StaticKVCache,
-        logits_indices: Sequence[int] = (0,),
-        committed: bool = True,
-    ) -> torch.Tensor:
-        """A causal forward pass: each token sees all before it.
-
-        Args:
-            committed: all its tokens will be, so that recurrent layers may advance their states.
-        """
-        visible = np.tri(len(tokens), dtype=bool)
-        return self.forward(
-            tokens, positions, visible, cache, logits_indices, capture=False, chain=committed, whole=False
-        )
+        elif count := len(text) - 1 - cache.length:
+            tokens, positions = text[cache.length : -1], range(cache.length, len(text) - 1)
+            self.forward(tokens, positions, np.tri(count, dtype=bool), cache, (0,), capture=False, chain=True)
+            cache.commit(range(count))
 
     def staged(
         self,
@@ -477,12 +481,24 @@ class ModelRunner:
         Returns:
             (len(logits_indices), V), valid until the next step.
         """
-        num_logits = len(logits_indices)
         if capture and (step := self.staged(tokens, positions, _parents_of(visible), cache, logits_indices)):
             assert self.captured
-            return self._whole(self.captured.run_unread(step)[:num_logits], whole)
+            return self._whole(self.captured.run_unread(step)[: len(logits_indices)], whole)
+        self._forget_growth(cache)
+        return self._whole(self._computed(tokens, positions, visible, cache, logits_indices, chain), whole)
+
+    def _computed(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        positions: Sequence[int] | np.ndarray,
+        visible: np.ndarray,
+        cache: StaticKVCache,
+        logits_indices: Sequence[int],
+        chain: bool = False,
+    ) -> torch.Tensor:
+        """Logits of an uncaptured pass; arguments as of `forward`."""
         cache.flush()
-        num_tokens = len(tokens)
+        num_tokens, num_logits = len(tokens), len(logits_indices)
         ids_1T, positions_1T = to_device(np.array([tokens, positions]), self.device).split(1)
         seen = to_device(visible, self.device) if self.recurrent else visible
         mask = self.masks.build(seen, positions_1T[0], cache.length)
@@ -499,7 +515,8 @@ class ModelRunner:
             logits_to_keep=logits_to_keep,
             **{self._cache_keyword: cache},
         )
-        return self._whole(output.logits[0], whole)
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def forward_forest(self, trees: Sequence[TreePass]) -> list[torch.Tensor]:
         """Compute the trees of several sequences in one pass; each one's KV is written to its own cache.
@@ -511,8 +528,10 @@ class ModelRunner:
         """
         if len(trees) == 1:
             (tree,) = trees
-            one_more = tree._replace(logits_indices=tree.logits_indices or (0,))  # a model gives at least one
-            return [self.forward(*one_more, capture=False, whole=False)[: len(tree.logits_indices)]]
+            one_more = tree.logits_indices or (0,)  # a model gives at least one
+            own = tree.tokens, tree.positions, tree.visible, tree.cache, one_more
+            logits = self.forward(*own, capture=False, chain=tree.chain, whole=False)
+            return [logits[: len(tree.logits_indices)]]
         starts = [0, *itertools.accumulate(len(tree.tokens) for tree in trees)]
         stretches = [Stretch(*ends, tree.cache) for ends, tree in zip(itertools.pairwise(starts), trees, strict=True)]
         for tree in trees:
@@ -548,6 +567,7 @@ class TreePass(NamedTuple):
         visible: (T, T) bool.
         cache: holds the prefix.
         logits_indices: among its own tokens; may be none.
+        chain: each token sees all before it, and all are committed.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -555,6 +575,7 @@ class TreePass(NamedTuple):
     visible: np.ndarray
     cache: StaticKVCache
     logits_indices: Sequence[int]
+    chain: bool = False
 
 
 def _parents_of(visible: np.ndarray) -> np.ndarray:

@@ -100,7 +100,7 @@ def test_texts_have_the_tokens_that_they_have_alone(arch: str, gpu: SimulatedCud
         handles = run_calls(engine, calls)
         for handle, call, output in zip(handles, calls, expected, strict=True):
             check_call(handle, call, output)
-        assert engine._passes._steps, "none was captured"
+        assert engine._core._shared._steps, "none was captured"
         engine.clear_prefixes()
         assert engine.pool.free == engine.pool.capacity
 
@@ -116,7 +116,7 @@ def test_by_the_kernel_that_takes_several_sequences(gpu: SimulatedCuda, monkeypa
     texts = [drawn_text(rng, count) for count in (1, 30, 7)]
     handles = [engine.submit(ids, NEW, eos_token_id=()) for ids in texts]
     engine.run()
-    assert engine._passes._steps
+    assert engine._core._shared._steps
     for handle, ids in zip(handles, texts, strict=True):
         assert handle.result().tokens == plain(model, ids)
 
@@ -149,7 +149,7 @@ def test_a_pool_that_would_be_read_whole_is_not(gpu: SimulatedCuda, monkeypatch:
     """Attention with a mask over the slots of all texts that there may be takes longer than launches do."""
     monkeypatch.setattr(captured_forests, "MASKED_SLOTS", 1000)
     engine = engine_of(tiny_model())
-    assert not engine._passes.captures
+    assert not engine._core._shared.captures
     assert engine.pool.num_slots == engine.pool.capacity
 
 
@@ -165,17 +165,17 @@ def test_where_a_step_cannot_be_captured(
     handles = [engine.submit(ids, NEW, eos_token_id=()) for ids in texts]
     for _ in range(4):
         engine.step()
-    assert engine._passes._steps
+    assert engine._core._shared._steps
 
     def fail(*_: Any) -> None:
         raise error("no room")
 
-    captured = next(iter(engine._passes._steps))
-    monkeypatch.setattr(engine._passes, "_capture", fail)
-    del engine._passes._steps[captured]
+    captured = next(iter(engine._core._shared._steps))
+    monkeypatch.setattr(engine._core._shared, "_capture", fail)
+    del engine._core._shared._steps[captured]
     engine.run()
     assert caplog.text.count("steps of several texts are not captured: no room") == 1
-    assert not engine._passes._steps
+    assert not engine._core._shared._steps
     for handle, ids in zip(handles, texts, strict=True):
         assert handle.result().tokens == plain(model, ids)
 
@@ -189,7 +189,7 @@ def test_a_size_that_comes_seldom_is_not_captured(gpu: SimulatedCuda) -> None:
     handles = [engine.submit(drawn_text(rng, 20), steps, eos_token_id=()) for _ in range(3)]
     captured_at = []
     while engine.step():
-        captured_at.append(len(engine._passes._steps))
+        captured_at.append(len(engine._core._shared._steps))
     assert all(handle.done for handle in handles)
     assert captured_at[captured_forests.UNCAPTURED] == 0 and captured_at[-1] == 1
 
@@ -202,7 +202,7 @@ def test_what_a_failed_text_leaves_behind(gpu: SimulatedCuda) -> None:
     texts = [drawn_text(rng, 20) for _ in range(3)]
 
     def fail(tokens: list[int], step: int) -> None:
-        text = next(text for text, handle in engine._running.items() if handle is failing)
+        text = next(text for text, handle in engine._core.running.items() if handle is failing)
         for states in text.cache.buffers:
             states.fill_(torch.nan)
         raise RuntimeError("the caller's")
@@ -263,7 +263,7 @@ def test_two_ranks_with_a_gpu_each(gpu: SimulatedCuda) -> None:
             engine.submit(ids, NEW, sampling, eos_token_id=()) for ids, sampling in zip(texts, samplings, strict=True)
         ]
         engine.run()
-        assert engine._passes._steps
+        assert engine._core._shared._steps
         return [handle.result().tokens for handle in handles]
 
     assert run_on_gpus(2, body) == [expected, expected]
@@ -294,7 +294,7 @@ def test_a_block_is_not_freed_while_it_is_copied(gpu: SimulatedCuda) -> None:
     engine = engine_of(tiny_model(), prefill_chunk=4)
     handles = [engine.submit(list(range(1, 20)), NEW, prefill_chunk=4, eos_token_id=()) for _ in range(2)]
     engine.step()  # a part of a prompt, for which the host does not wait
-    passes = engine._passes
+    passes = engine._core._shared
     assert gpu.copies._pending and passes._steps
 
     pending: list[int] = []

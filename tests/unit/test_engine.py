@@ -16,7 +16,8 @@ from transformers import LogitsProcessor, MinPLogitsWarper, StoppingCriteria
 
 import lp
 from lp.engine import batch_step
-from lp.engine.engine import Engine, Handle
+from lp.engine.core import Handle
+from lp.engine.engine import Engine
 from lp.models.captured_forests import CapturedForests, pool_for
 from lp.models.kv_pool import KVPool
 from lp.parallel.thread_ranks import run_lockstep
@@ -58,7 +59,7 @@ def test_plain_steps_that_seem_slower_than_others(plain_s: float) -> None:
     handles = [engine.submit(prompt, 20, eos_token_id=()) for prompt in prompts]
     for _ in range(4):
         engine.step()
-        assert all(text.budget.company.tokens_per_s >= 0 for text in engine._running)
+        assert all(text.budget.company.tokens_per_s >= 0 for text in engine._core.running)
     engine.run()
     assert [handle.result().tokens for handle in handles] == [plain_greedy(model, prompt, 20) for prompt in prompts]
 
@@ -220,7 +221,7 @@ def test_a_text_that_just_fits_begins(model: Any) -> None:
     """What needs all slots is admitted when all are free, those of kept prefixes too."""
     decoder = lp.LookaheadDecoder(model, FIXED)
     large = Engine(decoder)
-    slots = large._slots(large.submit([1, 2, 3], 20).request)
+    slots = large._core.slots(large.submit([1, 2, 3], 20).request)
     engine = Engine(decoder, cache_tokens=slots)
     for _ in range(2):
         handle = engine.submit([1, 2, 3], 20)
@@ -239,7 +240,7 @@ def test_what_texts_gain_together_is_told_to_each(model: Any) -> None:
         engine.step()
     texts = [handle.generation for handle in handles if handle.generation]
     gains = [text.budget.tokens_per_step for text in texts]
-    engine._tell_company(texts, 0)
+    engine._core._tell_company(texts, 0)
     for text in texts:
         assert text.budget.company.texts == 3
         assert text.budget.company.tokens_per_s == pytest.approx(sum(gains) / (0.011 + 2 * 0.001))
@@ -350,9 +351,9 @@ def test_an_ended_text_holds_its_output_alone(model: Any) -> None:
     sampling = lp.SamplingParams(seed=1)
     handles = [engine.submit([1, 2, 3], 5, sampling, on_tokens=callback) for callback in (None, fails, None, None)]
     engine.cancel(handles[2])
-    engine._admit()
+    engine._core._admit()
     engine.cancel(handles[3])
-    held = [weakref.ref(text) for text in engine._running]
+    held = [weakref.ref(text) for text in engine._core.running]
     engine.run()
     assert all(handle.done and handle.generation is None and not hasattr(handle, "request") for handle in handles)
     handles[1].error = None  # whose traceback has the step
@@ -430,14 +431,14 @@ def test_a_signal_before_a_step_computes_ends_no_text(make: Any, model: Any, mon
     engine = Engine(make(model))
     handle = engine.submit([1, 2, 3], 30, eos_token_id=())
     engine.step()
-    advance = engine._advance
+    advance = engine._core._advance
 
     def interrupted() -> Any:
         signal.raise_signal(signal.SIGINT)
         return advance()
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "_advance", interrupted)
+        patched.setattr(engine._core, "_advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     while engine.step():

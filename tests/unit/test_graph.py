@@ -211,14 +211,14 @@ def test_caches_end_with_their_texts() -> None:
     model = tiny_model("llama")
     decoder = lp.LookaheadDecoder(model, lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4))
     caches: list[weakref.ref[object]] = []
-    new = decoder.runner.new_cache
+    new = decoder.runner.cache_without_buffers
 
     def new_cache(capacity: int) -> object:
         cache = new(capacity)
         caches.append(weakref.ref(cache))
         return cache
 
-    decoder.runner.new_cache = new_cache  # type: ignore[method-assign, assignment]
+    decoder.runner.cache_without_buffers = new_cache  # type: ignore[method-assign, assignment]
     gc.disable()
     try:
         decoder.generate([1, 2, 3], 10)

@@ -88,3 +88,27 @@ def test_a_text_takes_the_same_steps(ranks: int, adaptive: bool) -> None:
     ):
         assert late == at_once
         assert sum(accepted for _, accepted, _ in late[0]) > 10
+
+
+def test_texts_of_an_engine_leave_a_session_their_last_step() -> None:
+    """What the last step of a text had sampled was merged by `generate` alone: later texts of an engine had less."""
+    model = tiny_model()
+    config = lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=8, pool_scope="session")
+
+    def outputs(shared: bool) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        decoder = lp.LookaheadDecoder(model, config)
+        decoder.merges_late = True
+        engine = lp.Engine(decoder) if shared else None
+        found = []
+        for seed in range(6):
+            ids = drawn_text(random.Random(seed % 3), 20)
+            if engine is None:
+                output = decoder.generate(ids, 12)
+            else:
+                handle = engine.submit(ids, 12)
+                engine.run()
+                output = handle.result()
+            found.append((output.tokens, [(step.num_draft, step.accepted) for step in output.step_stats]))
+        return found
+
+    assert outputs(True) == outputs(False)

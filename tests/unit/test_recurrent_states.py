@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +136,7 @@ def test_a_chain_goes_on_from_a_state_of_steps() -> None:
             cache = prefilled(runner, [], 200)
             text = step_with_tree(runner, cache, [], rng) + step_with_tree(runner, cache, [1] * cache.length, rng)
             more = drawn_text(rng, 7)
-            runner._forward_chain(more, range(len(text), len(text) + 7), cache)
+            positions, visible = range(len(text), len(text) + 7), np.tri(7, dtype=bool)
+            runner.forward(more, positions, visible, cache, (0,), capture=False, chain=True)
             cache.commit(range(7))
             assert difference(cache, prefilled(runner, text + more, 200)) < 1e-5, arch

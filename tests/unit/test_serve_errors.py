@@ -596,17 +596,17 @@ def test_a_client_that_leaves_frees_its_sequence(small_server: Running, stream: 
         if stream:
             assert client.getresponse().readline()
         assert eventually(lambda: loop.engine.running == 1)
-        ended = loop.engine._end
+        ended = loop.engine._core._end
 
         def counted(text: Any, *reasons: Any) -> None:
             steps.append(len(text.stats))
             ended(text, *reasons)
 
-        loop.engine._end = counted
+        loop.engine._core._end = counted
     try:
         assert eventually(lambda: loop.texts == 0)
     finally:
-        del loop.engine._end
+        del loop.engine._core._end
     assert loop.engine.running == 0 and all(count < 500 for count in steps)
 
 

@@ -93,7 +93,7 @@ def test_no_rank_captures_what_another_cannot(
         engine.step()  # by itself
         handles += [engine.submit(ids, NEW, eos_token_id=()) for ids in texts[1:]]
         engine.run()
-        assert bool(engine._passes._steps) == (failing == "CapturedTail")
+        assert bool(engine._core._shared._steps) == (failing == "CapturedTail")
         return [handle.result().tokens for handle in handles]
 
     assert run_on_gpus(2, body, tp=True) == [expected, expected]

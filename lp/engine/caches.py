@@ -1,0 +1,168 @@
+"""Which cache each text of an engine has: slots of its pool, and what is kept there of texts that have ended.
+
+A text that begins by itself, where steps are captured, has the cache of captured steps instead, as long as it has no
+company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+from lp.engine.prefixes import CachedText, Prefixes
+from lp.models.fused import model_state
+from lp.models.kv_cache import StaticKVCache
+from lp.models.kv_pool import KVPool
+from lp.models.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class _Borrowed:
+    """The cache of captured steps, which one text has.
+
+    Attributes:
+        cache: that.
+        in_pool: the text's own slots in the pool.
+        until: is closed when the text has ended.
+    """
+
+    cache: StaticKVCache
+    in_pool: StaticKVCache
+    until: ExitStack
+
+
+class TextCaches:
+    """Hands out caches for texts, and takes them back.
+
+    Args:
+        runner: of the model.
+        pool: where they lie.
+        reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
+
+    Attributes:
+        reuses: prompts may begin behind a prefix that is cached.
+    """
+
+    def __init__(self, runner: ModelRunner, pool: KVPool, reuse_prefixes: bool) -> None:
+        self.runner = runner
+        self.pool = pool
+        self.reuses = reuse_prefixes and runner.takes_forests
+        self._prefixes = Prefixes(pool.give_back)
+        self._borrowed: _Borrowed | None = None
+        self._model_state = model_state(runner.model) if self.reuses else None
+
+    def follow_model(self) -> bool:
+        """Take up what has changed on the model since, before a text begins; whether prefixes are of another one now.
+
+        They are forgotten then.
+        """
+        self.runner.follow()
+        if not self.reuses or (state := model_state(self.runner.model)) == self._model_state:
+            return False
+        self._model_state = state  # of another adapter, or other weights
+        self.clear_prefixes()
+        return True
+
+    def clear_prefixes(self) -> None:
+        """Forget the texts that have ended."""
+        self._prefixes.clear()
+
+    def has_room(self, slots: int) -> bool:
+        """Whether a text that may need so many slots can begin."""
+        return self.pool.free + self._prefixes.slots >= slots
+
+    def take(
+        self, slots: int, prompt: Sequence[int], running: Callable[[], Iterable[CachedText]]
+    ) -> tuple[StaticKVCache, int]:
+        """A cache for a text, and how many tokens of its prompt are cached there.
+
+        Args:
+            slots: that the text may need; there is room for them.
+            prompt: all of it.
+            running: texts whose caches may be copied, besides those that have ended.
+        """
+        source, count = self._prefixes.longest(prompt[:-1], running()) if self.reuses else (None, 0)
+        while self.pool.free < slots and self._prefixes.drop_oldest(but=source):
+            pass
+        states = None
+        if source is not None and self.pool.free < slots:  # the text gets the slots of its own prefix, too
+            states = [states.clone() for states in source.cache.first(count)]
+            self._prefixes.clear()
+        cache = self.pool.allocate(slots)
+        assert cache is not None
+        if source is not None:
+            cache.begin_with(states or source.cache.first(count), count)
+        return cache, count
+
+    def captured(self, cache: StaticKVCache) -> StaticKVCache:
+        """For a text that begins by itself, the cache of captured steps, where there is one and nobody has it.
+
+        Its slots in the pool stay its own, so that they are the same on ranks that do not capture. In company it
+        goes on there if steps of several texts are captured, else with this cache, uncaptured.
+
+        Args:
+            cache: in the pool; what it has is copied.
+        """
+        runner = self.runner
+        if runner.captured is None or runner.captured.reserved:
+            return cache
+        with ExitStack() as stack:
+            captured = stack.enter_context(runner.borrowed_cache(cache.capacity))
+            if runner.captures(captured):
+                if cache.length:
+                    captured.begin_with(cache.first(cache.length), cache.length)
+                self._borrowed = _Borrowed(captured, cache, stack.pop_all())
+                return captured
+        return cache
+
+    def in_pool(self, cache: StaticKVCache) -> StaticKVCache | None:
+        """The text's own slots in the pool, with what it has in the cache of captured steps; None: it has another one.
+
+        Captured steps of several texts read no other cache. The one that it had stays reserved for it, with the memory
+        that its sampler draws noise into.
+        """
+        borrowed = self._borrowed
+        if borrowed is None or cache is not borrowed.cache:
+            return None
+        self._copy_to_pool(borrowed, cache.length)
+        return borrowed.in_pool
+
+    def give_back(self, cache: StaticKVCache, tokens: Sequence[int] = (), error: BaseException | None = None) -> None:
+        """Take back the cache of a text that has ended.
+
+        Args:
+            cache: that the text had, which may be that of captured steps.
+            tokens: to keep, the first ones of the text; none: the slots are free again.
+            error: that the text ended with.
+        """
+        borrowed = self._borrowed
+        if borrowed is not None and cache in (borrowed.cache, borrowed.in_pool):
+            self._borrowed = None
+            if cache is borrowed.cache:
+                self._copy_to_pool(borrowed, len(tokens))
+            if error is None:
+                borrowed.until.close()
+            else:
+                borrowed.until.__exit__(type(error), error, error.__traceback__)
+            cache = borrowed.in_pool
+        if not tokens:
+            self.pool.give_back(cache)
+            return
+        self.pool.shrink(cache, len(tokens))
+        self._prefixes.keep(tokens, cache)
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Let go of the cache of captured steps, if a text still has it; arguments as of `__exit__`."""
+        borrowed, self._borrowed = self._borrowed, None
+        if borrowed:
+            borrowed.until.__exit__(kind, error, traceback)
+
+    def _copy_to_pool(self, borrowed: _Borrowed, num_tokens: int) -> None:
+        """Copy so many tokens from the cache of captured steps into the text's own slots."""
+        borrowed.in_pool.length = 0
+        if num_tokens:
+            borrowed.in_pool.begin_with(borrowed.cache.first(num_tokens), num_tokens)

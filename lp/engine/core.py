@@ -1,0 +1,371 @@
+"""The loop of an engine: texts begin, take steps together, and end. `generate` runs it for one text.
+
+    step = schedule, begin, forward, sample, exchange, end, deliver
+
+The scheduler's part is here: who takes part in a step, and which chunks of prompts. The rest is in
+`lp.engine.batch_step`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+
+import numpy as np
+
+from lp.budget.policy import Budget, Company
+from lp.engine.batch_step import BatchStep
+from lp.engine.caches import TextCaches
+from lp.engine.decode_loop import Generation
+from lp.engine.interrupts import DeferredSignals
+from lp.engine.memory import with_remedy
+from lp.engine.output import GenerationOutput
+from lp.engine.prefixes import CachedText
+from lp.engine.request import Request
+from lp.engine.step_decoder import StepDecoder
+from lp.errors import UserError
+from lp.models.captured_forests import CapturedForests
+from lp.models.kv_pool import KVPool
+from lp.parallel.message import Stop
+
+Batch = tuple[list[Generation], list[tuple[Generation, int]]]  # that take a step, and prompts: how many tokens of each
+
+
+class Handle:
+    """A text that an engine generates. Once it has ended, its output is all that is held.
+
+    Attributes:
+        request: the checked call, until it has ended.
+        generation: its state, while it takes steps.
+        output: of the text, once it has ended; of a cancelled one as far as it came.
+        error: what it failed with.
+        reused: tokens of the prompt that were cached before.
+        reusable: its cache is of the model as it is now.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.output: GenerationOutput | None = None
+        self.error: BaseException | None = None
+        self.reused = 0
+        self.reusable = True
+        self.generation: Generation | None = None
+        self._tokens: list[int] = []  # once it has ended
+        self.admitted_s = 0.0
+        self.first_step_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        """It has ended, in whatever way."""
+        return self.output is not None or self.error is not None
+
+    @property
+    def reading(self) -> bool:
+        """Its prompt is being cached."""
+        return self.generation is not None and not self.generation.prefilled
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that are cached; 0 of a text that takes no steps."""
+        return self.generation.cache.length if self.generation else 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated so far, or until it failed."""
+        return self.generation.tokens[: self.generation.num_kept] if self.generation else self._tokens
+
+    def end(self, output: GenerationOutput | None, error: BaseException | None = None) -> None:
+        """Note what it came to, and let go of the rest: its noise and draft source are large."""
+        self._tokens = output.tokens if output else self.tokens
+        self.output, self.error = output, error and with_remedy(error)
+        self.generation = None
+        del self.request
+
+    def result(self) -> GenerationOutput:
+        """The output.
+
+        Raises:
+            RuntimeError: it has not ended.
+            BaseException: what it failed with.
+        """
+        if self.error:
+            try:
+                raise self.error
+            finally:
+                del self  # in a frame of the error's traceback, it would keep what failed until gc finds the cycle
+        if self.output is None:
+            raise RuntimeError("this text has not ended; call engine.step() until it is done")
+        return self.output
+
+
+class EngineCore:
+    """Texts that take steps together. Among ranks, all make the same calls in the same order.
+
+    It checks nothing that a user asked for: `Engine` and `generate` do.
+
+    Args:
+        decoder: whose steps the texts take.
+        pool: of the cache slots of all texts.
+        max_sequences: that take a step together.
+        prefill_chunk: tokens of prompts in a step that other texts take part in.
+        reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
+        signals: that end the texts of a step.
+        shared: runs passes over several texts as captured steps; None: they are not captured.
+
+    Attributes:
+        stopped_by: why texts ended in the last step.
+        waiting: texts that have not begun, in their order.
+        running: texts that take steps, in the order in which they began.
+        in_step: within a step; also once a step was cut off.
+    """
+
+    def __init__(
+        self,
+        decoder: StepDecoder,
+        pool: KVPool,
+        max_sequences: int,
+        prefill_chunk: int,
+        reuse_prefixes: bool,
+        signals: DeferredSignals,
+        shared: CapturedForests | None = None,
+    ) -> None:
+        self.decoder = decoder
+        self.max_sequences = max_sequences
+        self.prefill_chunk = prefill_chunk
+        self.signals = signals
+        self.stopped_by = Stop.NONE
+        self.waiting: deque[Handle] = deque()
+        self.running: dict[Generation, Handle] = {}
+        self.in_step = False
+        self._shared = shared
+        self._caches = TextCaches(decoder.runner, pool, reuse_prefixes)
+        self._steps = BatchStep(decoder.runner, decoder.steps_with, shared)
+        self._weights = weights_of(decoder)
+        self._cancelled: list[Handle] = []  # within the step
+
+    def check_weights(self) -> None:
+        """Refuse a model that has other weights than its caches are for.
+
+        Raises:
+            ValueError: names both.
+        """
+        if (now := weights_of(self.decoder)) != self._weights:
+            raise UserError(
+                f"the model is {now} now, and this engine's cache is for {self._weights}; make another engine"
+            )
+
+    def slots(self, request: Request) -> int:
+        """Cache slots that a text may need, at most."""
+        return request.limit + 1 + self.decoder.most_step_tokens
+
+    def step(self) -> bool:
+        """One step of all texts that run, and a chunk of prompts; whether there is anything left to do.
+
+        Raises:
+            RuntimeError: called by a callback of a step, or after a step that was cut off by an error.
+        """
+        if self.in_step:
+            raise RuntimeError(
+                "this engine is within a step, or an error has cut one off; step between steps, or make another engine"
+            )
+        if self.waiting:
+            self.check_weights()  # again: they may have changed since the text was submitted
+        self.in_step = True
+        self.stopped_by = Stop.NONE
+        self.signals.begin_step()
+        with self.decoder.computing():
+            self._admit()
+            stops = self._advance()
+        for text, stop in stops.items():
+            if stop:
+                self._end(text, stop)
+        failed = self._steps.errors
+        while failed:  # no variable has an error: a traceback may reach this frame
+            self._fail(*failed.popitem())
+        self.in_step = False
+        while self._cancelled:
+            self.cancel(self._cancelled.pop())
+        return bool(self.running or self.waiting)
+
+    def cancel(self, handle: Handle) -> None:
+        """End a text as it is, behind the step if there is one; see `Engine.cancel`."""
+        if self.in_step:
+            self._cancelled.append(handle)
+        elif handle in self.waiting:
+            self.waiting.remove(handle)
+            output = GenerationOutput([], "cancelled", [])
+            self.decoder.complete(output, handle.request)
+            output.attention = ""  # which has computed nothing
+            handle.end(output)
+        elif handle.generation in self.running:
+            text = handle.generation
+            assert text is not None
+            text.num_kept = len(text.tokens)
+            self._end(text, Stop.INTERRUPTED, "cancelled")
+
+    def clear_prefixes(self) -> None:
+        """Reuse no text that there has been so far."""
+        self._caches.clear_prefixes()
+        for handle in self.running.values():
+            handle.reusable = False
+
+    def __enter__(self) -> EngineCore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Cancel what has not ended, and let go of all memory."""
+        for handle in () if self.in_step else (*self.waiting, *self.running.values()):
+            self.cancel(handle)
+        for handle in (*self.waiting, *self.running.values()):  # of a step that was cut off: others may hold them
+            handle.end(GenerationOutput(handle.tokens, "cancelled", []))
+        self._caches.close(kind, error, traceback)
+        self.waiting.clear()
+        self.running.clear()
+        del self._caches, self._steps, self._shared
+
+    def _admit(self) -> None:
+        """Begin texts that wait, in their order, while there is room."""
+        while self.waiting and len(self.running) < self.max_sequences:
+            handle = self.waiting[0]
+            request = handle.request
+            if not self._caches.has_room(self.slots(request)):
+                break
+            if self._caches.follow_model():
+                self.clear_prefixes()
+            by_itself = not self.running and len(self.waiting) == 1
+            cache = None
+            try:
+                beginning = self.decoder.begin(request, self.max_sequences)
+                slots = cache_slots(request, beginning.budget)
+                cache, handle.reused = self._caches.take(slots, request.prompt, self._reusable)
+                if by_itself:
+                    cache = self._caches.captured(cache)
+                text = self.decoder.generation(request, beginning, cache, self._steps.timer)
+                if by_itself:
+                    self.decoder.capture_steps(text)
+            except Exception as error:
+                if not self.decoder.steps_with.alone:
+                    raise
+                self.waiting.popleft()
+                if cache is not None:
+                    self._caches.give_back(cache, error=error)
+                self.stopped_by |= Stop.FAILED
+                handle.end(None, error)
+                continue
+            handle.generation = text
+            handle.admitted_s = handle.first_step_s = time.perf_counter()
+            self.running[text] = handle
+            self.waiting.popleft()  # not before: whatever is raised, the engine has the text
+
+    def _reusable(self) -> list[CachedText]:
+        """Texts that run, whose caches prompts may begin with."""
+        return [
+            CachedText(np.array(text.cached_everywhere, np.int64), text.cache)
+            for text, handle in self.running.items()
+            if handle.reusable
+        ]
+
+    def _advance(self) -> dict[Generation, Stop]:
+        """The step; by text, why it ends, or NONE."""
+        if self._shared and self._shared.captures and len(self.running) > 1:
+            for text in self.running:
+                if cache := self._caches.in_pool(text.cache):
+                    text.go_on_in(cache)
+        stops: dict[Generation, Stop] = {}
+        for texts, prompts in self._batches():
+            self._tell_company(texts, sum(count for _, count in prompts))
+            with self.decoder.context.stepping(sum(text.message_shape.size for text in texts)):
+                stops |= self._steps.run(texts, prompts)
+            self._note_first_steps(prompts)
+        return stops
+
+    def _batches(self) -> Iterator[Batch]:
+        """What passes compute together: everything, or one text a pass where the model takes no more."""
+        texts = [text for text in self.running if text.prefilled]
+        prompts = [text for text in self.running if not text.prefilled]
+        if self.decoder.runner.takes_forests:
+            yield texts, self._chunks(prompts, bool(texts))
+            return
+        for text in prompts:
+            yield [], [(text, text.chunk_size(text.request.prefill_chunk))]
+        for text in texts:
+            yield [text], []
+
+    def _chunks(self, prompts: Sequence[Generation], in_company: bool) -> list[tuple[Generation, int]]:
+        """How much of which prompts the step caches: in the order in which they came."""
+        chunks = []
+        room = self.prefill_chunk
+        if prompts and not in_company:
+            room = max(room, prompts[0].request.prefill_chunk)
+        for text in prompts:
+            if count := text.chunk_size(room):
+                chunks.append((text, count))
+                room -= count
+        return chunks
+
+    def _note_first_steps(self, prompts: Sequence[tuple[Generation, int]]) -> None:
+        """Those that are cached now take steps from here on."""
+        now = time.perf_counter()
+        for text, _ in prompts:
+            if text.prefilled:
+                self.running[text].first_step_s = now
+
+    def _tell_company(self, texts: Sequence[Generation], prompt_tokens: int) -> None:
+        """Tell the budgets what else the step computes; the same on every rank."""
+        times = self.decoder.step_times
+        total = sum(text.last_tokens for text in texts)
+        rate = 0.0
+        if times and texts:
+            others_work_s = (len(texts) - 1) * times.own_work_s
+            rate = sum(text.budget.tokens_per_step for text in texts) / (times.step_s(total) + others_work_s)
+        for text in texts:
+            text.budget.company = Company(len(texts), total - text.last_tokens + prompt_tokens, rate)
+
+    def _end(self, text: Generation, stop: Stop, reason: str | None = None) -> None:
+        """Take a text that has ended out of the steps.
+
+        Args:
+            stop: why it ended.
+            reason: the finish reason, where no stop tells it.
+        """
+        handle = self.running.pop(text)
+        now = time.perf_counter()
+        self.stopped_by |= text.stopped_by
+        try:
+            text.finish_learning()
+            output = text.output(stop, handle.first_step_s - handle.admitted_s, now - handle.first_step_s)
+            self.decoder.complete(output, handle.request)
+        except BaseException as error:
+            handle.end(None, error)
+        else:
+            output.finish_reason = reason or output.finish_reason
+            output.reused = handle.reused
+            handle.end(output)
+            self.decoder.ended(output.step_stats)
+        tokens = text.cached_everywhere if self._caches.reuses and handle.reusable else []
+        with self.decoder.computing():
+            self._caches.give_back(text.cache, tokens)  # the same on every rank, whatever went wrong on one of them
+
+    def _fail(self, text: Generation, error: BaseException) -> None:
+        """Take a text that has failed, alike on every rank, out of the steps."""
+        self.stopped_by |= Stop.FAILED
+        self.running.pop(text).end(None, error)
+        with suppress(Exception):  # the first error counts
+            text.finish_learning()
+        with self.decoder.computing():
+            self._caches.give_back(text.cache, error=error)
+
+
+def cache_slots(request: Request, budget: Budget) -> int:
+    """Cache slots that a text needs: its own, and those of a step behind it."""
+    return request.limit + 1 + max(budget.step_tokens, budget.max_padded_tokens)
+
+
+def weights_of(decoder: StepDecoder) -> str:
+    """What the cache's tensors are alike in, for a message."""
+    return f"{str(decoder.model.dtype).removeprefix('torch.')} on {decoder.model.get_input_embeddings().weight.device}"
