@@ -109,7 +109,7 @@ class TextSpec:
         last = None if self.repeat_last_n == -1 else self.repeat_last_n
         if (self.presence_penalty or self.frequency_penalty) and last != 0:
             processors.append(CountPenalty(len(self.prompt), self.presence_penalty, self.frequency_penalty, last))
-        if biases := [[[token], bias] for token, bias in self.logit_bias if bias]:
+        if biases := {(token,): bias for token, bias in self.logit_bias if bias}:
             processors.append(SequenceBiasLogitsProcessor(biases))
         penalty = (self.sampling or {}).get("repetition_penalty", 1.0)
         if last and penalty != 1:
