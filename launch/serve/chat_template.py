@@ -11,6 +11,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import lp
+
 from ..chat_tokens import LiteralCopy, chat_tokens, text_tokens
 from .bodies import ChatBody, Message, plain_text
 from .errors import SHOWN, ApiError
@@ -169,7 +171,7 @@ def _call(function: Any) -> dict[str, Any]:
 
 def _no_json(name: str) -> None:
     """Refuse NaN, Infinity and -Infinity, which Python reads and JSON has not."""
-    raise ValueError(f"{name} is no JSON")
+    raise lp.UserError(f"{name} is no JSON")
 
 
 def _for_template(message: Message) -> dict[str, Any]:

@@ -66,14 +66,17 @@ class BatchDecoder(StepDecoder):
         handle = Handle(request)
         with EngineCore(self, pool, 1, request.prefill_chunk, False, request.signals) as core:
             core.waiting.append(handle)
-            with waiting("reading the prompt", len(request.prompt) - 1, "tokens") as wait:
-                while core.step():
-                    wait.done = handle.num_cached
-                    if not handle.reading:
-                        break
-            while core.step():
-                pass
-        return handle.result()
+            left = True
+            if num_tokens := len(request.prompt) - 1:
+                with waiting("reading the prompt", num_tokens, "tokens") as wait:
+                    while wait.done < num_tokens and (left := core.step()):
+                        wait.done = handle.num_cached
+            while left:
+                left = core.step()
+        try:
+            return handle.result()
+        finally:
+            handle.error = None  # whose traceback has this frame, and so the cache
 
 
 def calls_of_batch(

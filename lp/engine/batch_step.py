@@ -16,7 +16,7 @@ import torch
 from lp.engine.decode_loop import Generation, StepPart
 from lp.engine.output import StepTimer
 from lp.models.captured_forests import CapturedForests
-from lp.models.runner import ModelRunner, TreePass
+from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Sampled, Stop, best_logits
 from lp.sampling.sampler import NotFinite, sample_together
@@ -63,7 +63,6 @@ class BatchStep:
         by_itself = len(texts) == 1 and not prompts and not (self.pooled and self.pooled.replays(texts[0].cache))
         parts = self._each(texts, Generation.begin_step)
         counts = dict(prompts)
-        chunks = {text: text.next_chunk(count) for text, count in prompts}
         with self.timer.forward:
             if self._clock:
                 self._clock.start()
@@ -71,8 +70,7 @@ class BatchStep:
                 logits, failure = dict[Generation, torch.Tensor](), None
                 messages = self._each(parts, lambda text: text.replayed(parts[text]))
             else:
-                trees = {text: text.tree_pass(part, by_itself) for text, part in parts.items() if text.computes}
-                logits, sampled, failure = self._computed(trees | chunks, parts)
+                logits, sampled, failure = self._computed(parts, counts, by_itself)
                 messages = self._each(
                     parts, lambda text: text.own_message(parts[text], logits.get(text), failure, sampled.get(text))
                 )
@@ -106,15 +104,24 @@ class BatchStep:
         self.errors[text] = error
 
     def _computed(
-        self, passes: dict[Generation, TreePass], parts: dict[Generation, StepPart]
+        self, parts: dict[Generation, StepPart], counts: dict[Generation, int], padded: bool
     ) -> tuple[dict[Generation, torch.Tensor], dict[Generation, Sampled], Exception | None]:
-        """Logits by text, what nodes of most texts sampled, and what the model failed with: it fails for all texts."""
+        """Logits by text, what nodes of most texts sampled, and what the model failed with: it fails for all texts.
+
+        Args:
+            parts: of the step.
+            counts: tokens of prompts that are to be cached.
+            padded: as of `Generation.tree_pass`.
+        """
         forward = self.pooled.forward if self.pooled else self.runner.forward_forest
+        computing = [text for text in parts if text.computes]
         try:
+            passes = {text: text.tree_pass(parts[text], padded) for text in computing}
+            passes |= {text: text.next_chunk(count) for text, count in counts.items()}
             logits = dict(zip(passes, forward([*passes.values()]), strict=True)) if passes else {}
         except Exception as error:
-            return dict.fromkeys(passes, NO_LOGITS), {}, error
-        return logits, self._sampled_together([text for text in parts if text in passes], parts, logits), None
+            return dict.fromkeys([*computing, *counts], NO_LOGITS), {}, error
+        return logits, self._sampled_together(computing, parts, logits), None
 
     def _sampled_together(
         self, texts: Sequence[Generation], parts: dict[Generation, StepPart], logits: dict[Generation, torch.Tensor]

@@ -40,18 +40,20 @@ class TextCaches:
         runner: of the model.
         pool: where they lie.
         reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
-
-    Attributes:
-        reuses: prompts may begin behind a prefix that is cached.
     """
 
     def __init__(self, runner: ModelRunner, pool: KVPool, reuse_prefixes: bool) -> None:
         self.runner = runner
         self.pool = pool
-        self.reuses = reuse_prefixes and runner.takes_forests
+        self._reuse_prefixes = reuse_prefixes
         self._prefixes = Prefixes(pool.give_back)
         self._borrowed: _Borrowed | None = None
         self._model_state = model_state(runner.model) if self.reuses else None
+
+    @property
+    def reuses(self) -> bool:
+        """Whether prompts may begin behind a prefix that is cached."""
+        return self._reuse_prefixes and self.runner.takes_forests
 
     def follow_model(self) -> bool:
         """Take up what has changed on the model since, before a text begins; whether prefixes are of another one now.

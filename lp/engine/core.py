@@ -20,6 +20,7 @@ from lp.budget.policy import Budget, Company
 from lp.engine.batch_step import BatchStep
 from lp.engine.caches import TextCaches
 from lp.engine.decode_loop import Generation
+from lp.engine.decoder import computing_on
 from lp.engine.interrupts import DeferredSignals
 from lp.engine.memory import with_remedy
 from lp.engine.output import GenerationOutput
@@ -144,6 +145,7 @@ class EngineCore:
         self._caches = TextCaches(decoder.runner, pool, reuse_prefixes)
         self._steps = BatchStep(decoder.runner, decoder.steps_with, shared)
         self._weights = weights_of(decoder)
+        self._device = decoder.model.device  # which is found among all modules
         self._cancelled: list[Handle] = []  # within the step
 
     def check_weights(self) -> None:
@@ -176,7 +178,7 @@ class EngineCore:
         self.in_step = True
         self.stopped_by = Stop.NONE
         self.signals.begin_step()
-        with self.decoder.computing():
+        with computing_on(self._device):
             self._admit()
             stops = self._advance()
         for text, stop in stops.items():
@@ -223,6 +225,9 @@ class EngineCore:
             self.cancel(handle)
         for handle in (*self.waiting, *self.running.values()):  # of a step that was cut off: others may hold them
             handle.end(GenerationOutput(handle.tokens, "cancelled", []))
+        for text in self.running:
+            with suppress(Exception):  # the error that cut it off counts
+                text.finish_learning()
         self._caches.close(kind, error, traceback)
         self.waiting.clear()
         self.running.clear()
@@ -238,29 +243,40 @@ class EngineCore:
             if self._caches.follow_model():
                 self.clear_prefixes()
             by_itself = not self.running and len(self.waiting) == 1
-            cache = None
             try:
                 beginning = self.decoder.begin(request, self.max_sequences)
-                slots = cache_slots(request, beginning.budget)
-                cache, handle.reused = self._caches.take(slots, request.prompt, self._reusable)
-                if by_itself:
-                    cache = self._caches.captured(cache)
+            except Exception as error:
+                self._refuse(handle, error)
+                continue
+            # What fails in a cache that others share cuts the engine off: nobody knows what is left of theirs.
+            slots = cache_slots(request, beginning.budget)
+            cache, handle.reused = self._caches.take(slots, request.prompt, self._reusable)
+            if by_itself:
+                cache = self._caches.captured(cache)
+            try:
                 text = self.decoder.generation(request, beginning, cache, self._steps.timer)
                 if by_itself:
                     self.decoder.capture_steps(text)
             except Exception as error:
-                if not self.decoder.steps_with.alone:
-                    raise
-                self.waiting.popleft()
-                if cache is not None:
-                    self._caches.give_back(cache, error=error)
-                self.stopped_by |= Stop.FAILED
-                handle.end(None, error)
+                self._caches.give_back(cache, error=error)
+                self._refuse(handle, error)
                 continue
             handle.generation = text
             handle.admitted_s = handle.first_step_s = time.perf_counter()
             self.running[text] = handle
             self.waiting.popleft()  # not before: whatever is raised, the engine has the text
+
+    def _refuse(self, handle: Handle, error: Exception) -> None:
+        """The text that is the next to begin can't.
+
+        Raises:
+            Exception: the error itself, where other ranks would wait.
+        """
+        if not self.decoder.steps_with.alone:
+            raise error
+        self.waiting.popleft()
+        self.stopped_by |= Stop.FAILED
+        handle.end(None, error)
 
     def _reusable(self) -> list[CachedText]:
         """Texts that run, whose caches prompts may begin with."""
@@ -317,6 +333,9 @@ class EngineCore:
 
     def _tell_company(self, texts: Sequence[Generation], prompt_tokens: int) -> None:
         """Tell the budgets what else the step computes; the same on every rank."""
+        if len(texts) == 1:
+            texts[0].budget.company = Company(other_tokens=prompt_tokens)
+            return
         times = self.decoder.step_times
         total = sum(text.last_tokens for text in texts)
         rate = 0.0
@@ -336,11 +355,13 @@ class EngineCore:
         handle = self.running.pop(text)
         now = time.perf_counter()
         self.stopped_by |= text.stopped_by
+        failure: BaseException | None = None
         try:
             text.finish_learning()
             output = text.output(stop, handle.first_step_s - handle.admitted_s, now - handle.first_step_s)
             self.decoder.complete(output, handle.request)
         except BaseException as error:
+            failure = error
             handle.end(None, error)
         else:
             output.finish_reason = reason or output.finish_reason
@@ -348,8 +369,9 @@ class EngineCore:
             handle.end(output)
             self.decoder.ended(output.step_stats)
         tokens = text.cached_everywhere if self._caches.reuses and handle.reusable else []
-        with self.decoder.computing():
-            self._caches.give_back(text.cache, tokens)  # the same on every rank, whatever went wrong on one of them
+        with computing_on(self._device):
+            self._caches.give_back(text.cache, tokens, failure)  # alike on every rank, whatever went wrong on one
+        failure = None  # whose traceback has this frame
 
     def _fail(self, text: Generation, error: BaseException) -> None:
         """Take a text that has failed, alike on every rank, out of the steps."""
@@ -357,7 +379,7 @@ class EngineCore:
         self.running.pop(text).end(None, error)
         with suppress(Exception):  # the first error counts
             text.finish_learning()
-        with self.decoder.computing():
+        with computing_on(self._device):
             self._caches.give_back(text.cache, error=error)
 
 

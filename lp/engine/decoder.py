@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,14 @@ from lp.sampling.sampler import build_sampler
 from lp.sampling.score_recorder import RecordingSampler
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Around what runs a model there. Streams and events are those of the current device, which need not be its own."""
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), on_device:
+        yield
 
 
 class Decoder:
@@ -261,12 +269,9 @@ class Decoder:
             seed=None if sampling is None or sampling.greedy else sampling.seed,
         )
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Around what runs the model. Streams and events are those of the current device, which need not be its own."""
-        on_device = torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext()
-        with torch.inference_mode(), on_device:
-            yield
+    def computing(self) -> AbstractContextManager[None]:
+        """Around what runs the model."""
+        return computing_on(self.model.device)
 
     def complete(self, output: GenerationOutput, request: Request) -> None:
         """Add what was asked for besides the tokens."""

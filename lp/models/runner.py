@@ -412,7 +412,9 @@ class ModelRunner:
             self.prefill(text[:-1], cache, chunk)
         elif count := len(text) - 1 - cache.length:
             tokens, positions = text[cache.length : -1], range(cache.length, len(text) - 1)
-            self.forward(tokens, positions, np.tri(count, dtype=bool), cache, (0,), capture=False, chain=True)
+            self.forward(
+                tokens, positions, np.tri(count, dtype=bool), cache, (0,), capture=False, chain=True, whole=False
+            )
             cache.commit(range(count))
 
     def staged(

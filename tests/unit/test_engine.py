@@ -19,6 +19,7 @@ from lp.engine import batch_step
 from lp.engine.core import Handle
 from lp.engine.engine import Engine
 from lp.models.captured_forests import CapturedForests, pool_for
+from lp.models.kv_cache import StaticKVCache
 from lp.models.kv_pool import KVPool
 from lp.parallel.thread_ranks import run_lockstep
 from tests.engine_calls import Call, check_call, run_calls
@@ -584,3 +585,21 @@ def test_a_signal_that_is_ignored_ends_nothing(model: Any) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert handle.result().finish_reason == "length"
+
+
+def test_an_engine_whose_caches_fail_ends(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what is left of those that others have: texts went on with wrong tokens, or waited for ever."""
+    engine = Engine(lp.LookaheadDecoder(model, FIXED), cache_tokens=400)
+    prompt = drawn_text(random.Random(1), 40)
+    engine.submit(prompt, 3, eos_token_id=())
+    engine.run()
+
+    def full(*args: Any) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(StaticKVCache, "begin_with", full)
+    engine.submit([*prompt, 1], 20, eos_token_id=())
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step()
+    with pytest.raises(RuntimeError, match="an error has cut one off"):
+        engine.step()

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.config import Capture
+from lp.engine.decode_loop import Generation
 from lp.models.captured_steps import BUCKETS, compiled_by_itself
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
+from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from tests.captured import captured_runner
 from tests.layouts import drawn_layout, visible_of
@@ -223,5 +226,53 @@ def test_caches_end_with_their_texts() -> None:
     try:
         decoder.generate([1, 2, 3], 10)
         assert len(caches) == 1 and caches[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("where", ["nowhere", "callback", "cut off", "model", "capturing", "beginning"])
+def test_errors_keep_no_cache(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After "out of memory" the next call needs the room that the text had, before Python looks for cycles."""
+    decoder = lp.LookaheadDecoder(
+        tiny_model("llama"), lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
+    )
+    caches: list[weakref.ref[object]] = []
+    make, run = StaticKVCache.__init__, ModelRunner.forward_forest
+    passes: list[int] = []
+
+    def made(self: StaticKVCache, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        caches.append(weakref.ref(self))
+
+    def full(*args: Any) -> Any:
+        passes.append(1)
+        if where == "model" and len(passes) < 3:
+            return run(*args)
+        raise torch.OutOfMemoryError("full")
+
+    def fails(tokens: list[int], step: int) -> None:
+        if where == "callback":
+            raise ArithmeticError
+        if where == "cut off":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(StaticKVCache, "__init__", made)
+    patched = {
+        "model": (ModelRunner, "forward_forest"),
+        "capturing": (Generation, "capture_steps"),
+        "beginning": (decoder, "begin"),
+    }
+    if where in patched:
+        monkeypatch.setattr(*patched[where], full)
+    gc.collect()
+    gc.disable()
+    try:
+        try:
+            decoder.generate([1, 2, 3], 10, on_tokens=fails)
+        except (ArithmeticError, KeyboardInterrupt, torch.OutOfMemoryError):
+            assert where != "nowhere"
+        else:
+            assert where == "nowhere"
+        assert len(caches) == (where != "beginning") and all(cache() is None for cache in caches)
     finally:
         gc.enable()
