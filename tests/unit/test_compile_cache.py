@@ -139,6 +139,7 @@ def first_run(
 REFUSED = ["max_new_tokens=0", "limit=1"]
 
 
+@pytest.mark.subset(1)
 @pytest.mark.parametrize("name", ["benchmark", "tune", "generate"])
 def test_a_first_run_ends_as_any_other(name: str, processes: Processes, tmp_path: Path) -> None:
     """What waits for the compiling must leave nothing behind: the run that began again showed every user error as a

@@ -151,3 +151,30 @@ def test_a_buffer_that_a_later_replay_overwrites(gpu: SimulatedCuda, monkeypatch
     assert all(compared())
     monkeypatch.setattr(RecordingSampler, "record", holding)
     assert not any(compared())
+
+
+def test_a_rank_whose_memory_is_full_lets_go_of_captured_steps(gpu: SimulatedCuda) -> None:
+    """They and their cache are the most that lp holds, and the next call may need the room; other ranks keep theirs."""
+    models: list[Any] = [copy.deepcopy(tiny_model()).to(f"cuda:{rank}") for rank in range(2)]
+
+    def body(context: ParallelContext, own: SimulatedCuda) -> tuple[str, bool, list[int]]:
+        decoder = lp.LookaheadDecoder(models[context.rank], CONFIG, context, capture="graph")
+        decoder.generate(TEXTS[0], NEW)
+        captured = decoder.runner.captured
+        assert captured and captured.cache
+
+        def full(tokens: list[int], step: int) -> None:
+            if step == 1 and context.rank == 1:
+                raise torch.OutOfMemoryError("full")
+
+        try:
+            decoder.generate(TEXTS[0], NEW, on_tokens=full)
+            ended = "at its end"
+        except (torch.OutOfMemoryError, lp.Interrupted) as error:
+            ended = type(error).__name__
+        held = captured.cache is not None
+        assert not captured.reserved
+        return ended, held, decoder.generate(TEXTS[1], NEW).tokens
+
+    tokens = expected()[1]
+    assert run_on_gpus(2, body) == [("Interrupted", True, tokens), ("OutOfMemoryError", False, tokens)]
