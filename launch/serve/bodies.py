@@ -129,6 +129,11 @@ def _one_prompt(value: Any) -> Any:
 Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS), BeforeValidator(_listed)]
 
 
+# Fields of other servers that forbid or favour tokens.
+TOKENS_FAVOURED = (
+    *("bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "allowed_token_ids", "sequence_bias"),
+    *("min_tokens", "min_new_tokens", "min_length", "ban_eos_token", "forced_bos_token_id"),
+)
 NOTHING: tuple[Any, ...] = (0, False, "", [], {})  # asks for nothing, in most fields
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # what asks for nothing in others; null does in all
     **dict.fromkeys(("tfs_z", "guidance_scale", "repetition_penalty", "encoder_repetition_penalty"), (1,)),
@@ -281,14 +286,7 @@ class Generated(Body):
             ("use_beam_search", "num_beams", "constraints", "force_words_ids"),
             "a step verifies one path, and beams depend on each other: leave it out",
         ),
-        **dict.fromkeys(
-            ("bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "allowed_token_ids"),
-            "OpenAI's endpoints have logit_bias",
-        ),
-        **dict.fromkeys(
-            ("sequence_bias", "min_tokens", "min_new_tokens", "min_length", "ban_eos_token", "forced_bos_token_id"),
-            "OpenAI's endpoints have logit_bias",
-        ),
+        **dict.fromkeys(TOKENS_FAVOURED, "OpenAI's endpoints have logit_bias"),
         **dict.fromkeys(("forced_eos_token_id", "exponential_decay_length_penalty"), "give max_tokens"),
         **dict.fromkeys(("max_length", "max_time"), "give max_tokens"),
         **dict.fromkeys(("stop_token_ids", "stop_strings", "stop_regex", "eos_token_id"), "give stop"),
@@ -451,14 +449,7 @@ class OpenAI(Sampled):
         ),
         **dict.fromkeys(("regex", "ebnf", "structural_tag"), "give response_format"),
         **dict.fromkeys(("grammar", "json_schema"), "give response_format, or take /completion"),
-        **dict.fromkeys(
-            ("bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "allowed_token_ids"),
-            "give logit_bias",
-        ),
-        **dict.fromkeys(
-            ("sequence_bias", "min_tokens", "min_new_tokens", "min_length", "ban_eos_token", "forced_bos_token_id"),
-            "give logit_bias",
-        ),
+        **dict.fromkeys(TOKENS_FAVOURED, "give logit_bias"),
         "num_return_sequences": "give n",
         "n_probs": "give logprobs",
         **dict.fromkeys(("n_indent", "t_max_predict_ms"), "/completion has it"),

@@ -109,9 +109,9 @@ class BatchStep:
         """Logits by text, what nodes of most texts sampled, and what the model failed with: it fails for all texts.
 
         Args:
-            parts: of the step.
-            counts: tokens of prompts that are to be cached.
-            padded: as of `Generation.tree_pass`.
+            parts: what each text computes in the step.
+            counts: how many tokens of each prompt to cache.
+            padded: a single text's step is padded to the number of tokens that its budget names.
         """
         forward = self.pooled.forward if self.pooled else self.runner.forward_forest
         computing = [text for text in parts if text.computes]

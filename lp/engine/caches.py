@@ -37,8 +37,8 @@ class TextCaches:
     """Hands out caches for texts, and takes them back.
 
     Args:
-        runner: of the model.
-        pool: where they lie.
+        runner: runs the model, and has the cache of captured steps.
+        pool: the cache slots that texts share.
         reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
     """
 

@@ -32,7 +32,8 @@ from lp.models.captured_forests import CapturedForests
 from lp.models.kv_pool import KVPool
 from lp.parallel.message import Stop
 
-Batch = tuple[list[Generation], list[tuple[Generation, int]]]  # that take a step, and prompts: how many tokens of each
+# Texts that take a step, and prompts with how many of their tokens the step caches.
+Batch = tuple[list[Generation], list[tuple[Generation, int]]]
 
 
 class Handle:
@@ -40,11 +41,11 @@ class Handle:
 
     Attributes:
         request: the checked call, until it has ended.
-        generation: its state, while it takes steps.
-        output: of the text, once it has ended; of a cancelled one as far as it came.
+        generation: text, cache and draft source, while it takes steps.
+        output: what `generate` would return, once it has ended; of a cancelled text as far as it came.
         error: what it failed with.
         reused: tokens of the prompt that were cached before.
-        reusable: its cache is of the model as it is now.
+        reusable: prompts may begin with its cache; not where the model has changed since.
     """
 
     def __init__(self, request: Request) -> None:
@@ -65,7 +66,7 @@ class Handle:
 
     @property
     def reading(self) -> bool:
-        """Its prompt is being cached."""
+        """Whether its prompt is still being cached."""
         return self.generation is not None and not self.generation.prefilled
 
     @property
@@ -108,12 +109,12 @@ class EngineCore:
     It checks nothing that a user asked for: `Engine` and `generate` do.
 
     Args:
-        decoder: whose steps the texts take.
-        pool: of the cache slots of all texts.
+        decoder: begins texts, and says which ranks share their steps.
+        pool: the cache slots that all texts share.
         max_sequences: that take a step together.
         prefill_chunk: tokens of prompts in a step that other texts take part in.
         reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
-        signals: that end the texts of a step.
+        signals: SIGINT and SIGTERM, which end the texts of a step.
         shared: runs passes over several texts as captured steps; None: they are not captured.
 
     Attributes:
@@ -325,7 +326,7 @@ class EngineCore:
         return chunks
 
     def _note_first_steps(self, prompts: Sequence[tuple[Generation, int]]) -> None:
-        """Those that are cached now take steps from here on."""
+        """Note the time for prompts that are cached by now: their texts take steps from here on."""
         now = time.perf_counter()
         for text, _ in prompts:
             if text.prefilled:

@@ -377,10 +377,11 @@ class ModelRunner:
         Where frequencies depend on the largest position, every such pass has a token at `c`'s, as if there were one.
 
         Args:
-            tokens: before `c`, all of them.
-            start: of the first one.
-            cache: of the text.
-            num_logits: whose logits are computed, the first ones.
+            tokens: the whole prompt before `c`.
+            start: index among them of the first one that the pass caches.
+            count: how many it caches.
+            cache: holds those before `start`, and gets these.
+            num_logits: of how many of these, the first ones, the logits are computed.
         """
         end = len(tokens)
         anchor = [end] if self.boundary and end >= self.boundary.length else []
@@ -390,16 +391,16 @@ class ModelRunner:
         return TreePass(own, positions, visible, cache, range(num_logits), not anchor)
 
     def _forget_growth(self, cache: StaticKVCache) -> None:
-        """Where rotary frequencies are those of the longest text so far, begin anew for a pass of another text.
+        """Before a pass of another text, let a model with dynamic rotary scaling forget its longest text so far.
 
         Args:
-            cache: of the text of the next pass.
+            cache: holds the text of the next pass.
         """
         if not (self.boundary and self.boundary.grows):
             return
         last, self._last_cache = self._last_cache, weakref.ref(cache)
         if not cache.length or last is None or last() is not cache:
-            self._computed([0], [0], np.tri(1, dtype=bool), cache, (0,))
+            self._computed(TreePass([0], [0], np.tri(1, dtype=bool), cache, (0,)))
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
         """Before the first step past the rotary boundary: cache all the text but `c`, as plain decoding would.
@@ -487,28 +488,22 @@ class ModelRunner:
             assert self.captured
             return self._whole(self.captured.run_unread(step)[: len(logits_indices)], whole)
         self._forget_growth(cache)
-        return self._whole(self._computed(tokens, positions, visible, cache, logits_indices, chain), whole)
+        tree = TreePass(tokens, positions, visible, cache, logits_indices, chain)
+        return self._whole(self._computed(tree), whole)
 
-    def _computed(
-        self,
-        tokens: Sequence[int] | np.ndarray,
-        positions: Sequence[int] | np.ndarray,
-        visible: np.ndarray,
-        cache: StaticKVCache,
-        logits_indices: Sequence[int],
-        chain: bool = False,
-    ) -> torch.Tensor:
-        """Logits of an uncaptured pass; arguments as of `forward`."""
+    def _computed(self, tree: TreePass) -> torch.Tensor:
+        """Logits of one sequence's pass, which is not captured: (len(logits_indices), V)."""
+        cache = tree.cache
         cache.flush()
-        num_tokens, num_logits = len(tokens), len(logits_indices)
-        ids_1T, positions_1T = to_device(np.array([tokens, positions]), self.device).split(1)
-        seen = to_device(visible, self.device) if self.recurrent else visible
+        ids_1T, positions_1T = to_device(np.array([tree.tokens, tree.positions]), self.device).split(1)
+        seen = to_device(tree.visible, self.device) if self.recurrent else tree.visible
         mask = self.masks.build(seen, positions_1T[0], cache.length)
-        cache.begin(None if chain else seen)
-        logits_to_keep: int | torch.Tensor = num_logits  # a number: those of all tokens, which need no gathering
+        cache.begin(None if tree.chain else seen)
+        # A number: those of all tokens, which need no gathering.
+        logits_to_keep: int | torch.Tensor = len(tree.logits_indices)
         # For the last ones, too, a number would do; but Gemma 4 then drops the others before it applies the mask.
-        if [*logits_indices] != [*range(num_tokens)]:
-            logits_to_keep = to_device(logits_indices, self.device)
+        if [*tree.logits_indices] != [*range(len(tree.tokens))]:
+            logits_to_keep = to_device(tree.logits_indices, self.device)
         output = self.network(
             input_ids=ids_1T,
             position_ids=positions_1T,

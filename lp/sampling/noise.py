@@ -206,7 +206,7 @@ class NoiseCache:
         """Compute what the buffers of several sequences lack of these positions, on a CPU all at once.
 
         Args:
-            caches: of sequences with the same vocabulary.
+            caches: one for each sequence, for the same vocabulary.
             positions: those that each sequence's step needs.
         """
         if caches[0].device.type != "cpu":  # where a kernel makes what one of them lacks
