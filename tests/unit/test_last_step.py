@@ -95,19 +95,15 @@ def test_texts_of_an_engine_leave_a_session_their_last_step() -> None:
     model = tiny_model()
     config = lp.LookaheadConfig(window_size=3, ngram_size=3, guess_set_size=8, pool_scope="session")
 
-    def outputs(shared: bool) -> list[tuple[list[int], list[tuple[int, int]]]]:
+    def outputs(late: bool) -> list[tuple[list[int], list[tuple[int, int]]]]:
         decoder = lp.LookaheadDecoder(model, config)
-        decoder.merges_late = True
-        engine = lp.Engine(decoder) if shared else None
+        decoder.merges_late = late
+        engine = lp.Engine(decoder, reuse_prefixes=False)
         found = []
         for seed in range(6):
-            ids = drawn_text(random.Random(seed % 3), 20)
-            if engine is None:
-                output = decoder.generate(ids, 12)
-            else:
-                handle = engine.submit(ids, 12)
-                engine.run()
-                output = handle.result()
+            handle = engine.submit(drawn_text(random.Random(seed % 3), 20), 12)
+            engine.run()
+            output = handle.result()
             found.append((output.tokens, [(step.num_draft, step.accepted) for step in output.step_stats]))
         return found
 
