@@ -43,7 +43,6 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: 2 after a user error; launch/errors.py has the other codes.
     """
     args = sys.argv[1:] if args is None else args
-    atexit.register(gc.freeze)  # else Python walks a million objects at its end, for seconds
     if not args or args[0] in ("-h", "--help"):
         print(usage())
     elif args[0] == "--version":
@@ -69,6 +68,7 @@ def usage() -> str:
 
 def run_tool(name: str, args: Sequence[str]) -> None:
     """Run a tool with these arguments."""
+    atexit.register(gc.freeze)  # else Python looks through a million objects when it ends, for seconds
     with waits_shown():
         with waiting("importing torch and transformers"):
             from .errors import reported
@@ -84,6 +84,7 @@ def run_tool(name: str, args: Sequence[str]) -> None:
 
 def start(name: str, args: Sequence[str]) -> None:
     """Run an app with these arguments."""
+    atexit.register(gc.freeze)  # as in `run_tool`
     with waits_shown():
         _start(name, args)
 
@@ -113,7 +114,7 @@ def _start(name: str, args: Sequence[str]) -> None:
             return
         if needs_compiled(app, overrides):
             _compile(args)
-        from .app import run  # and with it lp's functions: compiled ones, where they are there by now
+        from .app import run  # imports lp's functions: behind the compiling, so that they are the compiled ones
     sys.argv = [f"lp {name}", *overrides_first(overrides)]  # where Hydra reads them
     run(task, name)
 

@@ -134,8 +134,8 @@ TOKENS_FAVOURED = (
     *("bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "allowed_token_ids", "sequence_bias"),
     *("min_tokens", "min_new_tokens", "min_length", "ban_eos_token", "forced_bos_token_id"),
 )
-NOTHING: tuple[Any, ...] = (0, False, "", [], {})  # asks for nothing, in most fields
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # what asks for nothing in others; null does in all
+NOTHING: tuple[Any, ...] = (0, False, "", [], {})  # values of an unsupported field that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # the same for fields where other values do; null asks for nothing in all
     **dict.fromkeys(("tfs_z", "guidance_scale", "repetition_penalty", "encoder_repetition_penalty"), (1,)),
     **dict.fromkeys(("num_beams", "num_return_sequences", "n", "n_cmpl"), (1,)),
     **dict.fromkeys(("skip_special_tokens", "add_special_tokens", "add_generation_prompt", "do_sample"), (True,)),

@@ -58,7 +58,7 @@ class BatchDecoder(StepDecoder):
         calls = calls_of_batch(inputs, max_new_tokens, sampling, on_tokens, options)
         return generate_together(self, calls, max_sequences)
 
-    def _finished(self, request: Request) -> GenerationOutput:
+    def _generate(self, request: Request) -> GenerationOutput:
         """The output of a batch of one, whose cache takes its buffers in the first pass."""
         self.check(request)
         slots = request.limit + 1 + self.most_step_tokens
@@ -66,13 +66,12 @@ class BatchDecoder(StepDecoder):
         handle = Handle(request)
         with EngineCore(self, pool, 1, request.prefill_chunk, False, request.signals) as core:
             core.waiting.append(handle)
-            left = True
-            if num_tokens := len(request.prompt) - 1:
-                with waiting("reading the prompt", num_tokens, "tokens") as wait:
-                    while wait.done < num_tokens and (left := core.step()):
-                        wait.done = handle.num_cached
-            while left:
-                left = core.step()
+            core.admit()  # which may capture steps, and shows it
+            with waiting("reading the prompt", num_tokens := len(request.prompt) - 1, "tokens") as wait:
+                while handle.num_cached < num_tokens and core.step():
+                    wait.done = handle.num_cached
+            while core.step():
+                pass
         try:
             return handle.result()
         finally:

@@ -1,7 +1,6 @@
-"""Which cache each text of an engine has: slots of its pool, and what is kept there of texts that have ended.
+"""Caches of an engine's texts: slots of its pool, kept for reuse when a text has ended.
 
-A text that begins by itself, where steps are captured, has the cache of captured steps instead, as long as it has no
-company.
+A text that begins alone takes the cache of captured steps, where there is one, until others join it.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class _Borrowed:
     """The cache of captured steps, which one text has.
 
     Attributes:
-        cache: that.
+        cache: the cache of captured steps.
         in_pool: the text's own slots in the pool.
-        until: is closed when the text has ended.
+        until: closed at the end of the text, which gives the cache back to the runner.
     """
 
     cache: StaticKVCache
@@ -56,15 +55,11 @@ class TextCaches:
         return self._reuse_prefixes and self.runner.takes_forests
 
     def follow_model(self) -> bool:
-        """Take up what has changed on the model since, before a text begins; whether prefixes are of another one now.
-
-        They are forgotten then.
-        """
+        """Before a text begins, take up what has changed on the model; whether prefixes are of another one since."""
         self.runner.follow()
         if not self.reuses or (state := model_state(self.runner.model)) == self._model_state:
             return False
         self._model_state = state  # of another adapter, or other weights
-        self.clear_prefixes()
         return True
 
     def clear_prefixes(self) -> None:
@@ -81,9 +76,9 @@ class TextCaches:
         """A cache for a text, and how many tokens of its prompt are cached there.
 
         Args:
-            slots: that the text may need; there is room for them.
-            prompt: all of it.
-            running: texts whose caches may be copied, besides those that have ended.
+            slots: how many the text needs; `has_room` has said that there are as many.
+            prompt: the whole prompt.
+            running: gives texts whose caches may be copied, besides those that have ended.
         """
         source, count = self._prefixes.longest(prompt[:-1], running()) if self.reuses else (None, 0)
         while self.pool.free < slots and self._prefixes.drop_oldest(but=source):
@@ -120,10 +115,10 @@ class TextCaches:
         return cache
 
     def in_pool(self, cache: StaticKVCache) -> StaticKVCache | None:
-        """The text's own slots in the pool, with what it has in the cache of captured steps; None: it has another one.
+        """Copy what a text has in the cache of captured steps into its own slots of the pool, and give these.
 
-        Captured steps of several texts read no other cache. The one that it had stays reserved for it, with the memory
-        that its sampler draws noise into.
+        None where it is not in that cache. Captured steps of several texts read the pool alone. The cache that it
+        leaves stays reserved, with the memory that its sampler draws noise into.
         """
         borrowed = self._borrowed
         if borrowed is None or cache is not borrowed.cache:
@@ -158,7 +153,7 @@ class TextCaches:
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let go of the cache of captured steps, if a text still has it; arguments as of `__exit__`."""
+        """Let go of the cache of captured steps, if a text still has it. Takes the arguments of `__exit__`."""
         borrowed, self._borrowed = self._borrowed, None
         if borrowed:
             borrowed.until.__exit__(kind, error, traceback)

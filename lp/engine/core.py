@@ -65,11 +65,6 @@ class Handle:
         return self.output is not None or self.error is not None
 
     @property
-    def reading(self) -> bool:
-        """Whether its prompt is still being cached."""
-        return self.generation is not None and not self.generation.prefilled
-
-    @property
     def num_cached(self) -> int:
         """Tokens that are cached; 0 of a text that takes no steps."""
         return self.generation.cache.length if self.generation else 0
@@ -146,7 +141,7 @@ class EngineCore:
         self._caches = TextCaches(decoder.runner, pool, reuse_prefixes)
         self._steps = BatchStep(decoder.runner, decoder.steps_with, shared)
         self._weights = weights_of(decoder)
-        self._device = decoder.model.device  # which is found among all modules
+        self._device = decoder.model.device  # kept: transformers looks for it among all parameters
         self._cancelled: list[Handle] = []  # within the step
 
     def check_weights(self) -> None:
@@ -179,8 +174,8 @@ class EngineCore:
         self.in_step = True
         self.stopped_by = Stop.NONE
         self.signals.begin_step()
+        self.admit()
         with computing_on(self._device):
-            self._admit()
             stops = self._advance()
         for text, stop in stops.items():
             if stop:
@@ -224,7 +219,7 @@ class EngineCore:
         """Cancel what has not ended, and let go of all memory."""
         for handle in () if self.in_step else (*self.waiting, *self.running.values()):
             self.cancel(handle)
-        for handle in (*self.waiting, *self.running.values()):  # of a step that was cut off: others may hold them
+        for handle in (*self.waiting, *self.running.values()):  # left by a step that was cut off; callers may hold them
             handle.end(GenerationOutput(handle.tokens, "cancelled", []))
         for text in self.running:
             with suppress(Exception):  # the error that cut it off counts
@@ -234,41 +229,45 @@ class EngineCore:
         self.running.clear()
         del self._caches, self._steps, self._shared
 
-    def _admit(self) -> None:
-        """Begin texts that wait, in their order, while there is room."""
+    def admit(self) -> None:
+        """Begin texts that wait, in their order, while there is room; every step does so first."""
         while self.waiting and len(self.running) < self.max_sequences:
-            handle = self.waiting[0]
-            request = handle.request
-            if not self._caches.has_room(self.slots(request)):
+            if not self._caches.has_room(self.slots(self.waiting[0].request)):
                 break
+            with computing_on(self._device):
+                self._begin(self.waiting[0])
+
+    def _begin(self, handle: Handle) -> None:
+        """Begin the first text that waits."""
+        request = handle.request
+        by_itself = not self.running and len(self.waiting) == 1
+        try:
             if self._caches.follow_model():
                 self.clear_prefixes()
-            by_itself = not self.running and len(self.waiting) == 1
-            try:
-                beginning = self.decoder.begin(request, self.max_sequences)
-            except Exception as error:
-                self._refuse(handle, error)
-                continue
-            # What fails in a cache that others share cuts the engine off: nobody knows what is left of theirs.
-            slots = cache_slots(request, beginning.budget)
-            cache, handle.reused = self._caches.take(slots, request.prompt, self._reusable)
+            beginning = self.decoder.begin(request, self.max_sequences)
+        except Exception as error:
+            self._end_waiting(handle, error)
+            return
+        # An error here ends the engine: the caches of other texts lie in the same memory, and may be half moved.
+        slots = cache_slots(request, beginning.budget)
+        cache, handle.reused = self._caches.take(slots, request.prompt, self._reusable)
+        if by_itself:
+            cache = self._caches.captured(cache)
+        try:
+            text = self.decoder.generation(request, beginning, cache, self._steps.timer)
             if by_itself:
-                cache = self._caches.captured(cache)
-            try:
-                text = self.decoder.generation(request, beginning, cache, self._steps.timer)
-                if by_itself:
-                    self.decoder.capture_steps(text)
-            except Exception as error:
-                self._caches.give_back(cache, error=error)
-                self._refuse(handle, error)
-                continue
-            handle.generation = text
-            handle.admitted_s = handle.first_step_s = time.perf_counter()
-            self.running[text] = handle
-            self.waiting.popleft()  # not before: whatever is raised, the engine has the text
+                self.decoder.capture_steps(text)
+        except Exception as error:
+            self._caches.give_back(cache, error=error)
+            self._end_waiting(handle, error)
+            return
+        handle.generation = text
+        handle.admitted_s = handle.first_step_s = time.perf_counter()
+        self.running[text] = handle
+        self.waiting.popleft()  # not before: whatever is raised, the engine has the text
 
-    def _refuse(self, handle: Handle, error: Exception) -> None:
-        """The text that is the next to begin can't.
+    def _end_waiting(self, handle: Handle, error: Exception) -> None:
+        """End the first text that waits, which cannot begin.
 
         Raises:
             Exception: the error itself, where other ranks would wait.
@@ -390,5 +389,5 @@ def cache_slots(request: Request, budget: Budget) -> int:
 
 
 def weights_of(decoder: StepDecoder) -> str:
-    """What the cache's tensors are alike in, for a message."""
+    """The model's dtype and device, which its caches share, in words."""
     return f"{str(decoder.model.dtype).removeprefix('torch.')} on {decoder.model.get_input_embeddings().weight.device}"

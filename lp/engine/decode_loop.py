@@ -120,7 +120,7 @@ class Generation:
         self.rounding = logit_rounding(runner.model) if context.world_size > 1 else 0.0
         self.cache = cache
         self._reused = cache.length  # tokens of the prompt that were cached before
-        self._packed: list[torch.Tensor] = []  # top-k logits of the prompt so far, where it is cached in chunks
+        self._packed: list[torch.Tensor] = []  # top-k logits of the chunks that are cached so far
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = np.zeros(context.world_size, np.int64)  # how many every rank lacks
         self._some_lack = False  # whether one of these is not 0
@@ -197,7 +197,8 @@ class Generation:
     def next_chunk(self, count: int) -> TreePass:
         """The pass that caches so many more tokens of the prompt."""
         num_logits = count if self._prompt_logits else 0
-        return self.runner.prompt_pass(self.request.prompt[:-1], self.cache.length, count, self.cache, num_logits)
+        prompt = self.request.prompt
+        return self.runner.prompt_pass(prompt, len(prompt) - 1, self.cache.length, count, self.cache, num_logits)
 
     def take_chunk(self, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
         """Take in so many tokens of the prompt.
@@ -222,7 +223,7 @@ class Generation:
             failure = None
         self.cache.length = end  # as on the other ranks, if it failed: the message of the first step tells them
         if self.prefilled:
-            self._begin_source(self._reused, self._packed)
+            self._begin_source()
             self._packed = []
 
     @property
@@ -279,17 +280,12 @@ class Generation:
     def _failed_message(self, part: StepPart) -> torch.Tensor:
         return self.step_pass.failed(part.header._replace(stop=self._wants_to_stop()), part.layout)
 
-    def _begin_source(self, first: int, packed: list[torch.Tensor]) -> None:
-        """Show the source the prompt's top-k logits: rank 0's on every rank, since ranks may round them differently.
-
-        Args:
-            first: token that there are logits of.
-            packed: of the tokens from there on.
-        """
-        prompt = self.request.prompt
+    def _begin_source(self) -> None:
+        """Show the source the prompt's top-k logits: rank 0's on every rank, since ranks may round them differently."""
+        prompt, first = self.request.prompt, self._reused
         num_logits = self._prompt_logits
         if num_logits and len(prompt) - 1 > first:
-            mine = self._zeros(len(prompt) - 1 - first, num_logits) if self.failure else torch.cat(packed)
+            mine = self._zeros(len(prompt) - 1 - first, num_logits) if self.failure else torch.cat(self._packed)
             logits = unpack_top_logits(self.context.broadcast(mine, 0).cpu().numpy())
             self.source.begin(prompt[first:], logits)
 

@@ -157,7 +157,7 @@ class Decoder:
         with remedy_named():
             request = self.request(signals, input_ids, max_new_tokens, sampling, **options)
             with signals:
-                output = self._finished(request)
+                output = self._generate(request)
         if output.finish_reason == "interrupted" or signals.received:  # which may come in the step that ends the text
             raise Interrupted(output, signals.received)
         return output
@@ -337,13 +337,13 @@ class Decoder:
         seed = shared_seed(self.context, f"drawing the seed of {self.call}", wanted)
         return replace(sampling, seed=seed) if sampling is not None and wanted else sampling
 
-    def _finished(self, request: Request) -> GenerationOutput:
-        """The output of a call, with all that was asked for."""
+    def _generate(self, request: Request) -> GenerationOutput:
+        """Run a checked call to its end."""
         with self.computing():
             output = self._decode(request)
         self.complete(output, request)
         return output
 
     def _decode(self, request: Request) -> GenerationOutput:
-        """Tokens and steps of a call: for decoders whose texts share no steps."""
+        """Tokens and steps of a call. A decoder overrides this, or `_generate` where texts share steps."""
         raise NotImplementedError

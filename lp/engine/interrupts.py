@@ -84,7 +84,7 @@ class DeferredSignals:
         return bool(self.received)
 
     def begin_step(self) -> None:
-        """A step of texts begins, which these signals end."""
+        """Called as a step begins. These signals end the texts of the step in which they come, so nothing is to do."""
 
     def take(self) -> int:
         """The number of the signal that has come, 0 for none; it counts no more."""

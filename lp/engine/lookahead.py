@@ -192,7 +192,6 @@ class LookaheadDecoder(BatchDecoder):
 
     def begin(self, request: Request, texts: int = 1) -> Beginning:
         source = self.source(request)
-        self.runner.follow()
         budget = self.budget(source, request.sampler.full_vocabulary_temperature, texts)
         if request.prediction:
             source = Prediction(source, request.prediction, len(request.prompt))

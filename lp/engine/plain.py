@@ -71,7 +71,6 @@ class PlainDecoder(BatchDecoder):
 
     def begin(self, request: Request, texts: int = 1) -> Beginning:
         """Nothing to draft, and nothing to decide."""
-        self.runner.follow()
         return Beginning(NoDrafts(), PlainBudget(ONE_TOKEN))
 
     def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:

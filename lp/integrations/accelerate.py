@@ -35,6 +35,7 @@ from lp.sampling.generation_config import FIELDS, Does, refusals
 logger = logging.getLogger(__name__)
 NAMES = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:-1]  # of its arguments, in their order
 OWN_DRAFTS = "lp drafts by itself, and needs no other model or n-grams"
+# Left out where reasons are compared, so that lengths and addresses make no new one.
 NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 M = TypeVar("M")
 
@@ -179,7 +180,8 @@ class Accelerated:
     def _agreed_decoder(self, model: PreTrainedModel) -> LookaheadDecoder:
         """The decoder of a model, after every rank has found that it can do the call.
 
-        Where one rank has none all make one, and whether the model can be run is asked before they meet in it.
+        Where some rank has no decoder, all make one. Before, each says whether its model can be run, since making one
+        is a collective call.
 
         Raises:
             _Refused: on every rank.
@@ -211,7 +213,8 @@ class Accelerated:
             raise UserError("synced_gpus=True; lp's ranks end their texts together")
         if given.get("adapter_names") is not None:
             raise UserError(
-                "adapter_names is given; PEFT takes an adapter for each row of a pass, and a step has others"
+                "adapter_names is given; PEFT takes one adapter for each row of a pass, and a step of lp has other "
+                "rows: leave it out"
             )
         for name in CACHE_NAMES:
             if given.get(name) is not None:
@@ -260,7 +263,7 @@ class Accelerated:
         Raises:
             UserError: names it.
         """
-        check_adapter(model)  # which a decoder asks once: adapters come and go
+        check_adapter(model)  # here too, where the call can still be transformers' own
         if self._unfit is not None and self._unfit[0] == _State.of(model):
             raise UserError(self._unfit[1])
         context = context_limit(model)
@@ -284,14 +287,14 @@ class Accelerated:
         raise _Refused(reason, kind)
 
     def _agree(self, reason: str, has_decoder: bool = True) -> bool:
-        """One answer on all ranks: each asks as often as the others, until one has a reason.
+        """Tell the other ranks whether this one can go through lp. Each calls it equally often, until one has a reason.
 
         Args:
             reason: why this rank can't go through lp, if it can't.
-            has_decoder: on this rank.
+            has_decoder: whether this rank has made its decoder.
 
         Returns:
-            Every rank has a decoder.
+            Whether every rank has.
 
         Raises:
             _Refused: another rank has a reason, and this one none.
@@ -305,7 +308,7 @@ class Accelerated:
         return all(have)
 
     def _tell(self, line: str, kind: str = "") -> None:
-        """Log a line, once for its kind: what is left of it without numbers, where no other is given."""
+        """Log a line once for each kind; without a kind, lines that differ in numbers alone are of one."""
         kind = kind or NUMBER.sub("", line)
         if kind not in self._told:
             self._told.add(kind)
@@ -317,7 +320,7 @@ class _Refused(Exception):
 
     Args:
         reason: in one line.
-        kind: what all such reasons have in common, if more than a number differs.
+        kind: what such reasons are logged once by; empty: the reason without its numbers.
     """
 
     def __init__(self, reason: str, kind: str = "") -> None:
@@ -326,7 +329,7 @@ class _Refused(Exception):
 
 
 class _State(NamedTuple):
-    """What a model's refusal holds for: as long as this is so, it is not asked again."""
+    """A model as it was refused; as long as it is the same, it is not asked again."""
 
     model: PreTrainedModel
     dtype: torch.dtype

@@ -5,8 +5,8 @@ the last one of all; the others hand on what they are given. Its output is what 
 rounding is a hundred thousand times smaller than what a node changes that is seen and must not be.
 
 Only what those layers hold is copied, up to a limit: attention's weights first, since a mask acts there. Quantised
-weights that say what they stand for are copied as that. Those that don't, embeddings and what is beyond the limit are
-shared with the model, and run in its dtype on inputs that are rounded to it.
+weights whose class has `dequantize` are copied as the values that they stand for. Other quantised weights, embeddings
+and what is beyond the limit are shared with the model, and run in its dtype on inputs that are rounded to it.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Excerpt(ModelView):
         return states + states * signs * self.noise
 
     def _kept_modules(self, original: PreTrainedModel) -> set[int]:
-        """Modules that are not cast: embeddings, of which a text reads a few rows, weights that can't be, and what is
-        beyond the limit: the largest, and attention last.
+        """Modules that are not cast: embeddings, of which a text reads a few rows; weights that cannot be; and, where
+        room is short, the largest others first and attention last.
         """
         kept = set()
         sizes = []
@@ -213,7 +213,7 @@ def _setting(name: str, value: Any) -> tuple[str, Any]:
 
 
 def _can_be_cast(parameter: nn.Parameter) -> bool:
-    """Whether a weight has values that its dtype, or its class, tells."""
+    """Whether float32 values of a weight can be had: it is a plain parameter, or its class can dequantise."""
     dtypes = (torch.float16, torch.bfloat16, *PRECISE)
     known = type(parameter) is nn.Parameter or _is_quantised(parameter)
     return known and parameter.dtype in dtypes and parameter.device.type != "meta"

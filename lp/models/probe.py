@@ -54,7 +54,7 @@ INT8 = 2.0**-8  # relative, of activations rounded to 8 bits
 SHOWS = 16  # times what rounding does: a planted fault below it tells nothing; a right step may be off by the root
 PLANTED = (2, 4, 6)  # nodes with a planted fault, one at a time
 FEW = 3  # nodes of the whole model's step
-CPU_IS_FULL = "can't allocate memory"  # what torch says of a CPU, by a RuntimeError
+CPU_IS_FULL = "can't allocate memory"  # in the RuntimeError of torch's CPU allocator
 _MARK = "_lp_honours_tree_mask"  # attribute of the model: what it passed with, as `check_tree_mask` names it
 
 
@@ -118,8 +118,8 @@ def check_tree_mask(runner: StepRunner) -> None:
         if found.failure is None:
             if found.blind and runner.exact:  # else it is known to differ
                 logger.warning(
-                    "%s: rounding hides what one token changes that is seen and must not be, so only a mask that is "
-                    "wrong at many is noticed; compare a few texts with AutoregressiveDecoder",
+                    "%s: rounding hides what one token changes that a node must not see, so only a mask that is wrong "
+                    "at many nodes would be noticed; compare a few texts with AutoregressiveDecoder",
                     _name(runner),
                 )
             passed.add(how)
@@ -165,8 +165,8 @@ def probed(runner: StepRunner, nodes: Sequence[int] = PLANTED) -> Findings:
                 reason = f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
                 how = "in float32" if in_float32 else "by themselves"
                 logger.warning(
-                    "%s: a few of its layers do not run %s (%s), where rounding hides least whether they honour a tree "
-                    "mask; it is asked in its own dtype",
+                    "%s: a few of its layers do not run %s (%s); its mask is checked in its own dtype, where rounding "
+                    "may hide a wrong node",
                     _name(runner),
                     how,
                     reason,

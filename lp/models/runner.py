@@ -40,7 +40,7 @@ from lp.models.support import check_supported, inexact_quantisation
 from lp.models.view import ModelView
 from lp.models.weight_layout import restore
 from lp.to_device import to_device
-from lp.waits import Wait, waiting
+from lp.waits import waiting
 
 logger = logging.getLogger(__name__)
 _KEPT = "_lp_runners"  # attribute of the model: its runners
@@ -340,27 +340,23 @@ class ModelRunner:
         cache: StaticKVCache,
         chunk: int,
         on_logits: Callable[[torch.Tensor], object] | None = None,
-        wait: Wait | None = None,
     ) -> None:
         """Cache the KV of the tokens before `c`, `chunk` of them a pass, so that no mask exceeds chunk x prompt.
 
         Args:
             on_logits: is given the logits (tokens, V) of every pass, of a divided model this rank's part of them; None:
                 the LM head computes as few as it can.
-            wait: counts the tokens that are cached.
         """
         end = len(tokens)
         start = 0
         while start < end:
             count = self.prompt_chunk(end - start, chunk)
-            tree = self.prompt_pass(tokens, start, count, cache, count if on_logits else 0)
+            tree = self.prompt_pass(tokens, end, start, count, cache, count if on_logits else 0)
             (logits,) = self.forward_forest([tree])
             if on_logits:
                 on_logits(logits)
             cache.commit(range(count))
             start += count
-            if wait:
-                wait.done = start
 
     def prompt_chunk(self, left: int, chunk: int) -> int:
         """How many tokens of a prompt a pass is to cache: about `chunk` of the `left` ones."""
@@ -370,20 +366,21 @@ class ModelRunner:
         return count - 1 if left - count == 1 else count
 
     def prompt_pass(
-        self, tokens: Sequence[int], start: int, count: int, cache: StaticKVCache, num_logits: int = 0
+        self, tokens: Sequence[int], end: int, start: int, count: int, cache: StaticKVCache, num_logits: int = 0
     ) -> TreePass:
-        """The pass that caches some tokens of a prompt, the first `count` of its own; those before them are cached.
+        """A pass that caches `count` tokens of a prompt, from `start` on; those before them are cached.
 
-        Where frequencies depend on the largest position, every such pass has a token at `c`'s, as if there were one.
+        Where rotary frequencies depend on the largest position, the pass has one more token at `c`'s position, so that
+        every chunk gets the frequencies of one pass over the whole prompt.
 
         Args:
-            tokens: the whole prompt before `c`.
-            start: index among them of the first one that the pass caches.
+            tokens: the prompt.
+            end: the position of `c`, whose KV is computed by the first step.
+            start: position of the first token that the pass caches.
             count: how many it caches.
-            cache: holds those before `start`, and gets these.
-            num_logits: of how many of these, the first ones, the logits are computed.
+            cache: holds the tokens before `start`, and gets these.
+            num_logits: logits are computed for so many of these tokens, from the first on.
         """
-        end = len(tokens)
         anchor = [end] if self.boundary and end >= self.boundary.length else []
         own = [*tokens[start : start + count], *tokens[: len(anchor)]]
         positions = [*range(start, start + count), *anchor]

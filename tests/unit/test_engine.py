@@ -352,7 +352,7 @@ def test_an_ended_text_holds_its_output_alone(model: Any) -> None:
     sampling = lp.SamplingParams(seed=1)
     handles = [engine.submit([1, 2, 3], 5, sampling, on_tokens=callback) for callback in (None, fails, None, None)]
     engine.cancel(handles[2])
-    engine._core._admit()
+    engine._core.admit()
     engine.cancel(handles[3])
     held = [weakref.ref(text) for text in engine._core.running]
     engine.run()

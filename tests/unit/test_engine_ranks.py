@@ -110,7 +110,7 @@ def test_a_prompt_that_fails_on_one_rank_behind_a_cached_prefix(model: Any, fail
         for _ in range(2):
             handles.append(engine.submit([*IDS, 3, 4, 5, 6, 7], 9))
             with torch.inference_mode():  # as in a step
-                engine._core._admit()
+                engine._core.admit()
             text = handles[-1].generation
             assert text is not None
             if context.rank == failing and len(handles) == 2:
@@ -136,7 +136,7 @@ def test_a_prompt_that_fails_on_one_rank_where_texts_take_turns() -> None:
         engine.step()
         engine.step()
         handles.append(engine.submit(IDS[:9], 9, logits_processor=()))
-        engine._core._admit()
+        engine._core.admit()
         text = handles[1].generation
         assert text is not None
         if context.rank == 1:

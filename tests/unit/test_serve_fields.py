@@ -534,6 +534,37 @@ def test_what_is_refused_is_refused_by_name(http: Any, path: str) -> None:
     assert len(refused) > 20
 
 
+# By hand, from the documents of those whose fields they are: a value that changes a text there, and one that does not.
+ASKED_AND_NEUTRAL: dict[str, tuple[Any, Any]] = {
+    "tfs_z": (0.5, 1),
+    "guidance_scale": (0.5, 1),
+    "num_beams": (2, 1),
+    "do_sample": (False, True),
+    "skip_special_tokens": (False, True),
+    "min_keep": (2, 1),
+    "top_n_sigma": (1, -1),
+    "adaptive_target": (0, -1),
+    "xtc_probability": (0.5, 0),
+    "max_time": (0, None),
+    "prompt_logprobs": (0, None),
+    "truncate_prompt_tokens": (-1, None),
+    "guided_json": ({}, None),
+    "enable_thinking": (False, None),
+}
+
+
+def test_which_values_change_a_text(http: Any) -> None:
+    """The list of neutral values is the server's own: a wrong one would pass a test that reads it."""
+    tried = set()
+    for path in SAMPLED:
+        for name in ASKED_AND_NEUTRAL.keys() & BODIES[path].REFUSED.keys():
+            asked, neutral = ASKED_AND_NEUTRAL[name]
+            assert ask(http, path, BASE[path] | {name: asked}).status == 400, (path, name, asked)
+            assert ask(http, path, BASE[path] | {name: neutral}).status == 200, (path, name, neutral)
+            tried.add(name)
+    assert tried == {*ASKED_AND_NEUTRAL}
+
+
 # What the parameters of vLLM's and SGLang's requests are called that change a text.
 OF_VLLM = (
     "bad_words min_tokens stop_token_ids include_stop_str_in_output ignore_eos prompt_logprobs skip_special_tokens "

@@ -300,13 +300,13 @@ def test_what_stops_one_rank_stops_all(where: str, world: int, victim: int) -> N
         elif where == "criterion":
             kwargs["stopping_criteria"] = [StopAfter(10**6)]
         decoder = lp.LookaheadDecoder(part, SHAPE, context)
-        finished = decoder._finished
+        finished = decoder._generate
 
         def seen(request: Any) -> Any:
             signals[context.rank] = request.signals
             return finished(request)
 
-        decoder._finished = seen  # type: ignore[method-assign]
+        decoder._generate = seen  # type: ignore[method-assign]
         try:
             output = decoder.generate(IDS, 60, **kwargs)
             return f"{output.finish_reason} {len(output.tokens)}"

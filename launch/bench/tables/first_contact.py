@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -140,22 +140,23 @@ def against_plain(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def token_times(decoders: dict[str, Any], ids: list[int], new: int) -> dict[str, list[float]]:
-    """This thread's seconds that each decoder took until each new token, of one prompt.
+    """Seconds of this thread until each new token of one prompt, by decoder.
 
     Their steps alternate: a machine's speed changes by more within a text than decoders differ.
     """
-    engines = {name: lp.Engine(decoder) for name, decoder in decoders.items()}
-    handles = {name: engine.submit(ids, new, eos_token_id=()) for name, engine in engines.items()}
-    spent_s = dict.fromkeys(engines, 0.0)
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    while not all(handle.done for handle in handles.values()):
-        for name, engine in engines.items():
-            if handles[name].done:
-                continue
-            start = time.thread_time()
-            engine.step()
-            spent_s[name] += time.thread_time() - start
-            times[name] += [spent_s[name]] * (len(handles[name].tokens) - len(times[name]))
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(lp.Engine(decoder, 1)) for name, decoder in decoders.items()}
+        handles = {name: engine.submit(ids, new, eos_token_id=()) for name, engine in engines.items()}
+        spent_s = dict.fromkeys(engines, 0.0)
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        while not all(handle.done for handle in handles.values()):
+            for name, engine in engines.items():
+                if handles[name].done:
+                    continue
+                start = time.thread_time()
+                engine.step()
+                spent_s[name] += time.thread_time() - start
+                times[name] += [spent_s[name]] * (len(handles[name].tokens) - len(times[name]))
     return times
 
 
