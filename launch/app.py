@@ -109,7 +109,7 @@ def _run_dir(default: str) -> str:
 
 
 def _sweep_dir(default: str) -> str:
-    """Where a sweep writes; Hydra puts a file there, too, on all ranks: the others' folder is gone when they end."""
+    """The folder that a sweep writes to. Hydra puts a file there on every rank: those but 0 get one that is removed."""
     return _scratch().name if rank() > 0 else _run_dir(default)
 
 

@@ -67,7 +67,7 @@ class Vocabulary:
         return self._special.get(token)
 
     def piece(self, token: int) -> str | None:
-        """A token as the vocabulary spells it; None where it has none."""
+        """A token as the vocabulary spells it; None for an id that the vocabulary lacks."""
         piece = self.tokenizer.convert_ids_to_tokens(token)
         return piece if isinstance(piece, str) else None
 

@@ -95,7 +95,7 @@ class Session(Generic[C]):
         return decoder.generate(ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())
 
     def run_once(self, decoder: Decoder, ids: list[int], tokens: int, on_tokens: OnTokens) -> GenerationOutput:
-        """Continue a prompt as `run` does, but from its journal on where a run was started again that has one."""
+        """Continue a prompt as `run` does; in a run that was started again, from where its journal ends."""
         if self.journal is None:
             return self.run(decoder, ids, tokens, on_tokens)
         return self.journal.generate(decoder, ids, tokens, self.sampling, on_tokens=on_tokens, **self._stops())

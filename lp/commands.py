@@ -32,13 +32,13 @@ def module_command(module: str) -> str:
     """What runs a module of the apps' package, as "bench.tables"."""
     if not in_clone():
         return f"python -m lp.launch.{module}"
-    elsewhere = "" if _is_here() else f"PYTHONPATH={shlex.quote(str(CLONE))} "
+    elsewhere = "" if _in_clone_folder() else f"PYTHONPATH={shlex.quote(str(CLONE))} "
     return f"{elsewhere}python -m launch.{module}"
 
 
 def install_command(extra: str) -> str:
     """What installs an extra."""
-    source = ("." if _is_here() else str(CLONE)) if in_clone() else "lp-runtime"
+    source = ("." if _in_clone_folder() else str(CLONE)) if in_clone() else "lp-runtime"
     return f"pip install {shlex.quote(f'{source}[{extra}]')}"
 
 
@@ -48,11 +48,11 @@ def _lp_is_found() -> bool:
     return found is not None and Path(found).absolute().parent == Path(sys.executable).absolute().parent
 
 
-def _is_here() -> bool:
+def _in_clone_folder() -> bool:
     """Whether the current folder is the clone."""
     return Path.cwd() == CLONE
 
 
 def _of_clone(name: str) -> str:
     """A file of the clone, as a shell takes it."""
-    return name if _is_here() else shlex.quote(str(CLONE / name))
+    return name if _in_clone_folder() else shlex.quote(str(CLONE / name))

@@ -89,7 +89,7 @@ class CeilingCalls:
         }
 
     def read(self, times: Mapping[str, float]) -> Ceilings:
-        """Ceilings by the seconds of the calls."""
+        """What the device can do at most, given the seconds of each call."""
         return Ceilings(
             bytes_per_s=2 * self.source.nbytes / times["copy"],
             flop_per_s=2 * self.left.shape[0] ** 3 / times["product"],

@@ -16,7 +16,7 @@ COPIES = ("Memcpy", "Memset")
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCalls:
-    """Calls of a step.
+    """How often a step calls the GPU.
 
     Args:
         launches: calls of the host that start kernels; the replay of a graph is one.

@@ -32,7 +32,7 @@ class Sum:
     ring: bool
 
     def seconds(self, ranks: int, nbytes: float) -> float:
-        """Seconds of a sum over ranks of a tensor of so many bytes."""
+        """Seconds to sum a tensor of so many bytes over the ranks."""
         if ranks == 1:
             return 0.0
         if self.ring:

@@ -118,7 +118,7 @@ def print_totals(found: Sequence[Total], console: Console) -> None:
 
 
 def summary(found: Sequence[Total]) -> dict[str, Any]:
-    """The table for programs."""
+    """The table's figures as data, for programs."""
     machines = {"hardware": found[0].hardware, "versions": found[0].records[0]["versions"]}
     names = varying(found)
     lines = [{**{name: total.setting.get(name) for name in names}, **total.figures()} for total in found]

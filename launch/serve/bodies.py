@@ -241,7 +241,7 @@ def _sampler_names(value: Any) -> Any:
 
 
 def _in_range(name: str, value: float) -> float:
-    """A field of lp.SamplingParams: clients give values, too, beyond those that keep every token."""
+    """A client's value as lp.SamplingParams takes it: a top_k of -1 is 0, a top_p or typical_p above 1 is 1."""
     if name == "top_k":
         return max(value, 0)
     return min(value, 1.0) if name in ("top_p", "typical_p") else value

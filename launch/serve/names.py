@@ -32,7 +32,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, model: str, served: Sequence[str] = ()) -> ModelNames:
-        """Names by how the model was named.
+        """The names that a model is served under.
 
         Args:
             model: a folder or a hub name; the last part of it is shown, of a snapshot in the hub's cache the hub name.

@@ -33,7 +33,7 @@ from .unfinished import UnfinishedRequests
 from .watch import TextWatch
 
 RETRY_AFTER_S = 1
-DRAWN_SEEDS = (-1, 0xFFFFFFFF)  # a client that gives one of these asks for another text every time, as of llama.cpp
+DRAWN_SEEDS = (-1, 0xFFFFFFFF)  # as in llama.cpp, a client that gives one of these gets another text every time
 FINISH_REASON = {"eos": "stop", "stop_string": "stop"}  # the others are cut: "length"
 
 
@@ -171,8 +171,9 @@ class Served:
 
         Args:
             wanted: fields that the client gives.
-            seed: any integer; None is the server's own, and one of DRAWN_SEEDS is drawn, as where there is none.
-            defaults: the endpoint's own, of fields in which nobody else has a say; none is greedy.
+            seed: the client's, any integer; None: the server's own. One of DRAWN_SEEDS, or none at all, is drawn.
+            defaults: the endpoint's values for what client, server and checkpoint leave open; without them a text is
+                greedy.
         """
         given = dict(wanted)
         if given.get("top_p") == 0:
@@ -186,7 +187,7 @@ class Served:
         return asdict(replace(params, seed=chosen % 2**63))
 
     def _unasked(self, defaults: Mapping[str, Any]) -> lp.SamplingParams:
-        """What a client gets that gives nothing: what the server's own settings say, the checkpoint's, the defaults."""
+        """Sampling where the client gives nothing: by the server's settings, else the checkpoint's, else defaults."""
         checkpoint = self.loop.engine.decoder.checkpoint()
         neutral = asdict(lp.SamplingParams())
         own = asdict(self.sampling or lp.SamplingParams())
@@ -242,7 +243,7 @@ class Served:
             field: where the client gives it.
 
         Raises:
-            ApiError: 400: it is none.
+            ApiError: 400, it is no grammar that is taken.
         """
         if grammar is None:
             return

@@ -208,7 +208,7 @@ def resumed_model(
 
 
 def unfinished_requests(config: ServeConfig, model: str | None) -> UnfinishedRequests:
-    """Notes of requests: with their tokens in the user's folder; or without in the run's, where there is one.
+    """Notes of requests that have not ended: with tokens in the user's journal folder, else seeds alone in the run's.
 
     Raises:
         ValueError: the folder can't be made or read.

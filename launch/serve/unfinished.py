@@ -197,7 +197,7 @@ def only_server(folder: Path, setting: str) -> Iterator[None]:
 
 
 def unfinished_folder() -> Path | None:
-    """A folder in the run's, which torchrun.sh chose; None where torchrun starts no ranks again."""
+    """Where notes of unfinished requests lie in the run's folder; None where torchrun does not restart ranks."""
     run = os.environ.get("LP_RUN_DIR")
     return Path(run) / "unfinished" if run and env_int("TORCHELASTIC_MAX_RESTARTS", 0) else None
 

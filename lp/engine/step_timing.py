@@ -122,7 +122,8 @@ class KnownStepTimes(GivenStepTimes):
     ) -> None:
         self._context = context
         self._threads = torch.get_num_threads() if runner.device.type == "cpu" else 0
-        # Threads share a table; ranks that are threads may share a model, and wait for each other within.
+        # One table for threads that make a model's first decoders at once. Ranks take no lock: as threads they may
+        # share the model, and they wait for each other in here.
         with lock_of(runner.original) if context.alone else nullcontext():
             self._table = _table_of(runner, config, context, again)
         self._take(self._table.estimate)

@@ -41,7 +41,7 @@ class Field:
     """What lp does with one field.
 
     Attributes:
-        does: the kind of treatment.
+        does: where lp follows it, or that it is unused or refused.
         neutral: values that ask for nothing, beside None.
         why: the reason for refusing a value, and what can be done.
         refuses: which values are refused; None: of a REFUSED field all but the neutral ones.

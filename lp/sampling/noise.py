@@ -143,7 +143,7 @@ class NoiseCache:
     Args:
         seed, sequence, vocabulary, device: as in `gumbel`.
         capacity: C, positions held, at least as many as a step spans.
-        dtype: what the noise is handed out in.
+        dtype: the dtype of the noise that is given out.
 
     Attributes:
         noise_SV: the ring buffer, then a row of zeros for what is sampled without noise: S = C + 1.

@@ -44,7 +44,7 @@ def next_number(bound: Fraction, up: bool) -> Fraction:
     if abs(bound) >= EXACT_INTEGERS:
         raise UnplacedError(
             "a number",
-            f"beyond {EXACT_INTEGERS} is no exact bound where it is itself left out; take minimum or maximum",
+            f"beyond {EXACT_INTEGERS} is not enforced exactly as an exclusive bound; take minimum or maximum",
         )
     near = float(bound)
     beside = math.nextafter(near, math.inf if up else -math.inf)

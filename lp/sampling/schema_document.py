@@ -45,8 +45,8 @@ class UnplacedError(UserError):
     """A refusal for which the part of the schema that it is about is yet to be named.
 
     Args:
-        what: is refused.
-        why: and what to do.
+        what: the keyword, or kind of value, that is refused.
+        why: the reason, and what to do.
     """
 
     def __init__(self, what: str, why: str) -> None:

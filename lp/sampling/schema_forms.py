@@ -25,8 +25,8 @@ class Place:
 
 
 Demand: TypeAlias = frozenset[Place]
-Places: TypeAlias = tuple[str, ...]  # where a form comes from: forms are equal wherever that is
-MOST_PLACES = 8  # that a form remembers
+Places: TypeAlias = tuple[str, ...]  # parts of a schema that a form comes from; not compared
+MOST_PLACES = 8  # kept of a form, for messages
 ANYTHING: Demand = frozenset()
 NOTHING: Demand = frozenset({Place("nothing")})  # which no value follows
 

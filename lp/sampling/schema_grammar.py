@@ -35,7 +35,7 @@ from lp.sampling.schema_document import Document, UnplacedError, Written
 from lp.sampling.schema_forms import NOTHING, Contained, Demand, Form, List, Number, Object, Text, Value
 from lp.sampling.schema_rewriting import Rewriting, comparable, text_language
 
-MOST_STATES = 5_000  # of one object's properties, by how many came: 300 µs each
+MOST_STATES = 5_000  # of one object: a state for each name and number of properties before it; 300 µs each
 MOST_PATTERNS = 5  # of names of one object: every set of them is another kind of name
 MOST_UNIQUE = 64
 MOST_ORDERED = 3  # names in any order, where the schema has none
@@ -128,7 +128,7 @@ class _Rules:
                 return number_lexeme(form)
             case Text():
                 if form.languages:
-                    return _living(string_lexeme(text_language(form), form.least))
+                    return _or_never(string_lexeme(text_language(form), form.least))
                 return string_lexeme(Repeat(ANY, form.least, form.most), form.least)
             case List():
                 return self._list(form)
@@ -336,7 +336,7 @@ class _Rules:
                 language: Node = kinds[0] if len(kinds) == 1 else Alt(tuple(kinds))
                 if taken or key is not None:
                     language = And((ANYTHING, *((key,) if key is not None else ()), language, *taken))
-                pairs.append(_seq(_living(string_lexeme(language, 0)), COLON, self._value(demand)))
+                pairs.append(_seq(_or_never(string_lexeme(language, 0)), COLON, self._value(demand)))
         if not pairs:
             return None
         return self._named(_alt(*pairs))
@@ -386,8 +386,8 @@ def string_lexeme(language: Node, length: int) -> Lexeme:
     return Lexeme(rf'"\"" {terminal(language, in_json)} "\""', length + 2)
 
 
-def _living(lexeme: Lexeme) -> Lexeme:
-    """The lexeme, or NEVER if it has no text; checked here because a refusal can still name its place."""
+def _or_never(lexeme: Lexeme) -> Lexeme:
+    """The lexeme; NEVER if it has no text. Looked for here, where a refusal can still name its place."""
     return NEVER if has_no_text(lexeme.right_side) else lexeme
 
 
