@@ -77,11 +77,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_keys"])
 def _split_kernel(
-    q_base, k_base, v_base, mask_base, slots_base, sequences_base, out_base, lse_base, num_tokens, num_keys, scale,
+    q_base, k_base, v_base, mask_base, slots_base, sequences_base, out_base, lse_base, combined_base, arrived_base,
+    num_tokens, num_keys, scale,
     stride_qh, stride_qt, stride_kg, stride_kn, stride_vg, stride_vn, stride_mt,
     R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, SPLIT: tl.constexpr,
-    ADDITIVE: tl.constexpr, PRODUCTS: tl.constexpr,
+    ADDITIVE: tl.constexpr, PRODUCTS: tl.constexpr, COMBINES: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one KV head over one split of the keys; grid (Q x blocks of rows, G, S).
 
@@ -153,6 +154,41 @@ def _split_kernel(
         index_M = (g * num_splits + split).to(tl.int64) * rows + first_row + m
         tl.store(lse_base + index_M, top_M + tl.log2(norm_M), mask=row_ok_M)  # -inf of a split without keys
         tl.store(out_base + index_M[:, None] * E + e[None, :], out_ME, mask=row_ok_M[:, None] & (e < E)[None, :])
+        if COMBINES:
+            tl.debug_barrier()  # all of this program's stores come before its arrival
+            counter = arrived_base + tl.program_id(0) * tl.num_programs(1) + g
+            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+                tl.store(counter, 0)  # for the next launch
+                first_M = (g * num_splits).to(tl.int64) * rows + first_row + m
+                best_M = tl.full((BM,), float("-inf"), tl.float32)
+                for at in range(num_splits):
+                    lse_M = tl.load(
+                        lse_base + first_M + at * rows, mask=row_ok_M, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    best_M = tl.maximum(best_M, lse_M)
+                best_M = tl.where(best_M == float("-inf"), 0.0, best_M)
+                total_M = tl.zeros((BM,), tl.float32)
+                sum_ME = tl.zeros((BM, BE), tl.float32)
+                for at in range(num_splits):
+                    lse_M = tl.load(
+                        lse_base + first_M + at * rows, mask=row_ok_M, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    share_M = tl.exp2(lse_M - best_M)
+                    part_ME = tl.load(
+                        out_base + (first_M + at * rows)[:, None] * E + e[None, :],
+                        mask=(share_M > 0)[:, None] & (e < E)[None, :],
+                        other=0.0,
+                        cache_modifier=".cg",
+                    )
+                    total_M += share_M
+                    sum_ME += part_ME * share_M[:, None]
+                sum_ME = sum_ME / tl.where(total_M == 0, 1.0, total_M)[:, None]
+                at_M = (first_row // R + token_M).to(tl.int64) * (tl.num_programs(1) * R) + head_M
+                tl.store(
+                    combined_base + at_M[:, None] * E + e[None, :],
+                    sum_ME.to(combined_base.dtype.element_ty),
+                    mask=row_ok_M[:, None] & (e < E)[None, :],
+                )
     else:
         heads = tl.num_programs(1) * R
         index_M = (first_row // R + token_M).to(tl.int64) * heads + head_M
@@ -197,14 +233,14 @@ def block_sizes(num_rows: int, dim: int, value_dim: int, itemsize: int) -> dict[
     block_dim = max(triton.next_power_of_2(dim), 16)  # 16: the least that a tensor core multiplies
     block_value_dim = max(triton.next_power_of_2(value_dim), 16)
     small = max(block_dim, block_value_dim) <= 128 and itemsize == 2
-    block_rows = min(max(triton.next_power_of_2(num_rows), 16), 128 if small else 64)
+    block_rows = min(max(triton.next_power_of_2(num_rows), 16), 32 if itemsize == 4 else 64)
     return {
         "BD": block_dim,
         "BE": block_value_dim,
         "BM": block_rows,
-        "BN": 64 if small else 32,
-        "num_warps": 8 if block_rows == 128 else 4,
-        "num_stages": 2,
+        "BN": 32,
+        "num_warps": 8 if itemsize == 4 else 4,
+        "num_stages": 3 if small else 2,
     }
 
 
@@ -237,11 +273,14 @@ def launch_tree_attention(
     scale: float,
     sequences_Q4: torch.Tensor | None = None,
     num_splits: int | None = None,
+    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `tree_attention`.
 
     Args:
         num_splits: S; None: by the shapes and the device.
+        arrived: int32 zeros, one for each block of rows of each KV head at least; no other launch that may run at the
+            same time is given them. The last split of a block to end combines all of them. None: a second kernel does.
     """
     q_HTD, k_GND, v_GNE = (states[0] if states.stride(-1) == 1 else states[0].contiguous()
                            for states in (q_1HTD, k_1GND, v_1GNE))  # fmt: skip
@@ -266,13 +305,13 @@ def launch_tree_attention(
     with torch.cuda.device_of(q_HTD):  # Triton launches on the current device
         _split_kernel[(num_sequences * num_row_blocks, kv_heads, num_splits)](
             q_HTD, k_GND, v_GNE, mask_TT, mask_TT if slot_mapping_T is None else slot_mapping_T,
-            mask_TT if sequences_Q4 is None else sequences_Q4, parts, lse, num_tokens, num_keys, scale,
-            *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2], mask_TT.stride(0),
+            mask_TT if sequences_Q4 is None else sequences_Q4, parts, lse, out_THE,
+            lse if arrived is None else arrived, num_tokens, num_keys, scale, *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2], mask_TT.stride(0),
             R=repeats, D=dim, E=value_dim, HAS_SLOTS=slot_mapping_T is not None,
             HAS_SEQUENCES=sequences_Q4 is not None, SPLIT=split, ADDITIVE=additive,
-            PRODUCTS=_products_of(q_HTD), **sizes,
+            PRODUCTS=_products_of(q_HTD), COMBINES=split and arrived is not None, **sizes,
         )  # fmt: skip
-        if split:
+        if split and arrived is None:
             block_splits = triton.next_power_of_2(num_splits)
             _combine_kernel[(num_rows, kv_heads)](
                 parts, lse, out_THE, num_splits, R=repeats, E=value_dim, BE=sizes["BE"], BS=block_splits

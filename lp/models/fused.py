@@ -33,6 +33,8 @@ from lp.models.architectures import (
     is_plain_mlp,
     running,
 )
+from lp.models.kv_cache import StaticKVCache
+from lp.models.layer_operations import NO_KERNELS, SILU, LayerKernels
 from lp.models.releases import cache_keyword
 from lp.models.sharded_layers import RowWiseLinear, ShardedHead
 from lp.models.skipped_layer import NoHead
@@ -108,6 +110,7 @@ class FusedModel:
         self._lm_head = _lm_head(model)
         self._rotary_kinds = {layer.kind if self.architecture.rotary_by_kind else None for layer in self._layers}
         self._eager = sys.modules[type(model).__module__].eager_attention_forward
+        self.kernels = NO_KERNELS
 
     def __call__(
         self,
@@ -146,13 +149,16 @@ class FusedModel:
         x_TE = embedded_TE * self._decoder.embedding_multiplier if scaled else embedded_TE.clone()
         rotations = {kind: self._rotation(x_TE, position_ids, kind) for kind in self._rotary_kinds}
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._eager)
-        attend = _Attend(function, cache, keywords)
+        claimed = isinstance(cache, StaticKVCache) and cache.claimed  # else layers have no buffers to write to yet
+        slots_T = cache.slot_mapping if claimed else None
+        captured = slots_T is not None and not torch.compiler.is_compiling()
+        attend = _Attend(function, cache, keywords, slots_T, self.kernels if captured else NO_KERNELS)
         for layer in self._layers:
             rotation = rotations[layer.kind if self.architecture.rotary_by_kind else None]
             mask = attention_mask[layer.kind] if isinstance(attention_mask, dict) else attention_mask
             x_TE = layer(x_TE, rotation, mask, attend)
         kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep, None)
-        return Output(self._scaled(self._lm_head(self._norm(x_TE[kept]))[None]))
+        return Output(self._scaled(self._lm_head(self._norm(x_TE[kept], attend.kernels))[None]))
 
     def first_layer(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> FusedModel:
         """A model of the first layer alone, over the same weights.
@@ -186,11 +192,21 @@ _Rotation = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Attend:
-    """What the layers of a step share: the attention function, the KV cache, and the function's other keywords."""
+    """What the layers of a step share.
+
+    Attributes:
+        function: of attention.
+        cache: of the KV.
+        keywords: for the attention function, beside those of a layer.
+        slots_T: int64, where a captured step writes its KV; None: behind what is cached.
+        kernels: that take the place of torch's operations in this step.
+    """
 
     function: Callable[..., Any]
     cache: Any
     keywords: dict[str, Any]
+    slots_T: torch.Tensor | None
+    kernels: LayerKernels
 
 
 @dataclass(frozen=True)
@@ -235,12 +251,13 @@ class _Layer:
 
     def __call__(self, x_TE: torch.Tensor, rotation: _Rotation, mask: Any, attend: _Attend) -> torch.Tensor:
         """The residual stream behind the layer, (T, E), in the memory of the one before it."""
-        h_TE = x_TE if self.before_attention is None else self.before_attention(x_TE)
+        kernels = attend.kernels
+        h_TE = x_TE if self.before_attention is None else self.before_attention(x_TE, kernels)
         out = self._attention(h_TE, rotation, mask, attend)
         x_TE = self._add(x_TE, self.out, out, self.after_attention)
-        h_TE = x_TE if self.before_mlp is None else self.before_mlp(x_TE)
+        h_TE = x_TE if self.before_mlp is None else self.before_mlp(x_TE, kernels)
         if isinstance(self.mlp, _Mlp):
-            return self._add(x_TE, self.mlp.down, self.mlp.activated(h_TE), self.after_mlp)
+            return self._add(x_TE, self.mlp.down, self.mlp.activated(h_TE, kernels), self.after_mlp)
         h_TE = self.mlp(h_TE[None])[0]
         return x_TE.add_(h_TE if self.after_mlp is None else self.after_mlp(h_TE), alpha=self.multiplier)
 
@@ -253,12 +270,17 @@ class _Layer:
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = rotated.split([self.num_heads, self.num_kv_heads], 1)
             rotated = torch.cat([self.q_norm.of_heads(queries), self.k_norm.of_heads(keys)], 1)
-        if self.has_rotary:
-            rotated = _rotate(rotated, *rotation)
-        q_1HTD = rotated[:, : self.num_heads].transpose(0, 1)[None]
-        k_1GTD = rotated[:, self.num_heads :].transpose(0, 1)[None]
-        v_1GTD = states[:, -self.num_kv_heads :].transpose(0, 1)[None]
-        k_1GND, v_1GND = attend.cache.update(k_1GTD, v_1GTD, attention.layer_idx)
+        values = states[:, -self.num_kv_heads :]
+        if self.has_rotary and attend.kernels.rotate_and_store is not None and attend.slots_T is not None:
+            k_1GND, v_1GND = attend.cache.whole(attention.layer_idx)
+            queries = attend.kernels.rotate_and_store(rotated, values, *rotation, k_1GND, v_1GND, attend.slots_T)
+            q_1HTD = queries.transpose(0, 1)[None]
+        else:
+            if self.has_rotary:
+                rotated = rotate(rotated, *rotation)
+            q_1HTD = rotated[:, : self.num_heads].transpose(0, 1)[None]
+            k_1GTD = rotated[:, self.num_heads :].transpose(0, 1)[None]
+            k_1GND, v_1GND = attend.cache.update(k_1GTD, values.transpose(0, 1)[None], attention.layer_idx)
         keywords = attend.keywords
         if self.window_holder is not None:
             keywords = keywords | {"sliding_window": getattr(self.window_holder, "sliding_window", None)}
@@ -286,9 +308,11 @@ class _Mlp:
         self.down = _Projection(mlp, "down_proj")
         self.activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
 
-    def activated(self, h_TE: torch.Tensor) -> torch.Tensor:
+    def activated(self, h_TE: torch.Tensor, kernels: LayerKernels = NO_KERNELS) -> torch.Tensor:
         """What `down` projects."""
         gate, up = self.gate_up.in_parts(h_TE, 2)
+        if kernels.silu_times is not None and isinstance(self.activation, SILU):
+            return kernels.silu_times(gate, up)
         activated_TF: torch.Tensor = self.activation(gate).mul_(up)
         return activated_TF
 
@@ -390,8 +414,10 @@ class _Norm:
         self.rule = rule
         self.eps_1 = self.weight.new_full((1,), self.eps)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, kernels: LayerKernels = NO_KERNELS) -> torch.Tensor:
         weight = self.weight
+        if kernels.norm is not None:
+            return kernels.norm(x, weight, self.eps, self.rule)
         shape = weight.shape
         if x.dtype is torch.float32 and not x.is_cuda and self.rule is not NormRule.OFFSET:
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # torch.rms_norm is a dozen operations on a CPU
@@ -409,7 +435,7 @@ class _Norm:
         return self(x.reshape(len(x), -1, len(self.weight))).view(x.shape)
 
 
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary positions of queries or keys (T, heads, D)."""
     wide = states.to(cos.dtype)
     swapped = wide.roll(wide.shape[-1] // 2, -1)

@@ -295,6 +295,16 @@ class StaticKVCache(Cache):
     def begin_replay(self, num_tokens: int) -> None:
         """Before a captured step of so many tokens, padding included: `begin` was called when it was captured."""
 
+    @property
+    def slot_mapping(self) -> torch.Tensor | None:
+        """Within `writing_to`, the slots that it was given."""
+        return self._extent.slot_mapping_T
+
+    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all slots in a layer that has taken its buffers: (1, G, C, D) each."""
+        states: PreallocatedLayer = self.layers[layer]
+        return states.first(self.capacity)
+
     @contextmanager
     def writing_to(self, slot_mapping_T: torch.Tensor) -> Iterator[None]:
         """Write a captured step's KV to these cache slots, int64, and hand out the whole buffers."""

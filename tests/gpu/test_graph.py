@@ -34,12 +34,13 @@ def _logits(
     """Of these layouts behind these prefixes, in an order of their own: what follows a step is of another size."""
     runner = ModelRunner(model, attention, capture, probe=False)
     cache = runner.new_cache(max(prefixes) + max(map(len, layouts().values())))
-    runner.prefill(text(max(prefixes)), cache, 512)
     cases = [(prefix, layouts()[name]) for prefix in prefixes for name in names]
     random.Random(0).shuffle(cases)
     found = []
     for prefix, layout in cases:
-        cache.length = prefix
+        cache.length = 0  # what a step before wrote, padding among it, is no part of this prefix
+        if prefix:
+            runner.prefill(text(prefix), cache, 512)
         positions = [prefix + at - layout.positions[0] for at in layout.positions]
         tokens = [token % VOCABULARY for token in layout.tokens]
         found.append(runner.forward(tokens, positions, visible_of(layout), cache, layout.sampled_nodes).clone())
