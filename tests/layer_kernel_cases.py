@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from torch.nn import functional as F
 
 from lp.models.architectures import NormRule
-from lp.models.fused import _Norm, rotate
 from lp.models.kv_cache import StatesKind, StaticKVCache
+from lp.models.layer_operations import Norm, rotate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,15 +33,15 @@ def worst_difference(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 def norm_error(device: torch.device, dtype: torch.dtype) -> float:
     """Of all rules, sizes that are no power of 2, and rows with a gap between them."""
-    from lp.models.layer_kernels import norm  # here: the environment says whether it is interpreted
+    from lp.models.layer_kernels import normalize  # here: the environment says whether it is interpreted
 
     errors = []
     for rule in NormRule:
         for num_tokens, size in ((1, 64), (5, 100), (3, 576)):
             x_TE = 3 * _drawn(device, dtype, num_tokens, size + 8)[:, :size]
             weight = _drawn(device, dtype, size)
-            module = SimpleNamespace(weight=weight, eps=1e-5, variance_epsilon=1e-5)
-            errors.append(worst_difference(norm(x_TE, weight, 1e-5, rule), _Norm(module, rule)(x_TE)))
+            out = normalize(x_TE, weight, 1e-5, rule is NormRule.ROUNDED, rule is NormRule.OFFSET)
+            errors.append(worst_difference(out, Norm(weight, 1e-5, rule)(x_TE)))
     return max(errors)
 
 
@@ -70,7 +69,9 @@ def rotation_error(device: torch.device, dtype: torch.dtype) -> float:
             caches[0].update(rotated[:, num_heads:].transpose(0, 1)[None], values.transpose(0, 1)[None], 0)
         q = rotate_and_store(states[:, :-kv_heads], values, cos, sin, *caches[1].whole(0), slots)
         errors.append(worst_difference(q, rotated[:, :num_heads]))
-        errors += [worst_difference(own, theirs) for own, theirs in zip(caches[1].whole(0), caches[0].whole(0), strict=True)]
+        errors += [
+            worst_difference(own, theirs) for own, theirs in zip(caches[1].whole(0), caches[0].whole(0), strict=True)
+        ]
     return max(errors)
 
 
@@ -88,7 +89,7 @@ def activation_error(device: torch.device, dtype: torch.dtype) -> float:
 
 def moves_error(device: torch.device, dtype: torch.dtype) -> float:
     """1 where some slot of some layer is not what a gather and a scatter leave."""
-    from lp.models.layer_kernels import move
+    from lp.models.layer_kernels import move_slots
 
     wrong = 0
     for sources, targets in (([], []), ([7], [4]), ([5, 6, 9, 12], [4, 5, 6, 7]), ([8, 30, 31], [2, 24, 25])):
@@ -96,7 +97,7 @@ def moves_error(device: torch.device, dtype: torch.dtype) -> float:
         expected = buffer.clone()
         expected[:, :, targets] = buffer[:, :, sources]
         padding = [39] * (8 - len(sources))
-        move(buffer, *(torch.tensor([*slots, *padding], device=device) for slots in (sources, targets)))
+        move_slots(buffer, *(torch.tensor([*slots, *padding], device=device) for slots in (sources, targets)))
         wrong += not torch.equal(buffer, expected)
     return float(wrong)
 

@@ -16,6 +16,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST_SPLITS = 64
+COMBINED_ROWS = 4  # by a program
+COMBINING_WARPS = 2
 PROGRAMS_PER_SM = 2  # that fit beside each other in an SM's shared memory
 SMS_WITHOUT_A_GPU = 8  # for the interpreter
 
@@ -77,12 +79,11 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_keys"])
 def _split_kernel(
-    q_base, k_base, v_base, mask_base, slots_base, sequences_base, out_base, lse_base, combined_base, arrived_base,
-    num_tokens, num_keys, scale,
+    q_base, k_base, v_base, mask_base, slots_base, sequences_base, out_base, lse_base, num_tokens, num_keys, scale,
     stride_qh, stride_qt, stride_kg, stride_kn, stride_vg, stride_vn, stride_mt,
     R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SEQUENCES: tl.constexpr, SPLIT: tl.constexpr,
-    ADDITIVE: tl.constexpr, PRODUCTS: tl.constexpr, COMBINES: tl.constexpr,
+    ADDITIVE: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one KV head over one split of the keys; grid (Q x blocks of rows, G, S).
 
@@ -154,41 +155,6 @@ def _split_kernel(
         index_M = (g * num_splits + split).to(tl.int64) * rows + first_row + m
         tl.store(lse_base + index_M, top_M + tl.log2(norm_M), mask=row_ok_M)  # -inf of a split without keys
         tl.store(out_base + index_M[:, None] * E + e[None, :], out_ME, mask=row_ok_M[:, None] & (e < E)[None, :])
-        if COMBINES:
-            tl.debug_barrier()  # all of this program's stores come before its arrival
-            counter = arrived_base + tl.program_id(0) * tl.num_programs(1) + g
-            if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
-                tl.store(counter, 0)  # for the next launch
-                first_M = (g * num_splits).to(tl.int64) * rows + first_row + m
-                best_M = tl.full((BM,), float("-inf"), tl.float32)
-                for at in range(num_splits):
-                    lse_M = tl.load(
-                        lse_base + first_M + at * rows, mask=row_ok_M, other=float("-inf"), cache_modifier=".cg"
-                    )
-                    best_M = tl.maximum(best_M, lse_M)
-                best_M = tl.where(best_M == float("-inf"), 0.0, best_M)
-                total_M = tl.zeros((BM,), tl.float32)
-                sum_ME = tl.zeros((BM, BE), tl.float32)
-                for at in range(num_splits):
-                    lse_M = tl.load(
-                        lse_base + first_M + at * rows, mask=row_ok_M, other=float("-inf"), cache_modifier=".cg"
-                    )
-                    share_M = tl.exp2(lse_M - best_M)
-                    part_ME = tl.load(
-                        out_base + (first_M + at * rows)[:, None] * E + e[None, :],
-                        mask=(share_M > 0)[:, None] & (e < E)[None, :],
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    total_M += share_M
-                    sum_ME += part_ME * share_M[:, None]
-                sum_ME = sum_ME / tl.where(total_M == 0, 1.0, total_M)[:, None]
-                at_M = (first_row // R + token_M).to(tl.int64) * (tl.num_programs(1) * R) + head_M
-                tl.store(
-                    combined_base + at_M[:, None] * E + e[None, :],
-                    sum_ME.to(combined_base.dtype.element_ty),
-                    mask=row_ok_M[:, None] & (e < E)[None, :],
-                )
     else:
         heads = tl.num_programs(1) * R
         index_M = (first_row // R + token_M).to(tl.int64) * heads + head_M
@@ -199,27 +165,41 @@ def _split_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _combine_kernel(
-    parts_base, lse_base, out_base, num_splits, R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr
-):
-    """The output of one row from those of its splits; grid (T x R, G)."""
-    row = tl.program_id(0)
+    parts_base, lse_base, out_base, num_rows, num_splits,
+    R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """The outputs of some rows from those of their splits; grid (blocks of rows, G)."""
     g = tl.program_id(1)
-    s = tl.arange(0, BS)
+    row_B = tl.program_id(0) * BR + tl.arange(0, BR)
     e = tl.arange(0, BE)
-    index_S = (g * num_splits + s).to(tl.int64) * tl.num_programs(0) + row
-    lse_S = tl.load(lse_base + index_S, mask=s < num_splits, other=float("-inf"))
-    best = tl.max(lse_S, 0)
-    share_S = tl.exp2(lse_S - tl.where(best == float("-inf"), 0.0, best))
-    total = tl.sum(share_S, 0)
-    parts_SE = tl.load(
-        parts_base + index_S[:, None] * E + e[None, :], mask=(share_S > 0)[:, None] & (e < E)[None, :], other=0.0
-    )
-    out_E = tl.sum(parts_SE * share_S[:, None], 0) / tl.where(total == 0, 1.0, total)
+    row_ok_B = row_B < num_rows
+    first_B = (g * num_splits).to(tl.int64) * num_rows + row_B
+    top_B = tl.full((BR,), float("-inf"), tl.float32)
+    total_B = tl.zeros((BR,), tl.float32)
+    sum_BE = tl.zeros((BR, BE), tl.float32)
+    for split in range(num_splits):
+        at_B = first_B + split * num_rows
+        lse_B = tl.load(lse_base + at_B, mask=row_ok_B, other=float("-inf"))
+        part_BE = tl.load(
+            parts_base + at_B[:, None] * E + e[None, :], mask=row_ok_B[:, None] & (e < E)[None, :], other=0.0
+        )
+        new_top_B = tl.maximum(top_B, lse_B)
+        base_B = tl.where(new_top_B == float("-inf"), 0.0, new_top_B)  # -inf minus itself would be NaN
+        keep_B = tl.exp2(top_B - base_B)
+        share_B = tl.exp2(lse_B - base_B)
+        total_B = total_B * keep_B + share_B
+        sum_BE = sum_BE * keep_B[:, None] + part_BE * share_B[:, None]
+        top_B = new_top_B
+    out_BE = sum_BE / tl.where(total_B == 0, 1.0, total_B)[:, None]
     heads = tl.num_programs(1) * R
-    at = (row // R).to(tl.int64) * heads + g * R + row % R
-    tl.store(out_base + at * E + e, out_E.to(out_base.dtype.element_ty), mask=e < E)
+    out_B = (row_B // R).to(tl.int64) * heads + g * R + row_B % R
+    tl.store(
+        out_base + out_B[:, None] * E + e[None, :],
+        out_BE.to(out_base.dtype.element_ty),
+        mask=row_ok_B[:, None] & (e < E)[None, :],
+    )
 
 
 def block_sizes(num_rows: int, dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
@@ -273,14 +253,11 @@ def launch_tree_attention(
     scale: float,
     sequences_Q4: torch.Tensor | None = None,
     num_splits: int | None = None,
-    arrived: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Arguments and result as those of `tree_attention`.
 
     Args:
         num_splits: S; None: by the shapes and the device.
-        arrived: int32 zeros, one for each block of rows of each KV head at least; no other launch that may run at the
-            same time is given them. The last split of a block to end combines all of them. None: a second kernel does.
     """
     q_HTD, k_GND, v_GNE = (states[0] if states.stride(-1) == 1 else states[0].contiguous()
                            for states in (q_1HTD, k_1GND, v_1GNE))  # fmt: skip
@@ -305,17 +282,17 @@ def launch_tree_attention(
     with torch.cuda.device_of(q_HTD):  # Triton launches on the current device
         _split_kernel[(num_sequences * num_row_blocks, kv_heads, num_splits)](
             q_HTD, k_GND, v_GNE, mask_TT, mask_TT if slot_mapping_T is None else slot_mapping_T,
-            mask_TT if sequences_Q4 is None else sequences_Q4, parts, lse, out_THE,
-            lse if arrived is None else arrived, num_tokens, num_keys, scale, *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2], mask_TT.stride(0),
+            mask_TT if sequences_Q4 is None else sequences_Q4, parts, lse, num_tokens, num_keys, scale,
+            *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2], mask_TT.stride(0),
             R=repeats, D=dim, E=value_dim, HAS_SLOTS=slot_mapping_T is not None,
             HAS_SEQUENCES=sequences_Q4 is not None, SPLIT=split, ADDITIVE=additive,
-            PRODUCTS=_products_of(q_HTD), COMBINES=split and arrived is not None, **sizes,
+            PRODUCTS=_products_of(q_HTD), **sizes,
         )  # fmt: skip
-        if split and arrived is None:
-            block_splits = triton.next_power_of_2(num_splits)
-            _combine_kernel[(num_rows, kv_heads)](
-                parts, lse, out_THE, num_splits, R=repeats, E=value_dim, BE=sizes["BE"], BS=block_splits
-            )
+        if split:
+            _combine_kernel[(triton.cdiv(num_rows, COMBINED_ROWS), kv_heads)](
+                parts, lse, out_THE, num_rows, num_splits,
+                R=repeats, E=value_dim, BE=sizes["BE"], BR=COMBINED_ROWS, num_warps=COMBINING_WARPS,
+            )  # fmt: skip
     return out_THE[None].transpose(1, 2)
 
 

@@ -176,7 +176,7 @@ class CapturedForests:
 
         def step() -> torch.Tensor:
             block.copy_(host, non_blocking=True)
-            whole.move(inputs.sources_M, inputs.targets_M)
+            whole.move(inputs.sources_M, inputs.targets_M, captured.kernels.move_slots)
             visible_BB = (inputs.visible_BW[:, :, None] >> bits & 1).flatten(1)[:, :bucket] != 0
             places_B4 = inputs.sequences_Q4.index_select(0, inputs.sequence_B)
             mask = masks.build_pooled(

@@ -25,6 +25,7 @@ from lp.config import Capture
 from lp.errors import UserError
 from lp.models.fused import FusedModel
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
+from lp.models.kernel_choice import NO_KERNELS
 from lp.models.kv_cache import CacheTooLarge, StatesKind, StaticKVCache
 from lp.models.new_cache import new_cache
 from lp.models.recurrent_states import RecurrentShape
@@ -135,6 +136,7 @@ class CapturedSteps:
         cache: of the generation that is running, or of the last one.
         reserved: a running generation has the cache.
         shared: other memory of the device that captured work reads, by what it is for.
+        kernels: in the place of torch's operations, where layers are fused.
     """
 
     def __init__(
@@ -162,6 +164,8 @@ class CapturedSteps:
         self._caches: list[StaticKVCache] = []  # by capacity, ascending
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by C and B
         self._in_flight: torch.cuda.Event | None = None  # behind a step that nothing has waited for
+        fused = isinstance(model, FusedModel) and mode is Capture.GRAPH
+        self.kernels = model.choose_kernels(self.replica or Replica()) if fused else NO_KERNELS
 
     def empty_cache(self, capacity: int) -> StaticKVCache:
         """The smallest cache that has so many slots and a step's padding; made where there is none.
@@ -331,7 +335,7 @@ class CapturedSteps:
 
         def step() -> torch.Tensor:
             block.copy_(host, non_blocking=True)
-            cache.move(inputs.sources_M, inputs.targets_M)
+            cache.move(inputs.sources_M, inputs.targets_M, self.kernels.move_slots)
             torch.add(tokens, inputs.length_1, out=slot_mapping_B)
             visible_BB.copy_((inputs.visible_BW[:, :, None] >> bits & 1).flatten(1)[:, :bucket])
             cache.begin(visible_BB)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lp.models.architectures import (
@@ -33,15 +34,18 @@ from lp.models.architectures import (
     is_plain_mlp,
     running,
 )
+from lp.models.kernel_choice import NO_KERNELS, LayerKernels, LayerShape, choose_kernels
 from lp.models.kv_cache import StaticKVCache
-from lp.models.layer_operations import NO_KERNELS, SILU, LayerKernels
+from lp.models.layer_operations import Norm, rotate
 from lp.models.releases import cache_keyword
 from lp.models.sharded_layers import RowWiseLinear, ShardedHead
 from lp.models.skipped_layer import NoHead
 from lp.models.weight_layout import is_mergeable, laid_out
+from lp.parallel.replica import Replica
 
 logger = logging.getLogger(__name__)
 OWN_SETTINGS_STAY = ("torch.nn.", "transformers.models.")  # modules whose settings nobody changes once they are made
+SILU = (nn.SiLU, SiLUActivation)
 HELD = {"_modules", "_parameters", "_buffers"}
 PLAIN = (bool, int, float, str, list, set, tuple, dict, type(None))
 
@@ -106,7 +110,7 @@ class FusedModel:
         if len({(weight.dtype, weight.device) for weight in model.parameters()}) > 1:
             raise Unknown("its weights have several dtypes or devices")
         self._layers = [_Layer(layer, self.architecture) for layer in layers]
-        self._norm = _Norm(model.model.norm, self.architecture.norm)
+        self._norm = _norm_of(model.model.norm, self.architecture.norm)
         self._lm_head = _lm_head(model)
         self._rotary_kinds = {layer.kind if self.architecture.rotary_by_kind else None for layer in self._layers}
         self._eager = sys.modules[type(model).__module__].eager_attention_forward
@@ -149,16 +153,37 @@ class FusedModel:
         x_TE = embedded_TE * self._decoder.embedding_multiplier if scaled else embedded_TE.clone()
         rotations = {kind: self._rotation(x_TE, position_ids, kind) for kind in self._rotary_kinds}
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._eager)
-        claimed = isinstance(cache, StaticKVCache) and cache.claimed  # else layers have no buffers to write to yet
-        slots_T = cache.slot_mapping if claimed else None
-        captured = slots_T is not None and not torch.compiler.is_compiling()
-        attend = _Attend(function, cache, keywords, slots_T, self.kernels if captured else NO_KERNELS)
+        slots_T = None
+        if not torch.compiler.is_compiling() and isinstance(cache, StaticKVCache) and cache.claimed:
+            slots_T = cache.slot_mapping
+        attend = _Attend(function, cache, keywords, slots_T, NO_KERNELS if slots_T is None else self.kernels)
         for layer in self._layers:
             rotation = rotations[layer.kind if self.architecture.rotary_by_kind else None]
             mask = attention_mask[layer.kind] if isinstance(attention_mask, dict) else attention_mask
             x_TE = layer(x_TE, rotation, mask, attend)
         kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep, None)
-        return Output(self._scaled(self._lm_head(self._norm(x_TE[kept], attend.kernels))[None]))
+        return Output(self._scaled(self._lm_head(_normed(self._norm, x_TE[kept], attend.kernels))[None]))
+
+    def choose_kernels(self, replica: Replica) -> LayerKernels:
+        """Take the kernels for captured steps that are right and fast on the model's device; they are returned, too.
+
+        Args:
+            replica: the ranks that the model is divided among.
+        """
+        layer = self._layers[0]
+        mlp = layer.mlp
+        shape = LayerShape(
+            hidden_size=len(self._norm.weight),
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.attention.head_dim,
+            intermediate_size=mlp.gate_up.num_outputs // 2 if isinstance(mlp, _Mlp) else len(self._norm.weight),
+            norm=self.architecture.norm,
+            dtype=self._norm.weight.dtype,
+            device=self._device,
+        )
+        self.kernels = choose_kernels(shape, replica)
+        return self.kernels
 
     def first_layer(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> FusedModel:
         """A model of the first layer alone, over the same weights.
@@ -198,7 +223,7 @@ class _Attend:
         function: of attention.
         cache: of the KV.
         keywords: for the attention function, beside those of a layer.
-        slots_T: int64, where a captured step writes its KV; None: behind what is cached.
+        slots_T: int64, where a captured step writes its KV; None: it is no such step, or a layer has no buffers yet.
         kernels: that take the place of torch's operations in this step.
     """
 
@@ -244,7 +269,7 @@ class _Layer:
             raise Unknown("its projections have other sizes than its heads")
         modules: dict[str | None, Any] = {**layer._modules, **attention._modules}
         places = (*architecture.attention_norms, *architecture.mlp_norms, "q_norm", "k_norm")
-        norms = [_Norm(modules[place], architecture.norm) if place in modules else None for place in places]
+        norms = [_norm_of(modules[place], architecture.norm) if place in modules else None for place in places]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp, self.q_norm, self.k_norm = norms
         self.multiplier: float = layer.residual_multiplier if architecture.multipliers else 1.0
         self.mlp = _Mlp(layer.mlp) if is_plain_mlp(layer.mlp, architecture.prefix) else layer.mlp
@@ -252,10 +277,10 @@ class _Layer:
     def __call__(self, x_TE: torch.Tensor, rotation: _Rotation, mask: Any, attend: _Attend) -> torch.Tensor:
         """The residual stream behind the layer, (T, E), in the memory of the one before it."""
         kernels = attend.kernels
-        h_TE = x_TE if self.before_attention is None else self.before_attention(x_TE, kernels)
+        h_TE = x_TE if self.before_attention is None else _normed(self.before_attention, x_TE, kernels)
         out = self._attention(h_TE, rotation, mask, attend)
         x_TE = self._add(x_TE, self.out, out, self.after_attention)
-        h_TE = x_TE if self.before_mlp is None else self.before_mlp(x_TE, kernels)
+        h_TE = x_TE if self.before_mlp is None else _normed(self.before_mlp, x_TE, kernels)
         if isinstance(self.mlp, _Mlp):
             return self._add(x_TE, self.mlp.down, self.mlp.activated(h_TE, kernels), self.after_mlp)
         h_TE = self.mlp(h_TE[None])[0]
@@ -292,7 +317,7 @@ class _Layer:
         out_TE: torch.Tensor = out_1THD.reshape(num_tokens, -1)
         return out_TE
 
-    def _add(self, x_TE: torch.Tensor, projection: _Projection, h: torch.Tensor, norm: _Norm | None) -> torch.Tensor:
+    def _add(self, x_TE: torch.Tensor, projection: _Projection, h: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         """The residual stream with a projection of `h` added to it in place."""
         if norm is None:
             return projection.added_to(x_TE, h, self.multiplier)
@@ -311,7 +336,7 @@ class _Mlp:
     def activated(self, h_TE: torch.Tensor, kernels: LayerKernels = NO_KERNELS) -> torch.Tensor:
         """What `down` projects."""
         gate, up = self.gate_up.in_parts(h_TE, 2)
-        if kernels.silu_times is not None and isinstance(self.activation, SILU):
+        if kernels.silu_times is not None and type(self.activation) in SILU:
             return kernels.silu_times(gate, up)
         activated_TF: torch.Tensor = self.activation(gate).mul_(up)
         return activated_TF
@@ -379,6 +404,12 @@ def _product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -
     return torch.mm(x, matrix) if bias is None else torch.addmm(bias, x, matrix)
 
 
+def _normed(norm: Norm, x_TE: torch.Tensor, kernels: LayerKernels) -> torch.Tensor:
+    if kernels.normalize is None:
+        return norm(x_TE)
+    return kernels.normalize(x_TE, norm.weight, norm.eps, norm.rule is NormRule.ROUNDED, norm.rule is NormRule.OFFSET)
+
+
 def _lm_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """From (tokens, E) to (tokens, V): the module itself, if it is not plain."""
     head: Any = model.lm_head
@@ -405,38 +436,5 @@ def _called(head: Any, x: torch.Tensor) -> torch.Tensor:
     return logits[0]
 
 
-class _Norm:
-    """A norm by the root mean square, in float32 whatever the dtype, as transformers' RMSNorm classes."""
-
-    def __init__(self, norm: Any, rule: NormRule) -> None:
-        self.weight: torch.Tensor = norm.weight
-        self.eps: float = norm.eps if rule is NormRule.OFFSET else norm.variance_epsilon
-        self.rule = rule
-        self.eps_1 = self.weight.new_full((1,), self.eps)
-
-    def __call__(self, x: torch.Tensor, kernels: LayerKernels = NO_KERNELS) -> torch.Tensor:
-        weight = self.weight
-        if kernels.norm is not None:
-            return kernels.norm(x, weight, self.eps, self.rule)
-        shape = weight.shape
-        if x.dtype is torch.float32 and not x.is_cuda and self.rule is not NormRule.OFFSET:
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # torch.rms_norm is a dozen operations on a CPU
-            return (x * torch.addcmul(self.eps_1, norm, norm, value=1 / len(weight)).rsqrt_()).mul_(weight)
-        if self.rule is NormRule.OFFSET:
-            return torch.rms_norm(x.float(), shape, 1.0 + weight.float(), self.eps).to(x.dtype)
-        if x.dtype is torch.float64:
-            return torch.rms_norm(x.float(), shape, None, self.eps) * weight
-        if self.rule is NormRule.ROUNDED and x.dtype is not torch.float32:
-            return torch.rms_norm(x, shape, None, self.eps) * weight
-        return torch.rms_norm(x, shape, weight, self.eps)
-
-    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Of queries or keys (T, heads, D), each head for itself or all at once, as large as the weight is."""
-        return self(x.reshape(len(x), -1, len(self.weight))).view(x.shape)
-
-
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of queries or keys (T, heads, D)."""
-    wide = states.to(cos.dtype)
-    swapped = wide.roll(wide.shape[-1] // 2, -1)
-    return torch.addcmul(wide * cos, swapped, sin).to(states.dtype)
+def _norm_of(module: Any, rule: NormRule) -> Norm:
+    return Norm(module.weight, module.eps if rule is NormRule.OFFSET else module.variance_epsilon, rule)

@@ -6,7 +6,7 @@ the KV of position i; token i of a step is written to slot L + i, or to the slot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -350,10 +350,20 @@ class StaticKVCache(Cache):
             for buffer, slots in self._slots(sources):
                 buffer[:, :, targets[0] : targets[-1] + 1] = buffer[:, :, slots]
 
-    def move(self, source_M: torch.Tensor, target_M: torch.Tensor) -> None:
-        """The same of slots that are data, int64: in a captured step."""
+    def move(
+        self, source_M: torch.Tensor, target_M: torch.Tensor, by_kernel: Callable[..., None] | None = None
+    ) -> None:
+        """The same of slots that are data, int64: in a captured step.
+
+        Args:
+            source_M, target_M: in ascending order; what moves nowhere comes last.
+            by_kernel: `lp.models.layer_kernels.move_slots`; None: by torch.
+        """
         for buffer in self.buffers:
-            buffer.index_copy_(2, target_M, buffer.index_select(2, source_M))
+            if by_kernel is None:
+                buffer.index_copy_(2, target_M, buffer.index_select(2, source_M))
+            else:
+                by_kernel(buffer, source_M, target_M)
 
     def pack(self, token_indices: Sequence[int]) -> torch.Tensor:
         """Keys and values of these tokens of the last step in one flat tensor, to send to other ranks."""

@@ -4,7 +4,7 @@ cache, a gated activation; and the moves of a commit in all layers.
 T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, C: cache slots, F: intermediate size,
 M: moved slots, n: keys and values of all layers.
 
-Rounding is where `lp.models.layer_operations` rounds.
+They round where torch's operations in `lp.models.fused` do; `lp.models.kernel_choice` says where they are taken.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-from lp.models.architectures import NormRule
 
 HEADS_A_PROGRAM = 8
 FEATURES_A_PROGRAM = 1024
@@ -105,24 +103,27 @@ def _move_kernel(
         tl.store(base + target * stride_c + d, states_D, mask=d < D)
 
 
-def norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, rule: NormRule) -> torch.Tensor:
+@torch.library.custom_op("lp::normalize", mutates_args=())
+def normalize(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, rounded: bool, offset: bool) -> torch.Tensor:
     """The tokens over their root mean square, times the weight: (T, E).
 
     Args:
         x_TE: rows without gaps.
-        rule: where it rounds.
+        rounded: before the product with the weight, else after it.
+        offset: the factor is 1 + weight.
     """
     num_tokens, size = x_TE.shape
     out_TE = x_TE.new_empty(num_tokens, size)
     block = triton.next_power_of_2(size)
     with torch.cuda.device_of(x_TE):  # Triton launches on the current device
         _norm_kernel[(num_tokens,)](
-            x_TE, weight_E, out_TE, x_TE.stride(0), eps, E=size, BE=block,
-            ROUNDED=rule is NormRule.ROUNDED, OFFSET=rule is NormRule.OFFSET, num_warps=min(max(block // 512, 1), 16),
+            x_TE, weight_E, out_TE, x_TE.stride(0), eps, E=size, BE=block, ROUNDED=rounded, OFFSET=offset,
+            num_warps=min(max(block // 512, 1), 16),
         )  # fmt: skip
     return out_TE
 
 
+@torch.library.custom_op("lp::rotate_and_store", mutates_args=("k_1GCD", "v_1GCD"))
 def rotate_and_store(
     rotated_THD: torch.Tensor,
     values_TGD: torch.Tensor,
@@ -138,7 +139,7 @@ def rotate_and_store(
         rotated_THD: queries, then keys, (T, H + G, D); heads without gaps.
         values_TGD: likewise.
         cos_T1D, sin_T1D: without gaps; the sine has the sign of the half that it multiplies.
-        k_1GCD, v_1GCD: of the layer.
+        k_1GCD, v_1GCD: keys and values of the layer in all slots.
         slots_T: int64.
     """
     num_tokens, rotated_heads, dim = rotated_THD.shape
@@ -155,6 +156,7 @@ def rotate_and_store(
     return q_THD
 
 
+@torch.library.custom_op("lp::silu_times", mutates_args=())
 def silu_times(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
     """silu(gate) x up, (T, F); rows without gaps."""
     num_tokens, num_features = gate_TF.shape
@@ -166,7 +168,8 @@ def silu_times(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
     return out_TF
 
 
-def move(buffer_nGCD: torch.Tensor, source_M: torch.Tensor, target_M: torch.Tensor) -> None:
+@torch.library.custom_op("lp::move_slots", mutates_args=("buffer_nGCD",))
+def move_slots(buffer_nGCD: torch.Tensor, source_M: torch.Tensor, target_M: torch.Tensor) -> None:
     """Moves slots in all layers: sources ascend, none lies before its target, and what moves nowhere comes last."""
     count, kv_heads, _, dim = buffer_nGCD.shape
     with torch.cuda.device_of(buffer_nGCD):

@@ -1,26 +1,55 @@
-"""Which kernels take the place of torch's small operations in a captured step's layers."""
+"""The small operations of a decoder layer, by torch: what `lp.models.layer_kernels` has kernels for.
+
+T: step tokens, E: hidden size, D: head dimension.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-from torch import nn
-from transformers.activations import SiLUActivation
 
 from lp.models.architectures import NormRule
 
-SILU = (nn.SiLU, SiLUActivation)
+
+class Norm:
+    """A norm by the root mean square, in float32 whatever the dtype, as transformers' RMSNorm classes.
+
+    Args:
+        weight: (E,).
+        eps: added to the mean square.
+        rule: where it rounds.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float, rule: NormRule) -> None:
+        self.weight = weight
+        self.eps = eps
+        self.rule = rule
+        self.eps_1 = weight.new_full((1,), eps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        shape = weight.shape
+        if x.dtype is torch.float32 and not x.is_cuda and self.rule is not NormRule.OFFSET:
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # torch.rms_norm is a dozen operations on a CPU
+            return (x * torch.addcmul(self.eps_1, norm, norm, value=1 / len(weight)).rsqrt_()).mul_(weight)
+        if self.rule is NormRule.OFFSET:
+            return torch.rms_norm(x.float(), shape, 1.0 + weight.float(), self.eps).to(x.dtype)
+        if x.dtype is torch.float64:
+            return torch.rms_norm(x.float(), shape, None, self.eps) * weight
+        if self.rule is NormRule.ROUNDED and x.dtype is not torch.float32:
+            return torch.rms_norm(x, shape, None, self.eps) * weight
+        return torch.rms_norm(x, shape, weight, self.eps)
+
+    def of_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Of queries or keys (T, heads, D), each head for itself or all at once, as large as the weight is."""
+        return self(x.reshape(len(x), -1, len(self.weight))).view(x.shape)
 
 
-@dataclass(frozen=True)
-class LayerKernels:
-    """Each as the function of that name in `lp.models.layer_kernels`; None: torch's operations."""
+def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions of queries or keys (T, heads, D).
 
-    norm: Callable[[torch.Tensor, torch.Tensor, float, NormRule], torch.Tensor] | None = None
-    rotate_and_store: Callable[..., torch.Tensor] | None = None
-    silu_times: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-
-
-NO_KERNELS = LayerKernels()
+    Args:
+        cos, sin: (T, 1, D); the sine has the sign of the half that it multiplies.
+    """
+    wide = states.to(cos.dtype)
+    swapped = wide.roll(wide.shape[-1] // 2, -1)
+    return torch.addcmul(wide * cos, swapped, sin).to(states.dtype)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from lp.models import kernel_choice
 from tests.simulated_cuda import guard
+from tests.simulated_cuda.events import LAUNCH
 from tests.simulated_cuda.graphs import CUDAGraph, graph
 from tests.simulated_cuda.memory import forget_pinned
 from tests.simulated_cuda.simulation import SimulatedCuda, simulation
@@ -34,7 +36,11 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
     Threads that are started within it enter a `SimulatedCuda` of their own.
     """
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
-    with guard.lent(), patch.multiple(torch.cuda, **_replacements()):
+    with (
+        guard.lent(),
+        patch.multiple(torch.cuda, **_replacements()),
+        patch.object(kernel_choice, "_seconds", _launches),
+    ):
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes parameters anew
         try:
             with SimulatedCuda() as here:
@@ -70,6 +76,13 @@ def _replacements() -> dict[str, Any]:
         "stream": StreamContext,
         "synchronize": lambda device=None: simulation().wait("cuda.synchronize"),
     }
+
+
+def _launches(operation: Callable[[], object]) -> float:
+    """In place of an operation's time, of which the simulation knows nothing: how many kernels it starts."""
+    before = simulation().events.total(LAUNCH)
+    operation()
+    return simulation().events.total(LAUNCH) - before
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.simulated_cuda.flash import flash_attention_forward, tree_attention
+from tests.simulated_cuda.layer_kernels import move_slots, normalize, rotate_and_store, silu_times
 
 # One kernel on a GPU, though torch composes it of others.
 WHOLE = {"scaled_dot_product_attention"}
@@ -17,6 +18,10 @@ WHOLE = {"scaled_dot_product_attention"}
 KERNELS: dict[str, Callable[..., Any]] = {
     "_flash_attention_forward": flash_attention_forward,
     "tree_attention": tree_attention,
+    "normalize": normalize,
+    "rotate_and_store": rotate_and_store,
+    "silu_times": silu_times,
+    "move_slots": move_slots,
 }
 # Allocations: what lies in the memory is whatever was there.
 ALLOCATES = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -45,6 +50,7 @@ class Operator:
         written: index and name of the arguments that it writes to.
         takes_scalars: it takes a CPU tensor without dimensions beside CUDA tensors.
         launches: it starts a kernel.
+        fresh: what it returns is memory of its own, and not what it writes to.
     """
 
     name: str
@@ -53,6 +59,7 @@ class Operator:
     written: tuple[tuple[int, str], ...]
     takes_scalars: bool
     launches: bool
+    fresh: bool
 
     def targets(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call that it writes to."""
@@ -78,4 +85,5 @@ def operator(func: Any) -> Operator:
         written=written,
         takes_scalars=torch.Tag.pointwise in func.tags or name in TAKE_SCALARS,
         launches=not view and name not in _NO_KERNEL,
+        fresh=any(returned.alias_info is None for returned in func._schema.returns),
     )

@@ -307,12 +307,12 @@ class SimulatedCuda(TorchDispatchMode):
             with torch._C._InferenceMode(base.is_inference()):  # a view of a normal tensor is one, wherever it is made
                 return self._wrapped(func(*_unwrapped(args), **_unwrapped(kwargs)), device)
         targets = op.targets(args, kwargs)
-        out = self.run(KERNELS.get(op.name, func), args, kwargs, targets, fresh=not targets)
-        if targets:
-            for target in targets:
-                assert isinstance(target, CudaTensor)
-                if target.raw.shape != target.shape or target.raw.stride() != target.stride():
-                    raise NotImplementedError(f"{func} changes a tensor's shape in place, which is not simulated")
+        out = self.run(KERNELS.get(op.name, func), args, kwargs, targets, fresh=op.fresh)
+        for target in targets:
+            assert isinstance(target, CudaTensor)
+            if target.raw.shape != target.shape or target.raw.stride() != target.stride():
+                raise NotImplementedError(f"{func} changes a tensor's shape in place, which is not simulated")
+        if targets and not op.fresh:
             return targets[0] if len(func._schema.returns) == 1 else tuple(targets) if func._schema.returns else None
         if op.name in ALLOCATES:
             poison(out)
