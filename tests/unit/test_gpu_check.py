@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lp
 from launch.bench.gpu_calls import GpuCalls, calls_per_step, count
+from launch.bench.session import versions
 from launch.bench.tables.gpu import Figure, parity, run
 from tests.conftest import Processes
 
@@ -135,3 +138,15 @@ def test_the_table_counts_what_failed(tmp_path: Path) -> None:
     assert half == Figure(name="attention flash bf16", value=0.2, limit=0.1, note="2 tests, 1 FAILED")
     assert half.verdict == "MISSED"
     assert double == Figure(name="attention flash float64", value=None, note="1 tests, 1 refused")
+
+
+def test_records_of_a_clone_have_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is lent, nothing is installed: the clone runs as it stands."""
+
+    def uninstalled(name: str) -> str:
+        if name.startswith("lp"):
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr("launch.bench.session.version", uninstalled)
+    assert versions() | {"lp": lp.__version__, "torch": "1.0"} == versions()
