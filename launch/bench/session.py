@@ -389,9 +389,7 @@ def hardware(bench: Bench) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that figures depend on."""
-    return {"lp": version("lp-runtime"), "python": platform.python_version()} | {
-        name: version(name) for name in VERSIONS
-    }
+    return {"lp": lp.__version__, "python": platform.python_version()} | {name: version(name) for name in VERSIONS}
 
 
 def _figures(result: Measured) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""What scripts/gpu_check.sh measured: parity by backend and dtype, then every profile's figures and limits.
+"""What a stage of scripts/gpu_check.sh measured: facts, parity by backend and dtype, profiles and benchmarks.
 
-    python scripts/tables.py gpu FOLDER
+    python scripts/tables.py gpu FOLDER                     # the reports of a stage
+    python scripts/tables.py gpu FOLDER --into STAGE.jsonl  # and a line of JSON for every figure
 
 Ends in one line of JSON. A figure past its limit is marked, and is no error; that `attention=auto` did not take flash
-attention is one. docs/gpu.md says what the figures mean.
+attention is one, and so are texts that differ from plain decoding's by more than rounding. docs/gpu.md says what the
+figures mean.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ import argparse
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from ..table import empty_table
 
 FLASH = "flash"  # what attention=auto is to take
+TOO_LARGE = "too little memory"  # in the reason of what is skipped, which is no failure
+DIFFERING = "texts that differ"
 LIMITS = {1: 1.25, 64: 1.45}  # of t(T) over the time that weights take at the copy's speed: what this project aims at
 
 
@@ -77,6 +82,27 @@ def _parity(name: str, cases: list[dict[str, str]]) -> Figure:
     )
 
 
+def fact(line: dict[str, Any]) -> Figure:
+    """One of scripts/gpu_facts.py."""
+    rest = {key: value for key, value in line.items() if key not in ("section", "name", "value", "unit")}
+    said = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in rest.items())
+    name = f"{line['section']}: {line['name']}" + (f", {line['unit']}" if line["unit"] else "")
+    return Figure(name=name, value=line["value"], note=", ".join(said))
+
+
+def benchmark(summary: dict[str, Any]) -> Iterator[Figure]:
+    """Speeds and differing texts, as the benchmark app prints them with output=json."""
+    settings = summary["settings"]
+    for method in summary["methods"]:
+        name = f"{Path(settings['model']).name}, {settings['dtype']}, {method['method']}"
+        speedup = f", {method['speedup']:.2f} x plain" if method["speedup"] else ""
+        yield Figure(name=f"{name}, tokens/s", value=method["tokens_per_s"], note=f"S = {method['S']:.2f}{speedup}")
+        if method["differing"] is not None:
+            ties = method["near_ties"]
+            note = f"of {method['prompts']}; {ties} more part at near-ties"
+            yield Figure(name=f"{name}, {DIFFERING}", value=method["differing"] - ties, limit=0, note=note)
+
+
 def figures(profile: dict[str, Any]) -> Iterator[Figure]:
     """Those of a profile of one rank, as the profile app prints it with output=json."""
     points = profile["step_times"]
@@ -116,33 +142,59 @@ def ranks(profile: dict[str, Any]) -> Iterator[Figure]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, help="parity.xml, profile-*.json, and .err with why one is empty")
+    reports = "facts.jsonl, parity.xml, profile-*.json, benchmark-*.json; an empty one has a .err that says why"
+    parser.add_argument("folder", type=Path, help=reports)
+    parser.add_argument("--into", type=Path, help="a file for a line of JSON a figure, facts as they are")
 
 
 def run(args: argparse.Namespace) -> None:
-    lines = parity(args.folder / "parity.xml")
+    facts = [json.loads(line) for path in args.folder.glob("facts.jsonl") for line in _lines(path)]
+    lines = [line for path in args.folder.glob("parity.xml") for line in parity(path)]
     settings: list[dict[str, Any]] = []
-    for path in sorted(args.folder.glob("profile-*.json")):
-        text = path.read_text(encoding="utf-8").strip()
-        if not text:
-            reason = path.with_suffix(".err").read_text(encoding="utf-8").strip().splitlines()[-1]
-            lines.append(Figure(name=path.stem.removeprefix("profile-"), value=None, note=f"skipped: {reason}"))
+    for path in sorted(args.folder.glob("*-*.json")):
+        kind, name = path.stem.split("-", 1)
+        if not _lines(path):
+            reason = _lines(path.with_suffix(".err"))[-1]
+            outcome = "skipped" if TOO_LARGE in reason else "FAILED"
+            lines.append(Figure(name=name, value=None, note=f"{outcome}: {reason}"))
             continue
-        profile = json.loads(text.splitlines()[-1])
-        settings.append({key: value for key, value in profile.items() if not isinstance(value, dict | list)})
-        measured = list(figures(profile) if profile["R"] == 1 else ranks(profile))
-        if profile["device"] == "cpu":  # the limits are a GPU's
-            measured = [replace(figure, limit=None) for figure in measured]
-        lines += [replace(figure, name=f"{profile['model']}, {figure.name}") for figure in measured]
-    title = f"{settings[0]['device']}, {settings[0]['dtype']}" if settings else "nothing was profiled"
+        report = json.loads(_lines(path)[-1])
+        if kind == "benchmark":
+            lines += benchmark(report)
+            continue
+        settings.append({key: value for key, value in report.items() if not isinstance(value, dict | list)})
+        lines += _of_profile(report)
+    title = f"{settings[0]['device']}, {settings[0]['dtype']}" if settings else args.folder.name
+    _print([*map(fact, facts), *lines], title)
+    figures = [asdict(line) for line in lines]
+    if args.into:
+        args.into.write_text("".join(f"{json.dumps(each)}\n" for each in facts + figures), encoding="utf-8")
+    print(json.dumps({"profiles": settings, "facts": facts, "figures": figures}))
+    faults = dict.fromkeys(f"{each['model']}: {each['attention']}" for each in settings if each["attention"] != FLASH)
+    if faults:
+        print(f"FAILED: attention=auto took {', '.join(faults)}", file=sys.stderr)
+    differing = [line for line in lines if line.name.endswith(DIFFERING) and line.value]
+    for line in differing:
+        print(f"FAILED: {line.name}: {line.value:.0f} {line.note}", file=sys.stderr)
+    if faults or differing:
+        raise SystemExit(1)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").strip().splitlines()
+
+
+def _of_profile(profile: dict[str, Any]) -> list[Figure]:
+    measured = list(figures(profile) if profile["R"] == 1 else ranks(profile))
+    if profile["device"] == "cpu":  # the limits are a GPU's
+        measured = [replace(figure, limit=None) for figure in measured]
+    return [replace(figure, name=f"{profile['model']}, {figure.name}") for figure in measured]
+
+
+def _print(lines: Sequence[Figure], title: str) -> None:
     table = empty_table(("figure", "value", "at most", "", "note"), ("figure", "", "note"), title=title)
     for line in lines:
-        value = "-" if line.value is None else f"{line.value:.3g}"
+        value = "-" if line.value is None else f"{line.value:.4g}"
         limit = "" if line.limit is None else f"{line.limit:.3g}"
-        table.add_row(line.name, value, limit, line.verdict, line.note)
-    Console(width=160).print(table)
-    print(json.dumps({"profiles": settings, "figures": [asdict(line) for line in lines]}))
-    other = {f"{setting['model']}: {setting['attention']}" for setting in settings if setting["attention"] != FLASH}
-    if other or not settings:
-        print("FAILED:", f"attention=auto took {', '.join(sorted(other))}" if other else title, file=sys.stderr)
-        raise SystemExit(1)
+        table.add_row(escape(line.name), value, limit, line.verdict, escape(line.note))
+    Console(width=200).print(table)
