@@ -147,7 +147,7 @@ def test_norms_round_where_transformers_norms_do(arch: str, dtype: torch.dtype) 
     rules = {"llama": NormRule.ROUNDED, "olmo2": NormRule.WIDE, "gemma": NormRule.OFFSET}
     states = torch.randn(50, 32).to(dtype) * 3
     with torch.inference_mode():
-        ours = lp.models.fused._Norm(model.model.norm, rules[arch])(states)
+        ours = lp.models.fused._norm_of(model.model.norm, rules[arch])(states)
         theirs = model.model.norm(states)
     assert ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=3e-7 if dtype.itemsize > 2 else 0, atol=0)
 
@@ -401,7 +401,7 @@ def test_a_class_that_a_library_has_changed_is_not_fused(monkeypatch: pytest.Mon
 def test_fused_layers_that_fail_the_probe_are_given_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lp.models.fused, "_rotate", lambda states, cos, sin: states)
+    monkeypatch.setattr(lp.models.fused, "rotate", lambda states, cos, sin: states)
     model = tiny_model("llama")
     decoder = lp.LookaheadDecoder(model, CONFIG)
     assert not decoder.runner.fused and decoder.runner.attention == "flash"
