@@ -42,6 +42,7 @@ SMALL = {
     "values of another dimension": Case(dim=48, value_dim=24),
     "one split": Case(num_splits=1),
     "splits without keys": Case(length=10, num_splits=7),
+    "more splits than are combined at once": Case(length=400, capacity=500, num_splits=19),
     "own keys on both sides of a split": Case(num_tokens=40, length=40, num_splits=3),
     "many rows": Case(num_tokens=50, length=30, heads=6, num_splits=2),
     "float16": Case(dtype=torch.float16, num_splits=3),

@@ -16,8 +16,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST_SPLITS = 64
-COMBINED_ROWS = 4  # by a program
-COMBINING_WARPS = 2
+COMBINED_SPLITS = 8  # that a program loads at once
 PROGRAMS_PER_SM = 2  # that fit beside each other in an SM's shared memory
 SMS_WITHOUT_A_GPU = 8  # for the interpreter
 
@@ -165,41 +164,37 @@ def _split_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
-    parts_base, lse_base, out_base, num_rows, num_splits,
-    R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """The outputs of some rows from those of their splits; grid (blocks of rows, G)."""
+    parts_base, lse_base, out_base, num_splits, R: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr
+):
+    """The output of one row from those of its splits, BS of them at a time; grid (T x R, G)."""
+    row = tl.program_id(0)
     g = tl.program_id(1)
-    row_B = tl.program_id(0) * BR + tl.arange(0, BR)
     e = tl.arange(0, BE)
-    row_ok_B = row_B < num_rows
-    first_B = (g * num_splits).to(tl.int64) * num_rows + row_B
-    top_B = tl.full((BR,), float("-inf"), tl.float32)
-    total_B = tl.zeros((BR,), tl.float32)
-    sum_BE = tl.zeros((BR, BE), tl.float32)
-    for split in range(num_splits):
-        at_B = first_B + split * num_rows
-        lse_B = tl.load(lse_base + at_B, mask=row_ok_B, other=float("-inf"))
-        part_BE = tl.load(
-            parts_base + at_B[:, None] * E + e[None, :], mask=row_ok_B[:, None] & (e < E)[None, :], other=0.0
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    sum_E = tl.zeros((BE,), tl.float32)
+    for first in range(0, num_splits, BS):
+        s = first + tl.arange(0, BS)
+        index_S = (g * num_splits + s).to(tl.int64) * tl.num_programs(0) + row
+        lse_S = tl.load(lse_base + index_S, mask=s < num_splits, other=float("-inf"))
+        parts_SE = tl.load(
+            parts_base + index_S[:, None] * E + e[None, :],
+            mask=(s < num_splits)[:, None] & (e < E)[None, :],
+            other=0.0,
         )
-        new_top_B = tl.maximum(top_B, lse_B)
-        base_B = tl.where(new_top_B == float("-inf"), 0.0, new_top_B)  # -inf minus itself would be NaN
-        keep_B = tl.exp2(top_B - base_B)
-        share_B = tl.exp2(lse_B - base_B)
-        total_B = total_B * keep_B + share_B
-        sum_BE = sum_BE * keep_B[:, None] + part_BE * share_B[:, None]
-        top_B = new_top_B
-    out_BE = sum_BE / tl.where(total_B == 0, 1.0, total_B)[:, None]
+        new_top = tl.maximum(top, tl.max(lse_S, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf minus itself would be NaN
+        keep = tl.exp2(top - base)
+        share_S = tl.exp2(lse_S - base)
+        total = total * keep + tl.sum(share_S, 0)
+        sum_E = sum_E * keep + tl.sum(parts_SE * share_S[:, None], 0)
+        top = new_top
+    out_E = sum_E / tl.where(total == 0, 1.0, total)
     heads = tl.num_programs(1) * R
-    out_B = (row_B // R).to(tl.int64) * heads + g * R + row_B % R
-    tl.store(
-        out_base + out_B[:, None] * E + e[None, :],
-        out_BE.to(out_base.dtype.element_ty),
-        mask=row_ok_B[:, None] & (e < E)[None, :],
-    )
+    at = (row // R).to(tl.int64) * heads + g * R + row % R
+    tl.store(out_base + at * E + e, out_E.to(out_base.dtype.element_ty), mask=e < E)
 
 
 def block_sizes(num_rows: int, dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
@@ -289,10 +284,9 @@ def launch_tree_attention(
             PRODUCTS=_products_of(q_HTD), **sizes,
         )  # fmt: skip
         if split:
-            _combine_kernel[(triton.cdiv(num_rows, COMBINED_ROWS), kv_heads)](
-                parts, lse, out_THE, num_rows, num_splits,
-                R=repeats, E=value_dim, BE=sizes["BE"], BR=COMBINED_ROWS, num_warps=COMBINING_WARPS,
-            )  # fmt: skip
+            _combine_kernel[(num_rows, kv_heads)](
+                parts, lse, out_THE, num_splits, R=repeats, E=value_dim, BE=sizes["BE"], BS=COMBINED_SPLITS, num_warps=1
+            )
     return out_THE[None].transpose(1, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -117,7 +118,9 @@ def _no_waiting() -> Iterator[None]:
     The mode is the whole process's: another thread that uses CUDA meanwhile may see the error too.
     """
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")  # which no user asked for
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

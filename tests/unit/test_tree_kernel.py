@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tests.compiled_kernels import SHARED_KB, compiled
+from tests.compiled_kernels import SHARED_KB, compiled, spilled_bytes
 from tests.conftest import LONG, Processes
 from tests.tree_kernel_cases import SMALL
 
@@ -87,11 +87,13 @@ def test_it_compiles_within_shared_memory(
     assert kernel.metadata.shared <= SHARED_KB[capability] * 1024
     if capability == 90 and itemsize == 2 and sizes["BM"] >= 64:
         assert "wgmma" in kernel.asm["ptx"], "an H100's tensor cores are left idle"
+    if dim <= 128:
+        assert spilled_bytes(kernel, capability) <= 64, "each byte is stored and loaded again by every thread"
 
 
 @pytest.mark.parametrize("capability", SHARED_KB)
 def test_the_combination_compiles(capability: int) -> None:
-    constants = {"R": 4, "E": 80, "BE": 128, "BS": tree_kernel.LARGEST_SPLITS}
+    constants = {"R": 4, "E": 80, "BE": 128, "BS": tree_kernel.COMBINED_SPLITS}
     types = {"parts_base": "*fp32", "lse_base": "*fp32"}
     kernel = compiled(tree_kernel._combine_kernel, constants, types, "bf16", capability, {})
     assert kernel.metadata.shared <= SHARED_KB[capability] * 1024
