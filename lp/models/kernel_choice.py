@@ -137,7 +137,7 @@ def _seconds(operation: Operation) -> float:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(COPIES):
             operation()
-    found = []
+    found: list[float] = []
     for _ in range(ROUNDS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
