@@ -67,12 +67,11 @@ ATTENTION_SHAPES = {"7b": (32, 32), "8b": (32, 8), "34b": (64, 8)}  # H and G, o
 ATTENTION_STEPS = ((1, 1024), (64, 1024), (64, 4096), (200, 1024))  # T and L
 TILES: dict[str, dict[str, int]] = {
     "as chosen": {},
-    "32 keys": {"BN": 32},
-    "32 keys, 3 stages": {"BN": 32, "num_stages": 3},
+    "2 stages": {"num_stages": 2},
     "8 warps": {"num_warps": 8},
-    "64 rows, 32 keys, 3 stages": {"BM": 64, "BN": 32, "num_warps": 4, "num_stages": 3},
-    "64 rows, 64 keys, 3 stages": {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 3},
-    "32 rows, 64 keys": {"BM": 32, "BN": 64, "num_warps": 4},
+    "64 keys, 2 stages": {"BN": 64, "num_stages": 2},
+    "64 keys, 3 stages": {"BN": 64, "num_stages": 3},
+    "32 rows, 64 keys": {"BM": 32, "BN": 64},
 }
 
 

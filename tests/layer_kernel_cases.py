@@ -26,7 +26,7 @@ def _drawn(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tenso
 
 def worst_difference(out: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest, in eps of the dtype over the largest value nearby: the size of what rounding may change."""
-    assert out.shape == expected.shape and out.dtype == expected.dtype
+    assert out.shape == expected.shape and out.dtype == expected.dtype and out.isfinite().all()
     size = expected.double().abs().clamp(min=float(expected.double().abs().mean()))
     return float(((out.double() - expected.double()).abs() / size).max() / torch.finfo(out.dtype).eps)
 

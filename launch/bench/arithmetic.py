@@ -1,4 +1,4 @@
-"""Step times of a GPU that nobody has run, by arithmetic: bytes, FLOPs, kernels. They are no measurement."""
+"""Step times of a GPU by arithmetic: bytes, FLOPs, kernels. They are no measurement, but their constants are."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from lp.models.captured_steps import BUCKETS
 
 from .ceilings import Work
 
-# Of a data sheet's figures, what long copies and large matrix products reach: assumed, of experience with such GPUs.
-BANDWIDTH_SHARE = 0.9
-FLOP_SHARE = 0.7
-# Kernels of a layer of a captured step, fused layers (docs/step-time.md).
-LAYER_KERNELS = 17
-# Start and end of a kernel within a graph, when nothing flows: assumed. NVIDIA's introduction of CUDA graphs measures
-# 0.5 us between kernels; the rest is for filling and draining the device.
-KERNEL_S = 1e-6
+# Of a data sheet's figures, what the products of a captured step reach: measured on an H100 and an H200, a 7B in
+# bfloat16, 64 rows for the first and 256 for the second (docs/gpu-results.md).
+BANDWIDTH_SHARE = 0.7
+FLOP_SHARE = 0.5
+# Kernels of a layer of a captured step, fused layers with kernels of our own.
+LAYER_KERNELS = 10
+# What t(64) of that model takes beyond its products, by kernel: measured on both.
+KERNEL_S = 3e-6
 # Calls of the host a step, graphs among them, with sampling (docs/step-time.md), and the time of one: assumed.
 LAUNCHES = 3
 LAUNCH_S = 5e-6

@@ -28,14 +28,15 @@ HALVES = (torch.float16, torch.bfloat16)
 TRITON = is_installed("triton")
 DTYPES = (*HALVES, torch.float32) if TRITON else HALVES  # that some kernel here takes
 PAGE = 256  # cache slots, the unit of FlashAttention's block tables
-TRIAL_CAPACITY = 4 * PAGE
+TRIAL_CAPACITY = 5 * PAGE
 TRIAL_LENGTHS = (0, 300, 1000)
-TRIAL_TOKENS = 17
+TRIAL_TOKENS = (1, 17, 64)  # of steps that take blocks of other sizes
+SEQUENCE_TOKENS = 17  # of the trial of several sequences
 # A trial's largest error of a token, relative to its size: four times an eps, of which a right kernel makes half, as it
 # rounds probabilities and results. In float32 it is the order of the sums, over at most so many keys. A token that sees
 # one key too many, or too few, is off by 0.1.
 TRIAL_TOLERANCE = {dtype: 4 * torch.finfo(dtype).eps for dtype in HALVES}
-TRIAL_TOLERANCE[torch.float32] = (max(TRIAL_LENGTHS) + TRIAL_TOKENS) * torch.finfo(torch.float32).eps
+TRIAL_TOLERANCE[torch.float32] = (max(TRIAL_LENGTHS) + max(TRIAL_TOKENS)) * torch.finfo(torch.float32).eps
 TRIAL_SEQUENCES = ((0, 11, 500, 300), (11, 6, 20, 37))  # of each its first token, tokens, first slot and cached tokens
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor | None], torch.Tensor]
 
@@ -122,15 +123,15 @@ def _trial_error(
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    q = drawn(1, heads, TRIAL_TOKENS, dim)
-    visible_TT = torch.ones(TRIAL_TOKENS, TRIAL_TOKENS).tril().bool()
-    visible_TT[-1, 1:9] = False
-    mask_11TT = (
-        torch.zeros(visible_TT.shape).masked_fill(~visible_TT, torch.finfo(dtype).min)[None, None].to(device, dtype)
-    )
     errors = []
-    for length in TRIAL_LENGTHS:
-        end = length + TRIAL_TOKENS
+    for num_tokens, length in itertools.product(TRIAL_TOKENS, TRIAL_LENGTHS):
+        q = drawn(1, heads, num_tokens, dim)
+        visible_TT = torch.ones(num_tokens, num_tokens).tril().bool()
+        visible_TT[-1, 1:9] = False
+        visible_TT[-1, -1] = True
+        mask_11TT = torch.zeros(visible_TT.shape).masked_fill(~visible_TT, torch.finfo(dtype).min)[None, None]
+        mask_11TT = mask_11TT.to(device, dtype)
+        end = length + num_tokens
         k = drawn(1, kv_heads, TRIAL_CAPACITY, dim)
         v = drawn(1, kv_heads, TRIAL_CAPACITY, value_dim)
         k[:, :, end:] = 1e3  # what lies behind the step shows in the results, if it is read
@@ -154,7 +155,7 @@ def _error_of_sequences(
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    q = drawn(1, heads, TRIAL_TOKENS, dim)
+    q = drawn(1, heads, SEQUENCE_TOKENS, dim)
     k = drawn(1, kv_heads, TRIAL_CAPACITY, dim)
     v = drawn(1, kv_heads, TRIAL_CAPACITY, value_dim)
     own_slots = [range(slot + length, slot + length + count) for _, count, slot, length in TRIAL_SEQUENCES]

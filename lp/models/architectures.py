@@ -156,12 +156,17 @@ def _check(module: nn.Module, path: str, name: str, children: set[str], allowed:
     check_unhooked(module)
 
 
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether a module's call does no more than its class's `forward` in eval mode."""
+    state = vars(module)
+    return not (module.training or "forward" in state or any(state[name] for name in HOOKS))
+
+
 def check_unhooked(module: nn.Module) -> None:
     """Refuse a module whose call does more than its class's `forward` in eval mode.
 
     Raises:
         Unknown: a hook, a `forward` of its own, or training.
     """
-    state = vars(module)
-    if module.training or "forward" in state or any(state[name] for name in HOOKS):
+    if not is_unhooked(module):
         raise Unknown(f"a {type(module).__name__} is trained, has a hook, or a forward of its own")

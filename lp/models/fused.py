@@ -32,6 +32,7 @@ from lp.models.architectures import (
     architecture_of,
     check_unhooked,
     is_plain_mlp,
+    is_unhooked,
     running,
 )
 from lp.models.kernel_choice import NO_KERNELS, LayerKernels, LayerShape, choose_kernels
@@ -110,6 +111,8 @@ class FusedModel:
         if len({(weight.dtype, weight.device) for weight in model.parameters()}) > 1:
             raise Unknown("its weights have several dtypes or devices")
         self._layers = [_Layer(layer, self.architecture) for layer in layers]
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # merged weights leave the memory of those before, which no compiler's kernel gets
         self._norm = _norm_of(model.model.norm, self.architecture.norm)
         self._lm_head = _lm_head(model)
         self._rotary_kinds = {layer.kind if self.architecture.rotary_by_kind else None for layer in self._layers}
@@ -154,7 +157,7 @@ class FusedModel:
         rotations = {kind: self._rotation(x_TE, position_ids, kind) for kind in self._rotary_kinds}
         function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._eager)
         slots_T = None
-        if not torch.compiler.is_compiling() and isinstance(cache, StaticKVCache) and cache.claimed:
+        if not torch.compiler.is_compiling() and isinstance(cache, StaticKVCache):
             slots_T = cache.slot_mapping
         attend = _Attend(function, cache, keywords, slots_T, NO_KERNELS if slots_T is None else self.kernels)
         for layer in self._layers:
@@ -223,7 +226,7 @@ class _Attend:
         function: of attention.
         cache: of the KV.
         keywords: for the attention function, beside those of a layer.
-        slots_T: int64, where a captured step writes its KV; None: it is no such step, or a layer has no buffers yet.
+        slots_T: int64, where a captured step writes its KV; None: it is no such step.
         kernels: that take the place of torch's operations in this step.
     """
 
@@ -296,8 +299,11 @@ class _Layer:
             queries, keys = rotated.split([self.num_heads, self.num_kv_heads], 1)
             rotated = torch.cat([self.q_norm.of_heads(queries), self.k_norm.of_heads(keys)], 1)
         values = states[:, -self.num_kv_heads :]
+        whole = None
         if self.has_rotary and attend.kernels.rotate_and_store is not None and attend.slots_T is not None:
-            k_1GND, v_1GND = attend.cache.whole(attention.layer_idx)
+            whole = attend.cache.whole(attention.layer_idx)
+        if whole is not None:
+            k_1GND, v_1GND = whole
             queries = attend.kernels.rotate_and_store(rotated, values, *rotation, k_1GND, v_1GND, attend.slots_T)
             q_1HTD = queries.transpose(0, 1)[None]
         else:
@@ -332,11 +338,12 @@ class _Mlp:
         self.gate_up = _Projection(mlp, *names)
         self.down = _Projection(mlp, "down_proj")
         self.activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+        self._is_plain_silu = type(self.activation) in SILU and is_unhooked(self.activation)
 
     def activated(self, h_TE: torch.Tensor, kernels: LayerKernels = NO_KERNELS) -> torch.Tensor:
         """What `down` projects."""
         gate, up = self.gate_up.in_parts(h_TE, 2)
-        if kernels.silu_times is not None and type(self.activation) in SILU:
+        if kernels.silu_times is not None and self._is_plain_silu:
             return kernels.silu_times(gate, up)
         activated_TF: torch.Tensor = self.activation(gate).mul_(up)
         return activated_TF

@@ -300,10 +300,10 @@ class StaticKVCache(Cache):
         """Within `writing_to`, the slots that it was given."""
         return self._extent.slot_mapping_T
 
-    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all slots in a layer that has taken its buffers: (1, G, C, D) each."""
+    def whole(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of all slots in a layer, (1, G, C, D) each; None as long as it has no buffers."""
         states: PreallocatedLayer = self.layers[layer]
-        return states.first(self.capacity)
+        return states.first(self.capacity) if states.is_initialized else None
 
     @contextmanager
     def writing_to(self, slot_mapping_T: torch.Tensor) -> Iterator[None]:
@@ -356,7 +356,7 @@ class StaticKVCache(Cache):
         """The same of slots that are data, int64: in a captured step.
 
         Args:
-            source_M, target_M: in ascending order; what moves nowhere comes last.
+            source_M, target_M: ascending within a text, no slot before its target; what moves nowhere comes last.
             by_kernel: `lp.models.layer_kernels.move_slots`; None: by torch.
         """
         for buffer in self.buffers:

@@ -4,7 +4,7 @@ cache, a gated activation; and the moves of a commit in all layers.
 T: step tokens, E: hidden size, H: query heads, G: KV heads, D: head dimension, C: cache slots, F: intermediate size,
 M: moved slots, n: keys and values of all layers.
 
-They round where torch's operations in `lp.models.fused` do; `lp.models.kernel_choice` says where they are taken.
+They round where `lp.models.layer_operations` does; `lp.models.kernel_choice` says where they are taken.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _rotate_kernel(
 ):  # fmt: skip
     """Some heads of one token; grid (T, blocks of heads): queries, then keys, then values."""
     token = tl.program_id(0).to(tl.int64)
-    head_B = tl.program_id(1) * BH + tl.arange(0, BH)
+    head_B = (tl.program_id(1) * BH + tl.arange(0, BH)).to(tl.int64)
     d = tl.arange(0, BD)
     slot = tl.load(slots_base + token)
     is_rotated_B = head_B < H + G
@@ -170,7 +170,12 @@ def silu_times(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("lp::move_slots", mutates_args=("buffer_nGCD",))
 def move_slots(buffer_nGCD: torch.Tensor, source_M: torch.Tensor, target_M: torch.Tensor) -> None:
-    """Moves slots in all layers: sources ascend, none lies before its target, and what moves nowhere comes last."""
+    """Moves slots in all layers.
+
+    Args:
+        source_M, target_M: int64; within a text sources ascend, and none lies before its target; what moves nowhere is
+            last.
+    """
     count, kv_heads, _, dim = buffer_nGCD.shape
     with torch.cuda.device_of(buffer_nGCD):
         _move_kernel[(count * kv_heads,)](

@@ -72,12 +72,13 @@ COMPILED: dict[str, tuple[Any, dict[str, Any], dict[str, str], dict[str, int]]] 
 }
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles_without_spills(name: str, capability: int) -> None:
     kernel, constants, types, options = COMPILED[name]
     binary = compiled(kernel, constants, types, "bf16", capability, options)
     assert spilled_bytes(binary, capability) == 0
+    assert binary.metadata.shared <= 4096, "bytes of shared memory: more would leave SMs half empty"
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def fused_model(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> PreTrain
     """On the simulated device, whose tensors are of no class that layers are fused for; no trial has been made yet."""
     monkeypatch.setattr(fused, "is_mergeable", lambda linears: True)
     monkeypatch.setattr(fused, "laid_out", lambda parameters: [each.data for each in parameters])
-    monkeypatch.setattr(kernel_choice, "_passing", kernel_choice._passing.__wrapped__)
+    monkeypatch.setattr(kernel_choice, "_passed", {})
     return tiny_model().float().to("cuda")
 
 
@@ -105,15 +106,20 @@ def test_text_is_that_of_plain_decoding(fused_model: PreTrainedModel) -> None:
     assert out.tokens == lp.AutoregressiveDecoder(tiny_model().float()).generate(prompt, 40).tokens
 
 
+@pytest.mark.parametrize("fault", [0.3, torch.nan])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_kernel_is_not_taken(
-    name: str, fused_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    fault: float,
+    fused_model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     right: Callable[..., Any] = operators.KERNELS[name]
 
     def wrong(*args: Any) -> Any:
         out = right(*args)
-        (out if out is not None else args[0]).view(-1)[-1] += 0.3
+        (out if out is not None else args[0]).view(-1)[-1] += fault
         return out
 
     monkeypatch.setitem(operators.KERNELS, name, wrong)
@@ -133,15 +139,76 @@ def test_a_kernel_that_does_not_run_is_not_taken(
     assert f"without the kernel {name}: RuntimeError: no compiler" in caplog.text
 
 
+def test_a_trial_that_failed_is_made_again(fused_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may have lacked, or another thread been capturing."""
+    right: Callable[..., Any] = operators.KERNELS["silu_times"]
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setitem(operators.KERNELS, "silu_times", full)
+    assert taken(fused_model) == {*NAMES} - {"silu_times"}
+    monkeypatch.setitem(operators.KERNELS, "silu_times", right)
+    assert taken(tiny_model().float().to("cuda")) == {*NAMES}
+
+
+def test_a_triton_that_can_not_be_imported(fused_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lp.models.layer_kernels", None)
+    monkeypatch.delattr(sys.modules["lp.models"], "layer_kernels")
+    assert taken(fused_model) == set()
+
+
+def test_a_hook_of_the_activation_is_called(fused_model: PreTrainedModel) -> None:
+    """Captured steps must give the text of the model as it is."""
+    plain = tiny_model().float()
+    for model in (plain, fused_model):
+        for layer in model.model.layers:
+            layer.mlp.act_fn.register_forward_hook(lambda module, args, out: 3 * out)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    out = lp.LookaheadDecoder(fused_model, capture=Capture.GRAPH).generate(prompt, 24)
+    assert "silu_times" in taken(fused_model)
+    assert out.tokens == lp.AutoregressiveDecoder(plain).generate(prompt, 24).tokens
+
+
+def test_a_first_pass_that_was_cut(fused_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves layers without buffers; the next text takes them, by torch's operations."""
+    decoder = lp.LookaheadDecoder(fused_model, capture=Capture.GRAPH)
+    second = fused_model.model.layers[1].self_attn
+    cut = []
+    forward = fused._Layer._attention
+
+    def attention(layer: Any, *args: Any) -> Any:
+        if layer.attention.layer_idx == second.layer_idx and not cut:
+            cut.append(True)
+            raise KeyboardInterrupt
+        return forward(layer, *args)
+
+    monkeypatch.setattr(fused._Layer, "_attention", attention)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate([3], 4)
+    expected = lp.AutoregressiveDecoder(tiny_model().float()).generate([3], 12).tokens
+    assert decoder.generate([3], 12).tokens == expected
+
+
 def test_a_slow_kernel_is_not_taken(fused_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([2.0, 1.0, 2.0, 1.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     monkeypatch.setattr(kernel_choice, "_seconds", lambda operation: next(seconds))
     assert taken(fused_model) == {"normalize", "silu_times"}
 
 
+def test_memory_of_weights_before_merging_is_given_back(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's local memory is the driver's: it gets none of what torch keeps."""
+    given_back = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    monkeypatch.setattr(fused, "is_mergeable", lambda linears: True)
+    monkeypatch.setattr(fused, "laid_out", lambda parameters: [each.data for each in parameters])
+    assert fused.fuse(tiny_model().float().to("cuda")) is not None
+    assert given_back == [True]
+
+
 def test_other_devices_have_none() -> None:
-    runner = runner_of(tiny_model())
-    assert runner.captured is None or runner.captured.kernels is NO_KERNELS
+    captured = runner_of(tiny_model().float(), capture=Capture.COMPILE).captured
+    assert captured is not None and captured.kernels is NO_KERNELS
 
 
 def test_launches_of_a_layer(fused_model: PreTrainedModel, gpu: SimulatedCuda) -> None:

@@ -11,6 +11,7 @@ figures mean.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -147,14 +148,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--into", type=Path, help="a file for a line of JSON a figure, facts as they are")
 
 
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of JSON in a file, but for one that was cut off."""
+    found = []
+    for line in _lines(path):
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
 def run(args: argparse.Namespace) -> None:
-    facts = [json.loads(line) for path in args.folder.glob("facts.jsonl") for line in _lines(path)]
+    facts = [each for path in args.folder.glob("facts.jsonl") for each in whole_lines(path)]
     lines = [line for path in args.folder.glob("parity.xml") for line in parity(path)]
     settings: list[dict[str, Any]] = []
     for path in sorted(args.folder.glob("*-*.json")):
         kind, name = path.stem.split("-", 1)
         if not _lines(path):
-            reason = _lines(path.with_suffix(".err"))[-1]
+            reason = ["no message", *_lines(path.with_suffix(".err"))][-1]
             outcome = "skipped" if TOO_LARGE in reason else "FAILED"
             lines.append(Figure(name=name, value=None, note=f"{outcome}: {reason}"))
             continue
