@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from lp.models import fused, kernel_choice
 from lp.models.kernel_choice import NAMES, NO_KERNELS
 from lp.models.runner import runner_of
 from tests.compiled_kernels import compiled, spilled_bytes
-from tests.conftest import Processes
+from tests.interpreted_kernels import interpreted
 from tests.simulated_cuda import SimulatedCuda, operators
 from tests.tiny_models import tiny_model
 
@@ -32,15 +31,9 @@ TOLERANCE = 8.0  # eps; the interpreter cuts bfloat16 off where it should round
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:
-    """Of all cases, from a process of its own: whether kernels are interpreted is settled when Triton is imported."""
-    processes = Processes()
-    try:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.layer_kernel_cases"]
-        ran = processes.run(command, {"TRITON_INTERPRET": "1"}, timeout_s=600)
-    finally:
-        processes.kill()
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    """Of all cases."""
+    found: dict[str, float] = interpreted("tests.layer_kernel_cases")
+    return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,18 +11,14 @@ import torch
 
 from lp.sampling import noise
 from tests.compiled_kernels import SHARED_KB, compiled
-from tests.conftest import Processes
+from tests.interpreted_kernels import interpreted
 
 pytest.importorskip("triton", reason="the noise kernel needs Triton")
 
 
-def test_it_is_torchs_noise(processes: Processes) -> None:
+def test_it_is_torchs_noise() -> None:
     """Other bits on a GPU would be another text there than on a CPU; infinite noise would win over any logit."""
-    ran = processes.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.noise_kernel_cases"], {"TRITON_INTERPRET": "1"}, timeout_s=300
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    found = interpreted("tests.noise_kernel_cases")
     assert found["same_bits"] and found["largest_is_finite"]
     assert found["torch.float32"] <= 2 and found["torch.float64"] <= 2
 

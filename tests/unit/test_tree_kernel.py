@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import pytest
 import torch
 
 from tests.compiled_kernels import SHARED_KB, compiled, spilled_bytes
-from tests.conftest import LONG, Processes
+from tests.conftest import LONG
+from tests.interpreted_kernels import interpreted
 from tests.tree_kernel_cases import SMALL
 
 triton = pytest.importorskip("triton", reason="the tree kernel needs Triton")
@@ -24,17 +22,9 @@ NAMES = [name for name in SMALL if LONG or name != "512 tokens"]  # 10 s of inte
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:
-    """Of all cases, from a process of its own: whether kernels are interpreted is settled when Triton is imported."""
-    processes = Processes()
-    try:
-        env = {"TRITON_INTERPRET": "1"}
-        ran = processes.run(
-            [sys.executable, "-W", "ignore", "-m", "tests.tree_kernel_cases", *NAMES], env, timeout_s=900
-        )
-    finally:
-        processes.kill()
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    """Of all cases."""
+    found: dict[str, float] = interpreted("tests.tree_kernel_cases", *NAMES)
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
