@@ -81,10 +81,10 @@ class Place:
 
     Args:
         device: a GPU; the CPU in a dry run.
-        dtype: of weights and activations.
+        dtype: that weights and activations have.
         scale: lengths and widths are divided by it.
-        rounds: of every measurement; their median counts.
-        repeats: of a short call within one measurement.
+        rounds: how often everything is measured; the median counts.
+        repeats: how often a short call is made within one measurement.
     """
 
     device: torch.device
@@ -105,11 +105,11 @@ class Place:
         return max(length // self.scale, 1)
 
     def config(self) -> Any:
-        """Of the model's shape."""
+        """The model's shape."""
         return shape_config(MODEL, None if self.is_gpu else 2, self.scale)
 
     def seconds(self, calls: Sequence[Call]) -> float:
-        """Of each call on the device, if they run one behind the other: recorded as one graph, and replayed."""
+        """Seconds a call takes on the device where they run one behind the other: recorded as one graph, and replayed."""
 
         def work() -> None:
             for call in calls:
@@ -224,7 +224,7 @@ def _share_same(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def small_kernels(place: Place) -> None:
-    """Of a step all but products and attention: what fused layers call, the moves of a commit, the top logits."""
+    """What a step does beside products and attention: what fused layers call, a commit's moves, the top logits."""
     config = place.config()
     heads, hidden = config.num_attention_heads, config.hidden_size
     dim = hidden // heads

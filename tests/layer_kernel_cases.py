@@ -32,7 +32,7 @@ def worst_difference(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def norm_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of all rules, sizes that are no power of 2, and rows with a gap between them."""
+    """Tries all rules, sizes that are no power of 2, and rows with a gap between them."""
     from lp.models.layer_kernels import normalize  # here: the environment says whether it is interpreted
 
     errors = []
@@ -46,7 +46,7 @@ def norm_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def rotation_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of queries and of the cache, for head dimensions that are no power of 2, and slots in any order."""
+    """Compares queries and the cache, for head dimensions that are no power of 2, and slots in any order."""
     from lp.models.layer_kernels import rotate_and_store
 
     errors = []
@@ -76,7 +76,7 @@ def rotation_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def activation_error(device: torch.device, dtype: torch.dtype) -> float:
-    """Of parts of one product, and of products of their own."""
+    """Tries both parts of one product, and two products."""
     from lp.models.layer_kernels import silu_times
 
     errors = []

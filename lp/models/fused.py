@@ -223,8 +223,8 @@ class _Attend:
     """What the layers of a step share.
 
     Attributes:
-        function: of attention.
-        cache: of the KV.
+        function: computes attention.
+        cache: takes keys and values.
         keywords: for the attention function, beside those of a layer.
         slots_T: int64, where a captured step writes its KV; None: it is no such step.
         kernels: that take the place of torch's operations in this step.
@@ -299,12 +299,11 @@ class _Layer:
             queries, keys = rotated.split([self.num_heads, self.num_kv_heads], 1)
             rotated = torch.cat([self.q_norm.of_heads(queries), self.k_norm.of_heads(keys)], 1)
         values = states[:, -self.num_kv_heads :]
-        whole = None
-        if self.has_rotary and attend.kernels.rotate_and_store is not None and attend.slots_T is not None:
-            whole = attend.cache.whole(attention.layer_idx)
-        if whole is not None:
+        by_kernel = attend.kernels.rotate_and_store if self.has_rotary and attend.slots_T is not None else None
+        whole = attend.cache.whole(attention.layer_idx) if by_kernel else None
+        if by_kernel and whole:
             k_1GND, v_1GND = whole
-            queries = attend.kernels.rotate_and_store(rotated, values, *rotation, k_1GND, v_1GND, attend.slots_T)
+            queries = by_kernel(rotated, values, *rotation, k_1GND, v_1GND, attend.slots_T)
             q_1HTD = queries.transpose(0, 1)[None]
         else:
             if self.has_rotary:

@@ -44,7 +44,7 @@ class LayerShape:
     Attributes:
         hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size: E, H, G, D, F.
         norm: where norms round.
-        dtype, device: of the model.
+        dtype, device: the weights' dtype, and where they lie.
     """
 
     hidden_size: int
@@ -78,8 +78,8 @@ def choose_kernels(shape: LayerShape, replica: Replica) -> LayerKernels:
     """The kernels that pass their trial; the ranks that a model is divided among take the same ones.
 
     Args:
-        shape: of the model.
-        replica: the ranks.
+        shape: what the model's layers have in common.
+        replica: the ranks that the model is divided among.
     """
     if shape.device.type != "cuda" or shape.dtype not in TOLERANCE or not is_installed("triton"):
         return NO_KERNELS
@@ -146,7 +146,7 @@ def _difference(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _seconds(operation: Operation) -> float:
-    """Of an operation on the device, without what the host does to start it: the median of replays of a graph."""
+    """How long an operation takes on the device, without the host's part in starting it: the median of replays."""
 
     def copies() -> None:
         for _ in range(COPIES):

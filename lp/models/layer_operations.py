@@ -40,7 +40,7 @@ class Norm:
         return torch.rms_norm(x, shape, weight, self.eps)
 
     def of_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Of queries or keys (T, heads, D), each head for itself or all at once, as large as the weight is."""
+        """Normalise queries or keys (T, heads, D), each head for itself or all at once, as large as the weight is."""
         return self(x.reshape(len(x), -1, len(self.weight))).view(x.shape)
 
 
