@@ -109,7 +109,7 @@ class Place:
         return shape_config(MODEL, None if self.is_gpu else 2, self.scale)
 
     def seconds(self, calls: Sequence[Call]) -> float:
-        """Seconds a call takes on the device where they run one behind the other: recorded as one graph, and replayed."""
+        """Seconds each call takes on the device, one behind the other: recorded as one graph, and replayed."""
 
         def work() -> None:
             for call in calls:
