@@ -353,7 +353,7 @@ class StaticKVCache(Cache):
     def move(
         self, source_M: torch.Tensor, target_M: torch.Tensor, by_kernel: Callable[..., None] | None = None
     ) -> None:
-        """The same of slots that are data, int64: in a captured step.
+        """Move slots in a captured step, which reads from memory which ones: int64.
 
         Args:
             source_M, target_M: ascending within a text, no slot before its target; what moves nowhere comes last.

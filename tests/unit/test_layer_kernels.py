@@ -31,7 +31,7 @@ TOLERANCE = 8.0  # eps; the interpreter cuts bfloat16 off where it should round
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:
-    """Of all cases."""
+    """How far each case is off, by its name."""
     found: dict[str, float] = interpreted("tests.layer_kernel_cases")
     return found
 
@@ -218,7 +218,7 @@ def test_launches_of_a_layer(fused_model: PreTrainedModel, gpu: SimulatedCuda) -
 
 
 def launches_of_step(captured: Any, layers: int, gpu: SimulatedCuda) -> int:
-    """Of a step of 16 tokens by the first layers, captured or not."""
+    """How many kernels a step of 16 tokens starts in the first layers."""
     network = captured.model
     every = network._layers
     network._layers = every[:layers]

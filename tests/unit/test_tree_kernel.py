@@ -22,7 +22,7 @@ NAMES = [name for name in SMALL if LONG or name != "512 tokens"]  # 10 s of inte
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, float]:
-    """Of all cases."""
+    """How far each case is off, by its name."""
     found: dict[str, float] = interpreted("tests.tree_kernel_cases", *NAMES)
     return found
 
