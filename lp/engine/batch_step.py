@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -15,11 +16,13 @@ import torch
 
 from lp.engine.decode_loop import Generation, StepPart
 from lp.engine.output import StepTimer
+from lp.engine.step_pass import SampledText, node_sampling
+from lp.engine.step_tails import StepTails, TailText
 from lp.models.captured_forests import CapturedForests
-from lp.models.runner import ModelRunner
+from lp.models.runner import ModelRunner, PassLogits, TreePass
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Sampled, Stop, best_logits
-from lp.sampling.sampler import NotFinite, sample_together
+from lp.sampling.sampler import NotFinite
 from lp.sampling.top_logits import pack_top_logits
 
 T = TypeVar("T")
@@ -45,6 +48,9 @@ class BatchStep:
         self.pooled = pooled
         self.timer = StepTimer()
         self.errors: dict[Generation, Exception] = {}
+        compared = context.world_size > 1
+        self._tails = StepTails(runner, compared)
+        self._pooled_tails = StepTails(runner, compared, pooled.most_sequences, alone=False) if pooled else None
         self._clock = _Clock() if runner.device.type == "cuda" else None
 
     def run(
@@ -66,22 +72,27 @@ class BatchStep:
         with self.timer.forward:
             if self._clock:
                 self._clock.start()
-            if by_itself and texts[0].is_captured:
-                logits, failure = dict[Generation, torch.Tensor](), None
-                messages = self._each(parts, lambda text: text.replayed(parts[text]))
-            else:
-                logits, sampled, failure = self._computed(parts, counts, by_itself)
-                messages = self._each(
-                    parts, lambda text: text.own_message(parts[text], logits.get(text), failure, sampled.get(text))
-                )
+            messages = self._computed(parts, counts, by_itself)
             self._each(parts, Generation.finish_learning)  # while the device computes
-        self._each(counts, lambda text: text.take_chunk(counts[text], logits[text], failure))
-        failure = None  # raised above, it has this frame, which would keep it and all caches until gc finds the cycle
         gathered = self._exchanged({text: own for text, own in messages.items() if text not in self.errors})
         stops = self._each(gathered, lambda text: text.end_step(parts[text], gathered[text]))
         if by_itself:
             self._each(stops, lambda text: text.observe_step(parts[text]))
         return stops
+
+    def capture(self, text: Generation) -> None:
+        """Capture the steps of all sizes that a text may take by itself, so that none is captured meanwhile."""
+        text.capture_steps(partial(self._capture, text))
+
+    def _capture(self, text: Generation, num_tokens: int, num_logits: Sequence[int]) -> None:
+        """Capture steps of up to so many tokens, and their tails for these numbers of top-k logits."""
+        together = self._tails.go_together([text.step_pass])
+        for step in self.runner.captured_steps(num_tokens, text.cache):
+            logits_BV = step.run()
+            for k in num_logits if together else ():
+                self._tails.tail(step, logits_BV, together, k)
+        if self.runner.captured and self.runner.captures(text.cache):
+            self.runner.captured.settle()
 
     def _each(self, texts: Iterable[Generation], work: Callable[[Generation], T]) -> dict[Generation, T]:
         """What it returns, by text, of those that did not fail."""
@@ -104,24 +115,69 @@ class BatchStep:
         self.errors[text] = error
 
     def _computed(
-        self, parts: dict[Generation, StepPart], counts: dict[Generation, int], padded: bool
-    ) -> tuple[dict[Generation, torch.Tensor], dict[Generation, Sampled], Exception | None]:
-        """Logits by text, what nodes of most texts sampled, and what the model failed with: it fails for all texts.
+        self, parts: dict[Generation, StepPart], counts: dict[Generation, int], by_itself: bool
+    ) -> dict[Generation, torch.Tensor]:
+        """The forward pass: the messages of this rank, (P,) by text, and what prompts give taken in.
 
         Args:
             parts: what each text computes in the step.
             counts: how many tokens of each prompt to cache.
-            padded: a single text's step is padded to the number of tokens that its budget names.
+            by_itself: there is one text, whose step is padded to the number of tokens that its budget names.
         """
-        forward = self.pooled.forward if self.pooled else self.runner.forward_forest
         computing = [text for text in parts if text.computes]
+        failure: Exception | None = None
+        logits: dict[Generation, torch.Tensor] = dict.fromkeys([*computing, *counts], NO_LOGITS)
+        messages: dict[Generation, torch.Tensor] = {}
+        sampled: dict[Generation, Sampled] = {}
         try:
-            passes = {text: text.tree_pass(parts[text], padded) for text in computing}
+            passes = {text: text.tree_pass(parts[text], by_itself) for text in computing}
             passes |= {text: text.next_chunk(count) for text, count in counts.items()}
-            logits = dict(zip(passes, forward([*passes.values()]), strict=True)) if passes else {}
-        except Exception as error:
-            return dict.fromkeys([*computing, *counts], NO_LOGITS), {}, error
-        return logits, self._sampled_together(computing, parts, logits), None
+            if passes:
+                computed = self._forward([*passes.values()], by_itself)
+                logits = dict(zip(passes, computed.each(), strict=True))
+                messages = self._tail_messages(computed, passes, parts, by_itself)
+        except Exception as error:  # the model fails for all texts
+            failure = error
+        else:
+            sampled = self._sampled_together([text for text in computing if text not in messages], parts, logits)
+        others = [text for text in parts if text not in messages]
+        own_messages = self._each(
+            others, lambda text: text.own_message(parts[text], logits.get(text), failure, sampled.get(text))
+        )
+        self._each(counts, lambda text: text.take_chunk(counts[text], logits[text], failure))
+        failure = None  # raised above, it has this frame, which would keep it and all caches until gc finds the cycle
+        return {text: own for text in parts if (own := messages.get(text, own_messages.get(text))) is not None}
+
+    def _forward(self, passes: Sequence[TreePass], by_itself: bool) -> PassLogits:
+        if self.pooled and not by_itself:
+            return self.pooled.forward(passes)
+        return self.runner.forward_forest(passes, capture=by_itself)
+
+    def _tail_messages(
+        self,
+        computed: PassLogits,
+        passes: dict[Generation, TreePass],
+        parts: dict[Generation, StepPart],
+        by_itself: bool,
+    ) -> dict[Generation, torch.Tensor]:
+        """Messages by the tail of a captured step, of the texts that it can sample; none where there is no tail."""
+        tails = self._tails if by_itself else self._pooled_tails
+        if computed.step is None or tails is None:
+            return {}
+        together = tails.go_together([text.step_pass for text in passes if text in parts])
+        texts: dict[Generation, TailText] = {}
+        row = token = 0
+        for text, tree in passes.items():
+            if text.step_pass in together:
+                part = parts[text]
+                texts[text] = TailText(text.step_pass, part.layout, part.header, text.text, row, token)
+            row += len(tree.logits_indices)
+            token += len(tree.tokens)
+        if not texts:
+            return {}
+        num_logits = max(parts[text].num_logits for text in texts)
+        messages = tails.messages(computed.step, computed.rows, [*texts.values()], num_logits)
+        return dict(zip(texts, messages, strict=True)) if messages else {}
 
     def _sampled_together(
         self, texts: Sequence[Generation], parts: dict[Generation, StepPart], logits: dict[Generation, torch.Tensor]
@@ -143,13 +199,13 @@ class BatchStep:
         parts: dict[Generation, StepPart],
         logits: dict[Generation, torch.Tensor],
     ) -> dict[Generation, Sampled]:
-        """Sample the nodes of texts with equal settings by one call, and pack their top-k logits."""
-        samplers = [text.request.sampler for text in texts]
-        positions, branches = zip(*(text.step_pass.sampling_of(parts[text].layout) for text in texts), strict=True)
-        scores, tokens = sample_together(samplers, _joined([logits[text] for text in texts]), positions, branches)
+        """Sample the nodes of texts with one `joint_key` by one call, and pack their top-k logits."""
+        nodes = [SampledText(text.request.sampler, parts[text].layout, text.text) for text in texts]
+        joined = _joined([logits[text] for text in texts])
+        scores, tokens = node_sampling(nodes, joined.device).sample(joined)
         num_logits = max(parts[text].num_logits for text in texts)
         packed = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
-        counts = [len(own) for own in positions]
+        counts = [len(logits[text]) for text in texts]
         compared = self.context.world_size > 1
         return {
             text: Sampled(own, _first(top, parts[text].num_logits), best_logits(logits[text]) if compared else None)

@@ -1,139 +1,296 @@
-"""The tail of a captured step: from the logits of its nodes to the message, as a graph of its own.
+"""The tail of a captured step: from the logits of its nodes to the messages of its texts, as a graph of its own.
 
-B: tokens of the step's bucket, N: nodes that a message has room for, V: vocabulary size, K: top-k logits of a node.
+B: tokens of the step's bucket, Q: texts that a step may have, N: nodes that a message has room for, V: vocabulary size,
+K: top-k logits of a node, F: rows of noise that a step fills, C: counts that it adds to.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from lp.draft.layout import StepLayout
 from lp.engine.sharded_sampling import ShardedSampling
+from lp.models.captured_steps import StepTensors
 from lp.models.graph_recorder import GraphRecorder
-from lp.parallel.message import BEST, DIGEST, HEADER, LENGTH, SAMPLED_SHIFT, STOP, MessageShape, Sampled, best_logits
+from lp.parallel.message import (
+    DIGEST,
+    HEADER,
+    LENGTH,
+    STOP,
+    Header,
+    MessageShape,
+    Sampled,
+    best_logits,
+    known_part,
+    write,
+)
+from lp.sampling.node_sampling import NUM_NUMBERS, CallRules, NodeSampling, Numbers, ScoreRules, counts_at_nodes
+from lp.sampling.noise import NO_NOISE, fill_noise
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
+
+FILLED = 16  # of F, for each text; what is more, as in a text's first step, is filled before the step
+COUNTED = 16  # of C, the same
+
+
+class SamplerMemory(NamedTuple):
+    """Memory of the device that samplers keep from step to step, for Q texts.
+
+    Attributes:
+        noise_SV: as of `lp.sampling.noise`; None where no text is sampled under noise.
+        counts_QV: as of `lp.sampling.token_counts`; None where nothing is counted.
+    """
+
+    noise_SV: torch.Tensor | None
+    counts_QV: torch.Tensor | None
+
+
+class TailShape(NamedTuple):
+    """What a tail has room for.
+
+    Attributes:
+        texts: Q.
+        message: of one text.
+        num_logits: top-k logits that are taken, at most K.
+        compared: ranks compare the best logits of each `c`; else there is no other rank, and the messages are copied to
+            the host too.
+    """
+
+    texts: int
+    message: MessageShape
+    num_logits: int
+    compared: bool
+
+
+class TextInTail(NamedTuple):
+    """What a tail does for one text.
+
+    Attributes:
+        place: of the text, among Q.
+        sampler: which computes its noise and counts in that place of the memory.
+        layout, header: of its step and its message.
+        text: prompt and generated tokens.
+        first_row: of the logits, the one of `c`; those of its other sampled nodes follow.
+        first_token: of the pass, its first one.
+    """
+
+    place: int
+    sampler: Sampler
+    layout: StepLayout
+    header: Header
+    text: Sequence[int]
+    first_row: int
+    first_token: int
 
 
 class _Inputs(NamedTuple):
     """The parts of a block of int64s, on the host or on the device, that the tail reads.
 
     Attributes:
-        known: header and words of the message, (HEADER + N,).
-        nodes_B: the node of each row of logits; N for padding.
+        known: header and words of the messages, (Q, HEADER + N).
+        numbers: float64 (Q, NUM_NUMBERS), as of `Numbers`.
+        first_rows_Q: row of each text's `c`.
+        nodes_B: the node of each row of logits, as `write` takes it.
+        places_B: its text.
         reachable_B: whether a walk may reach it.
-        noise_rows_B: the rows of the noise buffer that it is sampled with.
+        noise_rows_B: the row of the noise buffer that it is sampled with.
+        generated_B: of each token of the step, whether it counts as generated.
+        filled_F2: rows of noise to fill, and their keys; -1 for none.
+        counted_C2: indices of the flattened counts, and what to add there.
     """
 
     known: Any
+    numbers: Any
+    first_rows_Q: Any
     nodes_B: Any
+    places_B: Any
     reachable_B: Any
     noise_rows_B: Any
+    generated_B: Any
+    filled_F2: Any
+    counted_C2: Any
 
     @classmethod
-    def parts(cls, block: Any, num_nodes: int) -> _Inputs:
+    def sizes(cls, texts: int, nodes: int, bucket: int) -> list[int]:
+        """Int64s of every part."""
+        return [
+            texts * (HEADER + nodes),
+            texts * NUM_NUMBERS,
+            texts,
+            *[bucket] * 5,
+            2 * FILLED * texts,
+            2 * COUNTED * texts,
+        ]
+
+    @classmethod
+    def parts(cls, block: Any, texts: int, nodes: int, bucket: int) -> _Inputs:
         """Views of a block, an array or a tensor."""
-        known = HEADER + num_nodes
-        return cls(block[:known], *block[known:].reshape(3, -1))
+        ends = itertools.accumulate(cls.sizes(texts, nodes, bucket), initial=0)
+        known, numbers, *flat, filled, counted = (block[start:end] for start, end in itertools.pairwise(ends))
+        float64 = torch.float64 if isinstance(block, torch.Tensor) else np.float64
+        return cls(
+            known.reshape(texts, -1),
+            numbers.view(float64).reshape(texts, -1),
+            *flat,
+            filled.reshape(-1, 2),
+            counted.reshape(-1, 2),
+        )
 
 
 class CapturedTail:
-    """Samples the nodes of one bucket's step, and fills in the message.
+    """Samples the nodes of one bucket's step, and writes the messages.
 
     Args:
         recorder: of the step.
-        logits_BV: that the step leaves.
-        sampler: of a generation; those of later ones are alike, and use the same noise buffer.
-        shape: of the message.
-        num_logits: top-k logits that are taken, at most K.
-        compared: ranks compare the best logits of `c`.
-        to_host: copy the message to the host too: there is no other rank.
-        sharded: what samples on the ranks of a replica; None where the model is whole.
+        step: what the step reads.
+        logits_BV: that it leaves.
+        rules: of its call; `functions` as of `NodeSampling`.
+        memory: of the samplers.
+        shape: of the tail.
+        sharded: what samples on the ranks of a replica, for one text; None where the model is whole.
 
     Attributes:
-        message: (P,) int64, on the device.
-        on_host: the same in pinned memory, once the device is done; None if it is not copied.
+        messages: (Q, P) int64, on the device.
+        on_host: the same in pinned memory, once the device is done; None if they are not copied.
         heads: as of `ShardedSampling`, on the device; None without one.
     """
 
     def __init__(
         self,
         recorder: GraphRecorder,
+        step: StepTensors,
         logits_BV: torch.Tensor,
-        sampler: Sampler,
-        shape: MessageShape,
-        num_logits: int,
-        compared: bool,
-        to_host: bool,
+        rules: CallRules,
+        functions: ScoreRules,
+        memory: SamplerMemory,
+        shape: TailShape,
         sharded: ShardedSampling | None,
     ) -> None:
         device = logits_BV.device
         bucket = len(logits_BV)
+        texts, message, num_logits, compared = shape
         pinned = device.type == "cuda"
-        self.num_nodes = shape.nodes
-        size = HEADER + shape.nodes + 3 * bucket
+        self.rules = rules
+        self.shape = message
+        size = sum(_Inputs.sizes(texts, message.nodes, bucket))
         host = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
-        self._inputs = _Inputs.parts(host.numpy(), shape.nodes)
-        self._inputs.nodes_B[:] = shape.nodes
+        self._inputs = _Inputs.parts(host.numpy(), texts, message.nodes, bucket)
         block = torch.zeros(size, dtype=torch.int64, device=device)
-        inputs = _Inputs.parts(block, shape.nodes)
-        self.message = torch.zeros(shape.size, dtype=torch.int64, device=device)
-        self.on_host = torch.zeros(shape.size, dtype=torch.int64, pin_memory=pinned) if to_host else None
+        inputs = _Inputs.parts(block, texts, message.nodes, bucket)
+        self.messages = torch.zeros(texts, message.size, dtype=torch.int64, device=device)
+        self.on_host: torch.Tensor | None = None
+        if not compared:
+            self.on_host = torch.zeros(texts, message.size, dtype=torch.int64, pin_memory=pinned)
         self.heads: torch.Tensor | None = None
-        # One more node, which takes what padding samples.
-        words = torch.zeros(shape.nodes + 1, dtype=torch.int64, device=device)
-        top_logits = torch.zeros(shape.nodes + 1, shape.num_logits, dtype=torch.int64, device=device)
-        parts = self.message.split([HEADER, shape.nodes, shape.nodes * shape.num_logits])
+        self._padding = texts * message.nodes  # a node that is none
+        self._stage([])
 
         def tail() -> None:
             block.copy_(host, non_blocking=True)
-            flags = None
-            reachable_B = inputs.reachable_B != 0
+            sampling = _sampling(inputs, step, rules, functions, memory)
             if sharded:
-                known = inputs.known[DIGEST : LENGTH + 1]
-                sampled, flags, self.heads = sharded.sample_all(
-                    known, logits_BV, reachable_B, inputs.noise_rows_B, num_logits
-                )
+                known = inputs.known[0, DIGEST : LENGTH + 1]
+                sampled, flags, self.heads = sharded.sample_all(known, logits_BV, sampling, num_logits)
+                inputs.known[0, STOP : LENGTH + 1] = flags
             else:
-                scores, tokens = sampler.sample_all(logits_BV, reachable_B, inputs.noise_rows_B)
-                top = pack_top_logits(scores, num_logits) if num_logits else top_logits[:0]
-                sampled = Sampled(tokens, top, best_logits(logits_BV) if compared else None)
-            words[: shape.nodes] = inputs.known[HEADER:]
-            words.index_copy_(
-                0, inputs.nodes_B, words.index_select(0, inputs.nodes_B) | sampled.tokens << SAMPLED_SHIFT
-            )
-            parts[0].copy_(inputs.known[:HEADER])
-            parts[1].copy_(words[: shape.nodes])
-            if sampled.best is not None:
-                parts[0][BEST:] = sampled.best
-            if flags is not None:
-                parts[0][STOP : LENGTH + 1] = flags
-            if num_logits:
-                top_logits[:, : sampled.top_logits.shape[1]].index_copy_(0, inputs.nodes_B, sampled.top_logits)
-                parts[2].copy_(top_logits[: shape.nodes].flatten())
+                scores, tokens = sampling.sample(logits_BV)
+                top = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
+                best = best_logits(logits_BV, inputs.first_rows_Q) if compared else None
+                sampled = Sampled(tokens, top, best)
+            write(self.messages, inputs.known, inputs.nodes_B, sampled, message)
             if self.on_host is not None:
-                self.on_host.copy_(self.message, non_blocking=True)
+                self.on_host.copy_(self.messages, non_blocking=True)
 
         self._run = recorder.record(tail)
 
-    def run(
-        self, known: np.ndarray, nodes: Sequence[int], reachable: Sequence[bool], noise_rows: Sequence[int]
-    ) -> torch.Tensor:
-        """The message (P,), on the device, which may still be at it.
-
-        Args:
-            known: as `_Inputs` has it.
-            nodes: of the first rows of logits; the others are padding.
-            reachable, noise_rows: of these nodes.
-        """
-        inputs = self._inputs
-        inputs.known[:] = known
-        inputs.nodes_B[: len(nodes)] = nodes
-        inputs.nodes_B[len(nodes) :] = self.num_nodes
-        inputs.reachable_B[: len(nodes)] = reachable
-        inputs.noise_rows_B[: len(noise_rows)] = noise_rows
+    def run(self, texts: Sequence[TextInTail]) -> torch.Tensor:
+        """The messages (Q, P) by place: on the device, which may still be at them, or where it copies them to."""
+        self._stage(texts)
         self._run()
-        return self.message
+        return self.messages if self.on_host is None else self.on_host
+
+    def _stage(self, texts: Sequence[TextInTail]) -> None:
+        """Fill in the block for these texts; all else is padding."""
+        inputs = self._inputs
+        inputs.nodes_B[:] = self._padding
+        inputs.places_B[:] = 0
+        inputs.filled_F2[:] = -1, 0
+        inputs.counted_C2[:] = 0
+        if not texts:
+            inputs.numbers[:] = Numbers()
+        filled: list[tuple[int, int]] = []
+        counted: list[tuple[int, int]] = []
+        for own in texts:
+            layout, sampler = own.layout, own.sampler
+            assert sampler.rules is not None
+            nodes = np.asarray(layout.sampled_nodes)
+            rows = slice(own.first_row, own.first_row + len(nodes))
+            reachable = np.asarray(layout.nodes.reachable)[nodes]
+            inputs.known[own.place] = known_part(own.header, layout, self.shape)
+            inputs.numbers[own.place] = sampler.rules.numbers
+            inputs.first_rows_Q[own.place] = own.first_row
+            inputs.nodes_B[rows] = own.place * self.shape.nodes + nodes
+            inputs.places_B[rows] = own.place
+            inputs.reachable_B[rows] = reachable
+            if self.rules.noise:
+                inputs.noise_rows_B[rows] = noise_rows(sampler, layout, reachable, filled, FILLED)
+            if sampler.counts is not None:
+                positions = layout.step_tokens(0).positions
+                counted += sampler.counts.uncounted(own.text, int(positions[0]), COUNTED)
+                tokens = slice(own.first_token, own.first_token + len(positions))
+                inputs.generated_B[tokens] = positions >= sampler.counts.first_generated
+        inputs.filled_F2[: len(filled)] = np.array(filled, np.int64).reshape(-1, 2)
+        inputs.counted_C2[: len(counted)] = np.array(counted, np.int64).reshape(-1, 2)
+
+
+def noise_rows(
+    sampler: Sampler, layout: StepLayout, reachable: np.ndarray, filled: list[tuple[int, int]], most: int
+) -> list[int] | int:
+    """The rows of noise that a text's sampled nodes are sampled with.
+
+    Args:
+        reachable: bool, of these nodes.
+        filled: gets the rows that are to be filled, and their keys, if these are at most `most`.
+    """
+    noise = sampler.noise
+    if noise is None:
+        return NO_NOISE
+    positions = [position + 1 for position in layout.sampled_positions]
+    filled += noise.missing(positions, most)
+    rows = noise.rows_of(positions)
+    if sampler.noisy_guesses:
+        return rows
+    return [row if reached else NO_NOISE for row, reached in zip(rows, reachable.tolist(), strict=True)]
+
+
+def _sampling(
+    inputs: _Inputs, step: StepTensors, rules: CallRules, functions: ScoreRules, memory: SamplerMemory
+) -> NodeSampling:
+    """How the step's nodes are sampled, by what the block has."""
+    places_B = inputs.places_B
+    sampling = NodeSampling(
+        rules,
+        functions,
+        inputs.numbers if len(inputs.numbers) == 1 else inputs.numbers.index_select(0, places_B),
+        inputs.reachable_B[:, None] != 0,
+    )
+    if rules.counts:
+        assert memory.counts_QV is not None
+        indices, ones = inputs.counted_C2.unbind(1)
+        memory.counts_QV.view(-1).index_add_(0, indices, ones.to(torch.int32))
+        visible_BB = step.visible_BB.index_select(0, step.logits_indices_B)
+        sampling.counts = counts_at_nodes(
+            memory.counts_QV, places_B, step.tokens_B, inputs.generated_B != 0, visible_BB
+        )
+    if rules.noise:
+        assert memory.noise_SV is not None
+        rows, keys = inputs.filled_F2.unbind(1)
+        fill_noise(memory.noise_SV, rows.contiguous(), keys.contiguous())
+        sampling.noise_SV = memory.noise_SV
+        sampling.noise_rows = inputs.noise_rows_B
+    return sampling

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -256,7 +257,7 @@ class EngineCore:
         try:
             text = self.decoder.generation(request, beginning, cache, self._steps.timer)
             if by_itself:
-                self.decoder.capture_steps(text)
+                self.decoder.capture_steps(partial(self._steps.capture, text))
         except Exception as error:
             self._caches.give_back(cache, error=error)
             self._end_waiting(handle, error)

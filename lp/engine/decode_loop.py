@@ -134,7 +134,7 @@ class Generation:
         self.stats: list[StepStats] = []
         self._thread_s = 0.0  # of the last step, see `_step_s`
         self.timer = timer
-        self.step_pass = StepPass(runner, cache, request.sampler, context, self.message_shape)
+        self.step_pass = StepPass(runner, request.sampler, context, self.message_shape)
         self._observe = source.observe_part if merges_late else source.observe
         self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
 
@@ -159,11 +159,15 @@ class Generation:
         output.accepted_prediction = min(self.source.accepted_prediction, len(tokens))
         return output
 
-    def capture_steps(self) -> None:
-        """Before the first one, where steps are captured: those of all sizes that may come. Once for a model."""
+    def capture_steps(self, capture: Callable[[int, Sequence[int]], None]) -> None:
+        """Before the first one, where steps are captured: those of all sizes that may come. Once for a model.
+
+        Args:
+            capture: is given the tokens of the largest step, and how many top-k logits steps may take of every node.
+        """
         largest = max(self.budget.step_tokens, self.budget.max_padded_tokens)
         kinds = sorted({0, self.num_logits})  # a plain step takes none
-        self._attempt(lambda: self.step_pass.capture(largest, kinds))
+        self._attempt(lambda: capture(largest, kinds))
 
     @property
     def _prompt_logits(self) -> int:
@@ -188,7 +192,6 @@ class Generation:
     def go_on_in(self, cache: StaticKVCache) -> None:
         """Take the next steps over another cache, which holds what the text's does."""
         self.cache = cache
-        self.step_pass = StepPass(self.runner, cache, self.request.sampler, self.context, self.message_shape)
 
     def chunk_size(self, room: int) -> int:
         """How many tokens of the prompt the next pass caches, if it has room for so many; 0: none is left."""
@@ -231,11 +234,6 @@ class Generation:
         """It takes part in passes: where it has failed it does so for the other ranks of its replica alone."""
         return not self.failure or self.context.replica.size > 1
 
-    @property
-    def is_captured(self) -> bool:
-        """Its steps are captured, where it takes them by itself."""
-        return self.runner.captures(self.cache)
-
     def tree_pass(self, part: StepPart, padded: bool) -> TreePass:
         """What a pass computes of this text.
 
@@ -244,15 +242,7 @@ class Generation:
         """
         num_tokens = part.layout.num_tokens
         step = part.layout.step_tokens(self.budget.padded_size(num_tokens) if padded else num_tokens)
-        return TreePass(step.tokens, step.positions, step.visible(), self.cache, part.layout.sampled_tokens)
-
-    def replayed(self, part: StepPart) -> torch.Tensor:
-        """This rank's message (P,) of a captured step of this text alone; without nodes if it fails."""
-        layout = part.layout
-        size = self.budget.padded_size(layout.num_tokens)
-        replay = lambda: self.step_pass.replayed(layout, part.header, self.text, size, part.num_logits)  # noqa: E731
-        message = self._attempt(replay)
-        return self._failed_message(part) if message is None else message
+        return TreePass(*step, self.cache, part.layout.sampled_tokens)
 
     def own_message(
         self, part: StepPart, logits: torch.Tensor | None, failure: Exception | None, sampled: Sampled | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
@@ -205,10 +206,10 @@ class LookaheadDecoder(BatchDecoder):
             self.config, self.context.lp, self.runner, *beginning, request, cache, timer, self.merges_late
         )
 
-    def capture_steps(self, generation: Generation) -> None:
+    def capture_steps(self, capture: Callable[[], None]) -> None:
         on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it
         with self.context.setting_up("capturing steps") if on_gpu else nullcontext(), waiting("capturing steps"):
-            generation.capture_steps()
+            capture()
 
     def ended(self, stats: list[StepStats]) -> None:
         self._last = stats

@@ -9,7 +9,7 @@ n: sampled nodes; V: vocabulary; T: ranks of the replica; K: top-k logits of a n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from lp.models.sharded_layers import ShardedHead
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import NUM_BEST, Header, Sampled, Stop, best_logits
 from lp.parallel.replica import Replica
+from lp.sampling.node_sampling import NodeSampling
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import INVALID_TOKEN, pack_top_logits
 from lp.to_device import to_device
@@ -30,14 +31,12 @@ class ShardedSampling:
 
     Args:
         head: of the model.
-        sampler: of the generation.
         context: the ranks that share steps.
     """
 
-    def __init__(self, head: ShardedHead, sampler: Sampler, context: ParallelContext) -> None:
+    def __init__(self, head: ShardedHead, context: ParallelContext) -> None:
         self.head = head
         self.replica = head.replica
-        self.sampler = sampler
         self.context = context
         self.compared = context.world_size > 1
         self.failure: Exception | None = None  # of this rank, which the others know
@@ -46,10 +45,8 @@ class ShardedSampling:
     def sample(
         self,
         logits: torch.Tensor,
-        positions: Sequence[int],
-        branches: Sequence[Sequence[int] | None],
-        drafts: Sequence[Sequence[int]],
-        text: Sequence[int],
+        by_host: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        sampling: NodeSampling | None,
         num_logits: int,
         header: Header,
     ) -> tuple[Sampled, torch.Tensor]:
@@ -59,7 +56,8 @@ class ShardedSampling:
 
         Args:
             logits: (n, V), or this rank's part of them.
-            positions, branches, drafts, text: as of `Sampler.sample` and `Sampler.scores`.
+            by_host: scores and tokens of logits (n, V), where `sampling` is None.
+            sampling: how nodes are sampled by tensors alone; None where the host has a part in it.
             num_logits: K.
             header: of this rank's message.
 
@@ -67,49 +65,39 @@ class ShardedSampling:
             Exception: what a processor raised on this rank, once the others know of it.
         """
         known = to_device([header.digest, int(header.stop), header.length], logits.device)
-        if self.divides(logits):
-            reachable = to_device(np.array([branch is not None for branch in branches]), logits.device)
-            noise_rows = to_device(self.sampler.noise_rows(positions, branches), logits.device)
-            sampled, flags, self.heads = self.sample_all(known, logits, reachable, noise_rows, num_logits)
+        if sampling is not None:
+            sampled, flags, self.heads = self.sample_all(known, logits, sampling, num_logits)
             return sampled, flags
+        count = len(logits)
         try:
-            mine = self._of_all(self.head.whole(logits), positions, branches, drafts, text, num_logits)
+            whole = self.head.whole(logits)
+            mine = self._with_top(whole, *by_host(whole), num_logits)
         except Exception as error:
             self.failure = error
             known[1] |= int(Stop.FAILED)
-            nothing = known.new_zeros(len(positions), num_logits)
+            nothing = known.new_zeros(count, num_logits)
             mine = Sampled(nothing.sum(1), nothing, known.new_zeros(NUM_BEST) if self.compared else None)
         sampled, flags, self.heads = self._of_first(known, mine)
         if self.failure:
             raise self.failure
         return sampled, flags
 
-    def divides(self, logits: torch.Tensor) -> bool:
-        """Whether each rank samples its part of the vocabulary; else every rank has all logits and samples all."""
-        return logits.shape[-1] < self.head.out_features and self.sampler.shardable
-
     def sample_all(
-        self,
-        known: torch.Tensor,
-        logits: torch.Tensor,
-        reachable: torch.Tensor,
-        noise_rows: torch.Tensor,
-        num_logits: int,
+        self, known: torch.Tensor, logits: torch.Tensor, sampling: NodeSampling, num_logits: int
     ) -> tuple[Sampled, torch.Tensor, torch.Tensor]:
         """What the nodes sampled, the flags, and `heads`: of tensors alone, so that it can be captured.
 
         Args:
             known: DIGEST, STOP and LENGTH of this rank's message, int64 (HEAD,).
             logits: (n, V), or this rank's part of them.
-            reachable, noise_rows: as of `Sampler.sample_all`.
+            sampling: of the nodes.
             num_logits: K.
         """
-        if not self.divides(logits):
+        if logits.shape[-1] == self.head.out_features or not sampling.functions.shardable:
             whole = self.head.whole(logits)
-            scores, tokens = self.sampler.sample_all(whole, reachable, noise_rows)
-            return self._of_first(known, self._with_top(whole, scores, tokens, num_logits))
+            return self._of_first(known, self._with_top(whole, *sampling.sample(whole), num_logits))
         count = len(logits)
-        mine = self._best_of_part(logits, reachable, noise_rows, num_logits)
+        mine = self._best_of_part(logits, sampling, num_logits)
         gathered = self.replica.all_gather(torch.cat([known, *(part.flatten() for part in mine)]))
         heads = gathered[:, :HEAD]
         sizes = [count, count, NUM_BEST if self.compared else 0, count * num_logits]
@@ -144,28 +132,13 @@ class ShardedSampling:
             return self.replica.all_gather(pack_top_logits(scores, k))[0]
         return merged(self.replica.all_gather(self._packed(scores, k)), k)
 
-    def _best_of_part(
-        self, logits: torch.Tensor, reachable: torch.Tensor, noise_rows: torch.Tensor, num_logits: int
-    ) -> list[torch.Tensor]:
+    def _best_of_part(self, logits: torch.Tensor, sampling: NodeSampling, num_logits: int) -> list[torch.Tensor]:
         first = self.head.first
-        scores, noisy = self.sampler.scores_of_shard(logits, reachable, noise_rows, first, self._kth_best)
-        best, token = noisy.double().max(-1)  # a NaN wins
+        scores = sampling.scores(logits, self._best)
+        best, token = sampling.noisy(scores, first).double().max(-1)  # a NaN wins
         token = (token + first).masked_fill(~(best < math.inf), INVALID_TOKEN)
         packed_best = [self._packed(logits[:1], NUM_BEST)] if self.compared else []
         return [best.view(torch.int64), token, *packed_best, self._packed(scores, num_logits)]
-
-    def _of_all(
-        self,
-        logits: torch.Tensor,
-        positions: Sequence[int],
-        branches: Sequence[Sequence[int] | None],
-        drafts: Sequence[Sequence[int]],
-        text: Sequence[int],
-        num_logits: int,
-    ) -> Sampled:
-        scores = self.sampler.scores(logits, branches, text)
-        tokens = self.sampler.sample(scores, positions, branches, drafts)
-        return self._with_top(logits, scores, tokens, num_logits)
 
     def _with_top(self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, num_logits: int) -> Sampled:
         top = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
@@ -178,12 +151,12 @@ class ShardedSampling:
         packed = pack_top_logits(scores, k) + (self.head.first << 32)
         return torch.nn.functional.pad(packed, (0, k - packed.shape[1]), value=NOTHING)
 
-    def _kth_best(self, scores: torch.Tensor, k: int) -> torch.Tensor:
+    def _best(self, scores: torch.Tensor, k: int) -> torch.Tensor:
         k = min(k, self.head.out_features)
         best = scores.topk(min(k, scores.shape[-1])).values
         best = torch.nn.functional.pad(best, (0, k - best.shape[-1]), value=-math.inf)
         everyones = torch.cat([*self.replica.all_gather(best)], -1)
-        return everyones.topk(k).values[:, -1:]
+        return everyones.topk(k).values
 
     def _flags(self, heads: torch.Tensor) -> torch.Tensor:
         """STOP, with the flags of all ranks, and the first one's LENGTH."""

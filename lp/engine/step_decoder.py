@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from lp.budget.step_times import StepTimes
 from lp.engine.decode_loop import Beginning, Generation
@@ -57,9 +58,9 @@ class StepDecoder(Decoder, ABC):
     def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:
         """A text that is to be generated; arguments as of `Generation`."""
 
-    def capture_steps(self, generation: Generation) -> None:
-        """Capture a text's steps before its first one, where they are captured: the same call on every rank."""
-        generation.capture_steps()
+    def capture_steps(self, capture: Callable[[], None]) -> None:
+        """Capture a text's steps before its first one, by `capture`: the same call on every rank."""
+        capture()
 
     def ended(self, stats: list[StepStats]) -> None:
         """Called after every text."""

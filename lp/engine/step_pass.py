@@ -1,120 +1,59 @@
-"""What a rank's device does in a step: the forward pass, sampling, and the message to the other ranks.
+"""What a rank's device does in a step of a text behind the forward pass: sampling, and the message to the other ranks.
 
-n: sampled nodes, V: vocabulary, K: top-k logits of a node, P: int64s of a message, R: ranks.
+One operation at a time. Of a captured step the same is done by `lp.engine.step_tails`, where the sampler allows it.
+n: sampled nodes, V: vocabulary, K: top-k logits of a node, P: int64s of a message.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lp.draft.layout import StepLayout
-from lp.engine.captured_tail import CapturedTail
+from lp.engine.captured_tail import noise_rows
 from lp.engine.sharded_sampling import ShardedSampling
-from lp.models.captured_steps import CapturedStep
-from lp.models.graph_recorder import CaptureFailed
-from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
 from lp.models.sharded_layers import head_of
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import (
-    LENGTH,
-    STOP,
-    Header,
-    MessageShape,
-    Sampled,
-    Stop,
-    best_logits,
-    known_part,
-    pack,
-)
+from lp.parallel.message import LENGTH, STOP, Header, MessageShape, Sampled, Stop, best_logits, pack
+from lp.sampling.node_sampling import CallRules, NodeSampling, counts_at_nodes
+from lp.sampling.noise import NoiseCache
 from lp.sampling.sampler import Sampler
 from lp.sampling.top_logits import pack_top_logits
-
-logger = logging.getLogger(__name__)
-MOST_TAILS = 8  # of one bucket, of samplers that differ in their settings; the oldest goes
+from lp.to_device import to_device
 
 
 class StepPass:
-    """What the steps of one generation do on this rank's device, its part of a pass over several texts left out.
-
-    A captured step is two graphs, the forward pass and the tail: sampling and the message. The host waits once, for the
-    message. Where steps are not captured, or the sampler needs the host, the same is done by one operation at a time.
+    """Samples the steps of one text, and writes its messages.
 
     Args:
         runner: computes forward passes, and knows the model.
-        cache: of the generation.
-        sampler: of the generation.
-        context: the ranks.
+        sampler: of the text.
+        context: the ranks that share steps.
         shape: of the messages.
 
     Attributes:
-        joint_key: texts with the same one can be sampled together; None: not with any other.
+        sharded: samples on the ranks of a replica; None where the model is whole.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        cache: StaticKVCache,
-        sampler: Sampler,
-        context: ParallelContext,
-        shape: MessageShape,
-    ) -> None:
+    def __init__(self, runner: ModelRunner, sampler: Sampler, context: ParallelContext, shape: MessageShape) -> None:
         self.runner = runner
-        self.cache = cache
         self.sampler = sampler
         self.context = context
         self.shape = shape
         head = head_of(runner.model)
-        self._sharded = ShardedSampling(head, sampler, context) if head else None
-        self.joint_key = sampler.capture_key if self._sharded is None else None
-        self._capture_key = sampler.capture_key if runner.captures(cache) else None
-        self._shares_noise = False
+        self.sharded = ShardedSampling(head, context) if head else None
 
-    def capture(self, num_tokens: int, num_logits: Sequence[int]) -> None:
-        """Capture steps of all buckets up to so many tokens, so that none is captured while text is generated.
-
-        Args:
-            num_tokens: of the largest step.
-            num_logits: how many top-k logits steps may take of every node.
-        """
-        for step in self.runner.captured_steps(num_tokens, self.cache):
-            if self._capture_key is not None and any(self._tail_key(k) not in step.tails for k in num_logits):
-                logits_BV = step.run()
-                for k in num_logits:
-                    self._tail(step, logits_BV, k)
-        if self.runner.captured and self.runner.captures(self.cache):
-            self.runner.captured.settle()
-
-    def replayed(
-        self, layout: StepLayout, header: Header, text: Sequence[int], step_tokens: int, num_logits: int
-    ) -> torch.Tensor:
-        """This rank's message (P,) of a captured step: on the device, which may still be at it, or where it copies it.
-
-        Args:
-            layout: of the step.
-            header: of the message.
-            text: prompt and generated tokens.
-            step_tokens: to pad the step to.
-            num_logits: top-k logits that are taken of every node, at most K.
-        """
-        inputs = layout.step_tokens(step_tokens)
-        logits_indices = layout.sampled_tokens
-        step = self.runner.staged(*inputs, self.cache, logits_indices)
-        if step is None:  # it is too large, or can't be captured
-            tree = inputs.tokens, inputs.positions, inputs.visible()
-            logits = self.runner.forward(*tree, self.cache, logits_indices, capture=False, whole=False)
-            return self.message(logits, layout, header, text, num_logits)
-        logits_BV = step.run()
-        tail = self._tail(step, logits_BV, num_logits)
-        if tail is None:
-            return self.message(logits_BV[: len(logits_indices)], layout, header, text, num_logits)
-        if self._sharded and tail.heads is not None:
-            self._sharded.heads = tail.heads
-        message = tail.run(known_part(header, layout, self.shape), *self._sampled_nodes(layout))
-        return message if tail.on_host is None else tail.on_host
+    @property
+    def joint_key(self) -> Hashable | None:
+        """Texts with equal ones are sampled together; None: not with any other."""
+        rules = self.sampler.rules
+        if rules is None or self.sharded:
+            return None
+        return rules.operations, rules.functions_key, self.sampler.noise is not None
 
     def message(
         self,
@@ -129,19 +68,34 @@ class StepPass:
 
         Args:
             logits: of the sampled nodes, (n, V).
-            layout, header, text, num_logits: as of `replayed`.
+            layout: of the step.
+            header: of the message.
+            text: prompt and generated tokens.
+            num_logits: top-k logits that are taken of every node, at most K.
             sampled: of these nodes, if they are sampled already.
         """
         if sampled is not None:
             return pack(header, layout, sampled, self.shape)
-        if not self._sharded:
-            return pack(header, layout, self._sampled(logits, layout, text, num_logits), self.shape)
-        branches, drafts = self._branches(layout), self._drafts(layout)
-        positions = layout.sampled_positions
-        sampled, flags = self._sharded.sample(logits, positions, branches, drafts, text, num_logits, header)
+
+        def by_host(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            branches = self._branches(layout)
+            scores = self.sampler.scores(whole, branches, text)
+            return scores, self.sampler.sample(scores, layout.sampled_positions, branches, self._drafts(layout))
+
+        rules = self.sampler.rules
+        sampling = None if rules is None else node_sampling([SampledText(self.sampler, layout, text)], logits.device)
+        if not self.sharded:
+            scores, tokens = by_host(logits) if sampling is None else sampling.sample(logits)
+            return pack(header, layout, self.of_nodes(logits, scores, tokens, num_logits), self.shape)
+        sampled, flags = self.sharded.sample(logits, by_host, sampling, num_logits, header)
         message = pack(header, layout, sampled, self.shape)
         message[STOP : LENGTH + 1] = flags
         return message
+
+    def of_nodes(self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, num_logits: int) -> Sampled:
+        """What a message has of these nodes; arguments as of `message`."""
+        top = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
+        return Sampled(tokens, top, best_logits(logits) if self.context.world_size > 1 else None)
 
     def top_logits(self, logits: torch.Tensor, prompt: Sequence[int], num_logits: int) -> torch.Tensor:
         """The top-k logits of the prompt's tokens, packed: (n, num_logits).
@@ -149,13 +103,13 @@ class StepPass:
         Args:
             logits: (n, V), of a divided model this rank's part of them.
         """
-        if self._sharded:
-            return self._sharded.top_logits(logits, self.sampler, prompt, num_logits)
+        if self.sharded:
+            return self.sharded.top_logits(logits, self.sampler, prompt, num_logits)
         return pack_top_logits(self.sampler.scores(logits, [None] * len(logits), prompt), num_logits)
 
     def announced(self, error: Exception) -> bool:
         """Whether the ranks of this replica know of an error on this one, and wait for nothing."""
-        return self._sharded is not None and self._sharded.failure is error
+        return self.sharded is not None and self.sharded.failure is error
 
     def check_replicas(self, stop: Stop, step: int) -> None:
         """Refuse to go on where the ranks of some replica differ.
@@ -163,63 +117,14 @@ class StepPass:
         Raises:
             RuntimeError: names them, or says that it is another replica's.
         """
-        if Stop.PARTED in stop and self._sharded:
-            self._sharded.check_alike(step)
+        if Stop.PARTED in stop and self.sharded:
+            self.sharded.check_alike(step)
             raise RuntimeError(f"the ranks of another replica differ from each other at step {step}; see their errors")
 
     def failed(self, header: Header, layout: StepLayout) -> torch.Tensor:
         """The message of a rank that has nothing to report but its header."""
         nothing = torch.zeros(len(layout.sampled_nodes), 0, dtype=torch.int64, device=self.runner.device)
         return pack(header, layout, Sampled(nothing.sum(1), nothing), self.shape)
-
-    def _tail(self, step: CapturedStep, logits_BV: torch.Tensor, num_logits: int) -> CapturedTail | None:
-        """The captured tail of a captured step; None if the sampler has none, or it can't be captured."""
-        if self._capture_key is None:
-            return None
-        assert self.runner.captured
-        if not self._shares_noise:
-            self.sampler.share_noise(self.runner.captured.shared)
-            self._shares_noise = True
-        key = self._tail_key(num_logits)
-        if key not in step.tails:
-            if len(step.tails) == MOST_TAILS:
-                del step.tails[next(iter(step.tails))]
-            recorder = self.runner.captured.recorder
-            compared = self.context.world_size > 1
-            try:
-                step.tails[key] = CapturedTail(
-                    recorder, logits_BV, self.sampler, self.shape, num_logits, compared, not compared, self._sharded
-                )
-            except CaptureFailed as error:
-                logger.info("sampling is not captured: %s", error)
-                step.tails[key] = None
-        tail: CapturedTail | None = step.tails[key]
-        return tail
-
-    def _tail_key(self, num_logits: int) -> Hashable:
-        return self._capture_key, self.shape, num_logits, self.context.world_size > 1
-
-    def _sampled_nodes(self, layout: StepLayout) -> tuple[list[int], list[bool], list[int]]:
-        """What a tail is to know of the nodes that are sampled."""
-        nodes = layout.sampled_nodes
-        branches = self._branches(layout)
-        noise_rows = self.sampler.noise_rows(layout.sampled_positions, branches)
-        return nodes, [branch is not None for branch in branches], noise_rows
-
-    def _sampled(self, logits: torch.Tensor, layout: StepLayout, text: Sequence[int], num_logits: int) -> Sampled:
-        sampler = self.sampler
-        nodes = layout.sampled_nodes
-        branches = self._branches(layout)
-        drafts = self._drafts(layout)
-        best = best_logits(logits) if self.context.world_size > 1 else None
-        scores = sampler.scores(logits, branches, text)
-        sampled = sampler.sample(scores, layout.sampled_positions, branches, drafts)
-        top_logits = pack_top_logits(scores, num_logits) if num_logits else sampled.new_zeros(len(nodes), 0)
-        return Sampled(sampled, top_logits, best)  # the top 0 would take time, too
-
-    def sampling_of(self, layout: StepLayout) -> tuple[list[int], list[list[int] | None]]:
-        """Positions and branches of the sampled nodes, as `Sampler.sample` takes them."""
-        return layout.sampled_positions, self._branches(layout)
 
     def _drafts(self, layout: StepLayout) -> list[list[int]]:
         """The draft tokens behind every sampled node, where the sampler needs them."""
@@ -233,3 +138,68 @@ class StepPass:
             reachable = layout.nodes.reachable.tolist()
             return [[] if reachable[node] else None for node in layout.sampled_nodes]
         return [layout.branch_tokens(node) for node in layout.sampled_nodes]
+
+
+class SampledText(NamedTuple):
+    """A text whose nodes are sampled by tensors alone.
+
+    Attributes:
+        sampler: which has `rules`.
+        layout: of its step.
+        text: prompt and generated tokens.
+    """
+
+    sampler: Sampler
+    layout: StepLayout
+    text: Sequence[int]
+
+
+def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSampling:
+    """How the sampled nodes of texts with one `joint_key` are sampled.
+
+    Args:
+        texts: in the order of their logits.
+        device: of the logits.
+    """
+    rules = [own.sampler.rules for own in texts if own.sampler.rules is not None]
+    noise = [own.sampler.noise for own in texts if own.sampler.noise is not None]
+    nodes = [np.asarray(own.layout.sampled_nodes) for own in texts]
+    reachable = [np.asarray(own.layout.nodes.reachable)[own_nodes] for own, own_nodes in zip(texts, nodes, strict=True)]
+    call = CallRules.of(rules, bool(noise))
+    numbers = np.array([own.numbers for own in rules])
+    if len(texts) > 1:
+        numbers = numbers.repeat([len(own) for own in nodes], 0)
+    joined = np.concatenate(reachable)[:, None]
+    sampling = NodeSampling(call, rules[0], to_device(numbers, device), to_device(joined, device))
+    if call.counts:
+        counts = [_counts(own, device) for own in texts]
+        sampling.counts = counts[0] if len(counts) == 1 else torch.cat(counts)
+    if noise:
+        NoiseCache.fill(noise, [[position + 1 for position in own.layout.sampled_positions] for own in texts])
+        pairs = zip(texts, reachable, strict=True)
+        rows = [to_device(noise_rows(own.sampler, own.layout, reached, [], 0), device) for own, reached in pairs]
+        if len(texts) == 1:
+            sampling.noise_SV, sampling.noise_rows = noise[0].noise_SV, rows[0]
+        else:
+            sampling.noise_SV = torch.cat(
+                [own.noise_SV.index_select(0, own_rows) for own, own_rows in zip(noise, rows, strict=True)]
+            )
+    return sampling
+
+
+def _counts(own: SampledText, device: torch.device) -> torch.Tensor:
+    """What penalties count at a text's sampled nodes."""
+    counts = own.sampler.counts
+    assert counts is not None
+    step = own.layout.step_tokens(0)
+    uncounted = counts.uncounted(own.text, int(step.positions[0]), len(own.text))
+    if uncounted:
+        indices, ones = to_device(np.array(uncounted), device).unbind(1)
+        counts.counts_QV.view(-1).index_add_(0, indices, ones.to(torch.int32))
+    return counts_at_nodes(
+        counts.counts_QV,
+        to_device(np.full(len(own.layout.sampled_nodes), counts.place), device),
+        to_device(np.ascontiguousarray(step.tokens), device),
+        to_device(step.positions >= counts.first_generated, device),
+        to_device(step.visible()[own.layout.sampled_tokens], device),
+    )

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,11 +17,19 @@ import numpy as np
 import torch
 
 from lp.attention.masks import FULL
-from lp.models.captured_steps import BITS, BUCKETS, LARGEST_PADDING, CapturedSteps
+from lp.models.captured_steps import (
+    BITS,
+    BUCKETS,
+    LARGEST_PADDING,
+    CapturedStep,
+    CapturedSteps,
+    StepTensors,
+    fill_visible,
+)
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import StaticKVCache
 from lp.models.kv_pool import KVPool
-from lp.models.runner import ModelRunner, TreePass, logger
+from lp.models.runner import ModelRunner, PassLogits, TreePass, logger
 
 SPARE_SLOTS = LARGEST_PADDING + 1  # behind the pool: padding is written there, and the last one is moved to itself
 MOVES = 128  # M; what commits move beyond it is moved before the step
@@ -67,23 +74,8 @@ class _Inputs(NamedTuple):
         return 5 * bucket + 2 * MOVES + 4 * num_sequences + bucket * -(-bucket // BITS)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The step of one bucket.
-
-    Attributes:
-        inputs: the parts of the block in (pinned) host memory, which the step begins by copying.
-        run: the step; returns logits (B, V), overwritten by the next run.
-    """
-
-    inputs: _Inputs
-    run: Callable[[], torch.Tensor]
-
-
 class CapturedForests:
     """Runs passes over several sequences as captured steps, where they are; else as `ModelRunner.forward_forest`.
-
-    Sampling and messages are not captured.
 
     Args:
         runner: of the model.
@@ -98,7 +90,7 @@ class CapturedForests:
         self._num_places = max(most_sequences, BUCKETS[-1] // LARGEST_PADDING - 1) + 1  # Q: one for a step's padding
         self._captured: CapturedSteps | None = None  # whose steps these stand beside: of the model as it was
         self._whole: StaticKVCache | None = None  # all slots of the pool
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, CapturedStep] = {}
         self._seen: Counter[int] = Counter()  # passes by bucket
         self._given_up = False
         self._copied: torch.cuda.Event | None = None  # behind the last step's copy of its block
@@ -112,7 +104,7 @@ class CapturedForests:
         """Whether steps of a text whose cache this is are captured here."""
         return self.captures and cache in self.pool
 
-    def forward(self, trees: Sequence[TreePass]) -> list[torch.Tensor]:
+    def forward(self, trees: Sequence[TreePass]) -> PassLogits:
         """Arguments and result as of `ModelRunner.forward_forest`; valid until the next step."""
         num_tokens = sum(len(tree.tokens) for tree in trees)
         in_pool = all(tree.cache in self.pool for tree in trees)
@@ -128,7 +120,7 @@ class CapturedForests:
                     return self._run(step, trees)
         return self.runner.forward_forest(trees)
 
-    def _step_of(self, num_tokens: int) -> _Step | None:
+    def _step_of(self, num_tokens: int) -> CapturedStep | None:
         """The step of the bucket of so many tokens; None as long as it has not come often enough."""
         captured = self.runner.captured
         assert captured is not None
@@ -154,16 +146,16 @@ class CapturedForests:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _run(self, step: _Step, trees: Sequence[TreePass]) -> list[torch.Tensor]:
+    def _run(self, step: CapturedStep, trees: Sequence[TreePass]) -> PassLogits:
         self._await_copy()
         counts = _fill(step.inputs, trees, self.pool)
         logits_BV = step.run()
         if self.runner.device.type == "cuda":
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
-        return list(logits_BV[: sum(counts)].split(counts))
+        return PassLogits(logits_BV, counts, step)
 
-    def _capture(self, captured: CapturedSteps, bucket: int) -> _Step:
+    def _capture(self, captured: CapturedSteps, bucket: int) -> CapturedStep:
         whole, masks, device = self._whole, captured.masks, captured.device
         assert whole is not None
         size = _Inputs.size(bucket, self._num_places)
@@ -173,11 +165,12 @@ class CapturedForests:
         block = torch.zeros(size, dtype=torch.int64, device=device)
         inputs = _Inputs.parts(block, bucket, self._num_places)
         bits = torch.arange(BITS, device=device)
+        visible_BB = torch.zeros(bucket, bucket, dtype=torch.bool, device=device)
 
         def step() -> torch.Tensor:
             block.copy_(host, non_blocking=True)
             whole.move(inputs.sources_M, inputs.targets_M, captured.kernels.move_slots)
-            visible_BB = (inputs.visible_BW[:, :, None] >> bits & 1).flatten(1)[:, :bucket] != 0
+            visible_BB.copy_((inputs.visible_BW[:, :, None] >> bits & 1).flatten(1)[:, :bucket])
             places_B4 = inputs.sequences_Q4.index_select(0, inputs.sequence_B)
             mask = masks.build_pooled(
                 visible_BB, inputs.positions_B, inputs.slots_B, places_B4[:, 2], places_B4[:, 3], whole.capacity
@@ -186,7 +179,8 @@ class CapturedForests:
                 arguments = masks.backend.forward_arguments(inputs.slots_B, inputs.sequences_Q4)
                 return captured.logits(inputs, mask, whole, arguments)
 
-        return _Step(staged, captured.recorder.record(step))
+        tensors = StepTensors(inputs.tokens_B, inputs.logits_indices_B, visible_BB)
+        return CapturedStep(bucket, host, staged, tensors, captured.recorder.record(step))
 
 
 def captures_forests(runner: ModelRunner, num_slots: int) -> bool:
@@ -224,7 +218,7 @@ def _fill(inputs: _Inputs, trees: Sequence[TreePass], pool: KVPool) -> list[int]
     inputs.sources_M[len(sources) :] = inputs.targets_M[len(targets) :] = spare + SPARE_SLOTS - 1
     inputs.sequences_Q4[:] = 0
     inputs.logits_indices_B[:] = 0
-    visible_BB = np.zeros((bucket, inputs.visible_BW.shape[1] * BITS), bool)
+    parents_B = np.full(bucket, -1)
     start = 0
     counts = []
     logits_indices: list[int] = []
@@ -238,14 +232,14 @@ def _fill(inputs: _Inputs, trees: Sequence[TreePass], pool: KVPool) -> list[int]
         inputs.slots_B[start:end] = range(slot, slot + end - start)
         inputs.sequence_B[start:end] = index
         inputs.sequences_Q4[index] = start, end - start, cache.first_slot, cache.length
-        visible_BB[start:end, start:end] = tree.visible
+        parents = np.asarray(tree.parents)
+        parents_B[start:end] = np.where(parents < 0, -1, parents + start)
         logits_indices += [start + own for own in tree.logits_indices]
         counts.append(len(tree.logits_indices))
         start = end
     inputs.logits_indices_B[: len(logits_indices)] = logits_indices
     inputs.tokens_B[start:] = 0
     inputs.positions_B[start:] = 0
-    visible_BB[range(start, bucket), range(start, bucket)] = True
     for index in range(len(trees), len(inputs.sequences_Q4)):  # padding: one of them, but for a step without sequences
         end = min(start + LARGEST_PADDING, bucket)
         inputs.slots_B[start:end] = range(spare, spare + end - start)
@@ -253,7 +247,7 @@ def _fill(inputs: _Inputs, trees: Sequence[TreePass], pool: KVPool) -> list[int]
         inputs.sequences_Q4[index] = start, end - start, spare, 0
         start = end
     assert start == bucket
-    inputs.visible_BW[:] = np.packbits(visible_BB, axis=1, bitorder="little").view(np.int64)
+    fill_visible(inputs.visible_BW, parents_B)
     return counts
 
 

@@ -98,6 +98,19 @@ class _Inputs(NamedTuple):
         return 3 * bucket + 2 * MOVES + 1 + bucket * -(-bucket // BITS)
 
 
+class StepTensors(NamedTuple):
+    """What a step reads on the device, which work captured behind it may read too.
+
+    Attributes:
+        tokens_B, logits_indices_B: as of the step's inputs.
+        visible_BB: bool, the tokens of the step that each one sees.
+    """
+
+    tokens_B: torch.Tensor
+    logits_indices_B: torch.Tensor
+    visible_BB: torch.Tensor
+
+
 @dataclass(frozen=True)
 class CapturedStep:
     """The step of one bucket.
@@ -106,13 +119,15 @@ class CapturedStep:
         bucket: B.
         host: the block in (pinned) host memory, which the step begins by copying.
         inputs: its parts, as arrays.
+        tensors: on the device.
         run: the step; returns logits (B, V), overwritten by the next run.
         tails: what was captured to run behind it, by what it depends on; kept as long as the step.
     """
 
     bucket: int
     host: torch.Tensor
-    inputs: _Inputs
+    inputs: Any
+    tensors: StepTensors
     run: Callable[[], torch.Tensor]
     tails: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -135,7 +150,7 @@ class CapturedSteps:
     Attributes:
         cache: of the generation that is running, or of the last one.
         reserved: a running generation has the cache.
-        shared: other memory of the device that captured work reads, by what it is for.
+        shared: other memory of the device that captured work reads, by what it is for and what depends on its size.
         kernels: in the place of torch's operations, where layers are fused.
     """
 
@@ -343,7 +358,8 @@ class CapturedSteps:
                 return compiled()
 
         try:
-            return CapturedStep(bucket, host, staged, self.recorder.record(step))
+            tensors = StepTensors(inputs.tokens_B, inputs.logits_indices_B, visible_BB)
+            return CapturedStep(bucket, host, staged, tensors, self.recorder.record(step))
         except CaptureFailed as error:
             raise CaptureFailed(f"a step of {bucket} tokens can't be captured ({error}); choose capture=off") from error
 

@@ -23,6 +23,7 @@ from lp.attention.base import AttentionBackend
 from lp.attention.masks import StepMasks, named_kinds
 from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture
+from lp.draft.layout import ancestors
 from lp.errors import UserError
 from lp.models.captured_steps import CapturedStep, CapturedSteps, capture_mode
 from lp.models.forest_cache import ForestCache, Stretch
@@ -352,9 +353,9 @@ class ModelRunner:
         while start < end:
             count = self.prompt_chunk(end - start, chunk)
             tree = self.prompt_pass(tokens, end, start, count, cache, count if on_logits else 0)
-            (logits,) = self.forward_forest([tree])
+            logits = self.forward_forest([tree])
             if on_logits:
-                on_logits(logits)
+                on_logits(*logits.each())
             cache.commit(range(count))
             start += count
 
@@ -384,8 +385,7 @@ class ModelRunner:
         anchor = [end] if self.boundary and end >= self.boundary.length else []
         own = [*tokens[start : start + count], *tokens[: len(anchor)]]
         positions = [*range(start, start + count), *anchor]
-        visible = np.tri(len(own), dtype=bool)
-        return TreePass(own, positions, visible, cache, range(num_logits), not anchor)
+        return TreePass(own, positions, range(-1, len(own) - 1), cache, range(num_logits), not anchor)
 
     def _forget_growth(self, cache: StaticKVCache) -> None:
         """Before a pass of another text, let a model with dynamic rotary scaling forget its longest text so far.
@@ -397,7 +397,7 @@ class ModelRunner:
             return
         last, self._last_cache = self._last_cache, weakref.ref(cache)
         if not cache.length or last is None or last() is not cache:
-            self._computed(TreePass([0], [0], np.tri(1, dtype=bool), cache, (0,)))
+            self._computed(TreePass([0], [0], [-1], cache, (0,)))
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
         """Before the first step past the rotary boundary: cache all the text but `c`, as plain decoding would.
@@ -410,9 +410,7 @@ class ModelRunner:
             self.prefill(text[:-1], cache, chunk)
         elif count := len(text) - 1 - cache.length:
             tokens, positions = text[cache.length : -1], range(cache.length, len(text) - 1)
-            self.forward(
-                tokens, positions, np.tri(count, dtype=bool), cache, (0,), capture=False, chain=True, whole=False
-            )
+            self.forward_forest([TreePass(tokens, positions, range(-1, count - 1), cache, (0,), chain=True)])
             cache.commit(range(count))
 
     def staged(
@@ -485,15 +483,20 @@ class ModelRunner:
             assert self.captured
             return self._whole(self.captured.run_unread(step)[: len(logits_indices)], whole)
         self._forget_growth(cache)
-        tree = TreePass(tokens, positions, visible, cache, logits_indices, chain)
-        return self._whole(self._computed(tree), whole)
+        tree = TreePass(tokens, positions, (), cache, logits_indices, chain)
+        return self._whole(self._computed(tree, visible), whole)
 
-    def _computed(self, tree: TreePass) -> torch.Tensor:
-        """Logits of one sequence's pass, which is not captured: (len(logits_indices), V)."""
+    def _computed(self, tree: TreePass, visible: np.ndarray | None = None) -> torch.Tensor:
+        """Logits of one sequence's pass, which is not captured: (len(logits_indices), V).
+
+        Args:
+            visible: which tokens each one sees, where that is no tree's.
+        """
         cache = tree.cache
         cache.flush()
         ids_1T, positions_1T = to_device(np.array([tree.tokens, tree.positions]), self.device).split(1)
-        seen = to_device(tree.visible, self.device) if self.recurrent else tree.visible
+        visible = tree.visible() if visible is None else visible
+        seen = to_device(visible, self.device) if self.recurrent else visible
         mask = self.masks.build(seen, positions_1T[0], cache.length)
         cache.begin(None if tree.chain else seen)
         # A number: those of all tokens, which need no gathering.
@@ -512,20 +515,23 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def forward_forest(self, trees: Sequence[TreePass]) -> list[torch.Tensor]:
+    def forward_forest(self, trees: Sequence[TreePass], capture: bool = False) -> PassLogits:
         """Compute the trees of several sequences in one pass; each one's KV is written to its own cache.
 
         Where ranks divide the model, logits are this rank's part of the vocabulary.
 
-        Returns:
-            (len(logits_indices), V) of each.
+        Args:
+            trees: one for each sequence.
+            capture: it is a step of one sequence, of which there will be many.
         """
         if len(trees) == 1:
             (tree,) = trees
+            counts = [len(tree.logits_indices)]
+            if capture and (step := self.staged(*tree[:-1])):
+                return PassLogits(step.run(), counts, step)
+            self._forget_growth(tree.cache)
             one_more = tree.logits_indices or (0,)  # a model gives at least one
-            own = tree.tokens, tree.positions, tree.visible, tree.cache, one_more
-            logits = self.forward(*own, capture=False, chain=tree.chain, whole=False)
-            return [logits[: len(tree.logits_indices)]]
+            return PassLogits(self._computed(tree._replace(logits_indices=one_more)), counts)
         starts = [0, *itertools.accumulate(len(tree.tokens) for tree in trees)]
         stretches = [Stretch(*ends, tree.cache) for ends, tree in zip(itertools.pairwise(starts), trees, strict=True)]
         for tree in trees:
@@ -534,7 +540,7 @@ class ModelRunner:
         positions = np.concatenate([tree.positions for tree in trees])
         ids_1T, positions_1T = to_device(np.array([tokens, positions], np.int64), self.device).split(1)
         own_positions = positions_1T[0].split([len(tree.tokens) for tree in trees])
-        views = [(tree.visible, own, tree.cache.length) for tree, own in zip(trees, own_positions, strict=True)]
+        views = [(tree.visible(), own, tree.cache.length) for tree, own in zip(trees, own_positions, strict=True)]
         counts = [len(tree.logits_indices) for tree in trees]
         indices = [start + index for start, tree in zip(starts, trees, strict=False) for index in tree.logits_indices]
         cache = ForestCache(stretches, self.config.num_hidden_layers, self.backend.takes_parts, self.device)
@@ -546,7 +552,7 @@ class ModelRunner:
             logits_to_keep=to_device(indices or [0], self.device),  # a model gives at least one
             **{self._cache_keyword: cache},
         )
-        return list(output.logits[0, : sum(counts)].split(counts))
+        return PassLogits(output.logits[0], counts)
 
     def _whole(self, logits: torch.Tensor, whole: bool) -> torch.Tensor:
         head = head_of(self.model) if whole else None
@@ -554,11 +560,11 @@ class ModelRunner:
 
 
 class TreePass(NamedTuple):
-    """What one sequence has in a pass of several: the arguments of `ModelRunner.forward`.
+    """What one sequence has in a pass.
 
     Attributes:
         tokens, positions: (T,).
-        visible: (T, T) bool.
+        parents: (T,), of each token the last one before it that it sees; -1 for none.
         cache: holds the prefix.
         logits_indices: among its own tokens; may be none.
         chain: each token sees all before it, and all are committed.
@@ -566,10 +572,32 @@ class TreePass(NamedTuple):
 
     tokens: Sequence[int] | np.ndarray
     positions: Sequence[int] | np.ndarray
-    visible: np.ndarray
+    parents: Sequence[int] | np.ndarray
     cache: StaticKVCache
     logits_indices: Sequence[int]
     chain: bool = False
+
+    def visible(self) -> np.ndarray:
+        """Bool (T, T), which tokens of the pass each one sees."""
+        return ancestors(self.parents)
+
+
+class PassLogits(NamedTuple):
+    """The logits of a pass.
+
+    Attributes:
+        rows: (at least n, V), those of the first sequence, then those of the next, then what nobody asked for.
+        counts: rows of every sequence.
+        step: the captured step that left them, which overwrites them when it runs again; None: none did.
+    """
+
+    rows: torch.Tensor
+    counts: list[int]
+    step: CapturedStep | None = None
+
+    def each(self) -> list[torch.Tensor]:
+        """Those of every sequence."""
+        return list(self.rows[: sum(self.counts)].split(self.counts))
 
 
 def _parents_of(visible: np.ndarray) -> np.ndarray:

@@ -138,14 +138,17 @@ def check_vocabulary(size: int) -> None:
         )
 
 
-def best_logits(logits: torch.Tensor) -> torch.Tensor:
-    """The best logits of `c`, packed: (NUM_BEST,).
+def best_logits(logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """The best logits of `c`, packed: (NUM_BEST,), or of several texts (Q, NUM_BEST).
 
     Args:
-        logits: (n, V), before any processor; the first are those of `c`.
+        logits: (n, V), before any processor.
+        rows: int64 (Q,), those of each text's `c`; None: there is one text, and its first row is.
     """
-    packed = pack_top_logits(logits[:1], NUM_BEST)[0]
-    return packed if len(packed) == NUM_BEST else packed[torch.arange(NUM_BEST).clamp(max=len(packed) - 1)]
+    packed = pack_top_logits(logits[:1] if rows is None else logits.index_select(0, rows), NUM_BEST)
+    if (found := packed.shape[1]) < NUM_BEST:
+        packed = torch.cat([packed, packed[:, -1:].expand(-1, NUM_BEST - found)], 1)
+    return packed[0] if rows is None else packed
 
 
 def state_digest(previous: int, *parts: Sequence[int] | np.ndarray) -> int:
@@ -172,12 +175,8 @@ def known_part(header: Header, layout: StepLayout, shape: MessageShape) -> np.nd
         int64 (HEADER + B,).
     """
     known = np.zeros(HEADER + shape.nodes, np.int64)
-    _fill_known(known, header, layout)
+    _fill_header_and_words(compiled_array(known), *map(int, header), layout.nodes)
     return known
-
-
-def _fill_known(message: np.ndarray, header: Header, layout: StepLayout) -> None:
-    _fill_header_and_words(compiled_array(message), *map(int, header), layout.nodes)
 
 
 @jit
@@ -202,25 +201,46 @@ def prob_code(prob):  # type: ignore[no-untyped-def]
 
 def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageShape) -> torch.Tensor:
     """This rank's message (P,), on the device of what was sampled."""
-    known = np.zeros(shape.size, np.int64)
-    if sampled.tokens.device.type == "cpu":
-        tokens, top_logits = (compiled_array(tensor.numpy()) for tensor in (sampled.tokens, sampled.top_logits))
-        numbers = (*map(int, header), shape.nodes, shape.num_logits)
-        _fill_message(compiled_array(known), layout.nodes, tokens, top_logits, *numbers)
-        if sampled.best is not None:
-            known[BEST:HEADER] = sampled.best.numpy()
-        return torch.from_numpy(known)
-    _fill_known(known, header, layout)
-    message = to_device(known, sampled.tokens.device)
-    at: slice | torch.Tensor = slice(len(layout))
-    if not layout.samples_all:
-        at = to_device(layout.sampled_nodes, sampled.tokens.device)
-    message[HEADER : HEADER + shape.nodes][at] |= sampled.tokens << SAMPLED_SHIFT
-    if sampled.top_logits.numel():
-        message[HEADER + shape.nodes :].view(shape.nodes, shape.num_logits)[at] = sampled.top_logits
+    device = sampled.tokens.device
+    if device.type != "cpu":
+        message = torch.zeros(1, shape.size, dtype=torch.int64, device=device)
+        known = to_device(known_part(header, layout, shape), device)[None]
+        write(message, known, to_device(layout.sampled_nodes, device), sampled, shape)
+        return message[0]
+    message = np.zeros(shape.size, np.int64)
+    tokens, top_logits = (compiled_array(tensor.numpy()) for tensor in (sampled.tokens, sampled.top_logits))
+    numbers = (*map(int, header), shape.nodes, shape.num_logits)
+    _fill_message(compiled_array(message), layout.nodes, tokens, top_logits, *numbers)
     if sampled.best is not None:
-        message[BEST:HEADER] = sampled.best
-    return message
+        message[BEST:HEADER] = sampled.best.numpy()
+    return torch.from_numpy(message)
+
+
+def write(
+    messages: torch.Tensor, known: torch.Tensor, nodes: torch.Tensor, sampled: Sampled, shape: MessageShape
+) -> None:
+    """Write the messages of several texts on a device, as a captured step can.
+
+    Q: texts.
+
+    Args:
+        messages: int64 (Q, P); all of it is written but top-k logits of nodes that are not sampled.
+        known: int64 (Q, HEADER + B), as `known_part` makes it.
+        nodes: int64 (n,), where each sampled node is: text * B + node; Q * B for padding.
+        sampled: of these nodes; `best` is (Q, NUM_BEST).
+    """
+    texts, count = len(messages), shape.nodes
+    words = torch.zeros(texts * count + 1, dtype=torch.int64, device=messages.device)  # the last one takes the padding
+    words.index_copy_(0, nodes, sampled.tokens << SAMPLED_SHIFT)
+    end = HEADER + count
+    messages[:, :HEADER] = known[:, :HEADER]
+    messages[:, HEADER:end] = known[:, HEADER:] | words[:-1].view(texts, count)
+    if sampled.best is not None:
+        messages[:, BEST:HEADER] = sampled.best
+    if taken := sampled.top_logits.shape[1]:
+        room = torch.zeros(texts * count + 1, shape.num_logits, dtype=torch.int64, device=messages.device)
+        room[:, :taken].index_copy_(0, nodes, sampled.top_logits)
+        messages[:, end:] = room[:-1].view(texts, -1)
 
 
 @jit

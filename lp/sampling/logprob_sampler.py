@@ -38,8 +38,6 @@ class LogprobSampler(Sampler):
         recorded: log probabilities of the text's tokens; whoever reads them may take them away.
     """
 
-    capture_key = None  # it records on the host
-
     def __init__(self, inner: Sampler, num_top: int) -> None:
         super().__init__(inner.processors)
         self.inner = inner

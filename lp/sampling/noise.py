@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from lp.to_device import to_device
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 16  # numbers that a CPU makes at once: they stay in its second-level cache
+NO_NOISE = 0  # the row of a buffer that has zeros
 BELOW_1 = 1 - 2.0**-53  # the largest double below 1
 _MASK = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
@@ -61,19 +62,19 @@ def gumbel(seed: int, sequence: int, position: int, vocabulary: int, device: tor
     Returns:
         (V,) float64.
     """
-    key = _keyed(sequence_key(seed, sequence), position)
-    return _gumbel_nV([key], vocabulary, torch.device(device))[0]
+    key = torch.tensor([position_key(seed, sequence, position)], device=device)
+    return _gumbel_nV(key, vocabulary)[0]
 
 
-def _gumbel_nV(position_keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
+def _gumbel_nV(keys_n: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Standard Gumbel noise (n, V), float64, for the keys of n positions."""
-    return _uniform(random_bits(position_keys, vocabulary, device)).log_().neg_().log_().neg_()
+    return _uniform(random_bits(keys_n, vocabulary)).log_().neg_().log_().neg_()
 
 
-def random_bits(position_keys: Sequence[int], vocabulary: int, device: torch.device) -> torch.Tensor:
+def random_bits(keys_n: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """64 random bits of every token of n positions, each with its key: (n, V) int64."""
-    keys_n1 = torch.tensor([[_signed(key)] for key in position_keys], device=device)
-    bits = torch.arange(1, vocabulary + 1, device=device) * _signed(_GOLDEN) + keys_n1  # int64 wraps
+    tokens = torch.arange(1, vocabulary + 1, device=keys_n.device)
+    bits = tokens * _signed(_GOLDEN) + keys_n[:, None]  # int64 wraps
     bits = (bits ^ _shift(bits, 30)).mul_(_signed(_MIX_1))
     bits = (bits ^ _shift(bits, 27)).mul_(_signed(_MIX_2))
     return bits ^ _shift(bits, 31)
@@ -84,37 +85,39 @@ def _uniform(bits: torch.Tensor) -> torch.Tensor:
     return ((_shift(bits, 11).double() + 0.5) * 2.0**-53).clamp(max=BELOW_1)
 
 
-@torch.library.custom_op("lp::gumbel_rows", mutates_args=("noise_CV",))
-def gumbel_rows(noise_CV: torch.Tensor, key: int, first_position: int, count: int) -> None:
-    """Fill the rows of a range of positions with their noise; that of a position is row position % C.
+def position_key(seed: int, sequence: int, position: int) -> int:
+    """The key of a position's noise, as an int64."""
+    return _signed(_keyed(sequence_key(seed, sequence), position))
 
-    On CUDA it is one kernel, where Triton is installed: the arguments are numbers, so nothing is copied to the device.
+
+@torch.library.custom_op("lp::fill_noise", mutates_args=("noise_SV",))
+def fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
+    """Fill rows of a buffer with the noise of positions.
+
+    On CUDA it is one kernel, where Triton is installed.
 
     Args:
-        noise_CV: float32 or float64, contiguous.
-        key: `sequence_key`, as an int64.
-        first_position, count: of the range; count is at most C.
+        noise_SV: float32 or float64, contiguous.
+        rows: int64 (n,), different ones; -1 where there is nothing to fill.
+        keys: int64 (n,), as `position_key` makes them.
     """
-    if noise_CV.is_cuda and _kernel_works(noise_CV.device, noise_CV.dtype):
-        from lp.sampling.noise_kernel import launch_gumbel_rows  # here: it needs Triton
+    if noise_SV.is_cuda and _kernel_works(noise_SV.device, noise_SV.dtype):
+        from lp.sampling.noise_kernel import launch_fill_noise  # here: it needs Triton
 
-        launch_gumbel_rows(noise_CV, key, first_position, count)
-        return
-    fill_gumbel_rows(noise_CV, key, first_position, count)
+        launch_fill_noise(noise_SV, rows, keys)
+    elif noise_SV.is_cuda:  # how many there are is not known here, and a captured step can't ask
+        fill_noise_rows(noise_SV, torch.where(rows < 0, len(noise_SV) - 1, rows), keys)
+    else:
+        wanted = rows >= 0
+        fill_noise_rows(noise_SV, rows[wanted], keys[wanted])
 
 
-def fill_gumbel_rows(noise_CV: torch.Tensor, key: int, first_position: int, count: int) -> None:
-    """`gumbel_rows` in torch."""
-    capacity, vocabulary = noise_CV.shape
-    at_once = max(1, CHUNK // vocabulary) if noise_CV.device.type == "cpu" else count
-    end = first_position + count
-    start = first_position
-    while start < end:
-        row = start % capacity
-        positions = range(start, min(start + at_once, end, start + capacity - row))
-        keys = [_keyed(key & _MASK, position) for position in positions]
-        noise_CV[row : row + len(positions)] = _gumbel_nV(keys, vocabulary, noise_CV.device)
-        start = positions.stop
+def fill_noise_rows(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
+    """`fill_noise` in torch, of rows that are all to be filled."""
+    vocabulary = noise_SV.shape[1]
+    at_once = max(1, CHUNK // vocabulary) if noise_SV.device.type == "cpu" else max(len(keys), 1)
+    for own_rows, own_keys in zip(rows.split(at_once), keys.split(at_once), strict=True):
+        noise_SV.index_copy_(0, own_rows, _gumbel_nV(own_keys, vocabulary).to(noise_SV.dtype))
 
 
 @functools.cache
@@ -122,23 +125,26 @@ def _kernel_works(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether Triton's kernel gives torch's noise on this device; tried once, since its compiler may be missing."""
     if not is_installed("triton"):
         return False
-    rows, expected = torch.zeros(2, 4, 1000, device=device, dtype=dtype)
+    noise, expected = torch.zeros(2, 4, 1000, device=device, dtype=dtype)
+    rows = to_device([2, -1, 0, 3], device)
+    keys = to_device([position_key(7, 0, position) for position in range(4)], device)
     try:
-        from lp.sampling.noise_kernel import launch_gumbel_rows
+        from lp.sampling.noise_kernel import launch_fill_noise
 
-        launch_gumbel_rows(rows, 7, 2, 4)
+        launch_fill_noise(noise, rows, keys)
     except Exception as failure:
         logger.warning("noise is made without a kernel of its own: %s: %s", type(failure).__name__, failure)
         return False
-    fill_gumbel_rows(expected, 7, 2, 4)
-    if torch.allclose(rows, expected, rtol=1e-6, atol=1e-6):
+    wanted = to_device([0, 2, 3], device)
+    fill_noise_rows(expected, rows[wanted], keys[wanted])
+    if torch.allclose(noise, expected, rtol=1e-6, atol=1e-6):
         return True
     logger.warning("noise is made without a kernel of its own: it gives other numbers on %s", device)
     return False
 
 
 class NoiseCache:
-    """The noise of the positions that a step may need, computed once each: a ring buffer by position.
+    """The noise of the positions that a text's step may need, computed once each: a ring buffer by position.
 
     Args:
         seed, sequence, vocabulary, device: as in `gumbel`.
@@ -146,7 +152,7 @@ class NoiseCache:
         dtype: the dtype of the noise that is given out.
 
     Attributes:
-        noise_SV: the ring buffer, then a row of zeros for what is sampled without noise: S = C + 1.
+        first_row: of the buffer, the first one of this text.
     """
 
     def __init__(
@@ -158,84 +164,68 @@ class NoiseCache:
         self.vocabulary = vocabulary
         self.device = device
         self.dtype = dtype
-        self.noise_SV: torch.Tensor | None = None
+        self.first_row = 1
+        self._noise_SV: torch.Tensor | None = None
         self._positions = [-1] * capacity
 
     @property
-    def no_noise(self) -> int:
-        """The row of zeros."""
-        return self.capacity
+    def noise_SV(self) -> torch.Tensor:
+        """A row of zeros, the ring buffers of some texts, and a row that is never read."""
+        if self._noise_SV is None:
+            self.use(self.buffer(1), 0)
+        assert self._noise_SV is not None
+        return self._noise_SV
 
     @property
     def shape(self) -> tuple[int, int, torch.dtype]:
-        """S, V and the dtype of the buffer."""
-        return self.capacity + 1, self.vocabulary, self.dtype
+        """C, V and dtype: texts for which it is the same may have one buffer."""
+        return self.capacity, self.vocabulary, self.dtype
 
-    def buffer(self) -> torch.Tensor:
-        """A new ring buffer, of zeros."""
-        return torch.zeros(*self.shape[:2], device=self.device, dtype=self.dtype)
+    def buffer(self, texts: int) -> torch.Tensor:
+        """Room for so many texts like this one, of zeros: (S, V) with S = texts * C + 2."""
+        return torch.zeros(texts * self.capacity + 2, self.vocabulary, device=self.device, dtype=self.dtype)
 
-    def use(self, noise_SV: torch.Tensor) -> None:
-        """Compute into this buffer from now on: a captured step reads the one that it was captured with."""
-        if noise_SV is not self.noise_SV:
-            self.noise_SV = noise_SV
+    def use(self, noise_SV: torch.Tensor, place: int) -> None:
+        """Compute into a text's place in this buffer from now on: a captured step reads the one that it knows."""
+        first_row = 1 + place * self.capacity
+        if noise_SV is not self._noise_SV or first_row != self.first_row:
+            self._noise_SV, self.first_row = noise_SV, first_row
             self._positions = [-1] * self.capacity
 
     def rows(self, positions: Sequence[int]) -> list[int]:
-        """The rows of the buffer that hold the noise of these positions."""
-        missing = self._missing(positions)
-        for first, count in _ranges(missing):
-            assert self.noise_SV is not None
-            key = _signed(sequence_key(self.seed, self.sequence))
-            gumbel_rows(self.noise_SV[: self.capacity], key, first, count)
-        self._note(missing)
-        return [position % self.capacity for position in positions]
+        """The rows of the buffer that hold the noise of these positions, and are filled where they lack it."""
+        self.fill([self], [positions])
+        return self.rows_of(positions)
 
-    def _missing(self, positions: Sequence[int]) -> list[int]:
-        """Which of them the buffer does not hold, ascending."""
-        if self.noise_SV is None:
-            self.use(self.buffer())
-        return sorted({position for position in positions if self._positions[position % self.capacity] != position})
+    def rows_of(self, positions: Sequence[int]) -> list[int]:
+        """The rows of these positions, filled or not."""
+        return [self.first_row + position % self.capacity for position in positions]
 
-    def _note(self, positions: Sequence[int]) -> None:
-        for position in positions:
+    def missing(self, positions: Sequence[int], most: int) -> list[tuple[int, int]]:
+        """Rows of these positions that are to be filled, and their keys; whoever asks fills them.
+
+        Where there are more than `most`, they are filled here, and none is left.
+        """
+        lacking = sorted({position for position in positions if self._positions[position % self.capacity] != position})
+        for position in lacking:
             self._positions[position % self.capacity] = position
+        keys = [position_key(self.seed, self.sequence, position) for position in lacking]
+        pairs = [*zip(self.rows_of(lacking), keys, strict=True)]
+        if len(pairs) <= most:
+            return pairs
+        self._fill_pairs(pairs)
+        return []
 
     @staticmethod
     def fill(caches: Sequence[NoiseCache], positions: Sequence[Sequence[int]]) -> None:
-        """Compute what the buffers of several sequences lack of these positions, on a CPU all at once.
+        """Compute what the buffers of several texts lack of these positions, those in one buffer all at once."""
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        for cache, own in zip(caches, positions, strict=True):
+            pairs.setdefault(id(cache.noise_SV), []).extend(cache.missing(own, cache.capacity))
+        for cache in caches:
+            cache._fill_pairs(pairs.pop(id(cache.noise_SV), []))
 
-        Args:
-            caches: one for each sequence, for the same vocabulary.
-            positions: those that each sequence's step needs.
-        """
-        if caches[0].device.type != "cpu":  # where a kernel makes what one of them lacks
-            return
-        missing = [cache._missing(own) for cache, own in zip(caches, positions, strict=True)]
-        wanted = [(cache, position) for cache, own in zip(caches, missing, strict=True) for position in own]
-        at_once = max(1, CHUNK // caches[0].vocabulary)
-        for start in range(0, len(wanted), at_once):
-            part = wanted[start : start + at_once]
-            keys = [_keyed(sequence_key(cache.seed, cache.sequence), position) for cache, position in part]
-            for (cache, position), noise in zip(
-                part, _gumbel_nV(keys, caches[0].vocabulary, caches[0].device), strict=True
-            ):
-                assert cache.noise_SV is not None
-                cache.noise_SV[position % cache.capacity] = noise
-        for cache, own in zip(caches, missing, strict=True):
-            cache._note(own)
-
-    def at(self, positions: Sequence[int]) -> torch.Tensor:
-        """The noise of these positions: (len(positions), V)."""
-        rows = to_device(self.rows(positions), self.device)
-        assert self.noise_SV is not None
-        return self.noise_SV.index_select(0, rows)
-
-
-def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The runs of ascending numbers, each as its first one and its length."""
-    first = 0
-    for index, number in enumerate(numbers, 1):
-        if index == len(numbers) or numbers[index] != number + 1:
-            yield numbers[first], index - first
-            first = index
+    def _fill_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            rows, keys = zip(*pairs, strict=True)
+            fill_noise(self.noise_SV, to_device(rows, self.device), to_device(keys, self.device))

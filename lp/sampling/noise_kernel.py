@@ -1,7 +1,7 @@
-"""Gumbel noise of a range of positions in one Triton kernel: the bits of `lp.sampling.noise`, and its values to an ulp
-or two of a double's logarithms.
+"""Gumbel noise of positions in one Triton kernel: the bits of `lp.sampling.noise`, and its values to an ulp or two of a
+double's logarithms.
 
-C: rows of the buffer, V: vocabulary.
+S: rows of the buffer, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ def _mix(value):
 
 
 @triton.jit
-def random_bits(key, position, token):
-    """64 random bits of a position's token, as uint64."""
-    position_key = _mix(key.to(tl.uint64) + position.to(tl.uint64) * GOLDEN + GOLDEN)
-    return _mix(position_key + (token.to(tl.uint64) + 1) * GOLDEN)
+def random_bits(key, token):
+    """64 random bits of a token of the position that the key is of, as uint64."""
+    return _mix(key.to(tl.uint64) + (token.to(tl.uint64) + 1) * GOLDEN)
 
 
 @triton.jit
@@ -40,21 +39,22 @@ def gumbel_of(bits):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit(do_not_specialize=["key", "first_position", "capacity"])
-def _gumbel_rows_kernel(noise_base, key: tl.int64, first_position: tl.int64, capacity, vocabulary, BLOCK: tl.constexpr):
-    """Grid (blocks of tokens, positions)."""
-    position = first_position + tl.program_id(1)
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    noise = gumbel_of(random_bits(key, position, token))
-    row = (position % capacity).to(tl.int64)
-    tl.store(noise_base + row * vocabulary + token, noise.to(noise_base.dtype.element_ty), mask=token < vocabulary)
+@triton.jit
+def _fill_noise_kernel(noise_base, rows_base, keys_base, vocabulary, BLOCK: tl.constexpr):
+    """Grid (blocks of tokens, rows)."""
+    row = tl.load(rows_base + tl.program_id(1))
+    if row >= 0:
+        key = tl.load(keys_base + tl.program_id(1))
+        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        noise = gumbel_of(random_bits(key, token))
+        tl.store(noise_base + row * vocabulary + token, noise.to(noise_base.dtype.element_ty), mask=token < vocabulary)
 
 
-def launch_gumbel_rows(noise_CV: torch.Tensor, key: int, first_position: int, count: int) -> None:
-    """Arguments as those of `lp.sampling.noise.gumbel_rows`."""
-    capacity, vocabulary = noise_CV.shape
-    assert noise_CV.is_contiguous() and count <= capacity
-    with torch.cuda.device_of(noise_CV):  # Triton launches on the current device
-        _gumbel_rows_kernel[(triton.cdiv(vocabulary, BLOCK), count)](
-            noise_CV, key, first_position, capacity, vocabulary, BLOCK=BLOCK
-        )
+def launch_fill_noise(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
+    """Arguments as those of `lp.sampling.noise.fill_noise`."""
+    vocabulary = noise_SV.shape[1]
+    grid = triton.cdiv(vocabulary, BLOCK), len(rows)
+    assert noise_SV.is_contiguous() and rows.is_contiguous() and keys.is_contiguous()
+    if len(rows):
+        with torch.cuda.device_of(noise_SV):  # Triton launches on the current device
+            _fill_noise_kernel[grid](noise_SV, rows, keys, vocabulary, BLOCK=BLOCK)

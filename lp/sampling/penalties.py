@@ -38,7 +38,7 @@ class CountPenalty(LogitsProcessor):
         generated = input_ids[:, first:]
         counts = torch.zeros_like(scores)
         counts.scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
-        return scores - self.frequency * counts - self.presence * (counts > 0)
+        return scores - self.frequency * counts - self.presence * (counts > 0).to(scores.dtype)
 
 
 class RecentRepetitionPenalty(RepetitionPenaltyLogitsProcessor):

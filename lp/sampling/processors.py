@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,6 @@ class BranchProcessors:
         full_vocabulary_temperature: the same where nothing else is applied; 0 where other processors are.
         prefix_free: whether every processor is a function of the scores alone: one of transformers' own, and not a
             subclass, so that its settings say what it does.
-        shardable: whether a part of the vocabulary, and the k best scores of all of it, are enough for every one.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], padding: Sequence[int] = ()) -> None:
@@ -101,7 +100,6 @@ class BranchProcessors:
         self.full_vocabulary_temperature = self.temperature if len(temperatures) == len(self._processors) else 0.0
         self.prefix_free = all(type(processor) in PREFIX_FREE for processor in self._processors)
         self._sees_prefix = any(type(p) not in (*PREFIX_FREE, GrammarProcessor) for p in self._processors)
-        self.shardable = all(type(p) in (tf.TemperatureLogitsWarper, tf.TopKLogitsWarper) for p in self._processors)
 
     def __len__(self) -> int:
         return len(self._processors)
@@ -144,47 +142,6 @@ class BranchProcessors:
                     processed = processor(prefixes, processed)
             scores[index] = processed
         return scores
-
-    def of_all(self, logits: torch.Tensor, reachable: torch.Tensor) -> torch.Tensor:
-        """Scores (n, V) where no processor looks at a prefix: tensors alone, as a captured step needs them.
-
-        Args:
-            logits: (n, V).
-            reachable: bool (n,), nodes that a walk may reach.
-        """
-        assert self.prefix_free
-        if not self._processors:
-            return logits
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        no_prefixes = torch.zeros(len(wide), 1, dtype=torch.int64, device=wide.device)
-        scores = wide
-        for processor in self._processors:
-            scores = processor(no_prefixes, scores)
-        if self.full_vocabulary_temperature:
-            return scores
-        return torch.where(reachable[:, None], scores, wide / self.temperature)
-
-    def of_shard(
-        self, logits: torch.Tensor, reachable: torch.Tensor, kth_best: Callable[[torch.Tensor, int], torch.Tensor]
-    ) -> torch.Tensor:
-        """Scores (n, V / T) for a part of the vocabulary, where all processors are `shardable`.
-
-        Args:
-            logits: (n, V / T).
-            reachable: bool (n,), nodes that a walk may reach.
-            kth_best: takes scores (n, V / T) and k; gives the k-th best of the whole vocabulary, (n, 1).
-        """
-        assert self.shardable
-        if not self._processors:
-            return logits
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = wide
-        for processor in self._processors:
-            if isinstance(processor, tf.TopKLogitsWarper):
-                scores = scores.masked_fill(scores < kth_best(scores, processor.top_k), processor.filter_value)
-            else:
-                scores = scores / processor.temperature
-        return torch.where(reachable[:, None], scores, wide / self.temperature)
 
     def _shared_prefix(self, text: Sequence[int]) -> list[int]:
         """The tokens that all nodes have before them; converted once, as there may be many."""

@@ -10,19 +10,19 @@ n: nodes, V: vocabulary.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import LogitsProcessor
 
 from lp.digest import chain_digest
 from lp.errors import UserError
-from lp.sampling.noise import NoiseCache
+from lp.sampling.node_sampling import ScoreRules, finite_argmax
+from lp.sampling.noise import NO_NOISE, NoiseCache
 from lp.sampling.params import SamplingParams, Verifier, is_greedy
 from lp.sampling.processors import BranchProcessors
+from lp.sampling.token_counts import TokenCounts
 from lp.sampling.top_logits import INVALID_TOKEN
 from lp.to_device import to_device
 
@@ -44,19 +44,28 @@ class Sampler:
         noise_key: (seed, sequence) of the noise that the text is sampled under, None without.
         full_vocabulary_temperature: the temperature where every token may be sampled; 0 for greedy sampling, or if
             warpers leave tokens out.
+        rules: what it does to scores, for `lp.sampling.node_sampling`, which samples the nodes of all texts that have
+            some by one call; None: the host has a part in every step, by `scores` and `sample`.
+        noise: that it samples under; None for none.
+        counts: what penalties count; None where there are none, or the host counts.
+        noisy_guesses: nodes that no walk can reach are sampled under the noise too, as the text they guess will be.
     """
 
     uses_drafts = False
     noise_key: tuple[int, int] | None = None
     full_vocabulary_temperature = 0.0
+    rules: ScoreRules | None = None
+    noise: NoiseCache | None = None
+    counts: TokenCounts | None = None
+    noisy_guesses = True
 
     def __init__(self, processors: BranchProcessors) -> None:
         self.processors = processors
 
     @property
     def prefix_free(self) -> bool:
-        """Whether no processor looks at a node's prefix."""
-        return self.processors.prefix_free
+        """Whether the host need not look at a node's prefix."""
+        return self.rules is not None or self.processors.prefix_free
 
     @property
     def is_argmax(self) -> bool:
@@ -73,11 +82,6 @@ class Sampler:
             "sequence": sequence,
             "logits_processor": self.processors.settings(),
         }
-
-    @property
-    def capture_key(self) -> Hashable | None:
-        """What a graph of `sample_all` depends on; None: the host has a part in every step, and there can be none."""
-        return (type(self).__name__, repr(self.processors.settings())) if self.processors.prefix_free else None
 
     def scores(
         self, logits: torch.Tensor, branches: Sequence[Sequence[int] | None], text: Sequence[int]
@@ -100,61 +104,7 @@ class Sampler:
             branches: as in `scores`; None for a node that no walk can reach.
             drafts: the draft tokens behind every node, in order; may be empty unless `uses_drafts`.
         """
-        return _finite_argmax(scores)
-
-    def share_noise(self, shared: dict[Hashable, torch.Tensor]) -> None:
-        """Compute the noise, if there is any, where captured steps look for it: those of earlier calls too.
-
-        Args:
-            shared: the buffers of captured steps, by what they are for.
-        """
-
-    def noise_rows(self, positions: Sequence[int], branches: Sequence[Sequence[int] | None]) -> list[int]:
-        """The rows of noise that `sample_all` needs for these nodes; none without noise."""
-        return []
-
-    def sample_all(
-        self, logits: torch.Tensor, reachable: torch.Tensor, noise_rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores (n, V) and tokens (n,), as `scores` and `sample` give them, of tensors alone: in a captured step.
-
-        Args:
-            logits: (n, V).
-            reachable: bool (n,), nodes that a walk may reach.
-            noise_rows: int64 (n,).
-        """
-        scores = self.processors.of_all(logits, reachable)
-        return scores, _finite_argmax(scores)
-
-    @property
-    def shardable(self) -> bool:
-        """Whether the best (score, token) of each part of the vocabulary is all that a sample needs of it."""
-        return type(self) in (Sampler, CoupledSampler) and self.processors.shardable
-
-    def scores_of_shard(
-        self,
-        logits: torch.Tensor,
-        reachable: torch.Tensor,
-        noise_rows: torch.Tensor,
-        first: int,
-        kth_best: Callable[[torch.Tensor, int], torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores (n, V / T) for a part of the vocabulary, and these under the noise, whose maximum is the sample.
-
-        Of tensors alone, as `sample_all`.
-
-        Args:
-            logits: (n, V / T), of the tokens from `first` on.
-            reachable, noise_rows: as in `sample_all`.
-            first: token.
-            kth_best: as in `BranchProcessors.of_shard`.
-        """
-        scores = self.processors.of_shard(logits, reachable, kth_best)
-        return scores, scores
-
-    def noise_of(self, positions: Sequence[int], branches: Sequence[Sequence[int] | None]) -> torch.Tensor | None:
-        """The noise (n, V) that `sample` adds to the scores of these nodes; None where it adds none."""
-        return None
+        return finite_argmax(scores)
 
     def sample_last(self, logits: torch.Tensor, text: Sequence[int]) -> int:
         """The next token of a text, from the logits (1, V) of its last one."""
@@ -171,8 +121,10 @@ class CoupledSampler(Sampler):
     Args:
         processors: what changes the scores of this call.
         noise: the noise that this sequence is sampled under.
-        noisy_guesses: nodes that no walk can reach are sampled under the noise too, as the text they guess will be.
+        noisy_guesses: as of `Sampler`.
     """
+
+    noise: NoiseCache
 
     def __init__(self, processors: BranchProcessors, noise: NoiseCache, noisy_guesses: bool = True) -> None:
         super().__init__(processors)
@@ -188,47 +140,10 @@ class CoupledSampler(Sampler):
         branches: Sequence[Sequence[int] | None],
         drafts: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        return _finite_argmax(scores + self.noise_of(positions, branches))
-
-    def noise_of(self, positions: Sequence[int], branches: Sequence[Sequence[int] | None]) -> torch.Tensor:
-        rows = to_device(self.noise_rows(positions, branches), self.noise.device)
-        assert self.noise.noise_SV is not None
-        return self.noise.noise_SV.index_select(0, rows)
-
-    @property
-    def capture_key(self) -> Hashable | None:
-        key = super().capture_key
-        return key if key is None else (key, self.noise.shape, self.noisy_guesses)
-
-    def share_noise(self, shared: dict[Hashable, torch.Tensor]) -> None:
-        if self.noise.shape not in shared:
-            shared[self.noise.shape] = self.noise.buffer()
-        self.noise.use(shared[self.noise.shape])
-
-    def noise_rows(self, positions: Sequence[int], branches: Sequence[Sequence[int] | None]) -> list[int]:
         rows = self.noise.rows([position + 1 for position in positions])
-        if self.noisy_guesses:
-            return rows
-        return [self.noise.no_noise if branch is None else row for row, branch in zip(rows, branches, strict=True)]
-
-    def sample_all(
-        self, logits: torch.Tensor, reachable: torch.Tensor, noise_rows: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self.processors.of_all(logits, reachable)
-        assert self.noise.noise_SV is not None
-        return scores, _finite_argmax(scores + self.noise.noise_SV.index_select(0, noise_rows))
-
-    def scores_of_shard(
-        self,
-        logits: torch.Tensor,
-        reachable: torch.Tensor,
-        noise_rows: torch.Tensor,
-        first: int,
-        kth_best: Callable[[torch.Tensor, int], torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores, _ = super().scores_of_shard(logits, reachable, noise_rows, first, kth_best)
-        assert self.noise.noise_SV is not None
-        return scores, scores + self.noise.noise_SV[:, first : first + scores.shape[1]].index_select(0, noise_rows)
+        if not self.noisy_guesses:
+            rows = [NO_NOISE if branch is None else row for row, branch in zip(rows, branches, strict=True)]
+        return finite_argmax(scores + self.noise.noise_SV.index_select(0, to_device(rows, self.noise.device)))
 
 
 class RejectionSampler(Sampler):
@@ -240,7 +155,6 @@ class RejectionSampler(Sampler):
     """
 
     uses_drafts = True
-    capture_key = None  # it draws on the host
 
     def __init__(self, processors: BranchProcessors, generator: torch.Generator) -> None:
         super().__init__(processors)
@@ -254,38 +168,13 @@ class RejectionSampler(Sampler):
         branches: Sequence[Sequence[int] | None],
         drafts: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        sampled = _finite_argmax(scores)
+        sampled = finite_argmax(scores)
         finite = (sampled != INVALID_TOKEN).tolist()
         for node, branch in enumerate(branches):
             if branch is not None and finite[node]:
                 probabilities = scores[node].softmax(-1, dtype=torch.float64).cpu()
                 sampled[node] = accept_or_resample(probabilities, drafts[node], self.generator)
         return sampled
-
-
-def sample_together(
-    samplers: Sequence[Sampler],
-    logits: torch.Tensor,
-    positions: Sequence[Sequence[int]],
-    branches: Sequence[Sequence[Sequence[int] | None]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores (n, V) and tokens (n,) of the nodes of several texts, as `scores` and `sample` of each give them.
-
-    Args:
-        samplers: with one `capture_key`, which is not None.
-        logits: (n, V), of all texts.
-        positions, branches: of each text, as in `sample`.
-    """
-    scores = logits
-    if len(processors := samplers[0].processors):
-        reachable = np.array([branch is not None for own in branches for branch in own])
-        scores = processors.of_all(logits, to_device(reachable, logits.device))
-    coupled = [sampler for sampler in samplers if isinstance(sampler, CoupledSampler)]
-    if not coupled:
-        return scores, _finite_argmax(scores)
-    NoiseCache.fill([sampler.noise for sampler in coupled], [[p + 1 for p in own] for own in positions])
-    noise = [sampler.noise_of(at, own) for sampler, at, own in zip(coupled, positions, branches, strict=True)]
-    return scores, _finite_argmax(scores + (noise[0] if len(noise) == 1 else torch.cat(noise)))
 
 
 def build_sampler(
@@ -318,16 +207,23 @@ def build_sampler(
         ValueError: a processor that can't be used branch by branch.
     """
     own = sampling.processors() if sampling else []
-    branch_processors = BranchProcessors([*processors, *own], padding)
-    if sampling is None or is_greedy(sampling):
-        return Sampler(branch_processors)
-    assert sampling.seed is not None
-    if sampling.verifier is Verifier.REJECTION:
+    applied = [*processors, *own]
+    branch_processors = BranchProcessors(applied, padding)
+    if sampling is not None and sampling.verifier is Verifier.REJECTION:
+        assert sampling.seed is not None
         generator = torch.Generator().manual_seed(chain_digest(sampling.seed, [sequence, rank]))
         return RejectionSampler(branch_processors, generator)
-    wide = torch.promote_types(dtype, torch.float32)
-    noise = NoiseCache(sampling.seed, sequence, vocabulary, span, device, wide)
-    return CoupledSampler(branch_processors, noise, noisy_guesses)
+    if sampling is None or is_greedy(sampling):
+        sampler = Sampler(branch_processors)
+    else:
+        assert sampling.seed is not None
+        wide = torch.promote_types(dtype, torch.float32)
+        noise = NoiseCache(sampling.seed, sequence, vocabulary, span, device, wide)
+        sampler = CoupledSampler(branch_processors, noise, noisy_guesses)
+    sampler.rules = ScoreRules.of(applied, len(padding))
+    if sampler.rules is not None and sampler.rules.counts:
+        sampler.counts = TokenCounts(vocabulary, int(sampler.rules.numbers.first_counted), padding, device)
+    return sampler
 
 
 def accept_or_resample(probabilities: torch.Tensor, drafts: Sequence[int], generator: torch.Generator) -> int:
@@ -369,9 +265,3 @@ def check_sampled(token: int, step: int, position: int, sampler: Sampler) -> Non
             f"together forbid every token: leave some of them out. If it fails without them, {NOT_FINITE_REMEDY}"
         )
     raise NotFinite(f"the model's logits {where}; {NOT_FINITE_REMEDY}")
-
-
-def _finite_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The argmax of every node, which a NaN wins; INVALID_TOKEN where it is NaN or infinite."""
-    best = scores.argmax(-1)
-    return best.masked_fill(~(scores.gather(-1, best[:, None])[:, 0] < math.inf), INVALID_TOKEN)

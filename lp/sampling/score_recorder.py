@@ -23,8 +23,6 @@ class RecordingSampler(Sampler):
         no_logits: (0, V), of a text that has taken no step.
     """
 
-    capture_key = None  # what it records is the step's own
-
     def __init__(self, inner: Sampler, names: Iterable[str], no_logits: torch.Tensor) -> None:
         super().__init__(inner.processors)
         self.inner = inner

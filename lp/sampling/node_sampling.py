@@ -1,0 +1,329 @@
+"""Scores and samples of nodes as tensors: one call for all nodes of a step, whichever texts they are of.
+
+What a text asks for is data, a row of numbers, so that one call and one captured step serve any texts. Every operation
+is that of transformers' processor of the same name. What no numbers can say goes through `lp.sampling.processors`.
+
+n: sampled nodes, Q: texts, V: vocabulary, T: tokens of the pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import transformers as tf
+from transformers import LogitsProcessor
+
+from lp.sampling.penalties import CountPenalty
+from lp.sampling.processors import PREFIX_FREE, plain_settings
+from lp.sampling.token_counts import GENERATED, PROMPT
+from lp.sampling.top_logits import INVALID_TOKEN
+
+KthBest = Callable[[torch.Tensor, int], torch.Tensor]  # of scores (n, V) the k best, best first: (n, k)
+
+
+class Operation(IntFlag):
+    """What some text of a call asks for."""
+
+    NONE = 0
+    COUNTS = 1
+    REPETITION = 2
+    TEMPERATURE = 4
+    TOP_K = 8
+    TOP_P = 16
+    MIN_P = 32
+
+
+COUNTING = Operation.COUNTS | Operation.REPETITION  # what looks at the tokens before a node
+
+
+class Numbers(NamedTuple):
+    """What a text asks for; the defaults change nothing.
+
+    Attributes:
+        first_counted: position of the first token that counts for `presence` and `frequency`.
+        presence, frequency: as of `CountPenalty`.
+        repetition: transformers' repetition_penalty.
+        temperature: as of transformers' warper.
+        top_k: 0 keeps all tokens.
+        least_tail: tokens whose probabilities, added up from the least likely on, do not exceed it are left out:
+            1 - top_p; below 0 none is.
+        min_p: as of transformers' warper.
+    """
+
+    first_counted: float = 0.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    temperature: float = 1.0
+    top_k: float = 0.0
+    least_tail: float = -1.0
+    min_p: float = 0.0
+
+    @property
+    def operations(self) -> Operation:
+        """What has to be done, where a call has this text alone."""
+        asked = {
+            Operation.COUNTS: self.presence or self.frequency,
+            Operation.REPETITION: self.repetition != 1,
+            Operation.TEMPERATURE: self.temperature != 1,
+            Operation.TOP_K: self.top_k,
+            Operation.TOP_P: self.least_tail >= 0,
+            Operation.MIN_P: self.min_p,
+        }
+        return Operation(sum(operation for operation, is_asked in asked.items() if is_asked))
+
+
+NUM_NUMBERS = len(Numbers())
+
+
+@dataclass(frozen=True)
+class ScoreRules:
+    """A text's processors, as numbers and as functions of the scores alone.
+
+    Attributes:
+        numbers: of those that are said in numbers.
+        before, after: the other ones, which are applied before and behind these.
+    """
+
+    numbers: Numbers
+    before: tuple[LogitsProcessor, ...] = ()
+    after: tuple[LogitsProcessor, ...] = ()
+
+    @classmethod
+    def of(cls, processors: Iterable[LogitsProcessor], padding: int = 0) -> ScoreRules | None:
+        """Those of a text; None where one of them can't be said so.
+
+        Args:
+            processors: in the order in which they are applied.
+            padding: tokens of left padding, which penalties count and positions do not.
+        """
+        before: list[LogitsProcessor] = []
+        after: list[LogitsProcessor] = []
+        numbers: dict[str, float] = {}
+        last = -1  # place of the last one that is said in numbers, in the order in which these are applied
+        for processor in processors:
+            own = _numbers_of(processor, padding)
+            place = -1 if own is None else Numbers._fields.index([*own][-1])
+            if own is not None and place > last and not after:
+                numbers |= own
+                last = place
+            elif type(processor) in PREFIX_FREE:
+                (after if numbers else before).append(processor)
+            else:
+                return None
+        return cls(Numbers(**numbers), tuple(before), tuple(after))
+
+    @cached_property
+    def operations(self) -> Operation:
+        """What has to be done, where a call has this text alone."""
+        return self.numbers.operations
+
+    @property
+    def counts(self) -> bool:
+        """Whether it looks at what tokens came before."""
+        return bool(self.operations & COUNTING)
+
+    @cached_property
+    def functions_key(self) -> str:
+        """Of `before` and `after`; a call has texts with the same ones."""
+        if not (self.before or self.after):
+            return ""
+        described = [[(type(p).__name__, plain_settings(vars(p))) for p in part] for part in (self.before, self.after)]
+        return repr(described)
+
+    @property
+    def shardable(self) -> bool:
+        """Whether a part of the vocabulary, and the k best scores of all of it, are enough."""
+        within = Operation.TEMPERATURE | Operation.TOP_K
+        return not (self.before or self.after or self.operations & ~within)
+
+
+def _numbers_of(processor: LogitsProcessor, padding: int) -> dict[str, float] | None:
+    """What a processor says in numbers; None: it can't."""
+    settings = vars(processor)
+    if settings.get("filter_value", -math.inf) != -math.inf or settings.get("min_tokens_to_keep", 1) != 1:
+        return None
+    if type(processor) is CountPenalty and processor.last is None:
+        first = max(processor.prompt_tokens - padding, 0)
+        return {"first_counted": first, "presence": processor.presence, "frequency": processor.frequency}
+    if type(processor) is tf.RepetitionPenaltyLogitsProcessor and settings.get("prompt_ignore_length") is None:
+        return {"repetition": processor.penalty}
+    if type(processor) is tf.TemperatureLogitsWarper:
+        return {"temperature": processor.temperature}
+    if type(processor) is tf.TopKLogitsWarper:
+        return {"top_k": processor.top_k}
+    if type(processor) is tf.TopPLogitsWarper:
+        return {"least_tail": 1 - processor.top_p}
+    if type(processor) is tf.MinPLogitsWarper:
+        return {"min_p": processor.min_p}
+    return None
+
+
+class CallRules(NamedTuple):
+    """What a call does to scores, whichever texts' numbers it is given: a captured call's shape.
+
+    Attributes:
+        operations: of any text.
+        most_k: the largest top_k that its numbers may have.
+        functions: the texts' `ScoreRules.functions_key`.
+        noise: whether samples are under noise.
+    """
+
+    operations: Operation
+    most_k: int
+    functions: str
+    noise: bool
+
+    @classmethod
+    def of(cls, rules: Sequence[ScoreRules], noise: bool) -> CallRules:
+        """For these texts, which have one `functions_key`."""
+        operations = Operation.NONE
+        for own in rules:
+            operations |= own.operations
+        largest = int(max(own.numbers.top_k for own in rules))
+        most_k = 1 << (largest - 1).bit_length() if largest else 0
+        return cls(operations, most_k, rules[0].functions_key, noise)
+
+    @property
+    def counts(self) -> bool:
+        """Whether it looks at what tokens came before."""
+        return bool(self.operations & COUNTING)
+
+
+@dataclass
+class NodeSampling:
+    """How the nodes of a call are sampled.
+
+    Attributes:
+        rules: of the call.
+        functions: a text's, which has `before` and `after` of all.
+        numbers: float64 (n, NUM_NUMBERS), of every node's text; (1, NUM_NUMBERS) where there is one text.
+        reachable: bool (n, 1), nodes that a walk may reach; the others get the temperature alone.
+        counts: int32 (n, V), as of `lp.sampling.token_counts`, the step's own tokens included; None if not looked at.
+        noise_SV: rows of noise; None without.
+        noise_rows: int64 (n,), of each node the row; None: the rows are the nodes.
+    """
+
+    rules: CallRules
+    functions: ScoreRules
+    numbers: torch.Tensor
+    reachable: torch.Tensor
+    counts: torch.Tensor | None = None
+    noise_SV: torch.Tensor | None = None
+    noise_rows: torch.Tensor | None = None
+
+    def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores (n, V) and tokens (n,) of logits (n, V)."""
+        scores = self.scores(logits)
+        return scores, finite_argmax(self.noisy(scores))
+
+    def noisy(self, scores: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Scores under the noise, of the tokens from `first` on; their maximum is the sample."""
+        if self.noise_SV is None:
+            return scores
+        noise = self.noise_SV[:, first : first + scores.shape[1]]
+        return scores + (noise if self.noise_rows is None else noise.index_select(0, self.noise_rows))
+
+    def scores(self, logits: torch.Tensor, best: KthBest | None = None) -> torch.Tensor:
+        """Scores (n, V), before noise: the logits themselves where nothing is asked for, else float32 or wider.
+
+        Args:
+            logits: (n, V), or a part of the vocabulary where the texts' rules are `shardable`.
+            best: gives the best scores of the whole vocabulary.
+        """
+        functions = self.functions
+        operations = self.rules.operations
+        if not (operations or functions.before or functions.after):
+            return logits
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        numbers = Numbers._make(self.numbers.to(wide.dtype).split(1, 1))  # (n, 1) each
+        scores = _applied(functions.before, wide)
+        if operations & Operation.COUNTS:
+            assert self.counts is not None
+            counted = (self.counts & (PROMPT - 1)).to(scores.dtype)
+            scores = scores - numbers.frequency * counted - numbers.presence * (counted > 0)
+        if operations & Operation.REPETITION:
+            assert self.counts is not None
+            penalised = torch.where(scores < 0, scores * numbers.repetition, scores / numbers.repetition)
+            scores = torch.where(self.counts > 0, penalised, scores)
+        if operations & Operation.TEMPERATURE:
+            scores = scores / numbers.temperature
+        if operations & Operation.TOP_K:
+            scores = self._top_k(scores, numbers.top_k, best or _best)
+        if operations & Operation.TOP_P:
+            scores = _top_p(scores, numbers.least_tail)
+        if operations & Operation.MIN_P:
+            probabilities = scores.softmax(-1)
+            unlikely = probabilities < numbers.min_p * probabilities.amax(-1, keepdim=True)
+            scores = scores.masked_fill(unlikely, -math.inf)
+        scores = _applied(functions.after, scores)
+        if operations == Operation.TEMPERATURE and not (functions.before or functions.after):
+            return scores
+        return torch.where(self.reachable, scores, wide / self._temperature(numbers))
+
+    def _temperature(self, numbers: Numbers) -> torch.Tensor:
+        """Product of all temperatures."""
+        others = [*self.functions.before, *self.functions.after]
+        fixed = math.prod(p.temperature for p in others if type(p) is tf.TemperatureLogitsWarper)
+        own: torch.Tensor = numbers.temperature  # type: ignore[assignment]
+        return own if fixed == 1 else own * fixed
+
+    def _top_k(self, scores: torch.Tensor, top_k: torch.Tensor, best: KthBest) -> torch.Tensor:
+        values = best(scores, self.rules.most_k)
+        kth = values.gather(1, (top_k.long() - 1).clamp(0, values.shape[1] - 1).expand(len(values), 1))
+        return scores.masked_fill((scores < kth) & (top_k > 0), -math.inf)
+
+
+def _applied(processors: Iterable[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
+    """The scores behind functions of the scores alone."""
+    for processor in processors:
+        no_prefixes = torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
+        scores = processor(no_prefixes, scores)
+    return scores
+
+
+def _best(scores: torch.Tensor, k: int) -> torch.Tensor:
+    return scores.topk(min(k, scores.shape[-1])).values
+
+
+def _top_p(scores: torch.Tensor, least_tail: torch.Tensor) -> torch.Tensor:
+    ascending, tokens = scores.sort(descending=False)
+    left_out = ascending.softmax(-1).cumsum(-1) <= least_tail
+    left_out[:, -1] = False
+    return scores.masked_fill(left_out.scatter(1, tokens, left_out), -math.inf)
+
+
+def counts_at_nodes(
+    counts_QV: torch.Tensor,
+    sequence_n: torch.Tensor,
+    tokens_T: torch.Tensor,
+    generated_T: torch.Tensor,
+    visible_nT: torch.Tensor,
+) -> torch.Tensor:
+    """How often each token came before each node, or is there: int32 (n, V).
+
+    Args:
+        counts_QV: int32, of the tokens before the pass.
+        sequence_n: each node's text.
+        tokens_T: of the pass.
+        generated_T: bool, whether they count as generated.
+        visible_nT: bool, the tokens of the pass that each node sees.
+    """
+    counts_nV = counts_QV.index_select(0, sequence_n)
+    vocabulary = counts_nV.shape[1]
+    ones_T = torch.where(generated_T, GENERATED, PROMPT).to(torch.int32)
+    ones_T = ones_T.masked_fill(tokens_T >= vocabulary, 0)  # a model may embed more tokens than it can give
+    index_nT = tokens_T.clamp(max=vocabulary - 1).expand(len(counts_nV), -1)
+    return counts_nV.scatter_add_(1, index_nT, visible_nT * ones_T)
+
+
+def finite_argmax(scores: torch.Tensor) -> torch.Tensor:
+    """The argmax of every node, which a NaN wins; INVALID_TOKEN where it is NaN or infinite."""
+    best = scores.argmax(-1)
+    return best.masked_fill(~(scores.gather(-1, best[:, None])[:, 0] < math.inf), INVALID_TOKEN)
