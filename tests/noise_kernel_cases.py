@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from lp.sampling import noise
-from lp.sampling.noise import BELOW_1, fill_gumbel_rows, sequence_key
-from lp.sampling.noise_kernel import gumbel_of, launch_gumbel_rows, random_bits
+from lp.sampling.noise import BELOW_1, fill_noise_rows, position_key
+from lp.sampling.noise_kernel import gumbel_of, launch_fill_noise, random_bits
 
-KEYS = (0, 5, -1, -(1 << 63), sequence_key(7, 3) >> 1, -(sequence_key(8, 0) >> 1))
-SHAPES = ((1, 1, 0, 1), (6, 1500, 1_000_003, 5), (4, 97, 3, 4))  # C, V, first position, count
+KEYS = (0, 5, -1, -(1 << 63), position_key(7, 3, 9), position_key(2**62 + 1, 0, (1 << 31) + 5))
+SHAPES = ((3, 1, [1]), (6, 1500, [4, -1, 0, 1, 5, 2]), (5, 97, [-1, 3, 2, -1]))  # S, V, rows
 
 
 def worst_error(dtype: torch.dtype, device: torch.device) -> float:
@@ -25,22 +25,24 @@ def worst_error(dtype: torch.dtype, device: torch.device) -> float:
     Near 0 the outer logarithm magnifies the last bit of the inner one, in torch as in the kernel.
     """
     worst = 0.0
-    for key, (capacity, vocabulary, first, count) in product(KEYS, SHAPES):
-        rows = torch.zeros(capacity, vocabulary, dtype=dtype, device=device)
-        launch_gumbel_rows(rows, key, first, count)
-        expected = torch.zeros(capacity, vocabulary, dtype=torch.float64)
-        fill_gumbel_rows(expected, key, first, count)
+    for key, (size, vocabulary, wanted) in product(KEYS, SHAPES):
+        found = torch.zeros(size, vocabulary, dtype=dtype, device=device)
+        rows = torch.tensor(wanted)
+        keys = key ^ torch.arange(len(rows))
+        launch_fill_noise(found, rows.to(device), keys.to(device))
+        expected = torch.zeros(size, vocabulary, dtype=torch.float64)
+        fill_noise_rows(expected, rows[rows >= 0], keys[rows >= 0])
         ulp = torch.finfo(dtype).eps * expected.abs().log2().floor().exp2().clamp(min=1)
-        errors = (rows.cpu().double() - expected.to(dtype).double()).abs() / ulp
-        filled = bool(((rows.cpu() != 0).any(1) == (expected != 0).any(1)).all())
+        errors = (found.cpu().double() - expected.to(dtype).double()).abs() / ulp
+        filled = bool(((found.cpu() != 0).any(1) == (expected != 0).any(1)).all())
         worst = max(worst, float(errors.max()) if filled else float("inf"))
     return worst
 
 
 @triton.jit
-def _store_bits(out_base, key: tl.int64, position: tl.int64, SIZE: tl.constexpr):
+def _store_bits(out_base, keys_base, SIZE: tl.constexpr):
     token = tl.arange(0, SIZE)
-    tl.store(out_base + token, random_bits(key, position + tl.program_id(0), token).to(tl.int64, bitcast=True))
+    tl.store(out_base + token, random_bits(tl.load(keys_base), token).to(tl.int64, bitcast=True))
 
 
 @triton.jit
@@ -50,10 +52,11 @@ def _store_noise(out_base, bits_base):
 
 def same_bits(device: torch.device) -> bool:
     """Whether the kernel's 64 bits of a number are torch's, integers both."""
-    for key, position in product(KEYS, (0, 1, 1_000_003, (1 << 31) + 5)):
+    for key in KEYS:
         bits = torch.zeros(256, dtype=torch.int64, device=device)
-        _store_bits[(1,)](bits, key, position, SIZE=256)
-        if not torch.equal(bits, noise.random_bits([noise._keyed(key, position)], 256, device)[0]):
+        keys = torch.tensor([key], device=device)
+        _store_bits[(1,)](bits, keys, SIZE=256)
+        if not torch.equal(bits, noise.random_bits(keys, 256)[0]):
             return False
     return True
 

@@ -176,7 +176,8 @@ class BatchStep:
         if not texts:
             return {}
         num_logits = max(parts[text].num_logits for text in texts)
-        messages = tails.messages(computed.step, computed.rows, [*texts.values()], num_logits)
+        all_by_it = len(texts) == len(parts)
+        messages = tails.messages(computed.step, computed.rows, [*texts.values()], num_logits, all_by_it)
         return dict(zip(texts, messages, strict=True)) if messages else {}
 
     def _sampled_together(
@@ -217,22 +218,26 @@ class BatchStep:
         if not messages:
             return {}
         own = [*messages.values()]
-        gathered = self._gathered(_joined(own))
+        gathered = self._gathered(own)
+        if self.pooled:
+            self.pooled.message_read()
         if len(own) == 1:
             return dict.fromkeys(messages, gathered)
         ends = np.cumsum([len(message) for message in own])[:-1]
         return dict(zip(messages, map(np.ascontiguousarray, np.split(gathered, ends, axis=1)), strict=True))
 
-    def _gathered(self, message: torch.Tensor) -> np.ndarray:
+    def _gathered(self, own: Sequence[torch.Tensor]) -> np.ndarray:
         """What all ranks send: the host waits for the device, once."""
         if self._clock is None:
             with self.timer.exchange:
-                return self.context.all_gather(message).numpy()
+                return self.context.all_gather(_joined(own)).numpy()
         with self.timer.forward:
             self._clock.computed.record()
-            if message.device.type == "cpu":  # a graph copies it there
+            if own[0].device.type == "cpu":  # a graph copies them there
                 self._clock.computed.synchronize()
-                message = message.clone()  # the next step overwrites it, while the host may still read
+                message = torch.cat([*own])  # the next step overwrites them, while the host may still read
+            else:
+                message = _joined(own)
             gathered = self.context.all_gather(message).numpy()
         self.timer.count_as_exchange(self._clock.since_computed_s())
         return gathered

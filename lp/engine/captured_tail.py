@@ -131,14 +131,13 @@ class _Inputs(NamedTuple):
     def parts(cls, block: Any, texts: int, nodes: int, bucket: int) -> _Inputs:
         """Views of a block, an array or a tensor."""
         ends = itertools.accumulate(cls.sizes(texts, nodes, bucket), initial=0)
-        known, numbers, *flat, filled, counted = (block[start:end] for start, end in itertools.pairwise(ends))
+        flat = cls._make(block[start:end] for start, end in itertools.pairwise(ends))
         float64 = torch.float64 if isinstance(block, torch.Tensor) else np.float64
-        return cls(
-            known.reshape(texts, -1),
-            numbers.view(float64).reshape(texts, -1),
-            *flat,
-            filled.reshape(-1, 2),
-            counted.reshape(-1, 2),
+        return flat._replace(
+            known=flat.known.reshape(texts, -1),
+            numbers=flat.numbers.view(float64).reshape(texts, -1),
+            filled_F2=flat.filled_F2.reshape(-1, 2),
+            counted_C2=flat.counted_C2.reshape(-1, 2),
         )
 
 
@@ -208,11 +207,10 @@ class CapturedTail:
 
         self._run = recorder.record(tail)
 
-    def run(self, texts: Sequence[TextInTail]) -> torch.Tensor:
-        """The messages (Q, P) by place: on the device, which may still be at them, or where it copies them to."""
+    def run(self, texts: Sequence[TextInTail]) -> None:
+        """Sample these texts, and write their messages."""
         self._stage(texts)
         self._run()
-        return self.messages if self.on_host is None else self.on_host
 
     def _stage(self, texts: Sequence[TextInTail]) -> None:
         """Fill in the block for these texts; all else is padding."""
@@ -250,7 +248,7 @@ class CapturedTail:
 
 def noise_rows(
     sampler: Sampler, layout: StepLayout, reachable: np.ndarray, filled: list[tuple[int, int]], most: int
-) -> list[int] | int:
+) -> list[int]:
     """The rows of noise that a text's sampled nodes are sampled with.
 
     Args:
@@ -259,7 +257,7 @@ def noise_rows(
     """
     noise = sampler.noise
     if noise is None:
-        return NO_NOISE
+        return [NO_NOISE] * len(reachable)
     positions = [position + 1 for position in layout.sampled_positions]
     filled += noise.missing(positions, most)
     rows = noise.rows_of(positions)

@@ -63,26 +63,33 @@ class StepTails:
         self._places: dict[Sampler, int] = {}
 
     def messages(
-        self, step: CapturedStep, logits_BV: torch.Tensor, texts: Sequence[TailText], num_logits: int
+        self,
+        step: CapturedStep,
+        logits_BV: torch.Tensor,
+        texts: Sequence[TailText],
+        num_logits: int,
+        on_host: bool,
     ) -> list[torch.Tensor] | None:
         """The messages (P,) of these texts; None if their tail can't be captured.
+
+        They lie on the device, which may still be at them, or on the host, if the tail copies them there.
 
         Args:
             step: that has run, and has left the logits.
             texts: which `go_together`; at most Q.
             num_logits: top-k logits that are taken of every node.
+            on_host: the caller can read them there.
         """
         passes = [own.step_pass for own in texts]
         tail = self.tail(step, logits_BV, passes, num_logits)
         if tail is None:
             return None
         places = self._take_places(passes)
-        messages = tail.run(
-            [TextInTail(place, own.step_pass.sampler, *own[1:]) for place, own in zip(places, texts, strict=True)]
-        )
+        tail.run([TextInTail(place, own.step_pass.sampler, *own[1:]) for place, own in zip(places, texts, strict=True)])
         sharded = passes[0].sharded
         if sharded and tail.heads is not None:
             sharded.heads = tail.heads
+        messages = tail.on_host if on_host and tail.on_host is not None else tail.messages
         return [messages[place] for place in places]
 
     def go_together(self, passes: Sequence[StepPass]) -> list[StepPass]:

@@ -93,7 +93,7 @@ class CapturedForests:
         self._steps: dict[int, CapturedStep] = {}
         self._seen: Counter[int] = Counter()  # passes by bucket
         self._given_up = False
-        self._copied: torch.cuda.Event | None = None  # behind the last step's copy of its block
+        self._copied: torch.cuda.Event | None = None  # behind the last step's copy of its block, if nobody has waited
 
     @property
     def captures(self) -> bool:
@@ -145,13 +145,18 @@ class CapturedForests:
         """The last step reads its block no more: it can be filled again, or be other pinned memory."""
         if self._copied is not None:
             self._copied.synchronize()
+            self._copied = None
+
+    def message_read(self) -> None:
+        """What the last step left has been read on the host: the device is done with its block."""
+        self._copied = None
 
     def _run(self, step: CapturedStep, trees: Sequence[TreePass]) -> PassLogits:
         self._await_copy()
         counts = _fill(step.inputs, trees, self.pool)
         logits_BV = step.run()
         if self.runner.device.type == "cuda":
-            self._copied = self._copied or torch.cuda.Event()
+            self._copied = torch.cuda.Event()
             self._copied.record()
         return PassLogits(logits_BV, counts, step)
 

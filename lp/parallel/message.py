@@ -203,10 +203,10 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
     """This rank's message (P,), on the device of what was sampled."""
     device = sampled.tokens.device
     if device.type != "cpu":
-        message = torch.zeros(1, shape.size, dtype=torch.int64, device=device)
+        messages = torch.zeros(1, shape.size, dtype=torch.int64, device=device)
         known = to_device(known_part(header, layout, shape), device)[None]
-        write(message, known, to_device(layout.sampled_nodes, device), sampled, shape)
-        return message[0]
+        write(messages, known, to_device(layout.sampled_nodes, device), sampled, shape)
+        return messages[0]
     message = np.zeros(shape.size, np.int64)
     tokens, top_logits = (compiled_array(tensor.numpy()) for tensor in (sampled.tokens, sampled.top_logits))
     numbers = (*map(int, header), shape.nodes, shape.num_logits)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -242,37 +242,42 @@ class NodeSampling:
         if not (operations or functions.before or functions.after):
             return logits
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        numbers = Numbers._make(self.numbers.to(wide.dtype).split(1, 1))  # (n, 1) each
+        number = partial(self._column, dtype=wide.dtype)
         scores = _applied(functions.before, wide)
         if operations & Operation.COUNTS:
             assert self.counts is not None
             counted = (self.counts & (PROMPT - 1)).to(scores.dtype)
-            scores = scores - numbers.frequency * counted - numbers.presence * (counted > 0)
+            scores = scores - number("frequency") * counted - number("presence") * (counted > 0)
         if operations & Operation.REPETITION:
             assert self.counts is not None
-            penalised = torch.where(scores < 0, scores * numbers.repetition, scores / numbers.repetition)
+            penalty = number("repetition")
+            penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
             scores = torch.where(self.counts > 0, penalised, scores)
         if operations & Operation.TEMPERATURE:
-            scores = scores / numbers.temperature
+            scores = scores / number("temperature")
         if operations & Operation.TOP_K:
-            scores = self._top_k(scores, numbers.top_k, best or _best)
+            scores = self._top_k(scores, number("top_k"), best or _best)
         if operations & Operation.TOP_P:
-            scores = _top_p(scores, numbers.least_tail)
+            scores = _top_p(scores, number("least_tail"))
         if operations & Operation.MIN_P:
             probabilities = scores.softmax(-1)
-            unlikely = probabilities < numbers.min_p * probabilities.amax(-1, keepdim=True)
+            unlikely = probabilities < number("min_p") * probabilities.amax(-1, keepdim=True)
             scores = scores.masked_fill(unlikely, -math.inf)
         scores = _applied(functions.after, scores)
         if operations == Operation.TEMPERATURE and not (functions.before or functions.after):
             return scores
-        return torch.where(self.reachable, scores, wide / self._temperature(numbers))
+        return torch.where(self.reachable, scores, wide / self._temperature(wide.dtype))
 
-    def _temperature(self, numbers: Numbers) -> torch.Tensor:
-        """Product of all temperatures."""
+    def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One number of every node's text, (n or 1, 1)."""
+        column = Numbers._fields.index(name)
+        return self.numbers[:, column : column + 1].to(dtype)
+
+    def _temperature(self, dtype: torch.dtype) -> torch.Tensor:
+        """Product of all temperatures, (n or 1, 1)."""
         others = [*self.functions.before, *self.functions.after]
         fixed = math.prod(p.temperature for p in others if type(p) is tf.TemperatureLogitsWarper)
-        own: torch.Tensor = numbers.temperature  # type: ignore[assignment]
-        return own if fixed == 1 else own * fixed
+        return (self._column("temperature", torch.float64) * fixed).to(dtype)
 
     def _top_k(self, scores: torch.Tensor, top_k: torch.Tensor, best: KthBest) -> torch.Tensor:
         values = best(scores, self.rules.most_k)
@@ -284,7 +289,8 @@ def _applied(processors: Iterable[LogitsProcessor], scores: torch.Tensor) -> tor
     """The scores behind functions of the scores alone."""
     for processor in processors:
         no_prefixes = torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
-        scores = processor(no_prefixes, scores)
+        processed: torch.Tensor = processor(no_prefixes, scores)
+        scores = processed
     return scores
 
 

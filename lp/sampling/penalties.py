@@ -36,8 +36,9 @@ class CountPenalty(LogitsProcessor):
         """
         first = self.prompt_tokens if self.last is None else max(self.prompt_tokens, input_ids.shape[1] - self.last)
         generated = input_ids[:, first:]
-        counts = torch.zeros_like(scores)
-        counts.scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
+        vocabulary = scores.shape[1]
+        known = (generated < vocabulary).to(scores.dtype)  # a model may embed more tokens than it can give
+        counts = torch.zeros_like(scores).scatter_add_(1, generated.clamp(max=vocabulary - 1), known)
         return scores - self.frequency * counts - self.presence * (counts > 0).to(scores.dtype)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lp.sampling.noise import gumbel, gumbel_rows
+from lp.sampling.noise import fill_noise, gumbel, position_key
 from tests.conftest import GPU_DRY_RUN
 
 pytestmark = [
@@ -34,11 +34,10 @@ def test_it_is_torchs_noise(dtype: torch.dtype, record_property: Callable[[str, 
 
 def test_the_operation_fills_rows_on_the_device() -> None:
     """With Triton or without."""
-    rows = torch.zeros(4, 1000, device="cuda")
-    key = 0x1234567
-    gumbel_rows(rows, key, 6, 3)
-    assert not rows[1].any() and rows[[2, 3, 0]].all()
-    on_cpu = torch.zeros(4, 1000)
-    gumbel_rows(on_cpu, key, 6, 3)
-    assert torch.allclose(rows.cpu(), on_cpu, rtol=1e-6, atol=1e-6)
+    rows, keys = torch.tensor([2, -1, 0]), torch.tensor([position_key(7, 0, position) for position in (6, 7, 8)])
+    found, on_cpu = torch.zeros(4, 1000, device="cuda"), torch.zeros(4, 1000)
+    fill_noise(found, rows.cuda(), keys.cuda())
+    assert not found[1].any() and found[[2, 0]].all()
+    fill_noise(on_cpu, rows, keys)
+    assert torch.allclose(found[:3].cpu(), on_cpu[:3], rtol=1e-6, atol=1e-6)
     assert gumbel(3, 0, 5, 1000, torch.device("cuda")).shape == (1000,)

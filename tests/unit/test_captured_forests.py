@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 import lp
 from lp.attention import flash_cuda
@@ -17,9 +18,10 @@ from lp.models import captured_forests
 from lp.models.captured_steps import BUCKETS
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
+from lp.sampling.penalties import CountPenalty
 from tests.conftest import some_of
 from tests.engine_calls import Call, check_call, run_calls
-from tests.simulated_cuda.events import Events
+from tests.simulated_cuda.events import KINDS, Events
 from tests.simulated_cuda.ranks import run_on_gpus
 from tests.simulated_cuda.simulation import SimulatedCuda
 from tests.tiny_models import drawn_text, tiny_model
@@ -50,7 +52,7 @@ def graphs(step: Events) -> int:
     return sum(count for (_, what, _), count in step.items() if what == "graph")
 
 
-def test_a_step_of_several_texts_is_one_graph(gpu: SimulatedCuda) -> None:
+def test_a_step_of_several_texts_is_two_graphs(gpu: SimulatedCuda) -> None:
     """Each layer's kernels would be launched one by one; and a text that began by itself must not keep it from that."""
     model = tiny_model()
     engine = engine_of(model)
@@ -64,11 +66,90 @@ def test_a_step_of_several_texts_is_one_graph(gpu: SimulatedCuda) -> None:
     for _ in range(3):
         before = Events(gpu.events)
         engine.step()
-        assert graphs(Events(gpu.events - before)) == 1
+        assert graphs(Events(gpu.events - before)) == 2  # the forward pass, and what is behind it
     engine.run()
     for handle, ids in zip(handles, texts, strict=True):
         assert handle.result().tokens == plain(model, ids, None if handle is first else SAMPLED)
     assert not engine.decoder.runner.captured.reserved  # type: ignore[attr-defined]
+
+
+def asked_of(index: int, ids: list[int]) -> dict[str, Any]:
+    """Arguments of a text that no other one has: what it is sampled with, and a penalty on counts for some."""
+    if index == 4:
+        return {"sampling": None}
+    return {
+        "sampling": lp.SamplingParams(
+            temperature=0.5 + index / 10,
+            top_k=(0, 20, 50)[index % 3],
+            top_p=1 - 0.02 * index,
+            min_p=0.01 * (index % 2),
+            repetition_penalty=1 + 0.05 * (index % 3),
+            seed=index,
+        ),
+        "logits_processor": [CountPenalty(len(ids), 0.5, 0.3)] if index % 4 == 1 else [],
+    }
+
+
+def test_texts_that_ask_for_different_things_take_few_launches(gpu: SimulatedCuda) -> None:
+    """Sampled one by one outside the graph, eight texts would take 85 launches in every step, and wait twice."""
+    model = tiny_model()
+    engine = engine_of(model, max_sequences=8, cache_tokens=3000)
+    rng = random.Random(1)
+    texts = [drawn_text(rng, 20 + index) for index in range(8)]
+    asked = [asked_of(index, ids) for index, ids in enumerate(texts)]
+    calls = [*zip(texts, asked, strict=True)]
+    handles = [engine.submit(ids, 3 * NEW, **own, eos_token_id=()) for ids, own in calls]
+    found = []
+    while all(not handle.done for handle in handles):
+        before = Events(gpu.events)
+        engine.step()
+        found.append(Events(gpu.events - before))
+    engine.run()
+    steady = found[3:-1]  # behind the prompts, the first steps and their captures
+    assert len(steady) > 4
+    for step in steady:
+        figures = [step.total(kind) for kind in KINDS]
+        assert all(figure <= limit for figure, limit in zip(figures, (1, 6, 0), strict=True)), step.table()
+    alone = lp.AutoregressiveDecoder(model)
+    for handle, (ids, own) in zip(handles, calls, strict=True):
+        assert handle.result().tokens == alone.generate(ids, 3 * NEW, **own, eos_token_id=()).tokens
+
+
+def test_a_text_that_the_host_samples_beside_others(gpu: SimulatedCuda) -> None:
+    """Its message is made apart; those of the others must not be read from where the graph copies them to the host."""
+    model = tiny_model()
+    engine = engine_of(model)
+    rng = random.Random(4)
+    texts = [drawn_text(rng, 30) for _ in range(3)]
+    asked: list[dict[str, Any]] = [
+        {"sampling": SAMPLED},
+        {"sampling": SAMPLED, "logits_processor": [tf.NoRepeatNGramLogitsProcessor(2)]},
+        {"sampling": None},
+    ]
+    calls = [*zip(texts, asked, strict=True)]
+    handles = [engine.submit(ids, NEW, **own, eos_token_id=()) for ids, own in calls]
+    engine.run()
+    alone = lp.AutoregressiveDecoder(model)
+    for handle, (ids, own) in zip(handles, calls, strict=True):
+        assert handle.result().tokens == alone.generate(ids, NEW, **own, eos_token_id=()).tokens
+
+
+def test_two_engines_of_a_model_keep_their_noise_apart(gpu: SimulatedCuda) -> None:
+    """Steps of one between those of the other would overwrite what it takes to be there."""
+    model = tiny_model()
+    engines = [engine_of(model)]
+    engines.append(lp.Engine(engines[0].decoder, cache_tokens=1500))
+    rng = random.Random(5)
+    texts = [drawn_text(rng, 30) for _ in range(6)]
+    samplings = [lp.SamplingParams(temperature=0.8, repetition_penalty=1.2, seed=seed) for seed in range(6)]
+    handles = [
+        engines[index % 2].submit(ids, NEW, sampling, eos_token_id=())
+        for index, (ids, sampling) in enumerate(zip(texts, samplings, strict=True))
+    ]
+    while any([engine.step() for engine in engines]):
+        pass
+    for handle, ids, sampling in zip(handles, texts, samplings, strict=True):
+        assert handle.result().tokens == plain(model, ids, sampling)
 
 
 def test_a_capture_leaves_a_cached_prefix_alone(gpu: SimulatedCuda) -> None:
@@ -280,10 +361,9 @@ def test_every_bucket_has_places_for_its_padding(gpu: SimulatedCuda) -> None:
                 cache = pool.allocate(bucket)
                 assert cache is not None
                 tree = captured_forests.TreePass(
-                    [1] * (smaller + 1), range(smaller + 1), torch.ones(smaller + 1, smaller + 1).tril().bool().numpy(),
-                    cache, [smaller],
-                )  # fmt: skip
-                (logits,) = passes.forward([tree])
+                    [1] * (smaller + 1), range(smaller + 1), range(-1, smaller), cache, [smaller]
+                )
+                (logits,) = passes.forward([tree]).each()
                 assert logits.shape[0] == 1 and logits.isfinite().all()
                 pool.give_back(cache)
             assert len(passes._steps) == len(BUCKETS)

@@ -68,13 +68,13 @@ def test_plain_steps_that_seem_slower_than_others(plain_s: float) -> None:
 def test_texts_are_sampled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one they have the same tokens, and the host's time for each of them is felt in every step."""
     together: list[int] = []
-    sample = batch_step.sample_together
+    sample = batch_step.node_sampling
 
-    def noting(samplers: Any, *args: Any) -> Any:
-        together.append(len(samplers))
-        return sample(samplers, *args)
+    def noting(texts: Any, *args: Any) -> Any:
+        together.append(len(texts))
+        return sample(texts, *args)
 
-    monkeypatch.setattr(batch_step, "sample_together", noting)
+    monkeypatch.setattr(batch_step, "node_sampling", noting)
     engine = Engine(lp.LookaheadDecoder(tiny_model(), FIXED), 4, 400)
     handles = [engine.submit([index, 2, 3], 12, eos_token_id=()) for index in range(3)]
     engine.run()
@@ -194,8 +194,8 @@ def test_a_prompt_begins_behind_its_longest_cached_prefix(model: Any) -> None:
     assert first.reused == 0
     computed: list[int] = []
     forward = decoder.runner.forward_forest
-    decoder.runner.forward_forest = lambda trees: (  # type: ignore[method-assign]
-        computed.append(sum(len(tree.tokens) for tree in trees)) or forward(trees)
+    decoder.runner.forward_forest = lambda trees, **how: (  # type: ignore[method-assign]
+        computed.append(sum(len(tree.tokens) for tree in trees)) or forward(trees, **how)
     )
     changed = [*ids[:250], *[(token + 1) % VOCABULARY for token in ids[250:]]]
     handles = [engine.submit(changed, 10), engine.submit([*ids, *first.result().tokens[:4], 3], 10)]

@@ -25,10 +25,10 @@ def _prefilled(runner: ModelRunner, cache: StaticKVCache, text: list[int]) -> St
 
 def _drawn_tree(rng: random.Random, cache: StaticKVCache, vocabulary: int) -> TreePass:
     size = rng.randint(1, 12)
-    visible = ancestors([-1, *(rng.randrange(node) for node in range(1, size))])
-    positions = [cache.length + int(row.sum()) - 1 for row in visible]
+    parents = [-1, *(rng.randrange(node) for node in range(1, size))]
+    positions = [cache.length + int(row.sum()) - 1 for row in ancestors(parents)]
     tokens = [rng.randrange(vocabulary) for _ in range(size)]
-    return TreePass(tokens, positions, visible, cache, sorted(rng.sample(range(size), rng.randint(0, size))))
+    return TreePass(tokens, positions, parents, cache, sorted(rng.sample(range(size), rng.randint(0, size))))
 
 
 @pytest.mark.subset(60)
@@ -54,14 +54,12 @@ def test_a_forest_is_its_trees(arch: str, attention: str) -> None:
         stretches = [Stretch(index, index + 1, cache) for index, cache in enumerate(caches[0])]
         assert (pool_slots(stretches, runner.device) is None) == (attention == "sdpa")
         trees = [_drawn_tree(rng, cache, vocabulary) for cache in caches[0]]
-        together = runner.forward_forest(trees)
+        together = runner.forward_forest(trees).each()
         for tree, logits, cache in zip(trees, together, caches[1], strict=True):
-            alone = tree._replace(cache=cache)
-            if tree.logits_indices:
-                torch.testing.assert_close(logits, runner.forward(*alone), rtol=CLOSE, atol=CLOSE)
-            else:
-                assert not len(logits)
-                runner.forward(*alone._replace(logits_indices=[0]))
+            indices = tree.logits_indices or [0]
+            alone = runner.forward(tree.tokens, tree.positions, tree.visible(), cache, indices)
+            assert len(logits) == len(tree.logits_indices)
+            torch.testing.assert_close(logits, alone[: len(logits)], rtol=CLOSE, atol=CLOSE)
             for own, other in zip(tree.cache.buffers, cache.buffers, strict=True):
                 used = tree.cache.length + len(tree.tokens)
                 torch.testing.assert_close(own[:, :, :used], other[:, :, :used], rtol=CLOSE, atol=CLOSE)

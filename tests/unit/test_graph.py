@@ -244,10 +244,10 @@ def test_errors_keep_no_cache(where: str, monkeypatch: pytest.MonkeyPatch) -> No
         make(self, *args, **kwargs)
         caches.append(weakref.ref(self))
 
-    def full(*args: Any) -> Any:
+    def full(*args: Any, **kwargs: Any) -> Any:
         passes.append(1)
         if where == "model" and len(passes) < 3:
-            return run(*args)
+            return run(*args, **kwargs)
         raise torch.OutOfMemoryError("full")
 
     def fails(tokens: list[int], step: int) -> None:

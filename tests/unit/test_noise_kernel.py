@@ -25,17 +25,17 @@ def test_it_is_torchs_noise() -> None:
 
 @pytest.mark.parametrize("capability", SHARED_KB)
 def test_it_compiles(capability: int) -> None:
-    from lp.sampling.noise_kernel import BLOCK, _gumbel_rows_kernel
+    from lp.sampling.noise_kernel import BLOCK, _fill_noise_kernel
 
-    types = {"noise_base": "*fp32", "key": "i64", "first_position": "i64"}
-    kernel = compiled(_gumbel_rows_kernel, {"BLOCK": BLOCK}, types, "fp32", capability, {})
+    types = {"noise_base": "*fp32", "rows_base": "*i64", "keys_base": "*i64"}
+    kernel = compiled(_fill_noise_kernel, {"BLOCK": BLOCK}, types, "fp32", capability, {})
     assert ".f64" in kernel.asm["ptx"], "the logarithms of doubles"
 
 
 def _launch(shift: float) -> Callable[..., None]:
-    def launch(rows: torch.Tensor, key: int, first: int, count: int) -> None:
-        noise.fill_gumbel_rows(rows, key, first, count)
-        rows += shift
+    def launch(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
+        noise.fill_noise_rows(noise_SV, rows[rows >= 0], keys[rows >= 0])
+        noise_SV += shift
 
     return launch
 
@@ -53,7 +53,7 @@ def test_a_kernel_is_tried_before_it_is_used(
     launch: Callable[..., None], says: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other noise would be another text; a driver that Triton does not know would be a traceback."""
-    monkeypatch.setitem(sys.modules, "lp.sampling.noise_kernel", SimpleNamespace(launch_gumbel_rows=launch))
+    monkeypatch.setitem(sys.modules, "lp.sampling.noise_kernel", SimpleNamespace(launch_fill_noise=launch))
     monkeypatch.setattr(noise, "is_installed", lambda name: True)
     works = noise._kernel_works.__wrapped__(torch.device("cpu"), torch.float32)
     assert works == (says is None)

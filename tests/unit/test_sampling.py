@@ -17,7 +17,8 @@ import lp
 import lp.sampling.sampler as sampling_module
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
-from lp.sampling.noise import CHUNK, NoiseCache, gumbel, gumbel_rows, sequence_key
+from lp.sampling.node_sampling import CallRules, NodeSampling, ScoreRules
+from lp.sampling.noise import CHUNK, NoiseCache, fill_noise, gumbel, position_key
 from lp.sampling.penalties import CountPenalty
 from lp.sampling.processors import BranchProcessors
 from lp.sampling.sampler import CoupledSampler, RejectionSampler, Sampler
@@ -51,12 +52,10 @@ def test_what_no_walk_reaches_gets_the_temperature_alone() -> None:
     expected = torch.tensor([[-math.inf, 6.0, 4.0, -math.inf], [2.0, 6.0, 4.0, 0.0]])
     reachable = torch.tensor([True, False])
     assert torch.equal(processors(logits, [[], None], [1]), expected)
-    assert torch.equal(processors.of_all(logits, reachable), expected)
-
-    def kth_best(scores: torch.Tensor, k: int) -> torch.Tensor:
-        return scores.topk(k).values[:, -1:]
-
-    assert torch.equal(processors.of_shard(logits, reachable, kth_best), expected)
+    rules = ScoreRules.of([tf.TemperatureLogitsWarper(0.5), tf.TopKLogitsWarper(2)])
+    assert rules is not None
+    sampling = NodeSampling(CallRules.of([rules], False), rules, torch.tensor([rules.numbers]), reachable[:, None])
+    assert torch.equal(sampling.scores(logits), expected)
 
 
 def test_what_is_an_argmax_of_the_models_own_logits() -> None:
@@ -108,37 +107,45 @@ def test_cache_keeps_positions_apart() -> None:
     cache = NoiseCache(3, 1, 16, 5, CPU, torch.float64)
     for positions in ([4, 5, 6], [9, 5, 13], [6, 7, 8, 9, 10]):
         expected = torch.stack([gumbel(3, 1, position, 16, CPU) for position in positions])
-        assert torch.equal(cache.at(positions), expected)
+        assert torch.equal(cache.noise_SV[cache.rows(positions)], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("vocabulary", "capacity"), [(16, 7), (CHUNK // 3, 8), (CHUNK + 5, 3)])
-def test_rows_of_a_range_are_those_of_its_positions(vocabulary: int, capacity: int, dtype: torch.dtype) -> None:
-    """Bit by bit, around the end of the ring and in chunks: other bits would be another text. Other rows stay."""
-    for seed, first, count in ((3, 0, 1), (2**62 + 1, capacity - 1, capacity), (4, 10**6 + 1, capacity - 1)):
-        rows = torch.full((capacity, vocabulary), 7.0, dtype=dtype)
-        key = sequence_key(seed, 1)
-        gumbel_rows(rows, key - (1 << 64) if key >> 63 else key, first, count)
-        expected = torch.full_like(rows, 7.0)
-        for position in range(first, first + count):
-            expected[position % capacity] = gumbel(seed, 1, position, vocabulary, CPU).to(dtype)
-        assert torch.equal(rows, expected)
+@pytest.mark.parametrize("vocabulary", [16, CHUNK // 3, CHUNK + 5])
+def test_rows_are_those_of_their_positions(vocabulary: int, dtype: torch.dtype) -> None:
+    """Bit by bit, in chunks: other bits would be another text. Other rows stay, those beside a -1 too."""
+    for seed, first in ((3, 0), (2**62 + 1, 6), (4, 10**6 + 1)):
+        found = torch.full((7, vocabulary), 7.0, dtype=dtype)
+        rows = {row: first + number for number, row in enumerate((4, 2, 6, 1, 0))}
+        keys = [position_key(seed, 1, position) for position in rows.values()]
+        fill_noise(found, torch.tensor([*rows, -1]), torch.tensor([*keys, 9]))
+        expected = torch.full_like(found, 7.0)
+        for row, position in rows.items():
+            expected[row] = gumbel(seed, 1, position, vocabulary, CPU).to(dtype)
+        assert torch.equal(found, expected)
 
 
 def test_missing_positions_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One operation for a run of positions, in whatever order they are asked for, and none for those that are held."""
-    made = []
+    """One operation for all texts of a buffer, in whatever order they ask, and none for what is held."""
+    made: list[int] = []
 
-    def fill(noise: torch.Tensor, key: int, first: int, count: int) -> None:
-        made.append((first, count))
-        gumbel_rows(noise, key, first, count)
+    def fill(noise_SV: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
+        made.append(len(rows))
+        fill_noise(noise_SV, rows, keys)
 
-    monkeypatch.setattr("lp.sampling.noise.gumbel_rows", fill)
-    cache = NoiseCache(3, 1, 16, 20, CPU, torch.float64)
-    cache.at([9, 4, 5, 5, 6, 11, 10])
-    cache.at([6, 7, 8, 9, 10])
-    cache.at([4, 11])
-    assert made == [(4, 3), (9, 3), (7, 2)]
+    monkeypatch.setattr("lp.sampling.noise.fill_noise", fill)
+    caches = [NoiseCache(3, sequence, 16, 20, CPU, torch.float64) for sequence in range(3)]
+    buffer = caches[0].buffer(2)
+    for place, cache in enumerate(caches[:2]):
+        cache.use(buffer, place)
+    NoiseCache.fill(caches, [[9, 4, 5, 5, 6, 11, 10], [7], [6, 7]])
+    assert sorted(made) == [2, 7]
+    NoiseCache.fill(caches, [[6, 7, 8, 9, 10], [7], [6]])
+    NoiseCache.fill(caches, [[4, 11], [7], []])
+    assert made[2:] == [2]
+    for sequence, cache in enumerate(caches[:2]):
+        position = (11, 7)[sequence]
+        assert torch.equal(buffer[cache.rows([position])[0]], gumbel(3, sequence, position, 16, CPU))
 
 
 def _drawn(rng: random.Random, prompt: list[int]) -> dict[str, Any]:

@@ -13,15 +13,8 @@ from lp.models.captured_steps import CapturedStep, CapturedSteps
 from tests.simulated_cuda import SimulatedCuda
 from tests.simulated_cuda.counts import SAMPLING, captured_decoder, most, row, steps_of
 
-# Of one step: synchronisations, launches (graphs included), copies from pageable memory. A penalty has its part on the
-# host in every step: what it launches is not limited.
-LIMITS = {
-    "greedy": (1, 2, 0),
-    "coupled": (1, 3, 0),
-    "top-k": (1, 3, 0),
-    "top-p": (1, 3, 0),
-    "repetition penalty": (2, 1000, 0),
-}
+# Of one step: synchronisations, launches (graphs included), copies from pageable memory.
+LIMITS = dict.fromkeys(SAMPLING, (1, 2, 0))
 
 
 @pytest.mark.subset(3)
