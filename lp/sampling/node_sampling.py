@@ -277,7 +277,8 @@ class NodeSampling:
         """Product of all temperatures, (n or 1, 1)."""
         others = [*self.functions.before, *self.functions.after]
         fixed = math.prod(p.temperature for p in others if type(p) is tf.TemperatureLogitsWarper)
-        return (self._column("temperature", torch.float64) * fixed).to(dtype)
+        product: torch.Tensor = self._column("temperature", torch.float64) * fixed
+        return product.to(dtype)
 
     def _top_k(self, scores: torch.Tensor, top_k: torch.Tensor, best: KthBest) -> torch.Tensor:
         values = best(scores, self.rules.most_k)

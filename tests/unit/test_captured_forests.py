@@ -98,7 +98,7 @@ def test_texts_that_ask_for_different_things_take_few_launches(gpu: SimulatedCud
     texts = [drawn_text(rng, 20 + index) for index in range(8)]
     asked = [asked_of(index, ids) for index, ids in enumerate(texts)]
     calls = [*zip(texts, asked, strict=True)]
-    handles = [engine.submit(ids, 3 * NEW, **own, eos_token_id=()) for ids, own in calls]
+    handles = [engine.submit(ids, 4 * NEW, **own, eos_token_id=()) for ids, own in calls]
     found = []
     while all(not handle.done for handle in handles):
         before = Events(gpu.events)
@@ -112,7 +112,7 @@ def test_texts_that_ask_for_different_things_take_few_launches(gpu: SimulatedCud
         assert all(figure <= limit for figure, limit in zip(figures, (1, 6, 0), strict=True)), step.table()
     alone = lp.AutoregressiveDecoder(model)
     for handle, (ids, own) in zip(handles, calls, strict=True):
-        assert handle.result().tokens == alone.generate(ids, 3 * NEW, **own, eos_token_id=()).tokens
+        assert handle.result().tokens == alone.generate(ids, 4 * NEW, **own, eos_token_id=()).tokens
 
 
 def test_a_text_that_the_host_samples_beside_others(gpu: SimulatedCuda) -> None:
