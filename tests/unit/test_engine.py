@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, MinPLogitsWarper, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria, TypicalLogitsWarper
 
 import lp
 from lp.engine import batch_step
@@ -32,7 +32,7 @@ FLAT = lp.StepTimes.constant(0.01, 64)
 def test_a_warper_that_fails_fails_the_texts_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled together, they had its error taken for the model's: every text of the step failed."""
     model = tiny_model()
-    warped, other = lp.SamplingParams(seed=3, min_p=0.1), lp.SamplingParams(seed=3)
+    warped, other = lp.SamplingParams(seed=3, typical_p=0.1), lp.SamplingParams(seed=3)
     expected = lp.AutoregressiveDecoder(model).generate([1, 2, 3], 20, other, eos_token_id=()).tokens
     calls: list[int] = []
 
@@ -42,7 +42,7 @@ def test_a_warper_that_fails_fails_the_texts_that_have_it(monkeypatch: pytest.Mo
             raise ZeroDivisionError("from the warper")
         return scores
 
-    monkeypatch.setattr(MinPLogitsWarper, "__call__", fail)
+    monkeypatch.setattr(TypicalLogitsWarper, "__call__", fail)
     engine = Engine(lp.LookaheadDecoder(model, FIXED), 4, 400)
     handles = [engine.submit([1, 2, 3], 20, sampling, eos_token_id=()) for sampling in (warped, warped, other, None)]
     engine.run()
