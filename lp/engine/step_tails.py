@@ -122,7 +122,9 @@ class StepTails:
                 step.tails[call, shape] = CapturedTail(
                     recorder, step.tensors, logits_BV, call, rules[0], memory, shape, passes[0].sharded
                 )
-            except CaptureFailed as error:
+            except (CaptureFailed, torch.OutOfMemoryError) as error:
+                if isinstance(error, torch.OutOfMemoryError) and self._own_memory is None:
+                    raise  # of a text by itself, which nothing else can go on for
                 logger.info("sampling is not captured: %s", error)
                 step.tails[call, shape] = None
         tail: CapturedTail | None = step.tails[call, shape]
