@@ -72,8 +72,10 @@ class BatchStep:
         with self.timer.forward:
             if self._clock:
                 self._clock.start()
-            messages = self._computed(parts, counts, by_itself)
+            logits, messages, failure = self._computed(parts, counts, by_itself)
             self._each(parts, Generation.finish_learning)  # while the device computes
+        self._each(counts, lambda text: text.prompt.take_chunk(text.cache, counts[text], logits[text], failure))
+        failure = None  # raised above, it has this frame, which would keep it and all caches until gc finds the cycle
         gathered = self._exchanged({text: own for text, own in messages.items() if text not in self.errors})
         stops = self._each(gathered, lambda text: text.end_step(parts[text], gathered[text]))
         if by_itself:
@@ -116,37 +118,35 @@ class BatchStep:
 
     def _computed(
         self, parts: dict[Generation, StepPart], counts: dict[Generation, int], by_itself: bool
-    ) -> dict[Generation, torch.Tensor]:
-        """The forward pass: the messages of this rank, (P,) by text, and what prompts give taken in.
+    ) -> tuple[dict[Generation, torch.Tensor], dict[Generation, torch.Tensor], Exception | None]:
+        """The forward pass: logits and messages (P,) by text, and what the model failed with: it fails for all texts.
 
         Args:
             parts: what each text computes in the step.
             counts: how many tokens of each prompt to cache.
             by_itself: there is one text, whose step is padded to the number of tokens that its budget names.
         """
-        computing = [text for text in parts if text.computes]
+        computing = [text for text in parts if text.failures.computes]
         failure: Exception | None = None
         logits: dict[Generation, torch.Tensor] = dict.fromkeys([*computing, *counts], NO_LOGITS)
         messages: dict[Generation, torch.Tensor] = {}
         sampled: dict[Generation, Sampled] = {}
         try:
             passes = {text: text.tree_pass(parts[text], by_itself) for text in computing}
-            passes |= {text: text.next_chunk(count) for text, count in counts.items()}
+            passes |= {text: text.prompt.next_chunk(text.cache, count) for text, count in counts.items()}
             if passes:
                 computed = self._forward([*passes.values()], by_itself)
                 logits = dict(zip(passes, computed.each(), strict=True))
                 messages = self._tail_messages(computed, passes, parts, by_itself)
-        except Exception as error:  # the model fails for all texts
+        except Exception as error:
             failure = error
         else:
             sampled = self._sampled_together([text for text in computing if text not in messages], parts, logits)
-        others = [text for text in parts if text not in messages]
-        own_messages = self._each(
-            others, lambda text: text.own_message(parts[text], logits.get(text), failure, sampled.get(text))
+        messages |= self._each(
+            [text for text in parts if text not in messages],
+            lambda text: text.own_message(parts[text], logits.get(text), failure, sampled.get(text)),
         )
-        self._each(counts, lambda text: text.take_chunk(counts[text], logits[text], failure))
-        failure = None  # raised above, it has this frame, which would keep it and all caches until gc finds the cycle
-        return {text: own for text in parts if (own := messages.get(text, own_messages.get(text))) is not None}
+        return logits, {text: messages[text] for text in parts if text in messages}, failure
 
     def _forward(self, passes: Sequence[TreePass], by_itself: bool) -> PassLogits:
         if self.pooled and not by_itself:
@@ -176,8 +176,18 @@ class BatchStep:
         if not texts:
             return {}
         num_logits = max(parts[text].num_logits for text in texts)
-        all_by_it = len(texts) == len(parts)
-        messages = tails.messages(computed.step, computed.rows, [*texts.values()], num_logits, all_by_it)
+        running = {text.request.sampler for text in parts}
+        try:
+            messages = tails.messages(
+                computed.step, computed.rows, [*texts.values()], num_logits, running, len(texts) == len(parts)
+            )
+        except Exception:
+            if by_itself:
+                raise
+            return {}  # they are sampled one by one, and the one that is at fault fails alone
+        finally:
+            if self.pooled and not by_itself:
+                self.pooled.note_copy()
         return dict(zip(texts, messages, strict=True)) if messages else {}
 
     def _sampled_together(

@@ -7,7 +7,8 @@ K: top-k logits of a node, F: rows of noise that a step fills, C: counts that it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,11 +210,17 @@ class CapturedTail:
 
     def run(self, texts: Sequence[TextInTail]) -> None:
         """Sample these texts, and write their messages."""
-        self._stage(texts)
+        noted = self._stage(texts)
         self._run()
+        for note in noted:  # not before: what fails until here leaves the samplers as they were
+            note()
 
-    def _stage(self, texts: Sequence[TextInTail]) -> None:
-        """Fill in the block for these texts; all else is padding."""
+    def _stage(self, texts: Sequence[TextInTail]) -> list[Callable[[], None]]:
+        """Fill in the block for these texts; all else is padding.
+
+        Returns:
+            What to call once the tail has run: samplers note what it has computed for them.
+        """
         inputs = self._inputs
         inputs.nodes_B[:] = self._padding
         inputs.places_B[:] = 0
@@ -223,6 +230,7 @@ class CapturedTail:
             inputs.numbers[:] = Numbers()
         filled: list[tuple[int, int]] = []
         counted: list[tuple[int, int]] = []
+        noted: list[Callable[[], None]] = []
         for own in texts:
             layout, sampler = own.layout, own.sampler
             assert sampler.rules is not None
@@ -236,31 +244,37 @@ class CapturedTail:
             inputs.places_B[rows] = own.place
             inputs.reachable_B[rows] = reachable
             if self.rules.noise:
-                inputs.noise_rows_B[rows] = noise_rows(sampler, layout, reachable, filled, FILLED)
+                inputs.noise_rows_B[rows] = NO_NOISE
+            if sampler.noise is not None:
+                positions = [position + 1 for position in layout.sampled_positions]
+                missing = sampler.noise.missing(positions)
+                if len(missing) > FILLED:
+                    sampler.noise.fill([sampler.noise], [positions])
+                else:
+                    filled += missing
+                    noted.append(partial(sampler.noise.filled, positions))
+                inputs.noise_rows_B[rows] = noise_rows(sampler, positions, reachable)
             if sampler.counts is not None:
-                positions = layout.step_tokens(0).positions
-                counted += sampler.counts.uncounted(own.text, int(positions[0]), COUNTED)
-                tokens = slice(own.first_token, own.first_token + len(positions))
-                inputs.generated_B[tokens] = positions >= sampler.counts.first_generated
+                at = layout.step_tokens(0).positions
+                counted += sampler.counts.uncounted(own.text, int(at[0]), COUNTED)
+                noted.append(partial(sampler.counts.counted, int(at[0])))
+                tokens = slice(own.first_token, own.first_token + len(at))
+                inputs.generated_B[tokens] = at >= sampler.counts.first_generated
         inputs.filled_F2[: len(filled)] = np.array(filled, np.int64).reshape(-1, 2)
         inputs.counted_C2[: len(counted)] = np.array(counted, np.int64).reshape(-1, 2)
+        return noted
 
 
-def noise_rows(
-    sampler: Sampler, layout: StepLayout, reachable: np.ndarray, filled: list[tuple[int, int]], most: int
-) -> list[int]:
+def noise_rows(sampler: Sampler, positions: Sequence[int], reachable: np.ndarray) -> list[int]:
     """The rows of noise that a text's sampled nodes are sampled with.
 
     Args:
-        reachable: bool, of these nodes.
-        filled: gets the rows that are to be filled, and their keys, if these are at most `most`.
+        sampler: which has noise.
+        positions: of the tokens to be sampled.
+        reachable: bool, whether a walk may reach the node.
     """
-    noise = sampler.noise
-    if noise is None:
-        return [NO_NOISE] * len(reachable)
-    positions = [position + 1 for position in layout.sampled_positions]
-    filled += noise.missing(positions, most)
-    rows = noise.rows_of(positions)
+    assert sampler.noise is not None
+    rows = sampler.noise.rows_of(positions)
     if sampler.noisy_guesses:
         return rows
     return [row if reached else NO_NOISE for row, reached in zip(rows, reachable.tolist(), strict=True)]
@@ -282,9 +296,8 @@ def _sampling(
         indices, ones = inputs.counted_C2.unbind(1)
         memory.counts_QV.view(-1).index_add_(0, indices, ones.to(torch.int32))
         visible_BB = step.visible_BB.index_select(0, step.logits_indices_B)
-        sampling.counts = counts_at_nodes(
-            memory.counts_QV, places_B, step.tokens_B, inputs.generated_B != 0, visible_BB
-        )
+        counts_BV = memory.counts_QV.index_select(0, places_B)
+        sampling.counts = counts_at_nodes(counts_BV, step.tokens_B, inputs.generated_B != 0, visible_BB)
     if rules.noise:
         assert memory.noise_SV is not None
         rows, keys = inputs.filled_F2.unbind(1)

@@ -73,7 +73,7 @@ class Handle:
     @property
     def tokens(self) -> list[int]:
         """Generated so far, or until it failed."""
-        return self.generation.tokens[: self.generation.num_kept] if self.generation else self._tokens
+        return self.generation.tokens[: self.generation.delivery.num_kept] if self.generation else self._tokens
 
     def end(self, output: GenerationOutput | None, error: BaseException | None = None) -> None:
         """Note what it came to, and let go of the rest: its noise and draft source are large."""
@@ -202,7 +202,7 @@ class EngineCore:
         elif handle.generation in self.running:
             text = handle.generation
             assert text is not None
-            text.num_kept = len(text.tokens)
+            text.delivery.num_kept = len(text.tokens)
             self._end(text, Stop.INTERRUPTED, "cancelled")
 
     def clear_prefixes(self) -> None:
@@ -292,7 +292,7 @@ class EngineCore:
         if self._shared and self._shared.captures and len(self.running) > 1:
             for text in self.running:
                 if cache := self._caches.in_pool(text.cache):
-                    text.go_on_in(cache)
+                    text.cache = cache  # which holds what that one does
         stops: dict[Generation, Stop] = {}
         for texts, prompts in self._batches():
             self._tell_company(texts, sum(count for _, count in prompts))
@@ -303,13 +303,13 @@ class EngineCore:
 
     def _batches(self) -> Iterator[Batch]:
         """What passes compute together: everything, or one text a pass where the model takes no more."""
-        texts = [text for text in self.running if text.prefilled]
-        prompts = [text for text in self.running if not text.prefilled]
+        texts = [text for text in self.running if text.prompt.is_cached(text.cache)]
+        prompts = [text for text in self.running if not text.prompt.is_cached(text.cache)]
         if self.decoder.runner.takes_forests:
             yield texts, self._chunks(prompts, bool(texts))
             return
         for text in prompts:
-            yield [], [(text, text.chunk_size(text.request.prefill_chunk))]
+            yield [], [(text, text.prompt.chunk_size(text.cache, text.request.prefill_chunk))]
         for text in texts:
             yield [text], []
 
@@ -320,7 +320,7 @@ class EngineCore:
         if prompts and not in_company:
             room = max(room, prompts[0].request.prefill_chunk)
         for text in prompts:
-            if count := text.chunk_size(room):
+            if count := text.prompt.chunk_size(text.cache, room):
                 chunks.append((text, count))
                 room -= count
         return chunks
@@ -329,7 +329,7 @@ class EngineCore:
         """Note the time for prompts that are cached by now: their texts take steps from here on."""
         now = time.perf_counter()
         for text, _ in prompts:
-            if text.prefilled:
+            if text.prompt.is_cached(text.cache):
                 self.running[text].first_step_s = now
 
     def _tell_company(self, texts: Sequence[Generation], prompt_tokens: int) -> None:
@@ -355,7 +355,7 @@ class EngineCore:
         """
         handle = self.running.pop(text)
         now = time.perf_counter()
-        self.stopped_by |= text.stopped_by
+        self.stopped_by |= text.delivery.stopped_by
         failure: BaseException | None = None
         try:
             text.finish_learning()

@@ -7,7 +7,7 @@ grows and computes its own part of the tree, and learns the others' parts from t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -23,12 +23,15 @@ from lp.draft.source import DraftSource, ShareInput, StepSamples
 from lp.draft.tree import DraftTree
 from lp.draft.verify import Outcome, UnionTree
 from lp.draft.window import LookaheadWindow, WindowSlice, WindowSlices, slice_window
+from lp.engine.delivery import Delivery
+from lp.engine.failures import Failures
 from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
+from lp.engine.prompt_reader import PromptReader
 from lp.engine.request import Request
 from lp.engine.step_pass import StepPass
 from lp.engine.stopping import FINISH_REASON
-from lp.errors import RanksParted, UserError
+from lp.errors import UserError
 from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner, TreePass
@@ -37,7 +40,7 @@ from lp.models.vocabulary import embedded_tokens
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import check_sampled
-from lp.sampling.top_logits import INVALID_TOKEN, unpack_top_logits
+from lp.sampling.top_logits import INVALID_TOKEN
 
 T = TypeVar("T")
 
@@ -119,22 +122,23 @@ class Generation:
         self.union = UnionTree(context.world_size, budget.step_tokens)
         self.rounding = logit_rounding(runner.model) if context.world_size > 1 else 0.0
         self.cache = cache
-        self._reused = cache.length  # tokens of the prompt that were cached before
-        self._packed: list[torch.Tensor] = []  # top-k logits of the chunks that are cached so far
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = np.zeros(context.world_size, np.int64)  # how many every rank lacks
         self._some_lack = False  # whether one of these is not 0
         self.digest = chain_digest(0, request.prompt)
         self.num_digested = len(request.prompt)  # tokens of the text that are in the digest
-        self.pending_stop = Stop.NONE  # what only this rank knows, until its next message
-        self.num_kept = 0  # new tokens to return
-        self.failure: BaseException | None = None
-        self.stopped_by = Stop.NONE  # what of some rank's message ended the text
         self.last_tokens = 1  # of the largest rank's last step
-        self.stats: list[StepStats] = []
-        self._thread_s = 0.0  # of the last step, see `_step_s`
         self.timer = timer
         self.step_pass = StepPass(runner, request.sampler, context, self.message_shape)
+        explained = partial(_explained, request, config, budget, runner.device)  # not a method, which would be a cycle
+        self.failures = Failures(context, self.step_pass.announced, explained)
+        self.delivery = Delivery(request, context, timer, self.failures)
+        self.stats = self.delivery.stats
+        learns_prompt = config.prompt_logits and config.prompt_ngrams and budget.uses_prompt_logits
+        num_logits = self.num_logits if learns_prompt else 0
+        self.prompt = PromptReader(
+            request.prompt, runner, context, self.step_pass, source, num_logits, cache.length, self.failures
+        )
         self._observe = source.observe_part if merges_late else source.observe
         self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
 
@@ -149,12 +153,8 @@ class Generation:
         Raises:
             BaseException: what a callback raised on this rank.
         """
-        if self.failure:
-            try:
-                raise self.failure
-            finally:
-                self.failure = None  # whose traceback has this text: both, and the cache, would stay until gc finds it
-        tokens = self.tokens[: self.num_kept]
+        self.failures.raise_failure()
+        tokens = self.tokens[: self.delivery.num_kept]
         output = GenerationOutput(tokens, FINISH_REASON[reason], self.stats, prefill_s, decode_s, self.cache.nbytes())
         output.accepted_prediction = min(self.source.accepted_prediction, len(tokens))
         return output
@@ -167,72 +167,16 @@ class Generation:
         """
         largest = max(self.budget.step_tokens, self.budget.max_padded_tokens)
         kinds = sorted({0, self.num_logits})  # a plain step takes none
-        self._attempt(lambda: capture(largest, kinds))
-
-    @property
-    def _prompt_logits(self) -> int:
-        """Top-k logits of every prompt token that the source learns from; 0 for none."""
-        uses_logits = self.config.prompt_logits and self.config.prompt_ngrams and self.budget.uses_prompt_logits
-        return self.num_logits if uses_logits else 0
+        self.failures.attempt(lambda: capture(largest, kinds))
 
     @property
     def cached_everywhere(self) -> list[int]:
         """The first tokens of the text, whose KV every rank has; none where some rank may have failed to compute it."""
         known = self.context.alone or self.stats  # a message has told what failed before it
-        if Stop.FAILED in self.stopped_by or not known:
+        if Stop.FAILED in self.delivery.stopped_by or not known:
             return []
         missing = self.catch_up_counts.max() - self.catch_up_counts[self.context.rank]
         return self.text[: self.cache.length - missing]
-
-    @property
-    def prefilled(self) -> bool:
-        """The prompt is cached."""
-        return self.cache.length >= len(self.request.prompt) - 1
-
-    def go_on_in(self, cache: StaticKVCache) -> None:
-        """Take the next steps over another cache, which holds what the text's does."""
-        self.cache = cache
-
-    def chunk_size(self, room: int) -> int:
-        """How many tokens of the prompt the next pass caches, if it has room for so many; 0: none is left."""
-        return self.runner.prompt_chunk(len(self.request.prompt) - 1 - self.cache.length, room)
-
-    def next_chunk(self, count: int) -> TreePass:
-        """The pass that caches so many more tokens of the prompt."""
-        num_logits = count if self._prompt_logits else 0
-        prompt = self.request.prompt
-        return self.runner.prompt_pass(prompt, len(prompt) - 1, self.cache.length, count, self.cache, num_logits)
-
-    def take_chunk(self, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
-        """Take in so many tokens of the prompt.
-
-        Args:
-            logits: of these tokens, where the source learns from them.
-            failure: why there are none.
-        """
-
-        def take() -> None:
-            if failure:
-                raise failure
-            if num_logits := self._prompt_logits:
-                self._packed.append(self.step_pass.top_logits(logits, self.request.prompt, num_logits))
-            self.cache.commit(range(count))
-
-        end = self.cache.length + count
-        try:
-            self._attempt(take)
-        finally:
-            # Raised there, it has this frame, which would keep it and the cache until gc finds the cycle.
-            failure = None
-        self.cache.length = end  # as on the other ranks, if it failed: the message of the first step tells them
-        if self.prefilled:
-            self._begin_source()
-            self._packed = []
-
-    @property
-    def computes(self) -> bool:
-        """It takes part in passes: where it has failed it does so for the other ranks of its replica alone."""
-        return not self.failure or self.context.replica.size > 1
 
     def tree_pass(self, part: StepPart, padded: bool) -> TreePass:
         """What a pass computes of this text.
@@ -262,34 +206,24 @@ class Generation:
             return self.step_pass.message(logits, part.layout, part.header, self.text, part.num_logits, sampled)
 
         try:
-            message = self._attempt(sample)
+            message = self.failures.attempt(sample)
         finally:
-            failure = None  # as above
-        return self._failed_message(part) if message is None else message
-
-    def _failed_message(self, part: StepPart) -> torch.Tensor:
-        return self.step_pass.failed(part.header._replace(stop=self._wants_to_stop()), part.layout)
-
-    def _begin_source(self) -> None:
-        """Show the source the prompt's top-k logits: rank 0's on every rank, since ranks may round them differently."""
-        prompt, first = self.request.prompt, self._reused
-        num_logits = self._prompt_logits
-        if num_logits and len(prompt) - 1 > first:
-            mine = self._zeros(len(prompt) - 1 - first, num_logits) if self.failure else torch.cat(self._packed)
-            logits = unpack_top_logits(self.context.broadcast(mine, 0).cpu().numpy())
-            self.source.begin(prompt[first:], logits)
+            failure = (
+                None  # raised there, it has this frame, which would keep it and the cache until gc finds the cycle
+            )
+        if message is None:
+            header = part.header._replace(stop=self.delivery.wanted_stop)
+            return self.step_pass.failed(header, part.layout)
+        return message
 
     def observe_step(self, part: StepPart) -> None:
         """Tell the budget how long the last step took, which computed nothing but this part of this text."""
         # Other processors, as a grammar's, take time of their own.
-        if self.budget.learns and not self.stopped_by and self.request.sampler.prefix_free:
-            self.budget.observe(0 if part.plain else self.last_tokens, self._step_s)
-
-    @property
-    def _step_s(self) -> float:
-        """Of the last step: on a CPU, of one rank, this thread's own seconds, which other programs do not lengthen."""
-        on_cpu = self.runner.device.type == "cpu" and self.context.alone
-        return self._thread_s if on_cpu else self.stats[-1].seconds
+        if self.budget.learns and not self.delivery.stopped_by and self.request.sampler.prefix_free:
+            # On a CPU, of one rank, this thread's own seconds, which other programs do not lengthen.
+            on_cpu = self.runner.device.type == "cpu" and self.context.alone
+            seconds = self.delivery.thread_s if on_cpu else self.stats[-1].seconds
+            self.budget.observe(0 if part.plain else self.last_tokens, seconds)
 
     def begin_step(self) -> StepPart:
         """What this rank computes in the next step."""
@@ -306,7 +240,7 @@ class Generation:
             share = self._propose(slices)
             return share, self._layout(columns, share.draft)
 
-        share, layout = self._attempt(draft) or (Share(NO_DRAFT), self._layout(columns, NO_DRAFT))
+        share, layout = self.failures.attempt(draft) or (Share(NO_DRAFT), self._layout(columns, NO_DRAFT))
         header = self._header(share.common, slices)
         return StepPart(layout, header, slices, share.draft.merge, self.num_logits, plain=False)
 
@@ -319,7 +253,7 @@ class Generation:
         """
         gathered = self._unpacked(messages)
         if gathered.stop:
-            return self._stop(gathered.stop, gathered.length)
+            return self.delivery.stop(gathered.stop, gathered.length, self.tokens)
         if part.plain:
             return self._take_plain(sampled_at_c(messages), part.layout)
         self.union.merge(gathered.trees, part.slices, part.merges)
@@ -327,7 +261,10 @@ class Generation:
         self._record(gathered, outcome)
         self._commit(part.layout, outcome, own_path)
         self._learn(gathered, outcome, part.slices)
-        return self._deliver(outcome.tokens, part.layout.num_tokens, self.union.num_draft, part.slices.num_columns)
+        step = StepStats(
+            part.layout.num_tokens, self.union.num_draft, outcome.accepted, 0, 0, 0, part.slices.num_columns
+        )
+        return self.delivery.deliver(self.tokens, step._replace(most_tokens=self.last_tokens))
 
     def _take_plain(self, token: int, layout: StepLayout) -> Stop:
         """Take in what a plain step sampled."""
@@ -337,7 +274,7 @@ class Generation:
         self.text.append(token)
         self.last_tokens = 1
         self.budget.record_step([token], 1, DraftRecord())
-        return self._deliver([token], 1)
+        return self.delivery.deliver(self.tokens, StepStats(1, 0, 0, 0, 0, 0, idle=True, most_tokens=1))
 
     @property
     def _warming_up(self) -> bool:
@@ -346,19 +283,15 @@ class Generation:
     def _cross_rope_boundary(self) -> None:
         """Where the model's rotary frequencies change at `c`, compute the cache as plain decoding does there."""
         if self.request.crosses(len(self.text) - 1):
-            self._attempt(lambda: self.runner.cross(self.text, self.cache, self.request.prefill_chunk))
+            self.failures.attempt(lambda: self.runner.cross(self.text, self.cache, self.request.prefill_chunk))
             self.catch_up = []
             self.catch_up_counts[:] = 0
             self._some_lack = False
 
-    @property
-    def _limit(self) -> int:
-        """Positions below it may be used by this step."""
-        return self.request.limit_at(len(self.text) - 1)
-
     def _slice_window(self) -> WindowSlices:
         """The window's columns of every rank, beside its catch-up tokens, as far as the context goes."""
-        room = self._limit - (len(self.text) - 1) - (self.config.ngram_size - 2)
+        position = len(self.text) - 1
+        room = self.request.limit_at(position) - position - (self.config.ngram_size - 2)
         columns = max(min(self.window.window_size, room), 0)
         enough = columns * self.config.ngram_size  # for all of them, so that most steps have the same rooms
         rooms = np.minimum(self.budget.step_tokens - self.catch_up_counts, enough)
@@ -382,7 +315,8 @@ class Generation:
 
     def _layout(self, columns: WindowSlice, draft: DraftTree) -> StepLayout:
         position = len(self.text) - 1
-        layout = StepLayout(self.window, columns, draft, self.text[-1], position, self._limit, self.catch_up)
+        limit = self.request.limit_at(position)
+        layout = StepLayout(self.window, columns, draft, self.text[-1], position, limit, self.catch_up)
         if len(layout) > self.message_shape.nodes:  # compiled code would write beyond the message
             raise UserError(
                 f"{type(self.source).__name__} proposed {len(draft)} draft tokens, which makes a step of "
@@ -409,7 +343,7 @@ class Generation:
         """
         if self._merge:
             merge, self._merge = self._merge, None
-            self._attempt(merge, in_any_case=True)
+            self.failures.attempt(merge, in_any_case=True)
 
     def _header(self, common: DraftTree, slices: WindowSlices) -> Header:
         """What this rank's message begins with."""
@@ -419,18 +353,7 @@ class Generation:
             state = (*self.window.levels, list(common.tokens), list(common.parents), shape)
             self.digest = state_digest(self.digest, self.text[self.num_digested :], *state)
             self.num_digested = len(self.text)
-        return Header(self.digest, self._wants_to_stop(), self.num_kept)
-
-    def _wants_to_stop(self) -> Stop:
-        """Why this rank does."""
-        return self.pending_stop | Stop.INTERRUPTED if self.request.signals.requested else self.pending_stop
-
-    def _stop(self, stop: Stop, length: int) -> Stop:
-        """Some rank wants to stop: this step's tokens are dropped, those before it are returned."""
-        self.stopped_by = stop
-        end_of_text = stop & ~(Stop.INTERRUPTED | Stop.FAILED)
-        self.num_kept = length if end_of_text else len(self.tokens)
-        return end_of_text or Stop.INTERRUPTED
+        return Header(self.digest, self.delivery.wanted_stop, self.delivery.num_kept)
 
     def _verify(self, layout: StepLayout) -> tuple[Outcome, list[int]]:
         """Walk the union of all ranks' trees along what was sampled; the outcome, and this rank's nodes of its path."""
@@ -473,7 +396,7 @@ class Generation:
 
     def _learn(self, gathered: Gathered, outcome: Outcome, slices: WindowSlices) -> None:
         """Advance the window and show the draft source what the step sampled."""
-        last_level = self._last_level(gathered, slices)
+        last_level = _last_level(gathered, slices)
         ngrams = self.window.ngrams(last_level)
         union = self.union
         sampled = union.sampled
@@ -492,100 +415,23 @@ class Generation:
         )
         self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), last_level)
-        self._merge = self._attempt(lambda: self._observe(self.text, len(outcome.tokens), samples))
+        self._merge = self.failures.attempt(lambda: self._observe(self.text, len(outcome.tokens), samples))
 
-    @staticmethod
-    def _last_level(gathered: Gathered, slices: WindowSlices) -> list[int]:
-        """The token that each column's last level sampled."""
-        last_level: list[int] = []
-        for rank in slices.holders:
-            own = slices[rank]
-            first = own.first_of_last_level
-            # A node that no walk can reach may have sampled nothing: its scores were not finite.
-            last_level += (gathered.trees.sampled[rank, first : first + own.num_columns] % INVALID_TOKEN).tolist()
-        return last_level
 
-    def _deliver(
-        self, new_tokens: Sequence[int], num_tokens: int, num_draft: int = 0, columns: int | None = None
-    ) -> Stop:
-        """Stream the step's tokens, decide whether they end the text, and note what the step took.
+def _explained(
+    request: Request, config: LookaheadConfig, budget: Budget, device: torch.device, error: CacheTooLarge
+) -> Exception:
+    """The error of a cache that the device has no room for, with what to lower."""
+    prompt = len(request.prompt)
+    return too_large(error, config, budget, prompt, request.limit + 1 - prompt, device)
 
-        Args:
-            new_tokens: that the step added.
-            num_tokens: that this rank computed.
-            num_draft: draft tokens of all ranks.
-            columns: of the window; None for a plain step.
-        """
-        self._thread_s = self.timer.thread_s()  # now: the user's own code comes next
-        reason = self._stream(len(new_tokens))
-        seconds = self.timer.seconds()
-        plain = columns is None
-        counts = num_tokens, num_draft, len(new_tokens) - 1
-        self.stats.append(StepStats(*counts, *seconds, columns or 0, plain, self.last_tokens))
-        return reason
 
-    def _attempt(self, work: Callable[[], T], in_any_case: bool = False) -> T | None:
-        """Do what may fail on this rank alone: the next header says so, or the others would wait for their time-out.
-
-        Args:
-            work: what to do.
-            in_any_case: also where this rank has failed before.
-
-        Returns:
-            What the work returns; None where it failed, now or before.
-
-        Raises:
-            Exception: what the work raised, where there is no other rank, or where those of the replica don't know.
-        """
-        try:
-            replica_computes = self.context.replica.size > 1  # whose ranks can't compute without this one
-            if in_any_case or replica_computes or not self.failure:
-                return work()
-        except RanksParted:  # the others have it too
-            raise
-        except Exception as error:
-            replica_waits = self.context.replica.size > 1 and not self.step_pass.announced(error)
-            if self.context.alone or replica_waits:  # in the model: it learns that this rank has ended
-                if isinstance(error, CacheTooLarge):
-                    raise self._explained(error) from error
-                raise
-            self.failure = self._explained(error)
-            self.pending_stop |= Stop.FAILED
-        return None
-
-    def _explained(self, error: Exception) -> Exception:
-        if not isinstance(error, CacheTooLarge):
-            return error
-        prompt, limit = len(self.request.prompt), self.request.limit
-        return too_large(error, self.config, self.budget, prompt, limit + 1 - prompt, self.runner.device)
-
-    def _zeros(self, *shape: int) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=torch.int64, device=self.runner.device)
-
-    def _stream(self, num_new: int) -> Stop:
-        """Stream the newest tokens and decide whether they end the text.
-
-        What only this rank knows (a criterion, which may look at the clock; a failure) goes into the next header.
-        """
-        tokens = self.tokens
-        stopping = self.request.stopping
-        alone = self.context.alone
-        if not alone and stopping.criteria and not self.context.is_main:
-            self.num_kept = len(tokens)
-            return Stop.NONE
-        reason = Stop.NONE
-        try:
-            with self.timer.callback if stopping.criteria else nullcontext():
-                reason, self.num_kept = stopping.check(tokens, num_new)
-            streamed = tokens[len(tokens) - num_new : self.num_kept]
-            if self.request.on_tokens and streamed:
-                with self.timer.callback:
-                    self.request.on_tokens(streamed, len(self.stats))
-        except BaseException as error:
-            if alone or isinstance(error, RanksParted):
-                raise
-            self.failure = error
-        if alone or not (stopping.criteria or (self.failure and not reason)):
-            return reason  # every rank has the same: a failure in the last step must not wait for ranks that have ended
-        self.pending_stop = reason or (Stop.FAILED if self.failure else Stop.NONE)
-        return Stop.NONE
+def _last_level(gathered: Gathered, slices: WindowSlices) -> list[int]:
+    """The token that each column's last level sampled."""
+    last_level: list[int] = []
+    for rank in slices.holders:
+        own = slices[rank]
+        first = own.first_of_last_level
+        # A node that no walk can reach may have sampled nothing: its scores were not finite.
+        last_level += (gathered.trees.sampled[rank, first : first + own.num_columns] % INVALID_TOKEN).tolist()
+    return last_level

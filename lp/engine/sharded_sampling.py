@@ -93,7 +93,7 @@ class ShardedSampling:
             sampling: of the nodes.
             num_logits: K.
         """
-        if logits.shape[-1] == self.head.out_features or not sampling.functions.shardable:
+        if logits.shape[-1] == self.head.out_features or not sampling.rules.shardable:
             whole = self.head.whole(logits)
             return self._of_first(known, self._with_top(whole, *sampling.sample(whole), num_logits))
         count = len(logits)

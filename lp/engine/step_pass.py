@@ -140,6 +140,9 @@ class StepPass:
         return [layout.branch_tokens(node) for node in layout.sampled_nodes]
 
 
+NO_NUMBERS = torch.empty(0, 0, dtype=torch.float64)
+
+
 class SampledText(NamedTuple):
     """A text whose nodes are sampled by tensors alone.
 
@@ -163,43 +166,65 @@ def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSam
     """
     rules = [own.sampler.rules for own in texts if own.sampler.rules is not None]
     noise = [own.sampler.noise for own in texts if own.sampler.noise is not None]
-    nodes = [np.asarray(own.layout.sampled_nodes) for own in texts]
-    reachable = [np.asarray(own.layout.nodes.reachable)[own_nodes] for own, own_nodes in zip(texts, nodes, strict=True)]
     call = CallRules.of(rules, bool(noise))
-    numbers = np.array([own.numbers for own in rules])
-    if len(texts) > 1:
-        numbers = numbers.repeat([len(own) for own in nodes], 0)
-    joined = np.concatenate(reachable)[:, None]
-    sampling = NodeSampling(call, rules[0], to_device(numbers, device), to_device(joined, device))
+    sampling = NodeSampling(call, rules[0], NO_NUMBERS, None)
+    if not (call.operations or call.functions or noise):
+        return sampling
+    reachable = [np.asarray(own.layout.nodes.reachable)[own.layout.sampled_nodes] for own in texts]
+    if call.operations or call.functions:
+        numbers = np.array([own.numbers for own in rules])
+        if len(texts) > 1:
+            numbers = numbers.repeat([len(own) for own in reachable], 0)
+        sampling.numbers = to_device(numbers, device)
+        if not all(own.all() for own in reachable):
+            sampling.reachable = to_device(np.concatenate(reachable)[:, None], device)
     if call.counts:
-        counts = [_counts(own, device) for own in texts]
-        sampling.counts = counts[0] if len(counts) == 1 else torch.cat(counts)
+        sampling.counts, sampling.columns = _counts(texts, device)
     if noise:
-        NoiseCache.fill(noise, [[position + 1 for position in own.layout.sampled_positions] for own in texts])
-        pairs = zip(texts, reachable, strict=True)
-        rows = [to_device(noise_rows(own.sampler, own.layout, reached, [], 0), device) for own, reached in pairs]
+        positions = [[position + 1 for position in own.layout.sampled_positions] for own in texts]
+        NoiseCache.fill(noise, positions)
+        rows = [
+            to_device(noise_rows(own.sampler, at, reached), device)
+            for own, at, reached in zip(texts, positions, reachable, strict=True)
+        ]
         if len(texts) == 1:
             sampling.noise_SV, sampling.noise_rows = noise[0].noise_SV, rows[0]
         else:
-            sampling.noise_SV = torch.cat(
-                [own.noise_SV.index_select(0, own_rows) for own, own_rows in zip(noise, rows, strict=True)]
-            )
+            parts = [own.noise_SV.index_select(0, at) for own, at in zip(noise, rows, strict=True)]
+            sampling.noise_SV = torch.cat(parts)
     return sampling
 
 
-def _counts(own: SampledText, device: torch.device) -> torch.Tensor:
-    """What penalties count at a text's sampled nodes."""
+def _counts(texts: Sequence[SampledText], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`counts` and `columns` of `NodeSampling`: on a CPU few columns, which only a host can ask for."""
+    rows = [_counted(own, device) for own in texts]
+    steps = [own.layout.step_tokens(0) for own in texts]
+    tokens = [to_device(np.ascontiguousarray(step.tokens), device) for step in steps]
+    columns = None
+    if device.type == "cpu":
+        had = [row.nonzero()[:, 0] for row in rows]
+        columns = torch.cat([*had, *tokens]).unique()  # ascending
+        vocabulary = len(rows[0])
+        columns = columns[columns < vocabulary]
+        rows = [row[columns] for row in rows]
+        tokens = [torch.searchsorted(columns, own).masked_fill(own >= vocabulary, len(columns)) for own in tokens]
+    counts = []
+    for own, row, step, own_tokens in zip(texts, rows, steps, tokens, strict=True):
+        assert own.sampler.counts is not None
+        visible = step.visible()[own.layout.sampled_tokens]
+        generated = step.positions >= own.sampler.counts.first_generated
+        counts_nU = row.repeat(len(visible), 1)
+        counts.append(counts_at_nodes(counts_nU, own_tokens, to_device(generated, device), to_device(visible, device)))
+    return counts[0] if len(counts) == 1 else torch.cat(counts), columns
+
+
+def _counted(own: SampledText, device: torch.device) -> torch.Tensor:
+    """What the tokens before a text's step count: int32 (V,)."""
     counts = own.sampler.counts
     assert counts is not None
-    step = own.layout.step_tokens(0)
-    uncounted = counts.uncounted(own.text, int(step.positions[0]), len(own.text))
-    if uncounted:
-        indices, ones = to_device(np.array(uncounted), device).unbind(1)
+    num_tokens = int(own.layout.step_tokens(0).positions[0])
+    if pairs := counts.uncounted(own.text, num_tokens, len(own.text)):
+        indices, ones = to_device(np.array(pairs), device).unbind(1)
         counts.counts_QV.view(-1).index_add_(0, indices, ones.to(torch.int32))
-    return counts_at_nodes(
-        counts.counts_QV,
-        to_device(np.full(len(own.layout.sampled_nodes), counts.place), device),
-        to_device(np.ascontiguousarray(step.tokens), device),
-        to_device(step.positions >= counts.first_generated, device),
-        to_device(step.visible()[own.layout.sampled_tokens], device),
-    )
+    counts.counted(num_tokens)
+    return counts.counts_QV[counts.place]

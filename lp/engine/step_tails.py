@@ -1,36 +1,40 @@
 """The tails of captured steps: which one a step needs, and where in its memory each text's noise and counts are.
 
-Q: texts that a step may have, P: int64s of a message.
+Q: texts that a tail has room for, P: int64s of a message.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from lp.draft.layout import StepLayout
 from lp.engine.captured_tail import CapturedTail, SamplerMemory, TailShape, TextInTail
 from lp.engine.step_pass import StepPass
+from lp.models import captured_forests
 from lp.models.captured_steps import CapturedStep
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.runner import ModelRunner
 from lp.parallel.message import Header
-from lp.sampling.node_sampling import CallRules
+from lp.sampling.node_sampling import CallRules, ScoreRules
 from lp.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
-MOST_TAILS = 8  # of one bucket, for calls that differ in what they do; the oldest goes
+MOST_TAILS = 8  # of one bucket, for calls that differ in what they do; the one that was used longest ago goes
 
 
 class TailText(NamedTuple):
     """A text of a captured step.
 
     Attributes:
-        step_pass: of the text.
-        layout, header: of its step and its message.
+        step_pass: has the text's sampler.
+        layout: the nodes of its step.
+        header: of its message.
         text: prompt and generated tokens.
         first_row: of the logits, the one of `c`.
         first_token: of the pass.
@@ -44,23 +48,36 @@ class TailText(NamedTuple):
     first_token: int
 
 
+class _TailKey(NamedTuple):
+    """What a tail is captured for: calls that its rules serve, over the same memory."""
+
+    rules: CallRules
+    shape: TailShape
+    memory: Hashable
+
+
 class StepTails:
     """Samples the texts of captured steps by captured tails.
 
     Args:
-        runner: of the steps.
+        runner: has the captured steps.
         compared: ranks compare the best logits of each `c`.
-        most_texts: Q.
-        alone: texts take steps by themselves, one text after another, so that they share the memory of their samplers
-            with those of other engines; else this one's texts have memory of their own.
+        most_texts: that a step may have.
+        alone: texts take steps by themselves, one text after another: their samplers' memory is that of the model's
+            captured steps, and a tail is captured as soon as it is needed. Else this object's texts have memory of
+            their own, and what they ask for is sampled uncaptured, or by a tail that does more, until it has come often.
     """
 
     def __init__(self, runner: ModelRunner, compared: bool, most_texts: int = 1, alone: bool = True) -> None:
         self.runner = runner
         self.compared = compared
         self.most_texts = most_texts
-        self._own_memory: dict[Hashable, torch.Tensor] | None = None if alone else {}
-        self._places: dict[Sampler, int] = {}
+        self.alone = alone
+        self._own_memory: dict[Hashable, torch.Tensor] = {}
+        self._places: WeakKeyDictionary[Sampler, int] = WeakKeyDictionary()
+        self._room = 1  # Q
+        self._steps: WeakValueDictionary[int, CapturedStep] = WeakValueDictionary()  # which have tails
+        self._seen: Counter[Hashable] = Counter()  # calls for which there was no tail of their own
 
     def messages(
         self,
@@ -68,23 +85,27 @@ class StepTails:
         logits_BV: torch.Tensor,
         texts: Sequence[TailText],
         num_logits: int,
+        running: Collection[Sampler],
         on_host: bool,
     ) -> list[torch.Tensor] | None:
-        """The messages (P,) of these texts; None if their tail can't be captured.
+        """The messages (P,) of these texts; None if there is no tail for them.
 
         They lie on the device, which may still be at them, or on the host, if the tail copies them there.
 
         Args:
-            step: that has run, and has left the logits.
-            texts: which `go_together`; at most Q.
+            step: has run, and has left the logits.
+            logits_BV: what it left.
+            texts: which `go_together`.
             num_logits: top-k logits that are taken of every node.
+            running: the samplers of all texts that take steps, at most `most_texts`; each keeps its place.
             on_host: the caller can read them there.
         """
         passes = [own.step_pass for own in texts]
+        places = self._take_places(passes, running)
         tail = self.tail(step, logits_BV, passes, num_logits)
         if tail is None:
             return None
-        places = self._take_places(passes)
+        self._use_memory(passes)
         tail.run([TextInTail(place, own.step_pass.sampler, *own[1:]) for place, own in zip(places, texts, strict=True)])
         sharded = passes[0].sharded
         if sharded and tail.heads is not None:
@@ -94,12 +115,12 @@ class StepTails:
 
     def go_together(self, passes: Sequence[StepPass]) -> list[StepPass]:
         """Those that one tail can sample, which are like the first of them."""
-        able = [own for own in passes if own.sampler.rules is not None and not (own.sharded and self.most_texts > 1)]
+        able = [own for own in passes if own.sampler.rules is not None and (self.alone or not own.sharded)]
         noise = {own.sampler.noise.shape for own in able[:1] if own.sampler.noise}
         together = []
         for own in able:
             shapes = {own.sampler.noise.shape} if own.sampler.noise else set()
-            alike = own.shape == able[0].shape and _functions(own) == _functions(able[0])
+            alike = own.shape == able[0].shape and _rules(own).functions_key == _rules(able[0]).functions_key
             if alike and len(noise | shapes) <= 1:
                 noise |= shapes
                 together.append(own)
@@ -108,55 +129,105 @@ class StepTails:
     def tail(
         self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepPass], num_logits: int
     ) -> CapturedTail | None:
-        """The tail of a step for these texts; None if it can't be captured. Arguments are those of `messages`."""
-        assert self.runner.captured
-        samplers = [own.sampler for own in passes]
-        rules = [own.rules for own in samplers if own.rules is not None]
-        call = CallRules.of(rules, any(own.noise for own in samplers))
-        shape = TailShape(self.most_texts, passes[0].shape, num_logits, self.compared)
-        if (call, shape) not in step.tails:
-            if len(step.tails) == MOST_TAILS:
+        """The tail of a step for these texts; None if there is none yet, or it can't be captured.
+
+        Arguments are those of `messages`.
+
+        Raises:
+            torch.OutOfMemoryError: the device is full, and there is one text.
+        """
+        call = CallRules.of([_rules(own) for own in passes], any(own.sampler.noise for own in passes))
+        shape = TailShape(self._room, passes[0].shape, num_logits, self.compared)
+        key = _TailKey(call, shape, _memory_key(passes))
+        if key not in step.tails:
+            self._seen[key] += 1
+            if not self.alone and self._seen[key] <= captured_forests.UNCAPTURED:
+                return _serving(step, key)
+            self._steps[id(step)] = step
+            step.tails[key] = self._captured(step, logits_BV, passes, key)
+            while len(step.tails) > MOST_TAILS:
                 del step.tails[next(iter(step.tails))]
-            recorder, memory = self.runner.captured.recorder, self._memory(samplers)
-            try:
-                step.tails[call, shape] = CapturedTail(
-                    recorder, step.tensors, logits_BV, call, rules[0], memory, shape, passes[0].sharded
-                )
-            except (CaptureFailed, torch.OutOfMemoryError) as error:
-                if isinstance(error, torch.OutOfMemoryError) and self._own_memory is None:
-                    raise  # of a text by itself, which nothing else can go on for
-                logger.info("sampling is not captured: %s", error)
-                step.tails[call, shape] = None
-        tail: CapturedTail | None = step.tails[call, shape]
+        tail: CapturedTail | None = step.tails.pop(key)
+        step.tails[key] = tail  # behind the others, which go before it
         return tail
 
-    def _memory(self, samplers: Sequence[Sampler]) -> SamplerMemory:
+    def _captured(
+        self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepPass], key: _TailKey
+    ) -> CapturedTail | None:
+        assert self.runner.captured
+        recorder, functions = self.runner.captured.recorder, _rules(passes[0])
+        try:
+            memory = self._memory(passes)
+            return CapturedTail(
+                recorder, step.tensors, logits_BV, key.rules, functions, memory, key.shape, passes[0].sharded
+            )
+        except (CaptureFailed, torch.OutOfMemoryError) as error:
+            if self.alone and isinstance(error, torch.OutOfMemoryError):
+                raise
+            logger.info("sampling is not captured: %s", error)
+            return None
+
+    def _memory(self, passes: Sequence[StepPass]) -> SamplerMemory:
         """Where captured work computes noise and counts, made where it is first needed."""
         assert self.runner.captured
-        memory = self.runner.captured.shared if self._own_memory is None else self._own_memory
+        memory = self.runner.captured.shared if self.alone else self._own_memory
         found: list[torch.Tensor | None] = []
-        for kind in ("noise", "counts"):
-            owner = next((getattr(own, kind) for own in samplers if getattr(own, kind) is not None), None)
+        for kind in KINDS:
+            owner = next((getattr(own.sampler, kind) for own in passes if getattr(own.sampler, kind)), None)
             if owner is not None and (kind, owner.shape) not in memory:
-                memory[kind, owner.shape] = owner.buffer(self.most_texts)
+                memory[kind, owner.shape] = owner.buffer(self._room)
             found.append(None if owner is None else memory[kind, owner.shape])
         return SamplerMemory(*found)
 
-    def _take_places(self, passes: Sequence[StepPass]) -> list[int]:
-        """The places of texts, which they keep as long as they take steps; their samplers compute there."""
+    def _take_places(self, passes: Sequence[StepPass], running: Collection[Sampler]) -> list[int]:
+        """The places of texts: each keeps its own as long as it takes steps, sampled by a tail or not."""
+        for sampler in [*self._places]:
+            if sampler not in running:
+                del self._places[sampler]
         samplers = [own.sampler for own in passes]
-        self._places = {own: place for own, place in self._places.items() if own in samplers}
         free = sorted({*range(self.most_texts)} - {*self._places.values()})
-        memory = self._memory(samplers)
         for sampler in samplers:
-            place = self._places[sampler] = self._places[sampler] if sampler in self._places else free.pop(0)
-            if sampler.noise is not None and memory.noise_SV is not None:
-                sampler.noise.use(memory.noise_SV, place)
-            if sampler.counts is not None and memory.counts_QV is not None:
-                sampler.counts.use(memory.counts_QV, place)
+            if sampler not in self._places:
+                self._places[sampler] = free.pop(0)
+        needed = max(self._places.values()) + 1
+        if needed > self._room:  # twice as much, or all that there can be: memory is made for texts that there are
+            self._room = min(1 << (needed - 1).bit_length(), self.most_texts)
+            self._own_memory.clear()
+            for step in self._steps.values():
+                step.tails.clear()
         return [self._places[sampler] for sampler in samplers]
 
+    def _use_memory(self, passes: Sequence[StepPass]) -> None:
+        """Let the samplers compute noise and counts where their tail looks for them."""
+        memory = self._memory(passes)
+        for own in passes:
+            place = self._places[own.sampler]
+            if own.sampler.noise is not None and memory.noise_SV is not None:
+                own.sampler.noise.use(memory.noise_SV, place)
+            if own.sampler.counts is not None and memory.counts_QV is not None:
+                own.sampler.counts.use(memory.counts_QV, place)
 
-def _functions(own: StepPass) -> str:
+
+KINDS = ("noise", "counts")  # attributes of a sampler that have memory on the device
+
+
+def _memory_key(passes: Sequence[StepPass]) -> Hashable:
+    """What of the samplers' memory depends on the samplers."""
+    return tuple(
+        frozenset({getattr(own.sampler, kind).shape for own in passes if getattr(own.sampler, kind)}) for kind in KINDS
+    )
+
+
+def _serving(step: CapturedStep, key: _TailKey) -> CapturedTail | None:
+    """A tail that gives what a tail of this key would give, with more work; None if there is none."""
+    for other, tail in step.tails.items():
+        assert isinstance(other, _TailKey)
+        if tail is not None and other[1:] == key[1:] and other.rules.serves(key.rules):
+            found: CapturedTail = tail
+            return found
+    return None
+
+
+def _rules(own: StepPass) -> ScoreRules:
     assert own.sampler.rules is not None
-    return own.sampler.rules.functions_key
+    return own.sampler.rules

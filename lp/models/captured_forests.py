@@ -155,10 +155,14 @@ class CapturedForests:
         self._await_copy()
         counts = _fill(step.inputs, trees, self.pool)
         logits_BV = step.run()
+        self.note_copy()
+        return PassLogits(logits_BV, counts, step)
+
+    def note_copy(self) -> None:
+        """The device has been given work that reads pinned memory: what fills it again is to wait for that."""
         if self.runner.device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record()
-        return PassLogits(logits_BV, counts, step)
 
     def _capture(self, captured: CapturedSteps, bucket: int) -> CapturedStep:
         whole, masks, device = self._whole, captured.masks, captured.device

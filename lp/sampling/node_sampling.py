@@ -1,9 +1,11 @@
-"""Scores and samples of nodes as tensors: one call for all nodes of a step, whichever texts they are of.
+"""Scores and samples of nodes as tensors, by one call for several texts.
 
-What a text asks for is data, a row of numbers, so that one call and one captured step serve any texts. Every operation
-is that of transformers' processor of the same name. What no numbers can say goes through `lp.sampling.processors`.
+What a text asks for is data, a row of numbers, so that one call and one captured step serve texts that ask for different
+things. Every operation is that of transformers' processor of the same name: on a CPU bit for bit, on a GPU to the last
+bit, where torch divides by a number by multiplying with its inverse. What no numbers can say goes through
+`lp.sampling.processors`.
 
-n: sampled nodes, Q: texts, V: vocabulary, T: tokens of the pass.
+n: sampled nodes, Q: texts, V: vocabulary, T: tokens of the pass, U: tokens that some text has had.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class ScoreRules:
     """A text's processors, as numbers and as functions of the scores alone.
 
     Attributes:
-        numbers: of those that are said in numbers.
+        numbers: what those processors do that numbers can say.
         before, after: the other ones, which are applied before and behind these.
     """
 
@@ -131,17 +133,11 @@ class ScoreRules:
 
     @cached_property
     def functions_key(self) -> str:
-        """Of `before` and `after`; a call has texts with the same ones."""
+        """Names and settings of `before` and `after`, which texts of one call have alike."""
         if not (self.before or self.after):
             return ""
         described = [[(type(p).__name__, plain_settings(vars(p))) for p in part] for part in (self.before, self.after)]
         return repr(described)
-
-    @property
-    def shardable(self) -> bool:
-        """Whether a part of the vocabulary, and the k best scores of all of it, are enough."""
-        within = Operation.TEMPERATURE | Operation.TOP_K
-        return not (self.before or self.after or self.operations & ~within)
 
 
 def _numbers_of(processor: LogitsProcessor, padding: int) -> dict[str, float] | None:
@@ -149,8 +145,8 @@ def _numbers_of(processor: LogitsProcessor, padding: int) -> dict[str, float] | 
     settings = vars(processor)
     if settings.get("filter_value", -math.inf) != -math.inf or settings.get("min_tokens_to_keep", 1) != 1:
         return None
-    if type(processor) is CountPenalty and processor.last is None:
-        first = max(processor.prompt_tokens - padding, 0)
+    if type(processor) is CountPenalty and processor.last is None and processor.prompt_tokens >= padding:
+        first = processor.prompt_tokens - padding
         return {"first_counted": first, "presence": processor.presence, "frequency": processor.frequency}
     if type(processor) is tf.RepetitionPenaltyLogitsProcessor and settings.get("prompt_ignore_length") is None:
         return {"repetition": processor.penalty}
@@ -195,26 +191,41 @@ class CallRules(NamedTuple):
         """Whether it looks at what tokens came before."""
         return bool(self.operations & COUNTING)
 
+    @property
+    def shardable(self) -> bool:
+        """Whether a part of the vocabulary, and the k best scores of all of it, are enough."""
+        within = Operation.TEMPERATURE | Operation.TOP_K
+        return not (self.functions or self.operations & ~within)
+
+    def serves(self, other: CallRules) -> bool:
+        """Whether a call by these gives what a call by the others gives, with perhaps more work."""
+        operations = self.operations & other.operations == other.operations
+        noise = self.noise or not other.noise
+        return operations and noise and self.most_k >= other.most_k and self.functions == other.functions
+
 
 @dataclass
 class NodeSampling:
     """How the nodes of a call are sampled.
 
     Attributes:
-        rules: of the call.
-        functions: a text's, which has `before` and `after` of all.
-        numbers: float64 (n, NUM_NUMBERS), of every node's text; (1, NUM_NUMBERS) where there is one text.
-        reachable: bool (n, 1), nodes that a walk may reach; the others get the temperature alone.
-        counts: int32 (n, V), as of `lp.sampling.token_counts`, the step's own tokens included; None if not looked at.
-        noise_SV: rows of noise; None without.
-        noise_rows: int64 (n,), of each node the row; None: the rows are the nodes.
+        rules: what the call does.
+        functions: of one of the texts, for `before` and `after`, which all have alike.
+        numbers: float64 (n, NUM_NUMBERS), what every node's text asks for; (1, NUM_NUMBERS) where there is one text.
+        reachable: bool (n, 1), nodes that a walk may reach; the others get the temperature alone. None: all are.
+        counts: int32 (n, V), how often each token came before each node, in the units of `lp.sampling.token_counts`;
+            None where nothing is counted.
+        columns: int64 (U,): `counts` has these tokens alone, (n, U), and no other token ever came.
+        noise_SV: the noise that is added to scores, by row; None for none.
+        noise_rows: int64 (n,), each node's row; None: row i is node i's.
     """
 
     rules: CallRules
     functions: ScoreRules
     numbers: torch.Tensor
-    reachable: torch.Tensor
+    reachable: torch.Tensor | None
     counts: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
     noise_SV: torch.Tensor | None = None
     noise_rows: torch.Tensor | None = None
 
@@ -234,7 +245,7 @@ class NodeSampling:
         """Scores (n, V), before noise: the logits themselves where nothing is asked for, else float32 or wider.
 
         Args:
-            logits: (n, V), or a part of the vocabulary where the texts' rules are `shardable`.
+            logits: (n, V), or a part of the vocabulary where the call's rules are `shardable`.
             best: gives the best scores of the whole vocabulary.
         """
         functions = self.functions
@@ -244,15 +255,8 @@ class NodeSampling:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         number = partial(self._column, dtype=wide.dtype)
         scores = _applied(functions.before, wide)
-        if operations & Operation.COUNTS:
-            assert self.counts is not None
-            counted = (self.counts & (PROMPT - 1)).to(scores.dtype)
-            scores = scores - number("frequency") * counted - number("presence") * (counted > 0)
-        if operations & Operation.REPETITION:
-            assert self.counts is not None
-            penalty = number("repetition")
-            penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
-            scores = torch.where(self.counts > 0, penalised, scores)
+        if self.rules.counts:
+            scores = self._penalised(scores)
         if operations & Operation.TEMPERATURE:
             scores = scores / number("temperature")
         if operations & Operation.TOP_K:
@@ -264,9 +268,25 @@ class NodeSampling:
             unlikely = probabilities < number("min_p") * probabilities.amax(-1, keepdim=True)
             scores = scores.masked_fill(unlikely, -math.inf)
         scores = _applied(functions.after, scores)
-        if operations == Operation.TEMPERATURE and not (functions.before or functions.after):
+        only_temperature = operations == Operation.TEMPERATURE and not (functions.before or functions.after)
+        if self.reachable is None or only_temperature:
             return scores
         return torch.where(self.reachable, scores, wide / self._temperature(wide.dtype))
+
+    def _penalised(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (n, V) behind the penalties."""
+        assert self.counts is not None
+        operations = self.rules.operations
+        number = partial(self._column, dtype=scores.dtype)
+        changed = scores if self.columns is None else scores.index_select(1, self.columns)
+        if operations & Operation.COUNTS:
+            counted = (self.counts & (PROMPT - 1)).to(scores.dtype)
+            changed = changed - number("frequency") * counted - number("presence") * (counted > 0)
+        if operations & Operation.REPETITION:
+            penalty = number("repetition")
+            penalised = torch.where(changed < 0, changed * penalty, changed / penalty)
+            changed = torch.where(self.counts > 0, penalised, changed)
+        return changed if self.columns is None else scores.index_copy(1, self.columns, changed)
 
     def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """One number of every node's text, (n or 1, 1)."""
@@ -307,22 +327,16 @@ def _top_p(scores: torch.Tensor, least_tail: torch.Tensor) -> torch.Tensor:
 
 
 def counts_at_nodes(
-    counts_QV: torch.Tensor,
-    sequence_n: torch.Tensor,
-    tokens_T: torch.Tensor,
-    generated_T: torch.Tensor,
-    visible_nT: torch.Tensor,
+    counts_nV: torch.Tensor, tokens_T: torch.Tensor, generated_T: torch.Tensor, visible_nT: torch.Tensor
 ) -> torch.Tensor:
-    """How often each token came before each node, or is there: int32 (n, V).
+    """Add the tokens of a pass to what each node counts: int32 (n, V).
 
     Args:
-        counts_QV: int32, of the tokens before the pass.
-        sequence_n: each node's text.
-        tokens_T: of the pass.
+        counts_nV: int32, the tokens before the pass; changed.
+        tokens_T: of the pass; those from V on are not counted.
         generated_T: bool, whether they count as generated.
         visible_nT: bool, the tokens of the pass that each node sees.
     """
-    counts_nV = counts_QV.index_select(0, sequence_n)
     vocabulary = counts_nV.shape[1]
     ones_T = torch.where(generated_T, GENERATED, PROMPT).to(torch.int32)
     ones_T = ones_T.masked_fill(tokens_T >= vocabulary, 0)  # a model may embed more tokens than it can give

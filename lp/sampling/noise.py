@@ -193,7 +193,7 @@ class NoiseCache:
             self._positions = [-1] * self.capacity
 
     def rows(self, positions: Sequence[int]) -> list[int]:
-        """The rows of the buffer that hold the noise of these positions, and are filled where they lack it."""
+        """The rows of the buffer that hold the noise of these positions; those that lack it are filled."""
         self.fill([self], [positions])
         return self.rows_of(positions)
 
@@ -201,31 +201,26 @@ class NoiseCache:
         """The rows of these positions, filled or not."""
         return [self.first_row + position % self.capacity for position in positions]
 
-    def missing(self, positions: Sequence[int], most: int) -> list[tuple[int, int]]:
-        """Rows of these positions that are to be filled, and their keys; whoever asks fills them.
-
-        Where there are more than `most`, they are filled here, and none is left.
-        """
+    def missing(self, positions: Sequence[int]) -> list[tuple[int, int]]:
+        """Rows of these positions that are to be filled, and their keys. Whoever fills them notes it by `filled`."""
         lacking = sorted({position for position in positions if self._positions[position % self.capacity] != position})
-        for position in lacking:
-            self._positions[position % self.capacity] = position
         keys = [position_key(self.seed, self.sequence, position) for position in lacking]
-        pairs = [*zip(self.rows_of(lacking), keys, strict=True)]
-        if len(pairs) <= most:
-            return pairs
-        self._fill_pairs(pairs)
-        return []
+        return [*zip(self.rows_of(lacking), keys, strict=True)]
+
+    def filled(self, positions: Sequence[int]) -> None:
+        """Note that the buffer has the noise of these positions."""
+        for position in positions:
+            self._positions[position % self.capacity] = position
 
     @staticmethod
     def fill(caches: Sequence[NoiseCache], positions: Sequence[Sequence[int]]) -> None:
         """Compute what the buffers of several texts lack of these positions, those in one buffer all at once."""
         pairs: dict[int, list[tuple[int, int]]] = {}
         for cache, own in zip(caches, positions, strict=True):
-            pairs.setdefault(id(cache.noise_SV), []).extend(cache.missing(own, cache.capacity))
-        for cache in caches:
-            cache._fill_pairs(pairs.pop(id(cache.noise_SV), []))
-
-    def _fill_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
-        if pairs:
-            rows, keys = zip(*pairs, strict=True)
-            fill_noise(self.noise_SV, to_device(rows, self.device), to_device(keys, self.device))
+            pairs.setdefault(id(cache.noise_SV), []).extend(cache.missing(own))
+        for cache, own in zip(caches, positions, strict=True):
+            if wanted := pairs.pop(id(cache.noise_SV), []):
+                rows, keys = zip(*wanted, strict=True)
+                fill_noise(cache.noise_SV, to_device(rows, cache.device), to_device(keys, cache.device))
+        for cache, own in zip(caches, positions, strict=True):
+            cache.filled(own)

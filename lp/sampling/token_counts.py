@@ -59,15 +59,21 @@ class TokenCounts:
             self._num_counted = 0
 
     def uncounted(self, text: Sequence[int], num_tokens: int, most: int) -> list[tuple[int, int]]:
-        """What counts of the first `num_tokens` tokens of the text lack: (index in the flattened counts, to be added).
+        """What the counts lack of the first tokens of the text: (index in the flattened counts, what to add there).
 
-        The caller adds it. Where it is more than `most`, everything is counted here, and nothing is left to add.
+        Whoever adds it notes it by `counted`. Where it is more than `most` pairs, everything is counted here.
+
+        Args:
+            text: prompt and generated tokens.
+            num_tokens: that are to be counted.
+            most: pairs that the caller has room for.
         """
         if self._counts_QV is None:
             self.use(self.buffer(1), 0)
-        first, self._num_counted = self._num_counted, num_tokens
+        first = self._num_counted
         if not first or num_tokens - first > most:
             self._count_all(text, num_tokens)
+            self.counted(num_tokens)
             return []
         start = self.place * self.vocabulary
         return [
@@ -75,6 +81,10 @@ class TokenCounts:
             for position in range(first, num_tokens)
             if text[position] < self.vocabulary
         ]
+
+    def counted(self, num_tokens: int) -> None:
+        """Note that the first `num_tokens` tokens of the text are counted."""
+        self._num_counted = num_tokens
 
     def _value(self, position: int) -> int:
         return GENERATED if position >= self.first_generated else PROMPT

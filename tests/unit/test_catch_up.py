@@ -27,14 +27,14 @@ def at_every_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], 
     """Have a look at each rank's generation behind every step."""
 
     def arrange(look: Callable[[Any], None]) -> None:
-        deliver = Generation._deliver
+        end_step = Generation.end_step
 
         def looking(self: Any, *args: Any) -> Any:
-            reason = deliver(self, *args)
+            reason = end_step(self, *args)
             look(self)
             return reason
 
-        monkeypatch.setattr(Generation, "_deliver", looking)
+        monkeypatch.setattr(Generation, "end_step", looking)
 
     return arrange
 

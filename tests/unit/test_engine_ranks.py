@@ -78,7 +78,7 @@ def test_a_failure_on_one_rank_is_one_texts(model: Any, where: str) -> None:
             engine.step()
             name = "top_logits" if where == "prompt" else "message"
             if where == "step":
-                while not text.prefilled:
+                while not text.prompt.is_cached(text.cache):
                     engine.step()
             setattr(text.step_pass, name, fails)
         engine.run()

@@ -98,10 +98,10 @@ def test_every_rank_holds_the_states_of_the_text(
 ) -> None:
     """A state that lacks a token, or has one twice, shows in no text before it is far off."""
     steps: list[int] = []
-    deliver = Generation._deliver
+    end_step = Generation.end_step
 
     def looking(self: Any, *args: Any) -> Any:
-        reason = deliver(self, *args)
+        reason = end_step(self, *args)
         held = self.text[: len(self.text) - 1 - len(self.catch_up)]
         assert self.cache.length == len(held)
         fresh = prefilled(self.runner, held, len(held) + 8)
@@ -109,7 +109,7 @@ def test_every_rank_holds_the_states_of_the_text(
         steps.append(len(self.catch_up))
         return reason
 
-    monkeypatch.setattr(Generation, "_deliver", looking)
+    monkeypatch.setattr(Generation, "end_step", looking)
     for case in cases(3, 30):
         rng = random.Random(f"{kv_sync}-{case}")
         ranks = 2 + case % 3

@@ -1,0 +1,108 @@
+"""A prompt is cached chunk by chunk, and the draft source learns from its top-k logits.
+
+V: vocabulary, K: top-k logits of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lp.draft.source import DraftSource
+from lp.engine.failures import Failures
+from lp.engine.step_pass import StepPass
+from lp.models.kv_cache import StaticKVCache
+from lp.models.runner import ModelRunner, TreePass
+from lp.parallel.context import ParallelContext
+from lp.sampling.top_logits import unpack_top_logits
+
+
+class PromptReader:
+    """Caches one prompt.
+
+    Args:
+        prompt: token ids; the last one, `c`, is computed by the first step.
+        runner: gives the passes.
+        context: the ranks that share steps.
+        step_pass: takes the top-k logits.
+        source: learns from them.
+        num_logits: K; 0 where the source does not learn from them.
+        num_cached: the prompt's first tokens, which were cached before.
+        failures: what fails on this rank alone.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        runner: ModelRunner,
+        context: ParallelContext,
+        step_pass: StepPass,
+        source: DraftSource,
+        num_logits: int,
+        num_cached: int,
+        failures: Failures,
+    ) -> None:
+        self.prompt = prompt
+        self.runner = runner
+        self.context = context
+        self.step_pass = step_pass
+        self.source = source
+        self.num_logits = num_logits
+        self.num_cached = num_cached
+        self.failures = failures
+        self._packed: list[torch.Tensor] = []  # top-k logits of the chunks that are cached so far
+
+    def is_cached(self, cache: StaticKVCache) -> bool:
+        """The whole prompt is cached there."""
+        return cache.length >= len(self.prompt) - 1
+
+    def chunk_size(self, cache: StaticKVCache, room: int) -> int:
+        """How many tokens the next pass caches, if it has room for so many; 0: none is left."""
+        return self.runner.prompt_chunk(len(self.prompt) - 1 - cache.length, room)
+
+    def next_chunk(self, cache: StaticKVCache, count: int) -> TreePass:
+        """The pass that caches so many more tokens."""
+        num_logits = count if self.num_logits else 0
+        return self.runner.prompt_pass(self.prompt, len(self.prompt) - 1, cache.length, count, cache, num_logits)
+
+    def take_chunk(self, cache: StaticKVCache, count: int, logits: torch.Tensor, failure: Exception | None) -> None:
+        """Take in so many tokens.
+
+        Args:
+            cache: that the pass has written to.
+            count: of tokens.
+            logits: (count, V), where the source learns from them.
+            failure: why there are none.
+        """
+
+        def take() -> None:
+            if failure:
+                raise failure
+            if self.num_logits:
+                self._packed.append(self.step_pass.top_logits(logits, self.prompt, self.num_logits))
+            cache.commit(range(count))
+
+        end = cache.length + count
+        try:
+            self.failures.attempt(take)
+        finally:
+            # Raised there, it has this frame, which would keep it and the cache until gc finds the cycle.
+            failure = None
+        cache.length = end  # as on the other ranks, if it failed: the message of the first step tells them
+        if self.is_cached(cache):
+            self._begin_source()
+            self._packed = []
+
+    def _begin_source(self) -> None:
+        """Show the source the prompt's top-k logits: rank 0's on every rank, since ranks may round them differently."""
+        first = self.num_cached
+        count = len(self.prompt) - 1 - first
+        if not self.num_logits or count <= 0:
+            return
+        if self.failures.failure:
+            mine = torch.zeros(count, self.num_logits, dtype=torch.int64, device=self.runner.device)
+        else:
+            mine = torch.cat(self._packed)
+        logits = unpack_top_logits(self.context.broadcast(mine, 0).cpu().numpy())
+        self.source.begin(self.prompt[first:], logits)
