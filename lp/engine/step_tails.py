@@ -65,7 +65,8 @@ class StepTails:
         most_texts: that a step may have.
         alone: texts take steps by themselves, one text after another: their samplers' memory is that of the model's
             captured steps, and a tail is captured as soon as it is needed. Else this object's texts have memory of
-            their own, and what they ask for is sampled uncaptured, or by a tail that does more, until it has come often.
+            their own, and what they ask for together is sampled uncaptured, or by a tail that does more, until it has
+            come often.
     """
 
     def __init__(self, runner: ModelRunner, compared: bool, most_texts: int = 1, alone: bool = True) -> None:
@@ -213,9 +214,8 @@ KINDS = ("noise", "counts")  # attributes of a sampler that have memory on the d
 
 def _memory_key(passes: Sequence[StepPass]) -> Hashable:
     """What of the samplers' memory depends on the samplers."""
-    return tuple(
-        frozenset({getattr(own.sampler, kind).shape for own in passes if getattr(own.sampler, kind)}) for kind in KINDS
-    )
+    owners = [[getattr(own.sampler, kind) for own in passes] for kind in KINDS]
+    return tuple(frozenset(owner.shape for owner in kind if owner) for kind in owners)
 
 
 def _serving(step: CapturedStep, key: _TailKey) -> CapturedTail | None:

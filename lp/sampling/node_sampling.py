@@ -1,8 +1,8 @@
 """Scores and samples of nodes as tensors, by one call for several texts.
 
-What a text asks for is data, a row of numbers, so that one call and one captured step serve texts that ask for different
-things. Every operation is that of transformers' processor of the same name: on a CPU bit for bit, on a GPU to the last
-bit, where torch divides by a number by multiplying with its inverse. What no numbers can say goes through
+What a text asks for is data, a row of numbers, so that one call and one captured step serve texts that ask for
+different things. Every operation is that of transformers' processor of the same name: on a CPU bit for bit, on a GPU to
+the last bit, where torch divides by a number by multiplying with its inverse. What no numbers can say goes through
 `lp.sampling.processors`.
 
 n: sampled nodes, Q: texts, V: vocabulary, T: tokens of the pass, U: tokens that some text has had.

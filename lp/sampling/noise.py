@@ -218,7 +218,7 @@ class NoiseCache:
         pairs: dict[int, list[tuple[int, int]]] = {}
         for cache, own in zip(caches, positions, strict=True):
             pairs.setdefault(id(cache.noise_SV), []).extend(cache.missing(own))
-        for cache, own in zip(caches, positions, strict=True):
+        for cache in caches:
             if wanted := pairs.pop(id(cache.noise_SV), []):
                 rows, keys = zip(*wanted, strict=True)
                 fill_noise(cache.noise_SV, to_device(rows, cache.device), to_device(keys, cache.device))

@@ -14,10 +14,12 @@ import transformers as tf
 
 import lp
 from lp.attention import flash_cuda
+from lp.engine import step_tails
 from lp.models import captured_forests
 from lp.models.captured_steps import BUCKETS
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
+from lp.sampling.noise import NoiseCache
 from lp.sampling.penalties import CountPenalty
 from tests.conftest import some_of
 from tests.engine_calls import Call, check_call, run_calls
@@ -132,6 +134,78 @@ def test_a_text_that_the_host_samples_beside_others(gpu: SimulatedCuda) -> None:
     alone = lp.AutoregressiveDecoder(model)
     for handle, (ids, own) in zip(handles, calls, strict=True):
         assert handle.result().tokens == alone.generate(ids, NEW, **own, eos_token_id=()).tokens
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_text_that_leaves_the_graph_keeps_its_place(penalty: float, gpu: SimulatedCuda) -> None:
+    """Of texts with other processors than the first one's, which the host samples, the noise and the counts stay where
+    they are: another text there would have them overwritten.
+    """
+    model = tiny_model()
+    engine = engine_of(model, max_sequences=4, cache_tokens=3000)
+    rng = random.Random(1)
+    new = [6, 40, 40, 40]  # the first text ends first, and the next one decides who is in the graph
+    calls = []
+    for index in range(4):
+        own: dict[str, Any] = {
+            "sampling": lp.SamplingParams(temperature=0.9, repetition_penalty=penalty, seed=index),
+            "logits_processor": [tf.SuppressTokensLogitsProcessor([3], device="cuda")] if index in (0, 3) else [],
+            "max_new_tokens": new[index],
+            "eos_token_id": (),
+        }
+        calls.append((drawn_text(rng, 20 + index), own))
+    handles = [engine.submit(ids, **own) for ids, own in calls]
+    engine.run()
+    alone = lp.AutoregressiveDecoder(copy.deepcopy(model).to("cuda"))
+    for handle, (ids, own) in zip(handles, calls, strict=True):
+        assert handle.result().tokens == alone.generate(ids, **own).tokens
+
+
+@pytest.mark.parametrize("lacking", ["memory", "graph"])
+def test_a_gpu_that_has_no_room_for_the_sampling_of_texts(
+    lacking: str, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled outside the graph they need less; every text of every step would fail."""
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    buffer = NoiseCache.buffer
+    if lacking == "memory":
+        monkeypatch.setattr(NoiseCache, "buffer", lambda self, texts: full() if texts > 1 else buffer(self, texts))
+    else:
+        monkeypatch.setattr(step_tails, "CapturedTail", full)
+    model = tiny_model()
+    engine = engine_of(model)
+    for _ in range(2):
+        texts = [drawn_text(random.Random(index), 20) for index in range(3)]
+        samplings = [lp.SamplingParams(seed=index) if index else None for index in range(3)]
+        calls = [*zip(texts, samplings, strict=True)]
+        handles = [engine.submit(ids, NEW, sampling, eos_token_id=()) for ids, sampling in calls]
+        engine.run()
+        for handle, (ids, sampling) in zip(handles, calls, strict=True):
+            assert handle.result().tokens == plain(model, ids, sampling)
+
+
+def test_texts_that_come_and_go_are_sampled_by_few_graphs(gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mixture of what they ask for would stop all texts for a capture; memory is made for texts that there are."""
+    monkeypatch.setattr(captured_forests, "UNCAPTURED", 2)
+    model = tiny_model()
+    engine = engine_of(model, max_sequences=64, cache_tokens=3000)
+    rng = random.Random(3)
+    handles, calls = [], []
+    for index in range(12):
+        sampling = rng.choice([SAMPLED, None, lp.SamplingParams(temperature=0.7, top_k=9, top_p=0.9, seed=index)])
+        calls.append((drawn_text(rng, 20), sampling))
+        handles.append(engine.submit(calls[-1][0], NEW, sampling, eos_token_id=()))
+        engine.step()
+    tails, steps = engine._core._steps._pooled_tails, engine._core._shared._steps
+    engine.run()
+    assert tails is not None and any(step.tails for step in steps.values())
+    assert all(len(step.tails) <= step_tails.MOST_TAILS for step in steps.values())
+    assert 1 < tails._room <= 16 and tails._own_memory
+    for handle, (ids, sampling) in zip(handles, calls, strict=True):
+        assert handle.result().tokens == plain(model, ids, sampling)
 
 
 def test_two_engines_of_a_model_keep_their_noise_apart(gpu: SimulatedCuda) -> None:

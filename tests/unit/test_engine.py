@@ -22,6 +22,7 @@ from lp.models.captured_forests import CapturedForests, pool_for
 from lp.models.kv_cache import StaticKVCache
 from lp.models.kv_pool import KVPool
 from lp.parallel.thread_ranks import run_lockstep
+from lp.sampling.noise import fill_noise
 from tests.engine_calls import Call, check_call, run_calls
 from tests.tiny_models import ARCHITECTURES, CONTEXT, VOCABULARY, drawn_text, plain_greedy, tiny_model
 
@@ -80,6 +81,31 @@ def test_texts_are_sampled_together(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.run()
     steps = [handle.result().steps for handle in handles]
     assert together.count(3) == min(steps) and set(together) <= {1, 2, 3}
+
+
+def test_noise_that_could_not_be_made_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may lack for all texts together and not for one: what was never computed would be taken for noise."""
+    model = tiny_model()
+    texts = [drawn_text(random.Random(index), 20) for index in range(2)]
+    samplings = [lp.SamplingParams(temperature=0.9, repetition_penalty=1.2, seed=index) for index in range(2)]
+    calls: list[int] = []
+
+    def fill(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("once")
+        fill_noise(*args)
+
+    engine = Engine(lp.LookaheadDecoder(model, FIXED), cache_tokens=2000)
+    pairs = [*zip(texts, samplings, strict=True)]
+    handles = [engine.submit(ids, 24, sampling, eos_token_id=()) for ids, sampling in pairs]
+    monkeypatch.setattr("lp.sampling.noise.fill_noise", fill)
+    engine.run()
+    monkeypatch.undo()
+    assert len(calls) > 3
+    alone = lp.AutoregressiveDecoder(model)
+    for handle, (ids, sampling) in zip(handles, pairs, strict=True):
+        assert handle.result().tokens == alone.generate(ids, 24, sampling, eos_token_id=()).tokens
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

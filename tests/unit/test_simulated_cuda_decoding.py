@@ -312,3 +312,18 @@ def test_captured_collectives_end_with_their_context(gpu: SimulatedCuda) -> None
         return False
 
     assert run_on_gpus(2, body, tp=True) == [True, True]
+
+
+def test_decoders_of_other_spans_share_no_noise(gpu: SimulatedCuda) -> None:
+    """Steps that are capped alike have messages of one size; noise that lies elsewhere would be another text."""
+    model = tiny_model()
+    on_gpu = copy.deepcopy(model).to("cuda")
+    ids, sampling = drawn_text(random.Random(1), 25), lp.SamplingParams(temperature=0.9, seed=4)
+    expected = lp.AutoregressiveDecoder(model).generate(ids, 40, sampling, eos_token_id=()).tokens
+    spans = []
+    for window, ngram, guesses in ((5, 3, 6), (8, 4, 8), (5, 3, 6)):
+        config = lp.LookaheadConfig(window_size=window, ngram_size=ngram, guess_set_size=guesses, adaptive=True)
+        decoder = lp.LookaheadDecoder(on_gpu, config, capture="graph", step_times=lp.StepTimes.constant(0.01, 16))
+        spans.append(decoder.span)
+        assert decoder.generate(ids, 40, sampling, eos_token_id=()).tokens == expected
+    assert spans[0] < spans[1]
