@@ -72,11 +72,15 @@ class BatchStep:
         with self.timer.forward:
             if self._clock:
                 self._clock.start()
-            logits, messages, failure = self._computed(parts, counts, by_itself)
+            logits, sampled, messages, failure = self._computed(parts, counts, by_itself)
+            messages |= self._each(
+                [text for text in parts if text not in messages],
+                lambda text: text.own_message(parts[text], logits.get(text), failure, sampled.get(text)),
+            )
             self._each(parts, Generation.finish_learning)  # while the device computes
         self._each(counts, lambda text: text.prompt.take_chunk(text.cache, counts[text], logits[text], failure))
         failure = None  # raised above, it has this frame, which would keep it and all caches until gc finds the cycle
-        gathered = self._exchanged({text: own for text, own in messages.items() if text not in self.errors})
+        gathered = self._exchanged({text: messages[text] for text in parts if text not in self.errors})
         stops = self._each(gathered, lambda text: text.end_step(parts[text], gathered[text]))
         if by_itself:
             self._each(stops, lambda text: text.observe_step(parts[text]))
@@ -118,35 +122,38 @@ class BatchStep:
 
     def _computed(
         self, parts: dict[Generation, StepPart], counts: dict[Generation, int], by_itself: bool
-    ) -> tuple[dict[Generation, torch.Tensor], dict[Generation, torch.Tensor], Exception | None]:
-        """The forward pass: logits and messages (P,) by text, and what the model failed with: it fails for all texts.
+    ) -> tuple[
+        dict[Generation, torch.Tensor],
+        dict[Generation, Sampled],
+        dict[Generation, torch.Tensor],
+        Exception | None,
+    ]:
+        """The forward pass.
 
         Args:
             parts: what each text computes in the step.
             counts: how many tokens of each prompt to cache.
             by_itself: there is one text, whose step is padded to the number of tokens that its budget names.
+
+        Returns:
+            Logits by text; what nodes sampled, of texts that were sampled together; messages (P,) of those that a
+            captured step has; and what the model failed with, as it does for all texts.
         """
         computing = [text for text in parts if text.failures.computes]
-        failure: Exception | None = None
-        logits: dict[Generation, torch.Tensor] = dict.fromkeys([*computing, *counts], NO_LOGITS)
-        messages: dict[Generation, torch.Tensor] = {}
-        sampled: dict[Generation, Sampled] = {}
         try:
             passes = {text: text.tree_pass(parts[text], by_itself) for text in computing}
             passes |= {text: text.prompt.next_chunk(text.cache, count) for text, count in counts.items()}
-            if passes:
-                computed = self._forward([*passes.values()], by_itself)
-                logits = dict(zip(passes, computed.each(), strict=True))
-                messages = self._tail_messages(computed, passes, parts, by_itself)
-        except Exception as error:
-            failure = error
-        else:
-            sampled = self._sampled_together([text for text in computing if text not in messages], parts, logits)
-        messages |= self._each(
-            [text for text in parts if text not in messages],
-            lambda text: text.own_message(parts[text], logits.get(text), failure, sampled.get(text)),
-        )
-        return logits, {text: messages[text] for text in parts if text in messages}, failure
+            if not passes:
+                return {}, {}, {}, None
+            computed = self._forward([*passes.values()], by_itself)
+            logits = dict(zip(passes, computed.each(), strict=True))
+            messages = self._tail_messages(computed, passes, parts, by_itself)
+        except (
+            Exception
+        ) as error:  # not in a variable: this frame would keep it, and all caches, until gc finds the cycle
+            return dict.fromkeys([*computing, *counts], NO_LOGITS), {}, {}, error
+        others = [text for text in computing if text not in messages]
+        return logits, self._sampled_together(others, parts, logits), messages, None
 
     def _forward(self, passes: Sequence[TreePass], by_itself: bool) -> PassLogits:
         if self.pooled and not by_itself:

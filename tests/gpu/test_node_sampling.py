@@ -1,4 +1,4 @@
-"""Sampling by tensors on a GPU against transformers' processors there: to the last bit, since torch divides otherwise."""
+"""Sampling on a GPU against transformers' processors there: to the last bit, where torch divides otherwise."""
 
 from __future__ import annotations
 
