@@ -43,8 +43,8 @@ class SamplerMemory(NamedTuple):
     """Memory of the device that samplers keep from step to step, for Q texts.
 
     Attributes:
-        noise_SV: as of `lp.sampling.noise`; None where no text is sampled under noise.
-        counts_QV: as of `lp.sampling.token_counts`; None where nothing is counted.
+        noise_SV: rows of noise (`lp.sampling.noise`); None where no text is sampled under noise.
+        counts_QV: how often each token came in each text (`lp.sampling.token_counts`); None where nothing is counted.
     """
 
     noise_SV: torch.Tensor | None
@@ -56,8 +56,8 @@ class TailShape(NamedTuple):
 
     Attributes:
         texts: Q.
-        message: of one text.
-        num_logits: top-k logits that are taken, at most K.
+        message: one text's message.
+        num_logits: top-k logits that are taken of a node, at most K.
         compared: ranks compare the best logits of each `c`; else there is no other rank, and the messages are copied to
             the host too.
     """
@@ -72,12 +72,13 @@ class TextInTail(NamedTuple):
     """What a tail does for one text.
 
     Attributes:
-        place: of the text, among Q.
-        sampler: which computes its noise and counts in that place of the memory.
-        layout, header: of its step and its message.
+        place: where among Q its message, its noise and its counts are.
+        sampler: says what the text asks for, and which noise and counts are missing.
+        layout: the nodes of its step.
+        header: what its message begins with.
         text: prompt and generated tokens.
-        first_row: of the logits, the one of `c`; those of its other sampled nodes follow.
-        first_token: of the pass, its first one.
+        first_row: where the logits have `c`; its other sampled nodes follow.
+        first_token: where the pass has its first token.
     """
 
     place: int
@@ -94,13 +95,13 @@ class _Inputs(NamedTuple):
 
     Attributes:
         known: header and words of the messages, (Q, HEADER + N).
-        numbers: float64 (Q, NUM_NUMBERS), as of `Numbers`.
+        numbers: what each text asks for, float64 (Q, NUM_NUMBERS).
         first_rows_Q: row of each text's `c`.
         nodes_B: the node of each row of logits, as `write` takes it.
         places_B: its text.
         reachable_B: whether a walk may reach it.
         noise_rows_B: the row of the noise buffer that it is sampled with.
-        generated_B: of each token of the step, whether it counts as generated.
+        generated_B: whether each token of the step counts as generated.
         filled_F2: rows of noise to fill, and their keys; -1 for none.
         counted_C2: indices of the flattened counts, and what to add there.
     """
@@ -149,9 +150,10 @@ class CapturedTail:
         recorder: of the step.
         step: what the step reads.
         logits_BV: that it leaves.
-        rules: of its call; `functions` as of `NodeSampling`.
-        memory: of the samplers.
-        shape: of the tail.
+        rules: what its call does to scores.
+        functions: one text's rules, for the functions that all texts have alike.
+        memory: where noise and counts are kept.
+        shape: what it has room for.
         sharded: what samples on the ranks of a replica, for one text; None where the model is whole.
 
     Attributes:
@@ -270,7 +272,7 @@ def noise_rows(sampler: Sampler, positions: Sequence[int], reachable: np.ndarray
 
     Args:
         sampler: which has noise.
-        positions: of the tokens to be sampled.
+        positions: where the tokens to be sampled will be.
         reachable: bool, whether a walk may reach the node.
     """
     assert sampler.noise is not None

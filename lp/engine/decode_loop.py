@@ -208,9 +208,7 @@ class Generation:
         try:
             message = self.failures.attempt(sample)
         finally:
-            failure = (
-                None  # raised there, it has this frame, which would keep it and the cache until gc finds the cycle
-            )
+            failure = None  # raised there, it has this frame, which would keep it until gc finds the cycle
         if message is None:
             header = part.header._replace(stop=self.delivery.wanted_stop)
             return self.step_pass.failed(header, part.layout)

@@ -19,7 +19,7 @@ class Delivery:
     Args:
         request: the checked call.
         context: the ranks that share steps.
-        timer: of the steps.
+        timer: splits the steps' time, and leaves the callbacks' out.
         failures: what fails on this rank alone.
 
     Attributes:
@@ -49,8 +49,8 @@ class Delivery:
         """Some rank wants to stop: its step's tokens are dropped, those before it are returned.
 
         Args:
-            stop: of all ranks.
-            length: of the text, where rank 0 has found its end.
+            stop: why any rank wants it.
+            length: tokens to return, where rank 0 has found the end of the text.
             tokens: generated before the step.
         """
         self.stopped_by = stop

@@ -71,7 +71,7 @@ class PromptReader:
 
         Args:
             cache: that the pass has written to.
-            count: of tokens.
+            count: how many.
             logits: (count, V), where the source learns from them.
             failure: why there are none.
         """

@@ -90,7 +90,7 @@ class ShardedSampling:
         Args:
             known: DIGEST, STOP and LENGTH of this rank's message, int64 (HEAD,).
             logits: (n, V), or this rank's part of them.
-            sampling: of the nodes.
+            sampling: how the nodes are sampled.
             num_logits: K.
         """
         if logits.shape[-1] == self.head.out_features or not sampling.rules.shardable:

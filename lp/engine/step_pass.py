@@ -31,7 +31,7 @@ class StepPass:
 
     Args:
         runner: computes forward passes, and knows the model.
-        sampler: of the text.
+        sampler: says what the text asks for.
         context: the ranks that share steps.
         shape: of the messages.
 
@@ -68,8 +68,8 @@ class StepPass:
 
         Args:
             logits: of the sampled nodes, (n, V).
-            layout: of the step.
-            header: of the message.
+            layout: the nodes of the step.
+            header: what the message begins with.
             text: prompt and generated tokens.
             num_logits: top-k logits that are taken of every node, at most K.
             sampled: of these nodes, if they are sampled already.
@@ -147,8 +147,8 @@ class SampledText(NamedTuple):
     """A text whose nodes are sampled by tensors alone.
 
     Attributes:
-        sampler: which has `rules`.
-        layout: of its step.
+        sampler: has `rules`.
+        layout: the nodes of its step.
         text: prompt and generated tokens.
     """
 
@@ -162,7 +162,7 @@ def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSam
 
     Args:
         texts: in the order of their logits.
-        device: of the logits.
+        device: where the logits are.
     """
     rules = [own.sampler.rules for own in texts if own.sampler.rules is not None]
     noise = [own.sampler.noise for own in texts if own.sampler.noise is not None]

@@ -34,10 +34,10 @@ class TailText(NamedTuple):
     Attributes:
         step_pass: has the text's sampler.
         layout: the nodes of its step.
-        header: of its message.
+        header: what its message begins with.
         text: prompt and generated tokens.
-        first_row: of the logits, the one of `c`.
-        first_token: of the pass.
+        first_row: where the logits have `c`.
+        first_token: where the pass has its first token.
     """
 
     step_pass: StepPass

@@ -102,7 +102,8 @@ class StepTensors(NamedTuple):
     """What a step reads on the device, which work captured behind it may read too.
 
     Attributes:
-        tokens_B, logits_indices_B: as of the step's inputs.
+        tokens_B: the step's tokens, then padding.
+        logits_indices_B: the tokens whose logits are computed, then padding.
         visible_BB: bool, the tokens of the step that each one sees.
     """
 

@@ -224,10 +224,10 @@ def write(
     Q: texts.
 
     Args:
-        messages: int64 (Q, P); all of it is written but top-k logits of nodes that are not sampled.
+        messages: int64 (Q, P); top-k logits stay as they are where none are taken.
         known: int64 (Q, HEADER + B), as `known_part` makes it.
         nodes: int64 (n,), where each sampled node is: text * B + node; Q * B for padding.
-        sampled: of these nodes; `best` is (Q, NUM_BEST).
+        sampled: what these nodes sampled; `best` is (Q, NUM_BEST).
     """
     texts, count = len(messages), shape.nodes
     words = torch.zeros(texts * count + 1, dtype=torch.int64, device=messages.device)  # the last one takes the padding

@@ -49,13 +49,14 @@ class Numbers(NamedTuple):
 
     Attributes:
         first_counted: position of the first token that counts for `presence` and `frequency`.
-        presence, frequency: as of `CountPenalty`.
+        presence: subtracted from the logits of generated tokens.
+        frequency: subtracted once for each time.
         repetition: transformers' repetition_penalty.
-        temperature: as of transformers' warper.
+        temperature: what scores are divided by.
         top_k: 0 keeps all tokens.
         least_tail: tokens whose probabilities, added up from the least likely on, do not exceed it are left out:
             1 - top_p; below 0 none is.
-        min_p: as of transformers' warper.
+        min_p: tokens less likely than this share of the likeliest one's probability are left out.
     """
 
     first_counted: float = 0.0
@@ -165,7 +166,7 @@ class CallRules(NamedTuple):
     """What a call does to scores, whichever texts' numbers it is given: a captured call's shape.
 
     Attributes:
-        operations: of any text.
+        operations: what any of its texts asks for.
         most_k: the largest top_k that its numbers may have.
         functions: the texts' `ScoreRules.functions_key`.
         noise: whether samples are under noise.
@@ -210,7 +211,7 @@ class NodeSampling:
 
     Attributes:
         rules: what the call does.
-        functions: of one of the texts, for `before` and `after`, which all have alike.
+        functions: one text's rules, for `before` and `after`, which all texts have alike.
         numbers: float64 (n, NUM_NUMBERS), what every node's text asks for; (1, NUM_NUMBERS) where there is one text.
         reachable: bool (n, 1), nodes that a walk may reach; the others get the temperature alone. None: all are.
         counts: int32 (n, V), how often each token came before each node, in the units of `lp.sampling.token_counts`;
@@ -333,7 +334,7 @@ def counts_at_nodes(
 
     Args:
         counts_nV: int32, the tokens before the pass; changed.
-        tokens_T: of the pass; those from V on are not counted.
+        tokens_T: the pass's tokens; those from V on are not counted.
         generated_T: bool, whether they count as generated.
         visible_nT: bool, the tokens of the pass that each node sees.
     """

@@ -152,7 +152,7 @@ class NoiseCache:
         dtype: the dtype of the noise that is given out.
 
     Attributes:
-        first_row: of the buffer, the first one of this text.
+        first_row: where in the buffer this text's rows begin.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class CoupledSampler(Sampler):
     Args:
         processors: what changes the scores of this call.
         noise: the noise that this sequence is sampled under.
-        noisy_guesses: as of `Sampler`.
+        noisy_guesses: nodes that no walk can reach are sampled under the noise too.
     """
 
     noise: NoiseCache

@@ -25,7 +25,7 @@ class TokenCounts:
         vocabulary: V.
         first_generated: position of the first token that counts as generated.
         padding: left padding of the prompt, which counts as of the prompt.
-        device: of the counts.
+        device: where the counts are.
     """
 
     def __init__(self, vocabulary: int, first_generated: int, padding: Sequence[int], device: torch.device) -> None:

@@ -138,8 +138,8 @@ def test_a_text_that_the_host_samples_beside_others(gpu: SimulatedCuda) -> None:
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_a_text_that_leaves_the_graph_keeps_its_place(penalty: float, gpu: SimulatedCuda) -> None:
-    """Of texts with other processors than the first one's, which the host samples, the noise and the counts stay where
-    they are: another text there would have them overwritten.
+    """The host samples texts with other processors than the first one's. Their noise and counts stay where they are: a
+    text that took their place would overwrite them.
     """
     model = tiny_model()
     engine = engine_of(model, max_sequences=4, cache_tokens=3000)

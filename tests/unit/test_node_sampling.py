@@ -40,7 +40,7 @@ class Text:
 
     Attributes:
         processors: in their order.
-        tokens, parents: of the step: `behind` catch-up tokens, `c` and the tree.
+        tokens, parents: what its step computes: `behind` catch-up tokens, `c` and the tree.
     """
 
     def __init__(self, rng: random.Random) -> None:
