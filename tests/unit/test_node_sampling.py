@@ -100,7 +100,7 @@ def drawn_processors(rng: random.Random, prompt_tokens: int) -> list[Any]:
         lambda: tf.RepetitionPenaltyLogitsProcessor(rng.uniform(0.5, 2.0)),
         lambda: tf.TemperatureLogitsWarper(rng.uniform(0.3, 2.0)),
         lambda: tf.TopKLogitsWarper(rng.choice([1, 5, 33, 500])),
-        lambda: tf.TopPLogitsWarper(rng.uniform(0.0, 1.0)),
+        lambda: tf.TopPLogitsWarper(rng.choice([0.0, 1e-9, rng.uniform(0.0, 1.0)])),
         lambda: tf.MinPLogitsWarper(rng.uniform(0.0, 0.5)),
         lambda: tf.TypicalLogitsWarper(0.9),
         lambda: tf.TemperatureLogitsWarper(1.3),
