@@ -117,6 +117,22 @@ def test_texts_that_ask_for_different_things_take_few_launches(gpu: SimulatedCud
         assert handle.result().tokens == alone.generate(ids, 4 * NEW, **own, eos_token_id=()).tokens
 
 
+def test_what_counts_as_generated_beside_other_texts(gpu: SimulatedCuda) -> None:
+    """Penalties so strong that no token comes twice: a token of another text's step in its place would show."""
+    model = tiny_model(sharpness=0.3)
+    # Of five levels' window the middle ones sample nothing: logits have fewer rows than the pass has tokens.
+    engine = engine_of(model, lp.LookaheadConfig(window_size=5, ngram_size=5, guess_set_size=6), cache_tokens=3000)
+    calls = []
+    for case in range(4):
+        ids = drawn_text(random.Random(case), 3 + case)
+        calls.append((ids, [CountPenalty(len(ids), 40.0, 0.0)]))
+    handles = [engine.submit(ids, 12, logits_processor=penalty, eos_token_id=()) for ids, penalty in calls]
+    engine.run()
+    alone = lp.AutoregressiveDecoder(model)
+    for handle, (ids, penalty) in zip(handles, calls, strict=True):
+        assert handle.result().tokens == alone.generate(ids, 12, logits_processor=penalty, eos_token_id=()).tokens
+
+
 def test_a_text_that_the_host_samples_beside_others(gpu: SimulatedCuda) -> None:
     """Its message is made apart; those of the others must not be read from where the graph copies them to the host."""
     model = tiny_model()

@@ -24,6 +24,7 @@ from lp.config import Capture
 from lp.models.graph_recorder import GraphRecorder
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
+from lp.sampling.penalties import CountPenalty
 from tests.conftest import some_of
 from tests.simulated_cuda import SimulatedCuda, run_on_gpus
 from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_model
@@ -327,3 +328,16 @@ def test_decoders_of_other_spans_share_no_noise(gpu: SimulatedCuda) -> None:
         spans.append(decoder.span)
         assert decoder.generate(ids, 40, sampling, eos_token_id=()).tokens == expected
     assert spans[0] < spans[1]
+
+
+def test_a_penalty_counts_from_the_first_generated_token_on(gpu: SimulatedCuda) -> None:
+    """It is strong enough to forbid every token that came, and what a repeated token is like decides each next one."""
+    model = tiny_model(sharpness=0.3)
+    decoder = lp.LookaheadDecoder(copy.deepcopy(model).to("cuda"), CONFIG, capture="graph")
+    alone = lp.AutoregressiveDecoder(model)
+    for case in range(6):
+        ids = drawn_text(random.Random(case), 3 + case)
+        penalty = [CountPenalty(len(ids), 40.0, 0.0)]
+        found = decoder.generate(ids, 12, logits_processor=penalty, eos_token_id=()).tokens
+        assert found == alone.generate(ids, 12, logits_processor=penalty, eos_token_id=()).tokens
+        assert len({*found}) == len(found)
