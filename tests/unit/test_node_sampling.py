@@ -209,7 +209,16 @@ def test_counts_follow_the_text() -> None:
     padding, text = [5, 5, 9], [rng.randrange(VOCABULARY + 3) for _ in range(60)]
     counted = TokenCounts(VOCABULARY, 20, padding, CPU)
     buffers = [counted.buffer(3), counted.buffer(2)]
-    for at, (buffer, place) in ((1, (0, 1)), (2, (0, 1)), (9, (0, 1)), (30, (0, 1)), (31, (1, 1)), (33, (1, 1))):
+    for at, (buffer, place) in (
+        (1, (0, 1)),
+        (2, (0, 1)),
+        (9, (0, 1)),
+        (17, (0, 1)),
+        (22, (0, 1)),
+        (40, (0, 1)),
+        (41, (1, 1)),
+        (43, (1, 1)),
+    ):
         counted.use(buffers[buffer], place)
         add_uncounted(counted, text, at, 8)
         row = buffers[buffer][place]
