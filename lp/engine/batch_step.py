@@ -150,7 +150,7 @@ class BatchStep:
             messages = self._tail_messages(computed, passes, parts, by_itself)
         except (
             Exception
-        ) as error:  # not in a variable: this frame would keep it, and all caches, until gc finds the cycle
+        ) as error:  # kept in no variable: the frame, and all caches, would stay until gc finds the cycle
             return dict.fromkeys([*computing, *counts], NO_LOGITS), {}, {}, error
         others = [text for text in computing if text not in messages]
         return logits, self._sampled_together(others, parts, logits), messages, None

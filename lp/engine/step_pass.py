@@ -168,10 +168,10 @@ def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSam
     noise = [own.sampler.noise for own in texts if own.sampler.noise is not None]
     call = CallRules.of(rules, bool(noise))
     sampling = NodeSampling(call, rules[0], NO_NUMBERS, None)
-    if not (call.operations or call.functions or noise):
+    if not (call.operations or call.functions_key or noise):
         return sampling
     reachable = [np.asarray(own.layout.nodes.reachable)[own.layout.sampled_nodes] for own in texts]
-    if call.operations or call.functions:
+    if call.operations or call.functions_key:
         numbers = np.array([own.numbers for own in rules])
         if len(texts) > 1:
             numbers = numbers.repeat([len(own) for own in reachable], 0)

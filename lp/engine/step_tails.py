@@ -141,9 +141,10 @@ class StepTails:
         shape = TailShape(self._room, passes[0].shape, num_logits, self.compared)
         key = _TailKey(call, shape, _memory_key(passes))
         if key not in step.tails:
-            self._seen[key] += 1
-            if not self.alone and self._seen[key] <= captured_forests.UNCAPTURED:
-                return _serving(step, key)
+            if not self.alone:
+                self._seen[key] += 1
+                if self._seen[key] <= captured_forests.UNCAPTURED:
+                    return _serving(step, key)
             self._steps[id(step)] = step
             step.tails[key] = self._captured(step, logits_BV, passes, key)
             while len(step.tails) > MOST_TAILS:
@@ -186,10 +187,11 @@ class StepTails:
             if sampler not in running:
                 del self._places[sampler]
         samplers = [own.sampler for own in passes]
-        free = sorted({*range(self.most_texts)} - {*self._places.values()})
+        taken = {*self._places.values()}
+        free = (place for place in range(self.most_texts) if place not in taken)
         for sampler in samplers:
             if sampler not in self._places:
-                self._places[sampler] = free.pop(0)
+                self._places[sampler] = next(free)
         needed = max(self._places.values()) + 1
         if needed > self._room:  # twice as much, or all that there can be: memory is made for texts that there are
             self._room = min(1 << (needed - 1).bit_length(), self.most_texts)

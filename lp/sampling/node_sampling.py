@@ -54,8 +54,7 @@ class Numbers(NamedTuple):
         repetition: transformers' repetition_penalty.
         temperature: what scores are divided by.
         top_k: 0 keeps all tokens.
-        least_tail: tokens whose probabilities, added up from the least likely on, do not exceed it are left out:
-            1 - top_p; below 0 none is.
+        one_minus_top_p: the least likely tokens, which together have at most this probability, are left out; -1: none.
         min_p: tokens less likely than this share of the likeliest one's probability are left out.
     """
 
@@ -65,7 +64,7 @@ class Numbers(NamedTuple):
     repetition: float = 1.0
     temperature: float = 1.0
     top_k: float = 0.0
-    least_tail: float = -1.0
+    one_minus_top_p: float = -1.0
     min_p: float = 0.0
 
     @property
@@ -76,7 +75,7 @@ class Numbers(NamedTuple):
             Operation.REPETITION: self.repetition != 1,
             Operation.TEMPERATURE: self.temperature != 1,
             Operation.TOP_K: self.top_k,
-            Operation.TOP_P: self.least_tail >= 0,
+            Operation.TOP_P: self.one_minus_top_p >= 0,
             Operation.MIN_P: self.min_p,
         }
         return Operation(sum(operation for operation, is_asked in asked.items() if is_asked))
@@ -156,7 +155,7 @@ def _numbers_of(processor: LogitsProcessor, padding: int) -> dict[str, float] | 
     if type(processor) is tf.TopKLogitsWarper:
         return {"top_k": processor.top_k}
     if type(processor) is tf.TopPLogitsWarper:
-        return {"least_tail": 1 - processor.top_p}
+        return {"one_minus_top_p": 1 - processor.top_p}
     if type(processor) is tf.MinPLogitsWarper:
         return {"min_p": processor.min_p}
     return None
@@ -168,13 +167,13 @@ class CallRules(NamedTuple):
     Attributes:
         operations: what any of its texts asks for.
         most_k: the largest top_k that its numbers may have.
-        functions: the texts' `ScoreRules.functions_key`.
+        functions_key: what `ScoreRules.functions_key` is for every text.
         noise: whether samples are under noise.
     """
 
     operations: Operation
     most_k: int
-    functions: str
+    functions_key: str
     noise: bool
 
     @classmethod
@@ -196,13 +195,13 @@ class CallRules(NamedTuple):
     def shardable(self) -> bool:
         """Whether a part of the vocabulary, and the k best scores of all of it, are enough."""
         within = Operation.TEMPERATURE | Operation.TOP_K
-        return not (self.functions or self.operations & ~within)
+        return not (self.functions_key or self.operations & ~within)
 
     def serves(self, other: CallRules) -> bool:
         """Whether a call by these gives what a call by the others gives, with perhaps more work."""
         operations = self.operations & other.operations == other.operations
         noise = self.noise or not other.noise
-        return operations and noise and self.most_k >= other.most_k and self.functions == other.functions
+        return operations and noise and self.most_k >= other.most_k and self.functions_key == other.functions_key
 
 
 @dataclass
@@ -263,7 +262,7 @@ class NodeSampling:
         if operations & Operation.TOP_K:
             scores = self._top_k(scores, number("top_k"), best or _best)
         if operations & Operation.TOP_P:
-            scores = _top_p(scores, number("least_tail"))
+            scores = _top_p(scores, number("one_minus_top_p"))
         if operations & Operation.MIN_P:
             probabilities = scores.softmax(-1)
             unlikely = probabilities < number("min_p") * probabilities.amax(-1, keepdim=True)
@@ -320,9 +319,9 @@ def _best(scores: torch.Tensor, k: int) -> torch.Tensor:
     return scores.topk(min(k, scores.shape[-1])).values
 
 
-def _top_p(scores: torch.Tensor, least_tail: torch.Tensor) -> torch.Tensor:
+def _top_p(scores: torch.Tensor, one_minus_top_p: torch.Tensor) -> torch.Tensor:
     ascending, tokens = scores.sort(descending=False)
-    left_out = ascending.softmax(-1).cumsum(-1) <= least_tail
+    left_out = ascending.softmax(-1).cumsum(-1) <= one_minus_top_p
     left_out[:, -1] = False
     return scores.masked_fill(left_out.scatter(1, tokens, left_out), -math.inf)
 

@@ -152,7 +152,7 @@ def test_scores_are_those_of_the_processors(dtype: torch.dtype) -> None:
         Numbers(repetition=1.5),
         Numbers(temperature=0.5),
         Numbers(top_k=3),
-        Numbers(least_tail=0.3),
+        Numbers(one_minus_top_p=0.3),
         Numbers(min_p=0.3),
     ],
 )
