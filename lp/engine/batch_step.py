@@ -16,7 +16,7 @@ import torch
 
 from lp.engine.decode_loop import Generation, StepPart
 from lp.engine.output import StepTimer
-from lp.engine.step_pass import SampledText, node_sampling
+from lp.engine.step_sampler import SampledText, node_sampling
 from lp.engine.step_tails import StepTails, TailText
 from lp.models.captured_forests import CapturedForests
 from lp.models.runner import ModelRunner, PassLogits, TreePass
@@ -92,7 +92,7 @@ class BatchStep:
 
     def _capture(self, text: Generation, num_tokens: int, num_logits: Sequence[int]) -> None:
         """Capture steps of up to so many tokens, and their tails for these numbers of top-k logits."""
-        together = self._tails.go_together([text.step_pass])
+        together = self._tails.go_together([text.step_sampler])
         for step in self.runner.captured_steps(num_tokens, text.cache):
             logits_BV = step.run()
             for k in num_logits if together else ():
@@ -171,13 +171,13 @@ class BatchStep:
         tails = self._tails if by_itself else self._pooled_tails
         if computed.step is None or tails is None:
             return {}
-        together = tails.go_together([text.step_pass for text in passes if text in parts])
+        together = tails.go_together([text.step_sampler for text in passes if text in parts])
         texts: dict[Generation, TailText] = {}
         row = token = 0
         for text, tree in passes.items():
-            if text.step_pass in together:
+            if text.step_sampler in together:
                 part = parts[text]
-                texts[text] = TailText(text.step_pass, part.layout, part.header, text.text, row, token)
+                texts[text] = TailText(text.step_sampler, part.layout, part.header, text.text, row, token)
             row += len(tree.logits_indices)
             token += len(tree.tokens)
         if not texts:
@@ -203,7 +203,7 @@ class BatchStep:
         """What nodes sampled, of texts whose samplers are alike: many small operations take longer than one."""
         groups: dict[Hashable, list[Generation]] = {}
         for text in texts:
-            groups.setdefault(text.step_pass.joint_key, []).append(text)
+            groups.setdefault(text.step_sampler.joint_key, []).append(text)
         groups.pop(None, None)
         sampled: dict[Generation, Sampled] = {}
         for group in groups.values():

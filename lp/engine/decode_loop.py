@@ -29,7 +29,7 @@ from lp.engine.memory import too_large
 from lp.engine.output import GenerationOutput, StepStats, StepTimer
 from lp.engine.prompt_reader import PromptReader
 from lp.engine.request import Request
-from lp.engine.step_pass import StepPass
+from lp.engine.step_sampler import StepSampler
 from lp.engine.stopping import FINISH_REASON
 from lp.errors import UserError
 from lp.models.kv_cache import CacheTooLarge, StaticKVCache
@@ -129,15 +129,15 @@ class Generation:
         self.num_digested = len(request.prompt)  # tokens of the text that are in the digest
         self.last_tokens = 1  # of the largest rank's last step
         self.timer = timer
-        self.step_pass = StepPass(runner, request.sampler, context, self.message_shape)
+        self.step_sampler = StepSampler(runner, request.sampler, context, self.message_shape)
         explained = partial(_explained, request, config, budget, runner.device)  # not a method, which would be a cycle
-        self.failures = Failures(context, self.step_pass.announced, explained)
+        self.failures = Failures(context, self.step_sampler.announced, explained)
         self.delivery = Delivery(request, context, timer, self.failures)
         self.stats = self.delivery.stats
         learns_prompt = config.prompt_logits and config.prompt_ngrams and budget.uses_prompt_logits
         num_logits = self.num_logits if learns_prompt else 0
         self.prompt = PromptReader(
-            request.prompt, runner, context, self.step_pass, source, num_logits, cache.length, self.failures
+            request.prompt, runner, context, self.step_sampler, source, num_logits, cache.length, self.failures
         )
         self._observe = source.observe_part if merges_late else source.observe
         self._merge: Callable[[], None] | None = None  # what of the last step the source has yet to learn
@@ -203,7 +203,7 @@ class Generation:
             if failure:
                 raise failure
             assert logits is not None
-            return self.step_pass.message(logits, part.layout, part.header, self.text, part.num_logits, sampled)
+            return self.step_sampler.message(logits, part.layout, part.header, self.text, part.num_logits, sampled)
 
         try:
             message = self.failures.attempt(sample)
@@ -211,7 +211,7 @@ class Generation:
             failure = None  # raised there, it has this frame, which would keep it until gc finds the cycle
         if message is None:
             header = part.header._replace(stop=self.delivery.wanted_stop)
-            return self.step_pass.failed(header, part.layout)
+            return self.step_sampler.failed(header, part.layout)
         return message
 
     def observe_step(self, part: StepPart) -> None:
@@ -331,7 +331,7 @@ class Generation:
 
     def _unpacked(self, messages: np.ndarray) -> Gathered:
         gathered = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)
-        self.step_pass.check_replicas(gathered.stop, len(self.stats))
+        self.step_sampler.check_replicas(gathered.stop, len(self.stats))
         return gathered
 
     def finish_learning(self) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from lp.draft.source import DraftSource
 from lp.engine.failures import Failures
-from lp.engine.step_pass import StepPass
+from lp.engine.step_sampler import StepSampler
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner, TreePass
 from lp.parallel.context import ParallelContext
@@ -25,7 +25,7 @@ class PromptReader:
         prompt: token ids; the last one, `c`, is computed by the first step.
         runner: gives the passes.
         context: the ranks that share steps.
-        step_pass: takes the top-k logits.
+        step_sampler: takes the top-k logits.
         source: learns from them.
         num_logits: K; 0 where the source does not learn from them.
         num_cached: the prompt's first tokens, which were cached before.
@@ -37,7 +37,7 @@ class PromptReader:
         prompt: Sequence[int],
         runner: ModelRunner,
         context: ParallelContext,
-        step_pass: StepPass,
+        step_sampler: StepSampler,
         source: DraftSource,
         num_logits: int,
         num_cached: int,
@@ -46,7 +46,7 @@ class PromptReader:
         self.prompt = prompt
         self.runner = runner
         self.context = context
-        self.step_pass = step_pass
+        self.step_sampler = step_sampler
         self.source = source
         self.num_logits = num_logits
         self.num_cached = num_cached
@@ -80,7 +80,7 @@ class PromptReader:
             if failure:
                 raise failure
             if self.num_logits:
-                self._packed.append(self.step_pass.top_logits(logits, self.prompt, self.num_logits))
+                self._packed.append(self.step_sampler.top_logits(logits, self.prompt, self.num_logits))
             cache.commit(range(count))
 
         end = cache.length + count

@@ -15,7 +15,7 @@ import torch
 
 from lp.draft.layout import StepLayout
 from lp.engine.captured_tail import CapturedTail, SamplerMemory, TailShape, TextInTail
-from lp.engine.step_pass import StepPass
+from lp.engine.step_sampler import StepSampler
 from lp.models import captured_forests
 from lp.models.captured_steps import CapturedStep
 from lp.models.graph_recorder import CaptureFailed
@@ -32,7 +32,7 @@ class TailText(NamedTuple):
     """A text of a captured step.
 
     Attributes:
-        step_pass: has the text's sampler.
+        step_sampler: has the text's sampler.
         layout: the nodes of its step.
         header: what its message begins with.
         text: prompt and generated tokens.
@@ -40,7 +40,7 @@ class TailText(NamedTuple):
         first_token: where the pass has its first token.
     """
 
-    step_pass: StepPass
+    step_sampler: StepSampler
     layout: StepLayout
     header: Header
     text: Sequence[int]
@@ -101,20 +101,22 @@ class StepTails:
             running: the samplers of all texts that take steps, at most `most_texts`; each keeps its place.
             on_host: the caller can read them there.
         """
-        passes = [own.step_pass for own in texts]
+        passes = [own.step_sampler for own in texts]
         places = self._take_places(passes, running)
         tail = self.tail(step, logits_BV, passes, num_logits)
         if tail is None:
             return None
         self._use_memory(passes)
-        tail.run([TextInTail(place, own.step_pass.sampler, *own[1:]) for place, own in zip(places, texts, strict=True)])
+        tail.run(
+            [TextInTail(place, own.step_sampler.sampler, *own[1:]) for place, own in zip(places, texts, strict=True)]
+        )
         sharded = passes[0].sharded
         if sharded and tail.heads is not None:
             sharded.heads = tail.heads
         messages = tail.on_host if on_host and tail.on_host is not None else tail.messages
         return [messages[place] for place in places]
 
-    def go_together(self, passes: Sequence[StepPass]) -> list[StepPass]:
+    def go_together(self, passes: Sequence[StepSampler]) -> list[StepSampler]:
         """Those that one tail can sample, which are like the first of them."""
         able = [own for own in passes if own.sampler.rules is not None and (self.alone or not own.sharded)]
         noise = {own.sampler.noise.shape for own in able[:1] if own.sampler.noise}
@@ -128,7 +130,7 @@ class StepTails:
         return together
 
     def tail(
-        self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepPass], num_logits: int
+        self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepSampler], num_logits: int
     ) -> CapturedTail | None:
         """The tail of a step for these texts; None if there is none yet, or it can't be captured.
 
@@ -154,7 +156,7 @@ class StepTails:
         return tail
 
     def _captured(
-        self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepPass], key: _TailKey
+        self, step: CapturedStep, logits_BV: torch.Tensor, passes: Sequence[StepSampler], key: _TailKey
     ) -> CapturedTail | None:
         assert self.runner.captured
         recorder, functions = self.runner.captured.recorder, _rules(passes[0])
@@ -169,7 +171,7 @@ class StepTails:
             logger.info("sampling is not captured: %s", error)
             return None
 
-    def _memory(self, passes: Sequence[StepPass]) -> SamplerMemory:
+    def _memory(self, passes: Sequence[StepSampler]) -> SamplerMemory:
         """Where captured work computes noise and counts, made where it is first needed."""
         assert self.runner.captured
         memory = self.runner.captured.shared if self.alone else self._own_memory
@@ -181,7 +183,7 @@ class StepTails:
             found.append(None if owner is None else memory[kind, owner.shape])
         return SamplerMemory(*found)
 
-    def _take_places(self, passes: Sequence[StepPass], running: Collection[Sampler]) -> list[int]:
+    def _take_places(self, passes: Sequence[StepSampler], running: Collection[Sampler]) -> list[int]:
         """The places of texts: each keeps its own as long as it takes steps, sampled by a tail or not."""
         for sampler in [*self._places]:
             if sampler not in running:
@@ -200,7 +202,7 @@ class StepTails:
                 step.tails.clear()
         return [self._places[sampler] for sampler in samplers]
 
-    def _use_memory(self, passes: Sequence[StepPass]) -> None:
+    def _use_memory(self, passes: Sequence[StepSampler]) -> None:
         """Let the samplers compute noise and counts where their tail looks for them."""
         memory = self._memory(passes)
         for own in passes:
@@ -214,7 +216,7 @@ class StepTails:
 KINDS = ("noise", "counts")  # attributes of a sampler that have memory on the device
 
 
-def _memory_key(passes: Sequence[StepPass]) -> Hashable:
+def _memory_key(passes: Sequence[StepSampler]) -> Hashable:
     """What of the samplers' memory depends on the samplers."""
     owners = [[getattr(own.sampler, kind) for own in passes] for kind in KINDS]
     return tuple(frozenset(owner.shape for owner in kind if owner) for kind in owners)
@@ -230,6 +232,6 @@ def _serving(step: CapturedStep, key: _TailKey) -> CapturedTail | None:
     return None
 
 
-def _rules(own: StepPass) -> ScoreRules:
+def _rules(own: StepSampler) -> ScoreRules:
     assert own.sampler.rules is not None
     return own.sampler.rules

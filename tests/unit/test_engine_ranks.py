@@ -80,7 +80,7 @@ def test_a_failure_on_one_rank_is_one_texts(model: Any, where: str) -> None:
             if where == "step":
                 while not text.prompt.is_cached(text.cache):
                     engine.step()
-            setattr(text.step_pass, name, fails)
+            setattr(text.step_sampler, name, fails)
         engine.run()
         handles.append(engine.submit([*IDS, 3, 4], 9, _sampling(3)))
         engine.run()
@@ -114,7 +114,7 @@ def test_a_prompt_that_fails_on_one_rank_behind_a_cached_prefix(model: Any, fail
             text = handles[-1].generation
             assert text is not None
             if context.rank == failing and len(handles) == 2:
-                text.step_pass.top_logits = fails  # type: ignore[assignment,method-assign]
+                text.step_sampler.top_logits = fails  # type: ignore[assignment,method-assign]
             engine.run()
         assert handles[1].reused and handles[2].reused
         return [str(handle.error) if handle.error else handle.result().tokens for handle in handles]
@@ -140,7 +140,7 @@ def test_a_prompt_that_fails_on_one_rank_where_texts_take_turns() -> None:
         text = handles[1].generation
         assert text is not None
         if context.rank == 1:
-            text.step_pass.top_logits = None  # type: ignore[assignment,method-assign]
+            text.step_sampler.top_logits = None  # type: ignore[assignment,method-assign]
         engine.run()
         return [type(handle.error) if handle.error else handle.result().finish_reason for handle in handles]
 

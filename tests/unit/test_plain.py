@@ -11,7 +11,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import lp
-from lp.engine import batch_step, decode_loop, step_pass
+from lp.engine import batch_step, decode_loop, step_sampler
 from lp.engine.plain import NoDrafts
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
@@ -68,7 +68,7 @@ def test_it_neither_drafts_nor_learns_nor_reads_top_logits(monkeypatch: pytest.M
 
     for owner, name in (
         *((NoDrafts, name) for name in ("propose", "begin", "observe")),
-        (step_pass, "pack_top_logits"),
+        (step_sampler, "pack_top_logits"),
         (batch_step, "pack_top_logits"),
         (decode_loop.LookaheadWindow, "advance"),
         (decode_loop.UnionTree, "merge"),

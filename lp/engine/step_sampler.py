@@ -26,7 +26,7 @@ from lp.sampling.top_logits import pack_top_logits
 from lp.to_device import to_device
 
 
-class StepPass:
+class StepSampler:
     """Samples the steps of one text, and writes its messages.
 
     Args:
