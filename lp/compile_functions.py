@@ -38,7 +38,7 @@ def _compile() -> None:
     import torch
 
     import lp
-    from lp.models.captured_steps import fill_visible
+    from lp.models.captured_step import fill_visible
     from lp.parallel.thread_ranks import run_lockstep
 
     torch.set_num_threads(1)

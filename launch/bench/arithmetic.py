@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lp.models.captured_steps import BUCKETS
+from lp.models.captured_step import BUCKETS
 
 from .ceilings import Work
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lp.models.captured_steps import BUCKETS
+from lp.models.captured_step import BUCKETS
 
 from .arithmetic import Gpu, StepTime
 from .ceilings import Work

@@ -6,8 +6,8 @@ call, L + T, or C where the cache slots are given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -37,6 +37,15 @@ class StepView:
     window: int | None
     dtype: torch.dtype
 
+    @property
+    def sees_everything(self) -> bool:
+        """It has a single token, which sees all keys."""
+        return len(self.positions_T) == 1 and self.slot_mapping_T is None and self.window is None
+
+    def within(self, window: int | None) -> StepView:
+        """What layers with this sliding window see; None: with full attention."""
+        return self if window == self.window else replace(self, window=window)
+
     def visible_TN(self) -> torch.Tensor:
         """Bool, which keys each token sees."""
         device = self.visible_TT.device
@@ -58,18 +67,23 @@ class StepView:
 
 @dataclass(frozen=True)
 class ForestView:
-    """The same where a step has tokens of several sequences, side by side: each sees those of its own.
+    """Which keys the tokens of several sequences see, side by side in one step: each sees those of its own.
 
     Attributes:
-        parts: of every sequence, `slot_mapping_T` None. The keys are those of the sequences, one behind the other.
+        parts: one for each sequence, `slot_mapping_T` None. The keys are those of the sequences, one behind the other.
     """
 
     parts: list[StepView]
+    sees_everything: ClassVar[bool] = False
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the model."""
         return self.parts[0].dtype
+
+    def within(self, window: int | None) -> ForestView:
+        """What layers with this sliding window see; None: with full attention."""
+        return ForestView([part.within(window) for part in self.parts])
 
     def visible_TN(self) -> torch.Tensor:
         """Bool, which keys each token sees."""
@@ -79,7 +93,7 @@ class ForestView:
 
 @dataclass(frozen=True)
 class PooledView:
-    """The same of a captured step, where the sequences' caches lie in one pool: where each lies is data.
+    """Which keys the tokens of a captured step see, where the sequences' caches lie in one pool: where each is is data.
 
     The keys are those of all slots of the pool, N of them.
 
@@ -98,6 +112,11 @@ class PooledView:
     num_slots: int
     window: int | None
     dtype: torch.dtype
+    sees_everything: ClassVar[bool] = False
+
+    def within(self, window: int | None) -> PooledView:
+        """What layers with this sliding window see; None: with full attention."""
+        return self if window == self.window else replace(self, window=window)
 
     def visible_TN(self) -> torch.Tensor:
         """Bool, which keys each token sees."""
@@ -109,6 +128,9 @@ class PooledView:
             cached_TN = cached_TN & (self.positions_T[:, None] - key_positions_TN < self.window)
             own_TT = own_TT & (self.positions_T[:, None] - self.positions_T < self.window)
         return cached_TN.index_copy(1, self.slots_T, own_TT)
+
+
+View = StepView | ForestView | PooledView
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -160,7 +182,7 @@ class AttentionBackend:
     def install(self) -> None:
         """Make `implementation` known to transformers, if it is not transformers' own. Doing it again is harmless."""
 
-    def mask(self, view: StepView | ForestView | PooledView) -> Mask:
+    def mask(self, view: View) -> Mask:
         """The mask of a step: by default additive, over all keys."""
         return additive_mask(view.visible_TN(), view.dtype)
 

@@ -17,7 +17,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lp.attention.base import AttentionBackend, ForestView, Mask, PooledView, StepView, additive_mask, score_obstacle
+from lp.attention.base import (
+    AttentionBackend,
+    ForestView,
+    Mask,
+    PooledView,
+    StepView,
+    View,
+    additive_mask,
+    score_obstacle,
+)
 from lp.attention.flash_cuda import DTYPES as CUDA_DTYPES
 from lp.attention.flash_cuda import TRITON, step_attention_on_cuda
 from lp.attention.merging import merge
@@ -182,7 +191,7 @@ class Flash(AttentionBackend):
         AttentionInterface.register(self.implementation, flash_attention_forward)
         AttentionMaskInterface.register(self.implementation, sdpa_mask)
 
-    def mask(self, view: StepView | ForestView | PooledView) -> Mask:
+    def mask(self, view: View) -> Mask:
         if isinstance(view, ForestView):
             return InParts.of_all([self._mask_of(part) for part in view.parts])
         return self._mask_of(view)

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedModel
 
-from lp.attention.base import AttentionBackend, ForestView, PooledView, StepView
+from lp.attention.base import AttentionBackend, View
 from lp.attention.registry import register_attention
 
 
@@ -30,5 +30,5 @@ class Flex(AttentionBackend):
             return "attention=flex is for GPUs, and on a CPU slower than the others; choose attention=flash"
         return None
 
-    def mask(self, view: StepView | ForestView | PooledView) -> BlockMask:
+    def mask(self, view: View) -> BlockMask:
         return block_mask(view.visible_TN())

@@ -19,7 +19,8 @@ from lp.engine.output import StepTimer
 from lp.engine.step_sampler import SampledText, node_sampling
 from lp.engine.step_tails import StepTails, TailText
 from lp.models.captured_forests import CapturedForests
-from lp.models.runner import ModelRunner, PassLogits, TreePass
+from lp.models.runner import ModelRunner, PassLogits
+from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Sampled, Stop, best_logits
 from lp.sampling.sampler import NotFinite
@@ -158,7 +159,7 @@ class BatchStep:
     def _forward(self, passes: Sequence[TreePass], by_itself: bool) -> PassLogits:
         if self.pooled and not by_itself:
             return self.pooled.forward(passes)
-        return self.runner.forward_forest(passes, capture=by_itself)
+        return self.runner.forward_trees(passes, capture=by_itself)
 
     def _tail_messages(
         self,
@@ -226,8 +227,8 @@ class BatchStep:
         counts = [len(logits[text]) for text in texts]
         compared = self.context.world_size > 1
         return {
-            text: Sampled(own, _first(top, parts[text].num_logits), best_logits(logits[text]) if compared else None)
-            for text, own, top in zip(texts, _split(tokens, counts), _split(packed, counts), strict=True)
+            text: Sampled(own, top[:, : parts[text].num_logits], best_logits(logits[text]) if compared else None)
+            for text, own, top in zip(texts, tokens.split(counts), packed.split(counts), strict=True)
         }
 
     def _exchanged(self, messages: dict[Generation, torch.Tensor]) -> dict[Generation, np.ndarray]:
@@ -263,16 +264,6 @@ class BatchStep:
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All of them in one; a single one as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat([*tensors])
-
-
-def _first(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """So many of its columns."""
-    return tensor if tensor.shape[1] == columns else tensor[:, :columns]
-
-
-def _split(tensor: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Its parts of so many rows."""
-    return [tensor] if len(counts) == 1 else tensor.split([*counts])
 
 
 class _Clock:

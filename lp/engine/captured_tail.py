@@ -16,7 +16,7 @@ import torch
 
 from lp.draft.layout import StepLayout
 from lp.engine.sharded_sampling import ShardedSampling
-from lp.models.captured_steps import StepTensors
+from lp.models.captured_step import StepTensors
 from lp.models.graph_recorder import GraphRecorder
 from lp.parallel.message import (
     DIGEST,

@@ -34,8 +34,9 @@ from lp.engine.stopping import FINISH_REASON
 from lp.errors import UserError
 from lp.models.kv_cache import CacheTooLarge, StaticKVCache
 from lp.models.loader import vocabulary_size
-from lp.models.runner import ModelRunner, TreePass
+from lp.models.runner import ModelRunner
 from lp.models.support import logit_rounding
+from lp.models.tree_pass import TreePass
 from lp.models.vocabulary import embedded_tokens
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, sampled_at_c, state_digest, unpack

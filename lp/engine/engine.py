@@ -24,7 +24,7 @@ from lp.engine.interrupts import DeferredSignals, SignalsOfSteps, interruption
 from lp.engine.memory import remedy_named
 from lp.engine.step_decoder import StepDecoder
 from lp.errors import UserError
-from lp.models.captured_forests import CapturedForests, pool_for
+from lp.models.captured_forests import CapturedForests, captures_forests, pool_for
 from lp.models.kv_cache import CacheTooLarge
 from lp.models.kv_pool import slot_bytes
 from lp.models.loader import context_limit
@@ -96,7 +96,8 @@ class Engine:
                 raise _no_room(error, runner.device) from error
         self._signals = SignalsOfSteps()  # that end texts
         self._signals_of_step = DeferredSignals()  # that are raised behind a step, and end none
-        shared = CapturedForests(runner, self.pool, self.max_sequences)
+        captures = captures_forests(runner, capacity)
+        shared = CapturedForests(runner, self.pool, self.max_sequences) if captures else None
         self._core = EngineCore(
             decoder, self.pool, self.max_sequences, self.prefill_chunk, reuse_prefixes, self._signals, shared
         )

@@ -13,7 +13,8 @@ from lp.draft.source import DraftSource
 from lp.engine.failures import Failures
 from lp.engine.step_sampler import StepSampler
 from lp.models.kv_cache import StaticKVCache
-from lp.models.runner import ModelRunner, TreePass
+from lp.models.runner import ModelRunner
+from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
 from lp.sampling.top_logits import unpack_top_logits
 

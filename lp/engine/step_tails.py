@@ -17,7 +17,7 @@ from lp.draft.layout import StepLayout
 from lp.engine.captured_tail import CapturedTail, SamplerMemory, TailShape, TextInTail
 from lp.engine.step_sampler import StepSampler
 from lp.models import captured_forests
-from lp.models.captured_steps import CapturedStep
+from lp.models.captured_step import CapturedStep
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.runner import ModelRunner
 from lp.parallel.message import Header

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lp.attention.base import AttentionBackend
+from lp.attention.base import AttentionBackend, ForestView, StepView
 from lp.attention.masks import StepMasks, named_kinds
 from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture
-from lp.draft.layout import ancestors
 from lp.errors import UserError
-from lp.models.captured_steps import CapturedStep, CapturedSteps, capture_mode
+from lp.models.captured_step import CapturedStep
+from lp.models.captured_steps import CapturedSteps, capture_mode
 from lp.models.forest_cache import ForestCache, Stretch
 from lp.models.fused import FusedModel, fuse, model_state
 from lp.models.graph_recorder import CaptureFailed
@@ -38,6 +38,7 @@ from lp.models.releases import cache_keyword
 from lp.models.rope import rope_boundary
 from lp.models.sharded_layers import head_of, replica_of
 from lp.models.support import check_supported, inexact_quantisation
+from lp.models.tree_pass import TreePass
 from lp.models.view import ModelView
 from lp.models.weight_layout import restore
 from lp.to_device import to_device
@@ -353,7 +354,7 @@ class ModelRunner:
         while start < end:
             count = self.prompt_chunk(end - start, chunk)
             tree = self.prompt_pass(tokens, end, start, count, cache, count if on_logits else 0)
-            logits = self.forward_forest([tree])
+            logits = self.forward_trees([tree])
             if on_logits:
                 on_logits(*logits.each())
             cache.commit(range(count))
@@ -397,7 +398,7 @@ class ModelRunner:
             return
         last, self._last_cache = self._last_cache, weakref.ref(cache)
         if not cache.length or last is None or last() is not cache:
-            self._computed(TreePass([0], [0], [-1], cache, (0,)))
+            self._computed([TreePass([0], [0], [-1], cache, (0,))])
 
     def cross(self, text: Sequence[int], cache: StaticKVCache, chunk: int) -> None:
         """Before the first step past the rotary boundary: cache all the text but `c`, as plain decoding would.
@@ -410,29 +411,18 @@ class ModelRunner:
             self.prefill(text[:-1], cache, chunk)
         elif count := len(text) - 1 - cache.length:
             tokens, positions = text[cache.length : -1], range(cache.length, len(text) - 1)
-            self.forward_forest([TreePass(tokens, positions, range(-1, count - 1), cache, (0,), chain=True)])
+            self.forward_trees([TreePass(tokens, positions, range(-1, count - 1), cache, (0,), chain=True)])
             cache.commit(range(count))
 
-    def staged(
-        self,
-        tokens: Sequence[int] | np.ndarray,
-        positions: Sequence[int] | np.ndarray,
-        parents: Sequence[int] | np.ndarray,
-        cache: StaticKVCache,
-        logits_indices: Sequence[int],
-    ) -> CapturedStep | None:
-        """The captured step, ready to be run; None where there is none. The other arguments are those of `forward`.
-
-        Args:
-            parents: (T,), of each token the last one before it that it sees; -1 for none.
-        """
-        if not self.captures(cache):
+    def staged(self, tree: TreePass) -> CapturedStep | None:
+        """The captured step of this pass, ready to be run; None where there is none."""
+        if not self.captures(tree.cache):
             return None
         assert self.captured
-        if not self.captured.fits(len(tokens)):
+        if not self.captured.fits(len(tree.tokens)):
             return None
         try:
-            return self.captured.staged(tokens, positions, parents, logits_indices)
+            return self.captured.staged(tree)
         except CaptureFailed as error:
             self._give_up_capturing(error)
             return None
@@ -479,44 +469,15 @@ class ModelRunner:
         Returns:
             (len(logits_indices), V), valid until the next step.
         """
-        if capture and (step := self.staged(tokens, positions, _parents_of(visible), cache, logits_indices)):
+        tree = TreePass(tokens, positions, _parents_of(visible), cache, logits_indices, chain)
+        if capture and (step := self.staged(tree)):
             assert self.captured
             return self._whole(self.captured.run_unread(step)[: len(logits_indices)], whole)
         self._forget_growth(cache)
-        tree = TreePass(tokens, positions, (), cache, logits_indices, chain)
-        return self._whole(self._computed(tree, visible), whole)
+        return self._whole(self._computed([tree], visible), whole)
 
-    def _computed(self, tree: TreePass, visible: np.ndarray | None = None) -> torch.Tensor:
-        """Logits of one sequence's pass, which is not captured: (len(logits_indices), V).
-
-        Args:
-            visible: which tokens each one sees, where that is no tree's.
-        """
-        cache = tree.cache
-        cache.flush()
-        ids_1T, positions_1T = to_device(np.array([tree.tokens, tree.positions]), self.device).split(1)
-        visible = tree.visible() if visible is None else visible
-        seen = to_device(visible, self.device) if self.recurrent else visible
-        mask = self.masks.build(seen, positions_1T[0], cache.length)
-        cache.begin(None if tree.chain else seen)
-        # A number: those of all tokens, which need no gathering.
-        logits_to_keep: int | torch.Tensor = len(tree.logits_indices)
-        # For the last ones, too, a number would do; but Gemma 4 then drops the others before it applies the mask.
-        if [*tree.logits_indices] != [*range(len(tree.tokens))]:
-            logits_to_keep = to_device(tree.logits_indices, self.device)
-        output = self.network(
-            input_ids=ids_1T,
-            position_ids=positions_1T,
-            attention_mask=mask,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            **{self._cache_keyword: cache},
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    def forward_forest(self, trees: Sequence[TreePass], capture: bool = False) -> PassLogits:
-        """Compute the trees of several sequences in one pass; each one's KV is written to its own cache.
+    def forward_trees(self, trees: Sequence[TreePass], capture: bool = False) -> PassLogits:
+        """Compute the trees of one or more sequences in one pass; each one's KV is written to its own cache.
 
         Where ranks divide the model, logits are this rank's part of the vocabulary.
 
@@ -524,62 +485,56 @@ class ModelRunner:
             trees: one for each sequence.
             capture: it is a step of one sequence, of which there will be many.
         """
-        if len(trees) == 1:
-            (tree,) = trees
-            counts = [len(tree.logits_indices)]
-            if capture and (step := self.staged(*tree[:-1])):
-                return PassLogits(step.run(), counts, step)
-            self._forget_growth(tree.cache)
-            one_more = tree.logits_indices or (0,)  # a model gives at least one
-            return PassLogits(self._computed(tree._replace(logits_indices=one_more)), counts)
-        starts = [0, *itertools.accumulate(len(tree.tokens) for tree in trees)]
-        stretches = [Stretch(*ends, tree.cache) for ends, tree in zip(itertools.pairwise(starts), trees, strict=True)]
-        for tree in trees:
-            tree.cache.flush()
-        tokens = np.concatenate([tree.tokens for tree in trees])
-        positions = np.concatenate([tree.positions for tree in trees])
-        ids_1T, positions_1T = to_device(np.array([tokens, positions], np.int64), self.device).split(1)
-        own_positions = positions_1T[0].split([len(tree.tokens) for tree in trees])
-        views = [(tree.visible(), own, tree.cache.length) for tree, own in zip(trees, own_positions, strict=True)]
         counts = [len(tree.logits_indices) for tree in trees]
+        if capture and (step := self.staged(trees[0])):
+            return PassLogits(step.run(), counts, step)
+        for tree in trees:
+            self._forget_growth(tree.cache)
+        return PassLogits(self._computed(trees), counts)
+
+    def _computed(self, trees: Sequence[TreePass], visible: np.ndarray | None = None) -> torch.Tensor:
+        """Logits of a pass that is not captured: (n, V), those of the first sequence first; one if none is asked for.
+
+        Args:
+            visible: which tokens those of a single sequence see, where that is no tree's.
+        """
+        sizes = [len(tree.tokens) for tree in trees]
+        starts = [*itertools.accumulate(sizes, initial=0)]
+        tokens, positions = _joined([tree.tokens for tree in trees]), _joined([tree.positions for tree in trees])
+        ids_1T, positions_1T = to_device(np.array([tokens, positions], np.int64), self.device).split(1)
+        views = []
+        for tree, own_positions in zip(trees, positions_1T[0].split(sizes), strict=True):
+            cache = tree.cache
+            cache.flush()
+            seen = to_device(tree.visible() if visible is None else visible, self.device)
+            cache.begin(None if tree.chain else seen)
+            views.append(StepView(seen, own_positions, cache.length, None, None, self.masks.dtype))
         indices = [start + index for start, tree in zip(starts, trees, strict=False) for index in tree.logits_indices]
-        cache = ForestCache(stretches, self.config.num_hidden_layers, self.backend.takes_parts, self.device)
+        # A number: those of all tokens, which need no gathering. For the last ones, too, a number would do; but Gemma 4
+        # then drops the others before it applies the mask. A model gives at least one.
+        keeps_all = indices == [*range(starts[-1])]
+        logits_to_keep = len(indices) if keeps_all else to_device(indices or [0], self.device)
         output = self.network(
             input_ids=ids_1T,
             position_ids=positions_1T,
-            attention_mask=self.masks.build_forest(views),
+            attention_mask=self.masks.build(views[0] if len(views) == 1 else ForestView(views)),
             use_cache=True,
-            logits_to_keep=to_device(indices or [0], self.device),  # a model gives at least one
-            **{self._cache_keyword: cache},
+            logits_to_keep=logits_to_keep,
+            **{self._cache_keyword: self._cache_of(trees, starts)},
         )
-        return PassLogits(output.logits[0], counts)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _cache_of(self, trees: Sequence[TreePass], starts: Sequence[int]) -> StaticKVCache | ForestCache:
+        """What a pass takes for its cache: a sequence by itself its own."""
+        if len(trees) == 1:
+            return trees[0].cache
+        stretches = [Stretch(*ends, tree.cache) for ends, tree in zip(itertools.pairwise(starts), trees, strict=True)]
+        return ForestCache(stretches, self.config.num_hidden_layers, self.backend.takes_parts, self.device)
 
     def _whole(self, logits: torch.Tensor, whole: bool) -> torch.Tensor:
         head = head_of(self.model) if whole else None
         return head.whole(logits) if head else logits
-
-
-class TreePass(NamedTuple):
-    """What one sequence has in a pass.
-
-    Attributes:
-        tokens, positions: (T,).
-        parents: (T,), of each token the last one before it that it sees; -1 for none.
-        cache: holds the prefix.
-        logits_indices: among its own tokens; may be none.
-        chain: each token sees all before it, and all are committed.
-    """
-
-    tokens: Sequence[int] | np.ndarray
-    positions: Sequence[int] | np.ndarray
-    parents: Sequence[int] | np.ndarray
-    cache: StaticKVCache
-    logits_indices: Sequence[int]
-    chain: bool = False
-
-    def visible(self) -> np.ndarray:
-        """Bool (T, T), which tokens of the pass each one sees."""
-        return ancestors(self.parents)
 
 
 class PassLogits(NamedTuple):
@@ -598,6 +553,11 @@ class PassLogits(NamedTuple):
     def each(self) -> list[torch.Tensor]:
         """Those of every sequence."""
         return list(self.rows[: sum(self.counts)].split(self.counts))
+
+
+def _joined(rows: Sequence[Sequence[int] | np.ndarray]) -> Sequence[int] | np.ndarray:
+    """All of them in one; a single one as it is."""
+    return rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def _parents_of(visible: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import lp
 from lp.attention import flash_cuda
+from lp.attention.base import StepView
 from lp.attention.flash import BLOCK, SHORT, flash_attention_forward, step_attention
 from lp.attention.flex import block_mask
 from lp.attention.masks import StepMasks
@@ -141,7 +142,8 @@ def test_masks_show_what_the_step_sees(backend: str) -> None:
         slots = length + torch.arange(num_tokens)
         positions = length + visible.sum(1) - 1
         for slot_mapping, total in ((None, length + num_tokens), (slots, length + num_tokens + 5)):
-            mask = masks.build(visible, positions, length if slot_mapping is None else total, slot_mapping)
+            shown_length = length if slot_mapping is None else total
+            mask = masks.build(StepView(visible, positions, shown_length, slot_mapping, None, torch.float32))
             if backend == "flash":
                 assert isinstance(mask, torch.Tensor) and torch.equal(mask[0, 0] == 0, visible)
                 continue

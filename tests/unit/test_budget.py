@@ -356,13 +356,13 @@ def test_a_plain_step_alone_is_padded_as_one_token(monkeypatch: pytest.MonkeyPat
     """A size that pays for two tokens would make every plain step of a text that drafts nothing slower."""
     times = StepTimes((1, 2, 4, 200), (1.0, 9.0, 2.0, 900.0), 1.0)
     sizes: list[int] = []
-    forward = ModelRunner.forward_forest
+    forward = ModelRunner.forward_trees
 
     def noting(self: ModelRunner, trees: Any, *args: Any, **options: Any) -> Any:
         sizes.append(sum(len(tree.tokens) for tree in trees))
         return forward(self, trees, *args, **options)
 
-    monkeypatch.setattr(ModelRunner, "forward_forest", noting)
+    monkeypatch.setattr(ModelRunner, "forward_trees", noting)
     decoder = lp.LookaheadDecoder(tiny_model(), lp.LookaheadConfig(adaptive=True), step_times=times)
     sizes.clear()
     output = decoder.generate([1, 2, 3], 60, lp.SamplingParams(temperature=3.0, seed=1), eos_token_id=())

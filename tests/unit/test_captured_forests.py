@@ -16,8 +16,9 @@ import lp
 from lp.attention import flash_cuda
 from lp.engine import step_tails
 from lp.models import captured_forests
-from lp.models.captured_steps import BUCKETS
+from lp.models.captured_step import BUCKETS
 from lp.models.runner import ModelRunner
+from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
 from lp.sampling.noise import NoiseCache
 from lp.sampling.penalties import CountPenalty
@@ -320,7 +321,7 @@ def test_a_pool_that_would_be_read_whole_is_not(gpu: SimulatedCuda, monkeypatch:
     """Attention with a mask over the slots of all texts that there may be takes longer than launches do."""
     monkeypatch.setattr(captured_forests, "MASKED_SLOTS", 1000)
     engine = engine_of(tiny_model())
-    assert not engine._core._shared.captures
+    assert engine._core._shared is None
     assert engine.pool.num_slots == engine.pool.capacity
 
 
@@ -450,9 +451,7 @@ def test_every_bucket_has_places_for_its_padding(gpu: SimulatedCuda) -> None:
             for bucket, smaller in itertools.pairwise([*reversed(BUCKETS), 0]):
                 cache = pool.allocate(bucket)
                 assert cache is not None
-                tree = captured_forests.TreePass(
-                    [1] * (smaller + 1), range(smaller + 1), range(-1, smaller), cache, [smaller]
-                )
+                tree = TreePass([1] * (smaller + 1), range(smaller + 1), range(-1, smaller), cache, [smaller])
                 (logits,) = passes.forward([tree]).each()
                 assert logits.shape[0] == 1 and logits.isfinite().all()
                 pool.give_back(cache)

@@ -18,9 +18,10 @@ import lp
 from lp.engine import batch_step
 from lp.engine.core import Handle
 from lp.engine.engine import Engine
-from lp.models.captured_forests import CapturedForests, pool_for
+from lp.models.captured_forests import pool_for
 from lp.models.kv_cache import StaticKVCache
 from lp.models.kv_pool import KVPool
+from lp.models.runner import ModelRunner
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.noise import fill_noise
 from tests.engine_calls import Call, check_call, run_calls
@@ -219,14 +220,14 @@ def test_a_prompt_begins_behind_its_longest_cached_prefix(model: Any) -> None:
     engine.run()
     assert first.reused == 0
     computed: list[int] = []
-    forward = decoder.runner.forward_forest
-    decoder.runner.forward_forest = lambda trees, **how: (  # type: ignore[method-assign]
+    forward = decoder.runner.forward_trees
+    decoder.runner.forward_trees = lambda trees, **how: (  # type: ignore[method-assign]
         computed.append(sum(len(tree.tokens) for tree in trees)) or forward(trees, **how)
     )
     changed = [*ids[:250], *[(token + 1) % VOCABULARY for token in ids[250:]]]
     handles = [engine.submit(changed, 10), engine.submit([*ids, *first.result().tokens[:4], 3], 10)]
     engine.run()
-    del decoder.runner.forward_forest
+    del decoder.runner.forward_trees
     assert [handle.reused for handle in handles] == [250, 304]
     assert 49 < computed[0] < 49 + 40, "the rest of one prompt beside a step of the other text"
     assert sum(computed) < 300
@@ -496,18 +497,18 @@ def test_a_batch_that_failed_leaves_no_memory(model: Any, monkeypatch: pytest.Mo
     pools: list[weakref.ref[Any]] = []
     caches: list[weakref.ref[Any]] = []  # whose tensors are views of the pool's
     passes = []
-    allocate, forward = KVPool.allocate, CapturedForests.forward
+    allocate, forward = KVPool.allocate, ModelRunner.forward_trees
 
     def noted_cache(pool: KVPool, slots: int) -> Any:
         cache = allocate(pool, slots)
         caches.append(weakref.ref(cache))
         return cache
 
-    def failing_forward(forests: CapturedForests, trees: Any) -> Any:
+    def failing_forward(runner: ModelRunner, trees: Any, **how: Any) -> Any:
         passes.append(len(trees))
         if where == "first pass" or (where == "later pass" and len(passes) > 3):
             raise torch.OutOfMemoryError
-        return forward(forests, trees)
+        return forward(runner, trees, **how)
 
     def noted(*args: Any) -> Any:
         pool = pool_for(*args)
@@ -522,8 +523,9 @@ def test_a_batch_that_failed_leaves_no_memory(model: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("lp.engine.engine.pool_for", noted)
     monkeypatch.setattr(KVPool, "allocate", noted_cache)
-    monkeypatch.setattr(CapturedForests, "forward", failing_forward)
     decoder = lp.LookaheadDecoder(model, FIXED)
+    _ = decoder.runner.known_kinds  # which takes a pass
+    monkeypatch.setattr(ModelRunner, "forward_trees", failing_forward)
     gc.collect()
     gc.disable()
     try:

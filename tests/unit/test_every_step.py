@@ -33,7 +33,7 @@ def before_pass(number: int, act: Callable[[], Any]) -> Iterator[list[int]]:
     """Do something before so many-th forward pass, prefill among them; yields their count."""
     count = [0]
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("prefill", "forward", "forward_forest"):
+        for name in ("prefill", "forward", "forward_trees"):
             original = getattr(ModelRunner, name)
 
             def acting(self: ModelRunner, *args: Any, original: Any = original, **kwargs: Any) -> Any:

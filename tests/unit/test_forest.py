@@ -10,7 +10,8 @@ from lp.draft.layout import ancestors
 from lp.models.forest_cache import Stretch, pool_slots
 from lp.models.kv_cache import StaticKVCache
 from lp.models.kv_pool import KVPool, Run, Runs, slot_bytes
-from lp.models.runner import ModelRunner, TreePass
+from lp.models.runner import ModelRunner
+from lp.models.tree_pass import TreePass
 from tests.tiny_models import CLOSE, MATRIX, tiny_model
 
 
@@ -54,7 +55,7 @@ def test_a_forest_is_its_trees(arch: str, attention: str) -> None:
         stretches = [Stretch(index, index + 1, cache) for index, cache in enumerate(caches[0])]
         assert (pool_slots(stretches, runner.device) is None) == (attention == "sdpa")
         trees = [_drawn_tree(rng, cache, vocabulary) for cache in caches[0]]
-        together = runner.forward_forest(trees).each()
+        together = runner.forward_trees(trees).each()
         for tree, logits, cache in zip(trees, together, caches[1], strict=True):
             indices = tree.logits_indices or [0]
             alone = runner.forward(tree.tokens, tree.positions, tree.visible(), cache, indices)

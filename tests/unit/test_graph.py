@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 import lp
 from lp.config import Capture
 from lp.engine.decode_loop import Generation
-from lp.models.captured_steps import BUCKETS, compiled_by_itself
+from lp.models.captured_step import BUCKETS
+from lp.models.captured_steps import compiled_by_itself
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
@@ -237,7 +238,7 @@ def test_errors_keep_no_cache(where: str, monkeypatch: pytest.MonkeyPatch) -> No
         tiny_model("llama"), lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=4)
     )
     caches: list[weakref.ref[object]] = []
-    make, run = StaticKVCache.__init__, ModelRunner.forward_forest
+    make, run = StaticKVCache.__init__, ModelRunner.forward_trees
     passes: list[int] = []
 
     def made(self: StaticKVCache, *args: Any, **kwargs: Any) -> None:
@@ -258,7 +259,7 @@ def test_errors_keep_no_cache(where: str, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(StaticKVCache, "__init__", made)
     patched = {
-        "model": (ModelRunner, "forward_forest"),
+        "model": (ModelRunner, "forward_trees"),
         "capturing": (Generation, "capture_steps"),
         "beginning": (decoder, "begin"),
     }

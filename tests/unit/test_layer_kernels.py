@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 import lp
+from lp.attention.base import StepView
 from lp.config import Capture
 from lp.models import fused, kernel_choice
 from lp.models.kernel_choice import NAMES, NO_KERNELS
@@ -229,7 +230,8 @@ def launches_of_step(captured: Any, layers: int, gpu: SimulatedCuda) -> int:
         positions = torch.arange(16, device="cuda")
         with torch.inference_mode(), cache.writing_to(slots):
             for _ in range(2):  # layers take their buffers in the first pass
-                mask = captured.masks.build(visible, positions, cache.capacity, slots)
+                view = StepView(visible, positions, cache.capacity, slots, None, captured.masks.dtype)
+                mask = captured.masks.build(view)
                 before = gpu.events.total("launch")
                 network(
                     input_ids=positions[None],

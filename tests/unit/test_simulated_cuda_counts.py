@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lp.models.captured_steps import CapturedStep, CapturedSteps
+from lp.models.captured_step import CapturedStep
+from lp.models.captured_steps import CapturedSteps
 from tests.simulated_cuda import SimulatedCuda
 from tests.simulated_cuda.counts import SAMPLING, captured_decoder, most, row, steps_of
 

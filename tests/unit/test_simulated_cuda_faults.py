@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lp
+from lp.attention.base import StepView, View
 from lp.attention.masks import StepMasks
 from lp.errors import RankLost
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
@@ -64,10 +65,10 @@ def test_an_item_in_a_captured_region(gpu: SimulatedCuda, monkeypatch: pytest.Mo
     """On a CPU it is a number like any other."""
     build = StepMasks.build
 
-    def waiting(self: StepMasks, visible: Any, positions: Any, length: int, slot_mapping: Any = None) -> Any:
-        if slot_mapping is not None:
-            slot_mapping[0].item()
-        return build(self, visible, positions, length, slot_mapping)
+    def waiting(self: StepMasks, view: View) -> Any:
+        if isinstance(view, StepView) and view.slot_mapping_T is not None:
+            view.slot_mapping_T[0].item()
+        return build(self, view)
 
     monkeypatch.setattr(StepMasks, "build", waiting)
     with pytest.raises(CaptureFailed, match="synchronizing CUDA operation"):

@@ -1,0 +1,34 @@
+"""What one sequence has in a forward pass: a tree of tokens behind its prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lp.draft.layout import ancestors
+from lp.models.kv_cache import StaticKVCache
+
+
+class TreePass(NamedTuple):
+    """What one sequence has in a pass.
+
+    Attributes:
+        tokens, positions: (T,).
+        parents: (T,), of each token the last one before it that it sees; -1 for none.
+        cache: holds the prefix.
+        logits_indices: among its own tokens; may be none.
+        chain: each token sees all before it, and all are committed.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    positions: Sequence[int] | np.ndarray
+    parents: Sequence[int] | np.ndarray
+    cache: StaticKVCache
+    logits_indices: Sequence[int]
+    chain: bool = False
+
+    def visible(self) -> np.ndarray:
+        """Bool (T, T), which tokens of the pass each one sees."""
+        return ancestors(self.parents)
