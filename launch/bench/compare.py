@@ -15,15 +15,18 @@ from typing import Any
 import torch
 
 from lp.engine.output import GenerationOutput
+from lp.models.releases import cache_in, cache_keyword
 from lp.sampling.noise import gumbel
 from lp.sampling.params import SamplingParams, Verifier
 from lp.waits import Wait, waiting
 
 from .machine import PeakMemory
 
-# Two logits this close may swap ranks when a kernel adds in another order: measured in units in the last place at the
-# size logits have (about 20), four in 16 bits, where the last rounding dominates, fifty in float32, where the sums do.
-NEAR_TIE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float16: 0.06}
+# Two logits may swap ranks where each is off by what rounding does. That is asked of the model itself, by passes whose
+# kernels differ because they compute so many of the prefix's last tokens; a kernel may be off by twice as much as these
+# show, and by twice the last rounding of the largest logit, which they may all share.
+WIDTHS = (1, 8, 64)
+MARGIN = 4  # of a near-tie over what one logit is off: two logits, twice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +168,7 @@ class Prediction:
     Args:
         prefix: its tokens.
         logits: (V,) float64, of one forward pass.
-        near_tie: two logits this close may swap ranks.
+        near_tie: two logits this close may swap ranks when a kernel adds in another order.
         sampling: None is greedy; the seed of what draws must be known.
     """
 
@@ -177,11 +180,14 @@ class Prediction:
     @classmethod
     @torch.inference_mode()
     def behind(cls, model: Any, prefix: Sequence[int], sampling: SamplingParams | None = None) -> Prediction:
-        """Forward the prefix once."""
+        """Forward the prefix at once, and in two passes for each of WIDTHS, to learn what rounding does."""
         ids = torch.tensor([list(prefix)], device=model.device)  # (1, L)
         logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].double().cpu()
-        near_tie = NEAR_TIE.get(model.dtype, 0.0)
-        return cls(prefix=list(prefix), logits=logits, near_tie=near_tie, sampling=sampling)
+        off = torch.finfo(model.dtype).eps * max(float(logits.abs().max()), 1.0)
+        for width in WIDTHS:
+            if width < len(prefix):
+                off = max(off, float((_in_two_passes(model, ids, width) - logits).abs().max()))
+        return cls(prefix=list(prefix), logits=logits, near_tie=MARGIN * off, sampling=sampling)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """(V,), whose argmax is the token: the logits, processed and under the noise of their position."""
@@ -216,6 +222,15 @@ class Prediction:
             moved[token] = logits[token] + half
             moved[other] = logits[other] - half
         return any(int(self.scores(moved).argmax()) == token for moved in (against_all, into, out))
+
+
+def _in_two_passes(model: Any, ids: torch.Tensor, width: int) -> torch.Tensor:
+    """The logits (V,) behind a prefix (1, L), of which a second pass computes the last `width` tokens."""
+    first = model(ids[:, :-width], use_cache=True, logits_to_keep=1)
+    cache = {cache_keyword(model): cache_in(first)}
+    second = model(ids[:, -width:], use_cache=True, logits_to_keep=1, **cache)
+    logits: torch.Tensor = second.logits[0, -1].double().cpu()
+    return logits
 
 
 def logit_gap(model: Any, tokens: Sequence[int]) -> float:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lp
-from launch.bench.compare import Prediction, alternate, differences, first_difference, logit_gap
+from launch.bench.compare import MARGIN, WIDTHS, Prediction, alternate, differences, first_difference, logit_gap
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 
@@ -77,6 +78,32 @@ def test_equal_logits_are_a_near_tie(model: LlamaForCausalLM) -> None:
     torch.nn.init.zeros_(model.lm_head.weight)
     (found,) = differences(model, [1], {"plain": [0], "other": [1]}, [0])
     assert found.gap == 0.0 and found.near_tie
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_counts_as_a_tie_is_asked_of_the_model(
+    model: LlamaForCausalLM, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A constant fitted on a small model calls the rounding of a trained one a wrong token, or a wrong token a tie."""
+    prefix = [1 + index % 40 for index in range(80)]
+    exact = Prediction.behind(model.double(), prefix)
+    assert 0 < exact.near_tie < 1e-13
+    forward = LlamaForCausalLM.forward
+
+    def rounding(self: LlamaForCausalLM, input_ids: torch.Tensor, **how: Any) -> Any:
+        output = forward(self, input_ids, **how)
+        if input_ids.shape[1] == width:
+            output.logits[..., 3] += 0.01  # what another kernel does
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", rounding)
+    assert Prediction.behind(model, prefix).near_tie == pytest.approx(MARGIN * 0.01)
+
+
+def test_a_tie_of_a_coarse_dtype_is_no_less_than_its_rounding(model: LlamaForCausalLM) -> None:
+    """All passes may round a logit alike, and another kernel the other way."""
+    prediction = Prediction.behind(model.bfloat16(), [1, 2])
+    assert prediction.near_tie >= MARGIN * 2**-7 * float(prediction.logits.abs().max())
 
 
 SAMPLED = [
