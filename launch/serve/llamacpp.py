@@ -91,7 +91,8 @@ class LlamaCompletion:
         )
         self.nothing = wanted == 0
         limit_s = max(body.t_max_predict_ms, 0) / 1000
-        self.text = Wanted(self.spec, [*served.stop, *body.stop], body.n_indent, limit_s or None)
+        stop = [*served.stop, *body.stop]
+        self.text = Wanted(self.spec, body.grammar_field, stop, body.n_indent, limit_s or None)
 
     async def whole(self) -> dict[str, Any]:
         """All at once."""

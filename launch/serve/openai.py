@@ -129,7 +129,8 @@ class _Answer:
     def choices_of(self, spec: TextSpec) -> list[Wanted]:
         """The n texts of a prompt."""
         stop = [*self.served.stop, *self.body.stop]
-        return [Wanted(replace(spec, sequence=index), stop) for index in range(self.body.n)]
+        field = self.body.grammar_field
+        return [Wanted(replace(spec, sequence=index), field, stop) for index in range(self.body.n)]
 
 
 class Completion(_Answer):

@@ -17,6 +17,7 @@ import lp
 from lp.errors import RanksParted, UserError
 from lp.models.loader import context_limit
 from lp.models.vocabulary import embedded_tokens
+from lp.sampling.grammar import GrammarError
 from lp.sampling.logprob_sampler import Logprob
 from lp.sampling.reasoning import ReasoningBlock
 
@@ -324,10 +325,12 @@ class Wanted:
 
     Args:
         spec: what it is generated from.
+        grammar_field: the field of the body that gives its grammar.
         stop, min_indent, time_limit_s: as of TextWatch.
     """
 
     spec: TextSpec
+    grammar_field: str = ""
     stop: Sequence[str] = ()
     min_indent: int = 0
     time_limit_s: float | None = None
@@ -350,6 +353,7 @@ class TextGroup:
         self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._event_loop = asyncio.get_running_loop()
         self._left = len(wanted)
+        self._grammar_fields = [text.grammar_field for text in wanted]
         self._began = time.perf_counter()
         self._waits_for_first = set(range(len(wanted)))
         loop = served.loop
@@ -398,7 +402,7 @@ class TextGroup:
                 index, event = await self._queue.get()
                 if isinstance(event, Ending):
                     if event.error:
-                        raise failed(event.error)
+                        raise failed(event.error, self._grammar_fields[index])
                     self._left -= 1
                 yield index, event
         finally:
@@ -432,8 +436,16 @@ def closing(loop: EngineLoop) -> ApiError:
     return ApiError(503, f"the engine has failed: {loop.failure}" if loop.failure else "the server is about to end")
 
 
-def failed(error: BaseException) -> ApiError:
-    """What a text failed with."""
+def failed(error: BaseException, grammar_field: str = "") -> ApiError:
+    """What a text failed with.
+
+    Args:
+        error: raised by the engine.
+        grammar_field: the field of the body that gives the text's grammar.
+    """
+    if isinstance(error, GrammarError) and grammar_field:
+        message = grammar_field + str(error).removeprefix("the grammar")
+        return ApiError(400, message, grammar_field.partition(".")[0])
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, Abandoned):

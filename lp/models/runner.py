@@ -394,7 +394,8 @@ class ModelRunner:
         Args:
             cache: holds the text of the next pass.
         """
-        if not (self.boundary and self.boundary.grows):
+        assert self.boundary is not None
+        if not self.boundary.grows:
             return
         last, self._last_cache = self._last_cache, weakref.ref(cache)
         if not cache.length or last is None or last() is not cache:
@@ -473,7 +474,8 @@ class ModelRunner:
         if capture and (step := self.staged(tree)):
             assert self.captured
             return self._whole(self.captured.run_unread(step)[: len(logits_indices)], whole)
-        self._forget_growth(cache)
+        if self.boundary:
+            self._forget_growth(cache)
         return self._whole(self._computed([tree], visible), whole)
 
     def forward_trees(self, trees: Sequence[TreePass], capture: bool = False) -> PassLogits:
@@ -486,10 +488,10 @@ class ModelRunner:
             capture: it is a step of one sequence, of which there will be many.
         """
         counts = [len(tree.logits_indices) for tree in trees]
-        if capture and (step := self.staged(trees[0])):
+        if capture and self.captured and (step := self.staged(trees[0])):
             return PassLogits(step.run(), counts, step)
-        for tree in trees:
-            self._forget_growth(tree.cache)
+        if self.boundary:
+            self._forget_growth(trees[0].cache)  # such a model takes one sequence a pass
         return PassLogits(self._computed(trees), counts)
 
     def _computed(self, trees: Sequence[TreePass], visible: np.ndarray | None = None) -> torch.Tensor:

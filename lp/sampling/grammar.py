@@ -14,9 +14,14 @@ from typing import Protocol
 import torch
 from transformers import LogitsProcessor
 
+from lp.errors import UserError
 from lp.to_device import to_device
 
 WORD = 32  # tokens whose bits are one int32 of a mask
+
+
+class GrammarError(UserError):
+    """A text can't go on to follow its grammar. The message begins with what is at fault, "the grammar"."""
 
 
 class Matcher(Protocol):

@@ -20,7 +20,7 @@ from lp.commands import install_command
 from lp.errors import UserError
 from lp.optional import is_installed
 from lp.sampling.ebnf import ebnf_to_lark
-from lp.sampling.grammar import WORD, Matcher
+from lp.sampling.grammar import WORD, GrammarError, Matcher
 from lp.sampling.language_checks import byte_tokenizer
 from lp.sampling.lark import Lark
 from lp.sampling.regex_syntax import Node, lengths, raw, terminal, whole
@@ -130,7 +130,7 @@ def _tokens_of(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Any:
         ) from error
 
 
-class _DeadEndError(UserError):
+class _DeadEndError(GrammarError):
     """No token may follow."""
 
 
@@ -258,6 +258,6 @@ def _check(matcher: Any) -> None:
         error = str(matcher.get_error()).splitlines()[0]
         if error.startswith("NoExtension"):
             raise _DeadEndError("the grammar goes on with what the model has no token for; mend it")
-        raise UserError(
+        raise GrammarError(
             f"the grammar is too large or too hard to follow ({error}); write it with fewer repeats and alternatives"
         )
