@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from lp.budget.calibration import DraftRecord
-from lp.draft.layout import StepLayout
+from lp.compiled import compiled_array
+from lp.draft.layout import StepLayout, ancestors
 from lp.draft.source import StepSamples
 from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.draft.verify import Outcome, RankTrees, UnionTree
@@ -41,7 +42,7 @@ def layout_of(w: int, n: int, paths: Iterable[Sequence[int]], limit: int = FAR, 
 
 def visible_of(layout: StepLayout) -> np.ndarray:
     """What each of its step tokens sees of the step."""
-    return layout.step_tokens(0).visible()
+    return ancestors(layout.step_parents)
 
 
 def node_of(layout: StepLayout, level: int, column: int) -> int:
@@ -55,7 +56,7 @@ def path_to(layout: StepLayout, node: int) -> list[int]:
     """The nodes from `c` to this one, both included."""
     path = [node]
     while layout.parents[path[-1]] >= 0:
-        path.append(layout.parents[path[-1]])
+        path.append(int(layout.parents[path[-1]]))
     return path[::-1]
 
 
@@ -85,21 +86,20 @@ def trees_of(layouts: Sequence[StepLayout], sampled: Sequence[Mapping[int, int]]
     parents, tokens, chosen = (rng.integers(0, budget, shape) for _ in range(3))
     probs = rng.random(shape)
     for rank, (layout, own) in enumerate(zip(layouts, sampled, strict=True)):
-        size = len(layout)
-        parents[rank, :size] = [max(parent, 0) for parent in layout.parents]
+        size = layout.num_nodes
+        parents[rank, :size] = np.maximum(layout.parents, 0)
         tokens[rank, :size] = layout.tokens
         probs[rank, :size] = layout.accept_probs
         chosen[rank, :size] = [own.get(node, INVALID_TOKEN) for node in range(size)]
-    counts = np.array([len(layout) for layout in layouts])
-    return RankTrees(parents, tokens, chosen, probs, counts, np.array([7, 100 * budget, 3]))
+    counts = np.array([layout.num_nodes for layout in layouts])
+    arrays = (parents, tokens, chosen, probs, counts, np.array([7, 100 * budget, 3]))
+    return RankTrees(*map(compiled_array, arrays))
 
 
-def walk_alone(
-    layout: StepLayout, sampled: Mapping[int, int], most: int = FAR, merge: bool = True
-) -> tuple[Outcome, list[int]]:
-    """The walk of one rank alone: its outcome, and the nodes of its path."""
-    union = UnionTree(1, len(layout))
-    union.merge(trees_of([layout], [sampled], len(layout)), WindowSlices([layout.columns]), merge)
+def walk_alone(layout: StepLayout, sampled: Mapping[int, int], most: int = FAR, merge: bool = True) -> Outcome:
+    """The walk of one rank alone."""
+    union = UnionTree(1, layout.num_nodes)
+    union.merge(trees_of([layout], [sampled], layout.num_nodes), WindowSlices([layout.columns]), merge)
     return union.walk(0, most)
 
 

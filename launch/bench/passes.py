@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lp.draft.layout import StepLayout
+from lp.draft.layout import StepLayout, ancestors
 from lp.models.runner import ModelRunner
 
 from .ceilings import Call
@@ -42,9 +42,8 @@ class Passes:
 
     def share(self, layout: StepLayout, count: int) -> Call:
         """The first `count` tokens of a rank's step: nodes come before those that see them, so they are a step too."""
-        step = layout.step_tokens(layout.num_tokens)
-        positions, visible = step.positions, step.visible()
-        offsets = [position - positions[0] for position in positions[:count]]
+        offsets = (layout.step_positions[:count] - layout.step_positions[0]).tolist()
+        visible = ancestors(layout.step_parents)
         return self._call(offsets, visible[:count, :count], sampled_of(layout, count))
 
     def _call(self, offsets: Sequence[int], visible: np.ndarray, sample_at: Sequence[int]) -> Call:
@@ -56,8 +55,7 @@ class Passes:
 
 def sampled_of(layout: StepLayout, count: int) -> list[int]:
     """Which of the first `count` tokens of a rank's step are sampled."""
-    missing = len(layout.catch_up)
-    return [missing + node for node in layout.sampled_nodes if missing + node < count]
+    return [token for token in layout.sampled_tokens if token < count]
 
 
 def head_call(model: PreTrainedModel, num_tokens: int) -> Call:

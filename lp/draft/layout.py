@@ -20,7 +20,6 @@ Node order: `c` and level 0, levels 1..N-2, then the draft tree's own nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,72 +49,8 @@ def _fill_visible(parents, visible):  # type: ignore[no-untyped-def]
         visible[node, node] = True
 
 
-class LayoutNodes(NamedTuple):
-    """The nodes of a layout, as compiled functions take them: `c` and the window first, then the draft tree's own.
-
-    Attributes:
-        tokens, positions, parents: int64 (S,); the parent of `c` is -1.
-        accept_probs: float64 (S,); 0 where the draft source states none.
-        sampled: bool (S,), whether the node's token is sampled.
-        reachable: bool (S,), whether a walk may reach the node.
-        drafted_behind: int64 (S,), the node that a walk comes from; -1 where no walk comes, or where another node with
-            the same token behind the same node stands for this one.
-    """
-
-    tokens: Any
-    positions: Any
-    parents: Any
-    accept_probs: Any
-    sampled: Any
-    reachable: Any
-    drafted_behind: Any
-
-    @classmethod
-    def room(cls, size: int) -> LayoutNodes:
-        """Room for so many nodes."""
-        tokens, positions, parents, drafted_behind = map(compiled_array, np.empty((4, size), np.int64))
-        sampled, reachable = map(compiled_array, np.empty((2, size), np.bool_))
-        return cls(tokens, positions, parents, compiled_array(np.empty(size)), sampled, reachable, drafted_behind)
-
-    def first(self, count: int) -> LayoutNodes:
-        """The first nodes."""
-        return LayoutNodes(*(field[:count] for field in self))
-
-
-class _WindowNodes(NamedTuple):
-    """The nodes of `c` and of a slice of the window.
-
-    Attributes:
-        parents, distances: int64 (nodes,); distance from p.
-        on_walk: bool (nodes,), those that a walk may reach: `c`, level 0 and column 0.
-        sampled: bool (nodes,), those whose token is sampled: those on a walk, and the last level.
-    """
-
-    parents: Any
-    distances: Any
-    on_walk: Any
-    sampled: Any
-
-
-@lru_cache(maxsize=256)
-def _window_nodes(columns: WindowSlice) -> _WindowNodes:
-    entries = [(0, j) for j in range(columns.level_0_nodes)]
-    entries += [(k, j) for k in range(1, columns.levels) for j in range(columns.first, columns.end)]
-    index = {entry: node for node, entry in enumerate(entries)}
-    parents = [index[k - 1, j] if k else j - 1 for k, j in entries]
-    on_walk = np.array([k == 0 or j == 0 for k, j in entries])
-    sampled = on_walk.copy()
-    sampled[columns.first_of_last_level :] = True
-    return _WindowNodes(
-        parents=compiled_ints(parents),
-        distances=compiled_ints([k + j for k, j in entries]),
-        on_walk=compiled_array(on_walk),
-        sampled=compiled_array(sampled),
-    )
-
-
 class StepLayout:
-    """Tokens, positions and parents of the nodes that a rank computes in one step.
+    """The tree of one rank's step: `c`, its part of the window and its draft tree, node by node.
 
     Args:
         window: its levels.
@@ -127,9 +62,21 @@ class StepLayout:
         catch_up: accepted tokens whose KV the rank lacks, which end right before `c`.
 
     Attributes:
-        nodes: all of them.
+        num_nodes: S.
         num_window: nodes of `c` and the window; the draft tree's own follow.
         num_tokens: T.
+        tokens, positions, parents: int64 (S,); the parent of `c` is -1.
+        accept_probs: float64 (S,); 0 where the draft source states none.
+        sampled: bool (S,), whether the node's token is sampled.
+        reachable: bool (S,), whether a walk may reach the node: it is in level 0, column 0 or the draft tree.
+        drafted_behind: int64 (S,), the node that a walk comes from; -1 where no walk comes, or where another node with
+            the same token behind the same node stands for this one.
+        sampled_nodes: the nodes whose token is sampled, ascending.
+        sampled_tokens: where these are among the tokens of the step.
+        sampled_positions: their positions.
+        step_tokens, step_positions, step_parents: int64 (T,), what the forward pass computes: catch-up tokens, each
+            behind the one before, then the nodes.
+        nodes: the first ones, as compiled functions take them.
 
     Raises:
         ValueError: as `DraftTree.check`.
@@ -147,7 +94,6 @@ class StepLayout:
     ) -> None:
         self.catch_up = catch_up
         self.columns = columns
-        self._window = _window_nodes(columns)
         guesses = window.levels[0][1 : columns.level_0_nodes]
         for level in window.levels[1:]:
             guesses = guesses + level[columns.first : columns.end]
@@ -156,15 +102,12 @@ class StepLayout:
         probs = draft.accept_probs if len(draft.accept_probs) else np.zeros(len(draft))
         if not len(draft.parents) == len(probs) == len(draft):  # compiled functions would not notice
             draft.check()
-        nodes = LayoutNodes.room(size)
-        step = StepTokens(*np.empty((3, len(catch_up) + size), np.int64))
-        count = _lay_out(
-            nodes,
-            StepTokens(*map(compiled_array, step)),
-            _Children.room(size),
-            self._window,
+        ints, flags, accept_probs = np.empty((9, size), np.int64), np.empty((2, size), np.bool_), np.empty(size)
+        self.nodes = LayoutNodes(*map(compiled_array, (*ints, *flags, accept_probs)))
+        count, num_sampled = _lay_out(
+            self.nodes,
+            columns.nodes,
             compiled_ints([token, *guesses]),
-            compiled_ints(catch_up),
             compiled_ints(draft.tokens),
             compiled_ints(draft.parents),
             compiled_array(np.array(probs, np.float64)),
@@ -174,67 +117,42 @@ class StepLayout:
         )
         if count < 0:
             draft.check()
-        self.nodes = nodes if count == size else nodes.first(count)
-        self.num_tokens = len(catch_up) + int(count)
-        self._step = step
+        self.num_nodes: int = count
+        self.tokens, self.positions, self.parents, self.drafted_behind = ints[:4, :count]
+        self.sampled, self.reachable = flags[:, :count]
+        self.accept_probs = accept_probs[:count]
+        sampled_nodes = ints[4, :num_sampled]
+        self.sampled_nodes: list[int] = sampled_nodes.tolist()
+        self.sampled_positions: list[int] = self.positions[sampled_nodes].tolist()
+        self.sampled_tokens = self.sampled_nodes
+        self.step_tokens, self.step_positions, self.step_parents = self.tokens, self.positions, self.parents
+        missing = len(catch_up)
+        self.num_tokens = missing + self.num_nodes
+        if missing:
+            self.sampled_tokens = [missing + node for node in self.sampled_nodes]
+            self.step_tokens = np.concatenate([catch_up, self.tokens])
+            self.step_positions = np.concatenate([np.arange(position - missing, position), self.positions])
+            self.step_parents = np.concatenate([np.arange(-1, missing - 1), self.parents + missing])
 
-    def __len__(self) -> int:
-        return len(self.nodes.tokens)
+    def padded(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, positions and parents of the step.
 
-    @cached_property
-    def tokens(self) -> list[int]:
-        """Of every node."""
-        tokens: list[int] = self.nodes.tokens.tolist()
-        return tokens
-
-    @cached_property
-    def positions(self) -> list[int]:
-        """Of every node."""
-        positions: list[int] = self.nodes.positions.tolist()
-        return positions
-
-    @cached_property
-    def parents(self) -> list[int]:
-        """Of every node; that of `c` is -1."""
-        parents: list[int] = self.nodes.parents.tolist()
-        return parents
-
-    @cached_property
-    def accept_probs(self) -> list[float]:
-        """Of every node; 0 where the draft source states none."""
-        probs: list[float] = self.nodes.accept_probs.tolist()
-        return probs
-
-    @cached_property
-    def sampled_nodes(self) -> list[int]:
-        """Nodes whose token is sampled, ascending."""
-        if len(self) == 1:
-            return [0]
-        return np.flatnonzero(self.nodes.sampled).tolist()
-
-    @property
-    def sampled_tokens(self) -> list[int]:
-        """Where these nodes are among the tokens of the step."""
-        missing = len(self.catch_up)
-        return [missing + node for node in self.sampled_nodes] if missing else self.sampled_nodes
-
-    @property
-    def sampled_positions(self) -> list[int]:
-        """Of these nodes."""
-        if self.samples_all:
-            return self.positions
-        positions: list[int] = np.asarray(self.nodes.positions)[np.asarray(self.nodes.sampled)].tolist()
-        return positions
-
-    @property
-    def samples_all(self) -> bool:
-        """Every node's token is sampled."""
-        return len(self.sampled_nodes) == len(self)
+        Args:
+            num_tokens: where larger than T, tokens are added that nothing sees and nothing is sampled at.
+        """
+        padding = (0, max(num_tokens - self.num_tokens, 0))
+        if not padding[1]:
+            return self.step_tokens, self.step_positions, self.step_parents
+        return (
+            np.pad(self.step_tokens, padding, constant_values=self.tokens[0]),
+            np.pad(self.step_positions, padding, constant_values=self.positions[0]),
+            np.pad(self.step_parents, padding, constant_values=-1),
+        )
 
     def drafts(self) -> dict[int, list[int]]:
         """By node, the different tokens that may follow it in a walk, in the order they were laid out."""
         drafts: dict[int, list[int]] = {}
-        for node, token in zip(self.nodes.drafted_behind.tolist(), self.tokens, strict=True):
+        for node, token in zip(self.drafted_behind.tolist(), self.tokens.tolist(), strict=True):
             if node >= 0:
                 drafts.setdefault(node, []).append(token)
         return drafts
@@ -244,83 +162,39 @@ class StepLayout:
 
         None for a node that no walk reaches: it only guesses, and logits processors leave it out.
         """
-        if not self.reachable(node):
+        if not self.reachable[node]:
             return None
-        branch = []
+        branch: list[int] = []
         while node:
-            branch.append(self.tokens[node])
-            node = self.parents[node]
+            branch.append(int(self.tokens[node]))
+            node = int(self.parents[node])
         return branch[::-1]
 
-    def reachable(self, node: int) -> bool:
-        """Whether a walk may reach the node: it is of level 0, of column 0 or of the draft tree."""
-        return bool(self.nodes.reachable[node])
 
-    def step_tokens(self, num_tokens: int) -> StepTokens:
-        """What the forward pass computes: catch-up tokens, then the nodes.
+class LayoutNodes(NamedTuple):
+    """Room for at least S nodes, as compiled functions take it; see `StepLayout`."""
 
-        Args:
-            num_tokens: where larger than T, tokens are added that nothing sees and nothing is sampled at.
-        """
-        tokens, positions, parents = (field[: self.num_tokens] for field in self._step)
-        if (padding := num_tokens - self.num_tokens) > 0:
-            values = (int(self.nodes.tokens[0]), int(self.nodes.positions[0]), -1)
-            padded = zip((tokens, positions, parents), values, strict=True)
-            return StepTokens(*(np.pad(field, (0, padding), constant_values=value) for field, value in padded))
-        return StepTokens(tokens, positions, parents)
+    tokens: Any  # int64 (S,), like all that have no other type
+    positions: Any
+    parents: Any
+    drafted_behind: Any
+    sampled_nodes: Any
+    first_child: Any  # -1 for none; children that have a token of their own
+    next_sibling: Any
+    stands_for: Any  # by node of the window, the node that stands for it
+    node_of: Any  # by node of the draft tree, its node here; -1 where it is past the limit
+    sampled: Any  # bool (S,)
+    reachable: Any  # bool (S,)
+    accept_probs: Any  # float64 (S,)
 
 
-class StepTokens(NamedTuple):
-    """The tokens of a forward pass.
+@jit
+def _lay_out(nodes, window, own_tokens, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
+    """Fill in `c` and the window, then the draft tree.
 
-    Attributes:
-        tokens, positions: int64 (T,).
-        parents: int64 (T,): a token sees its parent, what that one sees, and itself; -1 where it sees itself alone.
+    Returns:
+        How many nodes there are, -1 where the draft tree is none; and how many are sampled.
     """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    parents: np.ndarray
-
-    def visible(self) -> np.ndarray:
-        """Bool (T, T), which tokens of the step each one sees."""
-        return ancestors(self.parents)
-
-
-class _Children(NamedTuple):
-    """Room for lists of children, by node."""
-
-    stands_for: Any  # int64 (S,): the node that stands for a node of the window
-    first: Any  # int64 (S,): -1 for none
-    next: Any  # int64 (S,)
-    node_of: Any  # int64 (S,): of every node of the draft tree its node here; -1 where it is past the limit
-
-    @classmethod
-    def room(cls, size: int) -> _Children:
-        """For so many nodes."""
-        return cls(*map(compiled_array, np.empty((4, size), np.int64)))
-
-
-@jit
-def _lay_out(nodes, step, children, window, own_tokens, catch_up, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
-    """Fill in nodes and the tokens of the step; returns how many nodes there are, -1 for no tree."""
-    count = _fill_nodes(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit)
-    missing = len(catch_up)
-    for at in range(missing):
-        step.tokens[at] = catch_up[at]
-        step.positions[at] = position - missing + at
-        step.parents[at] = at - 1
-    for node in range(count):
-        at = missing + node
-        step.tokens[at] = nodes.tokens[node]
-        step.positions[at] = nodes.positions[node]
-        step.parents[at] = nodes.parents[node] + missing  # that of `c` is the last one that it catches up with
-    return count
-
-
-@jit
-def _fill_nodes(nodes, children, window, own_tokens, tokens, parents, probs, merge, position, limit):  # type: ignore[no-untyped-def]
-    """Fill in `c` and the window, then the draft tree."""
     count = len(own_tokens)
     for node in range(count):
         nodes.tokens[node] = own_tokens[node]
@@ -330,24 +204,25 @@ def _fill_nodes(nodes, children, window, own_tokens, tokens, parents, probs, mer
         nodes.sampled[node] = window.sampled[node]
         nodes.reachable[node] = window.on_walk[node]
         nodes.drafted_behind[node] = -1
-        children.first[node] = -1
-        children.stands_for[node] = node
+        nodes.first_child[node] = -1
+        nodes.stands_for[node] = node
         if merge and node > 0 and window.on_walk[node]:
             # Where level 0 and column 0 begin with the same tokens, the node of level 0 stands for both.
-            parent = children.stands_for[window.parents[node]]
-            found = _child(nodes, children, parent, own_tokens[node])
+            parent = nodes.stands_for[window.parents[node]]
+            found = child_with(nodes, parent, own_tokens[node])
             if found >= 0:
-                children.stands_for[node] = found
+                nodes.stands_for[node] = found
             else:
-                _add_child(nodes, children, parent, node)
+                nodes.drafted_behind[node] = parent
+                add_child(nodes, parent, node)
     for index in range(len(tokens)):
         if parents[index] >= index:
-            return -1
-        parent = children.node_of[parents[index]] if parents[index] >= 0 else 0
+            return -1, 0
+        parent = nodes.node_of[parents[index]] if parents[index] >= 0 else 0
         if parent < 0 or nodes.positions[parent] + 1 >= limit:
-            children.node_of[index] = -1
+            nodes.node_of[index] = -1
             continue
-        node = _child(nodes, children, parent, tokens[index])
+        node = child_with(nodes, parent, tokens[index])
         if node < 0 or not merge:
             listed = node >= 0
             node = count
@@ -358,25 +233,31 @@ def _fill_nodes(nodes, children, window, own_tokens, tokens, parents, probs, mer
             nodes.sampled[node] = True
             nodes.reachable[node] = True
             nodes.drafted_behind[node] = -1
-            children.first[node] = -1
+            nodes.first_child[node] = -1
             if not listed:
-                _add_child(nodes, children, parent, node)
+                nodes.drafted_behind[node] = parent
+                add_child(nodes, parent, node)
         nodes.accept_probs[node] = probs[index]
-        children.node_of[index] = node
-    return count
+        nodes.node_of[index] = node
+    num_sampled = 0
+    for node in range(count):
+        if nodes.sampled[node]:
+            nodes.sampled_nodes[num_sampled] = node
+            num_sampled += 1
+    return count, num_sampled
 
 
 @jit
-def _child(nodes, children, parent, token):  # type: ignore[no-untyped-def]
-    """The node that stands for this token behind the parent, or -1."""
-    node = children.first[parent]
+def child_with(nodes, parent, token):  # type: ignore[no-untyped-def]
+    """The listed child of a node that has this token, or -1."""
+    node = nodes.first_child[parent]
     while node >= 0 and nodes.tokens[node] != token:
-        node = children.next[node]
+        node = nodes.next_sibling[node]
     return node
 
 
 @jit
-def _add_child(nodes, children, parent, node):  # type: ignore[no-untyped-def]
-    nodes.drafted_behind[node] = parent
-    children.next[node] = children.first[parent]
-    children.first[parent] = node
+def add_child(nodes, parent, node):  # type: ignore[no-untyped-def]
+    """List a node as the first child of another."""
+    nodes.next_sibling[node] = nodes.first_child[parent]
+    nodes.first_child[parent] = node

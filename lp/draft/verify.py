@@ -10,12 +10,12 @@ R: ranks; B: nodes of a rank, at most; P: nodes of the accepted path, `c` includ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lp.compiled import compiled_array, compiled_zeros, jit
+from lp.draft.layout import add_child, child_with
 from lp.draft.window import WindowSlices
 from lp.sampling.top_logits import INVALID_TOKEN
 
@@ -24,78 +24,50 @@ class RankTrees(NamedTuple):
     """The trees of all ranks, node by node in each rank's own order, as the messages have them.
 
     Attributes:
-        parents, tokens, sampled: int64 (R, B); a rank's own node numbers; INVALID_TOKEN where nothing was sampled.
+        parents, tokens, sampled: int64 (R, B), as compiled functions take them, like the next two; a rank's own node
+            numbers; INVALID_TOKEN where nothing was sampled.
         probs: float64 (R, B): of a draft token and all before it to be accepted; 0 where none is stated.
         counts: (R,), nodes of every rank.
         logits_at: (3,), where in the messages of all ranks the packed logits of a node begin: at the sum of these
             times 1, its rank, and its number there.
     """
 
-    parents: np.ndarray
-    tokens: np.ndarray
-    sampled: np.ndarray
-    probs: np.ndarray
-    counts: np.ndarray
-    logits_at: np.ndarray
+    parents: Any
+    tokens: Any
+    sampled: Any
+    probs: Any
+    counts: Any
+    logits_at: Any
 
     @classmethod
     def room(cls, ranks: int, budget: int, logits_at: Sequence[int] = (0, 0, 0)) -> RankTrees:
         """Room for the trees of R ranks, of B nodes each."""
         ints = np.zeros((3, ranks, budget), np.int64)
         counts = np.zeros(ranks, np.int64)
-        return cls(ints[0], ints[1], ints[2], np.zeros((ranks, budget)), counts, np.array(logits_at, np.int64))
-
-    def compiled(self) -> RankTrees:
-        """As compiled functions take them."""
-        return RankTrees(*map(compiled_array, self))
+        arrays = (*ints, np.zeros((ranks, budget)), counts, np.array(logits_at, np.int64))
+        return cls(*map(compiled_array, arrays))
 
 
-class _Found(NamedTuple):
-    """Room for what a walk finds; see `Outcome`."""
-
-    path: Any  # int64 (R * B + 1,), like the next two
-    tokens: Any
-    own: Any  # nodes of the path, as the rank numbers them
-    held: Any  # int64 (R,)
-
-
-class _Nodes(NamedTuple):
-    """Room for the nodes of a union, `c` first, parents before children."""
-
-    tokens: Any  # int64 (R * B,), like all that have no other type
-    parents: Any
-    depths: Any
-    sampled: Any
-    probs: Any  # float64 (R * B,)
-    first_child: Any  # -1 for none; children that a walk may take
-    next_sibling: Any
-    sources: Any  # rank * B + node of the rank that speaks
-    starts: Any  # where in the messages its packed logits begin
-    node_of: Any  # by rank * B + node: its node here
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step decided, alike on every rank.
+class Outcome(NamedTuple):
+    """What a step decided, alike on every rank but for `own_path`.
 
     Attributes:
         path: nodes of the union from `c` to the last accepted one, (P,).
         tokens: the accepted tokens and the bonus token, (P,).
+        accepted: how many were accepted: all but the bonus token.
         held: by rank, how many nodes of the path it computed; they are the first ones.
+        own_path: these nodes of one rank, as it numbers them.
         expected: draft tokens that the stated probabilities expected along the path, each given the one before it.
         accepted_drafts: accepted tokens that had a stated probability.
     """
 
     path: list[int]
     tokens: list[int]
+    accepted: int
     held: list[int]
+    own_path: list[int]
     expected: float
     accepted_drafts: int
-
-    @property
-    def accepted(self) -> int:
-        """Accepted tokens, without the bonus token."""
-        return len(self.tokens) - 1
 
 
 class UnionTree:
@@ -108,15 +80,18 @@ class UnionTree:
     Attributes:
         num_nodes: of the union.
         num_draft: of these, nodes that are no rank's window.
+        tokens, parents, depths: int64 (num_nodes,), like the next three; the parent of `c`, the first node, is -1, and
+            the depth is the distance from it.
+        sampled: what the rank that speaks sampled; INVALID_TOKEN where it sampled nothing.
+        sources: rank * B + node of the rank that speaks.
+        starts: where in the messages its packed logits begin.
     """
 
     def __init__(self, ranks: int, budget: int) -> None:
-        self.ranks = ranks
         self.budget = budget
-        self.num_nodes = 0
-        self.num_draft = 0
         size = ranks * budget
-        self._nodes = _Nodes(*(compiled_zeros(size, "f8" if name == "probs" else "i8") for name in _Nodes._fields))
+        self._ints = np.zeros((9, size), np.int64)
+        self._nodes = _Nodes(*map(compiled_array, (*self._ints, np.zeros(size))))
         path, tokens, own = (compiled_zeros(size + 1, "i8") for _ in range(3))
         self._found = _Found(path, tokens, own, compiled_zeros(ranks, "i8"))
 
@@ -128,12 +103,14 @@ class UnionTree:
             slices: by rank, its columns of the window.
             window_drafts: level 0 and column 0 are drafts.
         """
-        self._trees = trees.compiled()
+        self._counts = trees.counts
         self.num_nodes, self.num_draft = _merge(
-            self._nodes, self._trees, slices.shapes, slices[0].levels, self.budget, window_drafts
+            self._nodes, trees, slices.shapes, slices[0].levels, self.budget, window_drafts
         )
+        arrays = self._ints[:6, : self.num_nodes]
+        self.tokens, self.parents, self.depths, self.sampled, self.sources, self.starts = arrays
 
-    def walk(self, rank: int, most: int) -> tuple[Outcome, list[int]]:
+    def walk(self, rank: int, most: int) -> Outcome:
         """Walk from `c`: follow the child with the token that a node sampled, while there is one.
 
         Greedy, coupled and rejection sampling differ only in how a node samples its token (`lp.sampling.sampler`): each
@@ -142,55 +119,52 @@ class UnionTree:
         Args:
             rank: whose own nodes are wanted.
             most: accept at most so many tokens.
-
-        Returns:
-            The outcome, and the rank's own nodes of its path, as far as it has them.
         """
-        found, counts = self._found, self._trees.counts
-        length, expected, accepted_drafts = _walk(self._nodes, counts, self.budget, rank, most, found)
-        held = found.held.tolist()
-        path, tokens = found.path[:length].tolist(), found.tokens[:length].tolist()
-        return Outcome(path, tokens, held, expected, accepted_drafts), found.own[: held[rank]].tolist()
+        found = self._found
+        length, expected, accepted_drafts = _walk(self._nodes, self._counts, self.budget, rank, most, found)
+        held: list[int] = found.held.tolist()
+        return Outcome(
+            path=found.path[:length].tolist(),
+            tokens=found.tokens[:length].tolist(),
+            accepted=length - 1,
+            held=held,
+            own_path=found.own[: held[rank]].tolist(),
+            expected=expected,
+            accepted_drafts=accepted_drafts,
+        )
 
     def speaker(self, node: int) -> int:
         """The rank that speaks for a node."""
-        return int(self._nodes.sources[node]) // self.budget
+        return int(self.sources[node]) // self.budget
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """Of every node, (num_nodes,); the next ones likewise."""
-        return np.asarray(self._nodes.tokens)[: self.num_nodes]
-
-    @property
-    def parents(self) -> np.ndarray:
-        """The parent; -1 for `c`."""
-        return np.asarray(self._nodes.parents)[: self.num_nodes]
-
-    @property
-    def depths(self) -> np.ndarray:
-        """The distance from `c`."""
-        return np.asarray(self._nodes.depths)[: self.num_nodes]
-
-    @property
-    def sampled(self) -> np.ndarray:
-        """What the rank that speaks sampled; INVALID_TOKEN where it sampled nothing."""
-        return np.asarray(self._nodes.sampled)[: self.num_nodes]
-
-    @property
-    def sources(self) -> np.ndarray:
-        """Rank * B + node of the rank that speaks."""
-        return np.asarray(self._nodes.sources)[: self.num_nodes]
-
-    @property
-    def starts(self) -> np.ndarray:
-        """Where in the messages its packed logits begin."""
-        return np.asarray(self._nodes.starts)[: self.num_nodes]
-
-    @property
-    def accept_probs(self) -> np.ndarray:
-        """Of the draft tokens that have one, the most likely first."""
+    def stated_probs(self) -> np.ndarray:
+        """The probabilities of the draft tokens that have one, the most likely first."""
         probs = np.asarray(self._nodes.probs)[: self.num_nodes]
         return np.sort(probs[probs > 0])[::-1]
+
+
+class _Nodes(NamedTuple):
+    """Room for the nodes of a union, `c` first, parents before children."""
+
+    tokens: Any  # int64 (R * B,), like all but the last
+    parents: Any
+    depths: Any
+    sampled: Any
+    sources: Any
+    starts: Any
+    first_child: Any  # -1 for none; children that a walk may take
+    next_sibling: Any
+    node_of: Any  # by rank * B + node: its node here
+    probs: Any  # float64 (R * B,)
+
+
+class _Found(NamedTuple):
+    """Room for what a walk finds; see `Outcome`."""
+
+    path: Any  # int64 (R * B + 1,), like the next two
+    tokens: Any
+    own: Any
+    held: Any  # int64 (R,)
 
 
 @jit
@@ -210,7 +184,7 @@ def _merge(nodes, trees, slices, levels, budget, window_drafts):  # type: ignore
                     below = index - level_0  # nodes of lower levels are column by column
                     on_walk = window_drafts and (below < 0 or first + below % max(columns, 1) == 0)
                 if on_walk:
-                    node = _child(nodes, parent, trees.tokens[rank, index])
+                    node = child_with(nodes, parent, trees.tokens[rank, index])
             elif num_nodes > 0:
                 node = 0
             if node < 0:
@@ -226,8 +200,7 @@ def _merge(nodes, trees, slices, levels, budget, window_drafts):  # type: ignore
                 nodes.starts[node] = trees.logits_at[0] + trees.logits_at[1] * rank + trees.logits_at[2] * index
                 nodes.first_child[node] = -1
                 if index > 0 and on_walk:
-                    nodes.next_sibling[node] = nodes.first_child[parent]
-                    nodes.first_child[parent] = node
+                    add_child(nodes, parent, node)
             if nodes.probs[node] == 0.0:
                 nodes.probs[node] = trees.probs[rank, index]
             nodes.node_of[at] = node
@@ -235,47 +208,30 @@ def _merge(nodes, trees, slices, levels, budget, window_drafts):  # type: ignore
 
 
 @jit
-def _child(nodes, parent, token):  # type: ignore[no-untyped-def]
-    """The child of a node with this token, or -1."""
-    node = nodes.first_child[parent]
-    while node >= 0 and nodes.tokens[node] != token:
-        node = nodes.next_sibling[node]
-    return node
-
-
-@jit
 def _walk(nodes, counts, budget, own_rank, most, found):  # type: ignore[no-untyped-def]
     """Fill `found`; returns the path's length, and `expected` and `accepted_drafts` as in Outcome."""
-    length, expected, accepted_drafts = _find_path(nodes, most, found.path)
-    for index in range(length):
-        found.tokens[index] = nodes.sampled[found.path[index]]
-    _find_held(nodes, counts, budget, found.path, length, own_rank, found.held, found.own)
-    return length, expected, accepted_drafts
-
-
-@jit
-def _find_path(nodes, most, path):  # type: ignore[no-untyped-def]
     node = 0
-    length = 1
-    path[0] = 0
+    length = 0
     expected = 0.0
     accepted_drafts = 0
     above = 1.0  # probability of the node; 0 once the path has left the draft tokens that state one
     while True:
+        found.path[length] = node
+        found.tokens[length] = nodes.sampled[node]
+        length += 1
         if above > 0:
             child = nodes.first_child[node]
             while child >= 0:
                 expected += nodes.probs[child] / above
                 child = nodes.next_sibling[child]
-        child = _child(nodes, node, nodes.sampled[node])
-        if length > most or child < 0 or nodes.sampled[child] == INVALID_TOKEN:
-            return length, expected, accepted_drafts
-        above = nodes.probs[child] if above > 0 else 0.0
+        node = child_with(nodes, node, nodes.sampled[node])
+        if length > most or node < 0 or nodes.sampled[node] == INVALID_TOKEN:
+            break
+        above = nodes.probs[node] if above > 0 else 0.0
         if above > 0:
             accepted_drafts += 1
-        node = child
-        path[length] = node
-        length += 1
+    _find_held(nodes, counts, budget, found.path, length, own_rank, found.held, found.own)
+    return length, expected, accepted_drafts
 
 
 @jit

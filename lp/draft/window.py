@@ -7,12 +7,13 @@ Entry [k][j] (level k, column j) is a guess for position p + j + k; entry [0][0]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp.compiled import compiled_ints
+from lp.compiled import compiled_array, compiled_ints
 
 _STRIDE = 2654435761  # Knuth's multiplicative hash: spreads neighbouring positions over the text
 
@@ -24,7 +25,23 @@ class WindowDrafts(NamedTuple):
     column_0: Any = ()
 
 
-class WindowSlice(NamedTuple):
+class WindowNodes(NamedTuple):
+    """The nodes of `c` and of a slice of the window, as compiled functions take them.
+
+    Attributes:
+        parents, distances: int64 (nodes,); distance from p.
+        on_walk: bool (nodes,), those that a walk may reach: `c`, level 0 and column 0.
+        sampled: bool (nodes,), those whose token is sampled: those on a walk, and the last level.
+    """
+
+    parents: Any
+    distances: Any
+    on_walk: Any
+    sampled: Any
+
+
+@dataclass(frozen=True)
+class WindowSlice:
     """The window columns first..end-1, which one rank computes, with level 0 up to the last of them.
 
     Attributes:
@@ -36,25 +53,42 @@ class WindowSlice(NamedTuple):
     end: int
     levels: int
 
-    @property
-    def level_0_nodes(self) -> int:
-        """Nodes of `c` and level 0."""
-        return max(self.end, 1) if self.num_columns else 1
-
-    @property
+    @cached_property
     def num_columns(self) -> int:
         """Its number of columns."""
         return self.end - self.first
 
-    @property
+    @cached_property
+    def level_0_nodes(self) -> int:
+        """Nodes of `c` and level 0."""
+        return max(self.end, 1) if self.num_columns else 1
+
+    @cached_property
     def num_nodes(self) -> int:
         """Nodes of `c` and the window."""
         return self.level_0_nodes + self.num_columns * (self.levels - 1)
 
-    @property
+    @cached_property
     def first_of_last_level(self) -> int:
         """The node of the first column that samples its column's next token; the others follow it."""
         return self.first if self.levels == 1 else self.num_nodes - self.num_columns
+
+    @cached_property
+    def nodes(self) -> WindowNodes:
+        """How these nodes lie behind each other: `c` and level 0, then the other levels."""
+        entries = [(0, j) for j in range(self.level_0_nodes)]
+        entries += [(k, j) for k in range(1, self.levels) for j in range(self.first, self.end)]
+        index = {entry: node for node, entry in enumerate(entries)}
+        parents = [index[k - 1, j] if k else j - 1 for k, j in entries]
+        on_walk = np.array([k == 0 or j == 0 for k, j in entries])
+        sampled = on_walk.copy()
+        sampled[self.first_of_last_level :] = True
+        return WindowNodes(
+            parents=compiled_ints(parents),
+            distances=compiled_ints([k + j for k, j in entries]),
+            on_walk=compiled_array(on_walk),
+            sampled=compiled_array(sampled),
+        )
 
 
 class WindowSlices(tuple[WindowSlice, ...]):
@@ -132,7 +166,8 @@ class LookaheadWindow:
         self.ngram_size = ngram_size
         columns = [self._new_column(text, len(text) - 1 + j) for j in range(window_size)]
         self.levels = [[column[k] for column in columns] for k in range(ngram_size - 1)]
-        self._anchor(text)
+        if window_size:
+            self.levels[0][0] = text[-1]
 
     def ngrams(self, sampled: Sequence[int]) -> list[tuple[int, ...]]:
         """The n-gram of every column whose last level sampled a token: (columns, N)."""
@@ -161,12 +196,9 @@ class LookaheadWindow:
                 column[:-1] = [level[-1] for level in levels[1:]]
             for level, token in zip(levels, column, strict=True):
                 level.append(token)
-        self.levels = levels
-        self._anchor(text)
-
-    def _anchor(self, text: Sequence[int]) -> None:
         if self.window_size:
-            self.levels[0][0] = text[-1]
+            levels[0][0] = text[-1]
+        self.levels = levels
 
     def _new_column(self, text: Sequence[int], position: int) -> list[int]:
         """N - 1 consecutive tokens of the text, from an index that depends on the position alone."""

@@ -238,7 +238,7 @@ class CapturedTail:
             assert sampler.rules is not None
             nodes = np.asarray(layout.sampled_nodes)
             rows = slice(own.first_row, own.first_row + len(nodes))
-            reachable = np.asarray(layout.nodes.reachable)[nodes]
+            reachable = layout.reachable[nodes]
             inputs.known[own.place] = known_part(own.header, layout, self.shape)
             inputs.numbers[own.place] = sampler.rules.numbers
             inputs.first_rows_Q[own.place] = own.first_row
@@ -257,7 +257,7 @@ class CapturedTail:
                     noted.append(partial(sampler.noise.filled, positions))
                 inputs.noise_rows_B[rows] = noise_rows(sampler, positions, reachable)
             if sampler.counts is not None:
-                at = layout.step_tokens(0).positions
+                at = layout.step_positions
                 counted += sampler.counts.uncounted(own.text, int(at[0]), COUNTED)
                 noted.append(partial(sampler.counts.counted, int(at[0])))
                 tokens = slice(own.first_token, own.first_token + len(at))

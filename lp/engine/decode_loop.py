@@ -21,7 +21,7 @@ from lp.draft.layout import StepLayout
 from lp.draft.share import NO_DRAFT, Share
 from lp.draft.source import DraftSource, ShareInput, StepSamples
 from lp.draft.tree import DraftTree
-from lp.draft.verify import Outcome, UnionTree
+from lp.draft.verify import Outcome, RankTrees, UnionTree
 from lp.draft.window import LookaheadWindow, WindowSlice, WindowSlices, slice_window
 from lp.engine.delivery import Delivery
 from lp.engine.failures import Failures
@@ -39,7 +39,7 @@ from lp.models.support import logit_rounding
 from lp.models.tree_pass import TreePass
 from lp.models.vocabulary import embedded_tokens
 from lp.parallel.context import ParallelContext
-from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop, sampled_at_c, state_digest, unpack
+from lp.parallel.message import Header, MessageShape, Sampled, Stop, sampled_at_c, state_digest, unpack
 from lp.sampling.sampler import check_sampled
 from lp.sampling.top_logits import INVALID_TOKEN
 
@@ -126,6 +126,7 @@ class Generation:
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = np.zeros(context.world_size, np.int64)  # how many every rank lacks
         self._some_lack = False  # whether one of these is not 0
+        self._no_columns = WindowSlice(0, 0, config.ngram_size - 1)
         self.digest = chain_digest(0, request.prompt)
         self.num_digested = len(request.prompt)  # tokens of the text that are in the digest
         self.last_tokens = 1  # of the largest rank's last step
@@ -185,9 +186,9 @@ class Generation:
         Args:
             padded: to the number of tokens that the budget names.
         """
-        num_tokens = part.layout.num_tokens
-        step = part.layout.step_tokens(self.budget.padded_size(num_tokens) if padded else num_tokens)
-        return TreePass(*step, self.cache, part.layout.sampled_tokens)
+        layout = part.layout
+        num_tokens = self.budget.padded_size(layout.num_tokens) if padded else layout.num_tokens
+        return TreePass(*layout.padded(num_tokens), self.cache, layout.sampled_tokens)
 
     def own_message(
         self, part: StepPart, logits: torch.Tensor | None, failure: Exception | None, sampled: Sampled | None
@@ -229,7 +230,7 @@ class Generation:
         self._cross_rope_boundary()
         if self.budget.idle and not self._some_lack:
             assert not self.catch_up
-            layout = self._layout(WindowSlice(0, 0, self.config.ngram_size - 1), NO_DRAFT)
+            layout = self._layout(self._no_columns, NO_DRAFT)
             slices = WindowSlices()
             return StepPart(layout, self._header(NO_DRAFT, slices), slices, NO_DRAFT.merge, 0, plain=True)
         slices = self._slice_window()
@@ -250,16 +251,17 @@ class Generation:
             part: of this rank.
             messages: int64 (R, P), of all ranks.
         """
-        gathered = self._unpacked(messages)
-        if gathered.stop:
-            return self.delivery.stop(gathered.stop, gathered.length, self.tokens)
+        stop, length = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)
+        self.step_sampler.check_replicas(stop, len(self.stats))
+        if stop:
+            return self.delivery.stop(stop, length, self.tokens)
         if part.plain:
             return self._take_plain(sampled_at_c(messages), part.layout)
-        self.union.merge(gathered.trees, part.slices, part.merges)
-        outcome, own_path = self._verify(part.layout)
-        self._record(gathered, outcome)
-        self._commit(part.layout, outcome, own_path)
-        self._learn(gathered, outcome, part.slices)
+        self.union.merge(self.trees, part.slices, part.merges)
+        outcome = self._verify(part.layout)
+        self._record(outcome)
+        self._commit(part.layout, outcome)
+        self._learn(messages, outcome, part.slices)
         step = StepStats(
             part.layout.num_tokens, self.union.num_draft, outcome.accepted, 0, 0, 0, part.slices.num_columns
         )
@@ -267,7 +269,7 @@ class Generation:
 
     def _take_plain(self, token: int, layout: StepLayout) -> Stop:
         """Take in what a plain step sampled."""
-        check_sampled(token, len(self.stats), layout.positions[0], self.request.sampler)
+        check_sampled(token, len(self.stats), layout.sampled_positions[0], self.request.sampler)
         self.request.sampler.record([0], [0])
         self.cache.commit([0])
         self.text.append(token)
@@ -316,24 +318,19 @@ class Generation:
         position = len(self.text) - 1
         limit = self.request.limit_at(position)
         layout = StepLayout(self.window, columns, draft, self.text[-1], position, limit, self.catch_up)
-        if len(layout) > self.message_shape.nodes:  # compiled code would write beyond the message
+        if layout.num_nodes > self.message_shape.nodes:  # compiled code would write beyond the message
             raise UserError(
                 f"{type(self.source).__name__} proposed {len(draft)} draft tokens, which makes a step of "
                 f"{layout.num_tokens} tokens; the budget is {self.message_shape.nodes}: propose no more than asked for"
             )
-        tokens = np.asarray(layout.nodes.tokens).view(np.uint64)  # where negative ones are the largest
+        tokens = layout.tokens.view(np.uint64)  # where negative ones are the largest
         if len(draft) and tokens.max() >= self._vocabulary:
-            wrong = next(token for token in layout.tokens if not 0 <= token < self._vocabulary)
+            wrong = next(token for token in layout.tokens.tolist() if not 0 <= token < self._vocabulary)
             raise UserError(
                 f"{type(self.source).__name__} proposed the token {wrong}; the model has 0..{self._vocabulary - 1}: "
                 "propose no others"
             )
         return layout
-
-    def _unpacked(self, messages: np.ndarray) -> Gathered:
-        gathered = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)
-        self.step_sampler.check_replicas(gathered.stop, len(self.stats))
-        return gathered
 
     def finish_learning(self) -> None:
         """Let the source learn what it has yet to learn of the last step; also where this rank has failed since.
@@ -354,32 +351,32 @@ class Generation:
             self.num_digested = len(self.text)
         return Header(self.digest, self.delivery.wanted_stop, self.delivery.num_kept)
 
-    def _verify(self, layout: StepLayout) -> tuple[Outcome, list[int]]:
-        """Walk the union of all ranks' trees along what was sampled; the outcome, and this rank's nodes of its path."""
-        outcome, own_path = self.union.walk(self.context.rank, 0 if self._warming_up else self.union.num_nodes)
+    def _verify(self, layout: StepLayout) -> Outcome:
+        """Walk the union of all ranks' trees along what was sampled."""
+        outcome = self.union.walk(self.context.rank, 0 if self._warming_up else self.union.num_nodes)
         position = len(self.text) - 1 + outcome.accepted
         check_sampled(outcome.tokens[-1], len(self.stats), position, self.request.sampler)
-        self.request.sampler.record(layout.sampled_nodes, own_path)
-        return outcome, own_path
+        self.request.sampler.record(layout.sampled_nodes, outcome.own_path)
+        return outcome
 
-    def _record(self, gathered: Gathered, outcome: Outcome) -> None:
+    def _record(self, outcome: Outcome) -> None:
         """Tell the budget what the step's tokens came to."""
-        self.last_tokens = int((gathered.trees.counts + self.catch_up_counts).max())
+        self.last_tokens = int((np.asarray(self.trees.counts) + self.catch_up_counts).max())
         if self.budget.learns:
-            drafts = DraftRecord(self.union.accept_probs, outcome.expected, outcome.accepted_drafts)
+            drafts = DraftRecord(self.union.stated_probs(), outcome.expected, outcome.accepted_drafts)
             self.budget.record_step(outcome.tokens, self.last_tokens, drafts)
 
-    def _commit(self, layout: StepLayout, outcome: Outcome, own_path: Sequence[int]) -> None:
+    def _commit(self, layout: StepLayout, outcome: Outcome) -> None:
         """Add the accepted tokens to the text, and their KV, as far as this rank has it, to the cache."""
         accepted = [self.text[-1], *outcome.tokens[:-1]]  # the path's tokens
         self.text += outcome.tokens
         missing = len(layout.catch_up)
-        computed = [*range(missing), *(missing + node for node in own_path)]
+        computed = [*range(missing), *(missing + node for node in outcome.own_path)]
         if self.config.kv_sync is KVSync.BROADCAST and min(outcome.held) < len(accepted):
             self._broadcast_kv(computed, outcome)
             return
         self.cache.commit(computed)
-        self.catch_up = accepted[len(own_path) :]
+        self.catch_up = accepted[len(outcome.own_path) :]
         self.catch_up_counts = len(accepted) - np.array(outcome.held)
         self._some_lack = min(outcome.held) < len(accepted)
 
@@ -393,9 +390,9 @@ class Generation:
         self.cache.commit(computed[:1])
         self.cache.append(flat, len(path))
 
-    def _learn(self, gathered: Gathered, outcome: Outcome, slices: WindowSlices) -> None:
+    def _learn(self, messages: np.ndarray, outcome: Outcome, slices: WindowSlices) -> None:
         """Advance the window and show the draft source what the step sampled."""
-        last_level = _last_level(gathered, slices)
+        last_level = _last_level(self.trees, slices)
         ngrams = self.window.ngrams(last_level)
         union = self.union
         sampled = union.sampled
@@ -407,14 +404,14 @@ class Generation:
             positions=union.depths + (len(self.text) - 1 - len(outcome.tokens)),
             parents=union.parents,
             sampled=sampled,
-            packed=gathered.packed,
+            packed=messages.reshape(-1),
             starts=union.starts,
             num_logits=self.num_logits,
             ngrams=ngrams,
         )
         self.window.window_size = self.budget.columns
         self.window.advance(self.text, len(outcome.tokens), last_level)
-        self._merge = self.failures.attempt(lambda: self._observe(self.text, len(outcome.tokens), samples))
+        self._merge = self.failures.attempt(partial(self._observe, self.text, len(outcome.tokens), samples))
 
 
 def _explained(
@@ -425,12 +422,13 @@ def _explained(
     return too_large(error, config, budget, prompt, request.limit + 1 - prompt, device)
 
 
-def _last_level(gathered: Gathered, slices: WindowSlices) -> list[int]:
+def _last_level(trees: RankTrees, slices: WindowSlices) -> list[int]:
     """The token that each column's last level sampled."""
     last_level: list[int] = []
+    sampled = np.asarray(trees.sampled)
     for rank in slices.holders:
         own = slices[rank]
         first = own.first_of_last_level
         # A node that no walk can reach may have sampled nothing: its scores were not finite.
-        last_level += (gathered.trees.sampled[rank, first : first + own.num_columns] % INVALID_TOKEN).tolist()
+        last_level += (sampled[rank, first : first + own.num_columns] % INVALID_TOKEN).tolist()
     return last_level

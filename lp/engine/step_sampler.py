@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lp.draft.layout import StepLayout
+from lp.draft.layout import StepLayout, ancestors
 from lp.engine.captured_tail import noise_rows
 from lp.engine.sharded_sampling import ShardedSampling
 from lp.models.runner import ModelRunner
@@ -135,7 +135,7 @@ class StepSampler:
     def _branches(self, layout: StepLayout) -> list[list[int] | None]:
         """The tokens behind `c` that processors see of every sampled node; None where no walk can reach it."""
         if self.sampler.prefix_free:
-            reachable = layout.nodes.reachable.tolist()
+            reachable = layout.reachable.tolist()
             return [[] if reachable[node] else None for node in layout.sampled_nodes]
         return [layout.branch_tokens(node) for node in layout.sampled_nodes]
 
@@ -170,7 +170,7 @@ def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSam
     sampling = NodeSampling(call, rules[0], NO_NUMBERS, None)
     if not (call.operations or call.functions_key or noise):
         return sampling
-    reachable = [np.asarray(own.layout.nodes.reachable)[own.layout.sampled_nodes] for own in texts]
+    reachable = [own.layout.reachable[own.layout.sampled_nodes] for own in texts]
     if call.operations or call.functions_key:
         numbers = np.array([own.numbers for own in rules])
         if len(texts) > 1:
@@ -198,8 +198,7 @@ def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSam
 def _counts(texts: Sequence[SampledText], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`counts` and `columns` of `NodeSampling`: on a CPU few columns, which only a host can ask for."""
     rows = [_counted(own, device) for own in texts]
-    steps = [own.layout.step_tokens(0) for own in texts]
-    tokens = [to_device(np.ascontiguousarray(step.tokens), device) for step in steps]
+    tokens = [to_device(own.layout.step_tokens, device) for own in texts]
     columns = None
     if device.type == "cpu":
         had = [row.nonzero()[:, 0] for row in rows]
@@ -209,10 +208,10 @@ def _counts(texts: Sequence[SampledText], device: torch.device) -> tuple[torch.T
         rows = [row[columns] for row in rows]
         tokens = [torch.searchsorted(columns, own).masked_fill(own >= vocabulary, len(columns)) for own in tokens]
     counts = []
-    for own, row, step, own_tokens in zip(texts, rows, steps, tokens, strict=True):
+    for own, row, own_tokens in zip(texts, rows, tokens, strict=True):
         assert own.sampler.counts is not None
-        visible = step.visible()[own.layout.sampled_tokens]
-        generated = step.positions >= own.sampler.counts.first_generated
+        visible = ancestors(own.layout.step_parents)[own.layout.sampled_tokens]
+        generated = own.layout.step_positions >= own.sampler.counts.first_generated
         counts_nU = row.repeat(len(visible), 1)
         counts.append(counts_at_nodes(counts_nU, own_tokens, to_device(generated, device), to_device(visible, device)))
     return counts[0] if len(counts) == 1 else torch.cat(counts), columns
@@ -222,7 +221,7 @@ def _counted(own: SampledText, device: torch.device) -> torch.Tensor:
     """What the tokens before a text's step count: int32 (V,)."""
     counts = own.sampler.counts
     assert counts is not None
-    num_tokens = int(own.layout.step_tokens(0).positions[0])
+    num_tokens = int(own.layout.step_positions[0])
     if pairs := counts.uncounted(own.text, num_tokens, len(own.text)):
         indices, ones = to_device(np.array(pairs), device).unbind(1)
         counts.counts_QV.view(-1).index_add_(0, indices, ones.to(torch.int32))

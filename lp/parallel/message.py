@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -88,23 +89,7 @@ class Sampled(NamedTuple):
     best: torch.Tensor | None = None
 
 
-class Gathered(NamedTuple):
-    """What all ranks sent in a step.
-
-    Attributes:
-        trees: of all ranks.
-        packed: int64 (R * P,), the messages, which have the top-k logits.
-        stop: why any rank wants to stop.
-        length: rank 0's generated tokens to return then.
-    """
-
-    trees: RankTrees
-    packed: np.ndarray
-    stop: Stop
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MessageShape:
     """What a message has room for.
 
@@ -116,7 +101,7 @@ class MessageShape:
     nodes: int
     num_logits: int
 
-    @property
+    @cached_property
     def size(self) -> int:
         """P, int64s of the message."""
         return HEADER + self.nodes * (1 + self.num_logits)
@@ -175,13 +160,12 @@ def known_part(header: Header, layout: StepLayout, shape: MessageShape) -> np.nd
         int64 (HEADER + B,).
     """
     known = np.zeros(HEADER + shape.nodes, np.int64)
-    _fill_header_and_words(compiled_array(known), *map(int, header), layout.nodes)
+    _fill_header_and_words(compiled_array(known), layout.nodes, layout.num_nodes, *map(int, header))
     return known
 
 
 @jit
-def _fill_header_and_words(message, digest, stop, length, nodes):  # type: ignore[no-untyped-def]
-    count = len(nodes.tokens)
+def _fill_header_and_words(message, nodes, count, digest, stop, length):  # type: ignore[no-untyped-def]
     message[DIGEST], message[STOP], message[LENGTH], message[COUNT] = digest, stop, length, count
     for node in range(count):
         word = max(nodes.parents[node], 0) << PARENT_SHIFT | nodes.tokens[node] << DRAFT_SHIFT
@@ -209,7 +193,7 @@ def pack(header: Header, layout: StepLayout, sampled: Sampled, shape: MessageSha
         return messages[0]
     message = np.zeros(shape.size, np.int64)
     tokens, top_logits = (compiled_array(tensor.numpy()) for tensor in (sampled.tokens, sampled.top_logits))
-    numbers = (*map(int, header), shape.nodes, shape.num_logits)
+    numbers = (layout.num_nodes, *map(int, header), shape.nodes, shape.num_logits)
     _fill_message(compiled_array(message), layout.nodes, tokens, top_logits, *numbers)
     if sampled.best is not None:
         message[BEST:HEADER] = sampled.best.numpy()
@@ -244,13 +228,13 @@ def write(
 
 
 @jit
-def _fill_message(message, nodes, tokens, top_logits, digest, stop, length, num_nodes, num_logits):  # type: ignore[no-untyped-def]
-    _fill_header_and_words(message, digest, stop, length, nodes)
+def _fill_message(message, nodes, tokens, top_logits, count, digest, stop, length, room, num_logits):  # type: ignore[no-untyped-def]
+    _fill_header_and_words(message, nodes, count, digest, stop, length)
     index = 0
-    for node in range(len(nodes.tokens)):
+    for node in range(count):
         if nodes.sampled[node]:
             message[HEADER + node] |= tokens[index] << SAMPLED_SHIFT
-            at = HEADER + num_nodes + node * num_logits
+            at = HEADER + room + node * num_logits
             for k in range(top_logits.shape[1]):
                 message[at + k] = top_logits[index, k]
             index += 1
@@ -263,21 +247,24 @@ def sampled_at_c(messages: np.ndarray) -> int:
 
 def unpack(
     messages: np.ndarray, trees: RankTrees, step: int, rounding: float, name_of: Callable[[int], str] = str
-) -> Gathered:
-    """What all ranks have in their messages.
+) -> tuple[Stop, int]:
+    """Read the messages of all ranks.
 
     Args:
         messages: int64 (R, P), of all ranks.
-        trees: room for theirs, of `MessageShape.room`.
+        trees: gets theirs: room for it, of `MessageShape.room`.
         step: for errors.
         rounding: by what share logits may differ among ranks.
         name_of: what errors call a rank.
+
+    Returns:
+        Why any rank wants to stop, and rank 0's generated tokens to return then.
 
     Raises:
         RuntimeError: ranks' digests differ, so their states do, or what their models compute, or a message has no tree;
             names ranks and step.
     """
-    alike, best_alike, broken, stops, length = _read(trees.compiled(), compiled_array(messages))
+    alike, best_alike, broken, stops, length = _read(trees, compiled_array(messages))
     stop = Stop(stops)
     if not alike and Stop.FAILED not in stop:  # a rank may have failed before it knew its state
         check_digests(messages, step, name_of)
@@ -289,7 +276,7 @@ def unpack(
             "parents first, so the job stops before a wrong token is used; run the same version of this package on "
             "every rank"
         )
-    return Gathered(trees, messages.reshape(-1), stop, length)
+    return stop, length
 
 
 @jit

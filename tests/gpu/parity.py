@@ -98,13 +98,13 @@ def attended(model: PreTrainedModel, attention: str, flip: bool = False) -> dict
     """
     runner = ModelRunner(model, attention, Capture.OFF, probe=False, fused=False)
     first, found = FirstAttention(model), {}
-    cache = runner.new_cache(max(PREFIXES) + max(map(len, layouts().values())))
+    cache = runner.new_cache(max(PREFIXES) + max(layout.num_nodes for layout in layouts().values()))
     runner.prefill(text(max(PREFIXES)), cache, 512)
     for prefix in PREFIXES:
         cache.length = prefix
         for name, layout in layouts().items():
             visible = visible_of(layout)
-            if flip and len(layout) > 2:
+            if flip and layout.num_nodes > 2:
                 visible[-1, 1] = not visible[-1, 1]
             positions = [prefix + at - layout.positions[0] for at in layout.positions]
             tokens = [token % VOCABULARY for token in layout.tokens]

@@ -33,7 +33,7 @@ def _logits(
 ) -> list[torch.Tensor]:
     """Of these layouts behind these prefixes, in an order of their own: what follows a step is of another size."""
     runner = ModelRunner(model, attention, capture, probe=False)
-    cache = runner.new_cache(max(prefixes) + max(map(len, layouts().values())))
+    cache = runner.new_cache(max(prefixes) + max(layout.num_nodes for layout in layouts().values()))
     cases = [(prefix, layouts()[name]) for prefix in prefixes for name in names]
     random.Random(0).shuffle(cases)
     found = []

@@ -95,7 +95,7 @@ def test_layout_positions_and_visibility() -> None:
             assert layout.positions[node] == 20 + j + k
             seen = {node_of(layout, 0, i) for i in range(j + 1)} | {node_of(layout, i, j) for i in range(1, k + 1)}
             assert set(np.flatnonzero(visible[node])) == seen
-    own = range(layout.num_window, len(layout))
+    own = range(layout.num_window, layout.num_nodes)
     assert [layout.tokens[s] for s in own] == [41, 42, 43, 49, 50]  # 100, 200 are column 0's nodes already
     for node in own:
         assert layout.positions[node] == layout.positions[layout.parents[node]] + 1
@@ -116,7 +116,7 @@ def test_a_slice_is_part_of_the_whole_window(n: int, first: int, end: int) -> No
     nodes = [node_of(whole, k, j) for k, j in entries]
     assert [layout.tokens[node] for node in range(layout.num_window)] == [whole.tokens[node] for node in nodes]
     assert [layout.positions[node] for node in range(layout.num_window)] == [whole.positions[node] for node in nodes]
-    tokens, positions, _ = layout.step_tokens(0)
+    tokens, positions = layout.step_tokens, layout.step_positions
     visible = visible_of(layout)
     missing, window = 2, layout.num_window
     assert (
@@ -124,26 +124,26 @@ def test_a_slice_is_part_of_the_whole_window(n: int, first: int, end: int) -> No
     ).all()
     assert visible[missing:, :missing].all() and (visible[:missing] == np.tri(2, len(tokens), dtype=bool)).all()
     assert tokens.tolist() == [7, 8, *layout.tokens] and positions.tolist() == [7, 8, *layout.positions]
-    assert layout.num_tokens == len(tokens) == 2 + len(layout)
+    assert layout.num_tokens == len(tokens) == 2 + layout.num_nodes
     if slice_.num_columns:
         sampling = range(slice_.first_of_last_level, slice_.first_of_last_level + slice_.num_columns)
         assert [layout.tokens[node] for node in sampling] == window_of(6, n).levels[-1][slice_.first : slice_.end] or (
             n == 2 and sampling[0] == 0
         )
         assert set(sampling) <= set(layout.sampled_nodes)
-    reached = {node for node, (k, j) in enumerate(entries) if k == 0 or j == 0} | set(range(window, len(layout)))
-    assert {node for node in range(len(layout)) if layout.reachable(node)} == reached <= set(layout.sampled_nodes)
+    reached = {node for node, (k, j) in enumerate(entries) if k == 0 or j == 0} | set(range(window, layout.num_nodes))
+    assert set(np.flatnonzero(layout.reachable)) == reached <= set(layout.sampled_nodes)
     shares_level_0 = slice_.level_0_nodes > 1
-    assert len(layout) == window + 4 - shares_level_0
-    at_50 = layout.tokens.index(50)
-    assert layout.branch_tokens(at_50) == [1, 50] and layout.reachable(layout.parents[at_50])
+    assert layout.num_nodes == window + 4 - shares_level_0
+    at_50 = layout.tokens.tolist().index(50)
+    assert layout.branch_tokens(at_50) == [1, 50] and layout.reachable[layout.parents[at_50]]
 
 
 def test_a_draft_beyond_the_limit_leaves_the_others_in() -> None:
     """The limit is of positions: a path that is cut there must not cost the paths that come after it."""
     draft = DraftTree([1, 2, 3, 4, 5], [-1, 0, 1, -1, 3])  # two paths: of three tokens, then of two
     layout = StepLayout(window_of(0, 2), WindowSlice(0, 0, 1), draft, 9, 9, 12)
-    paths = [layout.branch_tokens(node) for node in range(layout.num_window, len(layout))]
+    paths = [layout.branch_tokens(node) for node in range(layout.num_window, layout.num_nodes)]
     assert paths == [[1], [1, 2], [4], [4, 5]]
 
 
@@ -151,10 +151,9 @@ def test_a_draft_beyond_the_limit_leaves_the_others_in() -> None:
 def test_padding_is_seen_by_nothing(missing: int) -> None:
     """Tokens that make a step as large as a faster one must not change what the others see."""
     layout = StepLayout(window_of(3, 3), WindowSlice(0, 3, 2), _tree([41, 42]), 5, 9, 10**6, catch_up=[1] * missing)
-    tokens, positions, _ = layout.step_tokens(0)
-    padded = layout.step_tokens(len(tokens) + 4)
-    more_tokens, more_positions, _ = padded
-    visible, more_visible = visible_of(layout), padded.visible()
+    tokens, positions, _ = layout.padded(0)
+    more_tokens, more_positions, more_parents = layout.padded(len(tokens) + 4)
+    visible, more_visible = visible_of(layout), ancestors(more_parents)
     size = len(tokens)
     assert (more_tokens[:size] == tokens).all() and (more_positions[:size] == positions).all()
     assert len(more_tokens) == size + 4
@@ -210,13 +209,13 @@ def test_walk_follows_the_truth_only() -> None:
     """Accepting a child the model did not choose is the one unforgivable fault."""
     layout = layout_of(3, 3, [[1, 2, 3], [4, 5]])
     read = dict.fromkeys(layout.sampled_nodes, 77)
-    assert walk_alone(layout, read)[0].tokens == [77]
-    node = {layout.tokens[s]: s for s in range(layout.num_window, len(layout))}
+    assert walk_alone(layout, read).tokens == [77]
+    node = {int(layout.tokens[s]): s for s in range(layout.num_window, layout.num_nodes)}
     read |= {0: 4, node[4]: 5, node[5]: 6}
-    outcome, own = walk_alone(layout, read)
-    assert (outcome.tokens, own, outcome.accepted) == ([4, 5, 6], [0, node[4], node[5]], 2)
-    assert walk_alone(layout, read, most=0)[0].tokens == [4]
-    assert walk_alone(layout, read, most=1)[0].tokens == [4, 5]
+    outcome = walk_alone(layout, read)
+    assert (outcome.tokens, outcome.own_path, outcome.accepted) == ([4, 5, 6], [0, node[4], node[5]], 2)
+    assert walk_alone(layout, read, most=0).tokens == [4]
+    assert walk_alone(layout, read, most=1).tokens == [4, 5]
 
 
 def test_walk_through_row_0_and_column_0() -> None:
@@ -230,9 +229,9 @@ def test_walk_through_row_0_and_column_0() -> None:
         node_of(layout, 1, 0): 200,
         node_of(layout, 2, 0): 33,
     }
-    outcome, own = walk_alone(layout, read)
+    outcome = walk_alone(layout, read)
     assert outcome.tokens == [1, 200, 33]
-    assert own == [0, 1, node_of(layout, 2, 0)]  # row 0's node stands for both that carry the token
+    assert outcome.own_path == [0, 1, node_of(layout, 2, 0)]  # row 0's node stands for both that carry the token
 
 
 def test_drafts_behind_a_node_are_those_of_its_walk() -> None:
@@ -243,7 +242,7 @@ def test_drafts_behind_a_node_are_those_of_its_walk() -> None:
     nine, four = layout.num_window, layout.num_window + 1
     assert (
         layout.drafts() == {0: [1, 4], 1: [2, 200, 9]}
-        and layout.tokens[nine:] == [9, 4]
+        and layout.tokens[nine:].tolist() == [9, 4]
         and four not in layout.drafts()
     )
     without = StepLayout(window, WindowSlice(1, 3, 3), _tree([1, 9], [4]), 5, 9, 10**6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ import lp
 from lp.draft.layout import StepLayout
 from lp.draft.share import step_tokens
 from lp.draft.tree import DraftTree
+from lp.draft.verify import RankTrees
 from lp.draft.window import LookaheadWindow, WindowSlice
 from lp.parallel import message
-from lp.parallel.message import Gathered, Header, MessageShape, Sampled, Stop
+from lp.parallel.message import Header, MessageShape, Sampled, Stop
 from lp.sampling.sampler import INVALID_TOKEN
 from lp.sampling.top_logits import pack_top_logits, unpack_top_logits
 from tests.layouts import FAR, drawn_ranks, layout_of, path_tree
@@ -25,13 +27,27 @@ LARGEST_TOKEN = INVALID_TOKEN - 1
 ROUNDING = 1e-3
 
 
-def trade(messages: Sequence[torch.Tensor], shape: MessageShape, step: int = 0) -> Gathered:
+class Read(NamedTuple):
+    """What a rank reads in the messages of all: reasons to stop, rank 0's length, and the trees as numpy's arrays."""
+
+    stop: Stop
+    length: int
+    trees: RankTrees
+
+
+def read_of(messages: np.ndarray, shape: MessageShape, step: int = 0) -> Read:
+    trees = shape.room(len(messages))
+    stop, length = message.unpack(messages, trees, step, ROUNDING)
+    return Read(stop, length, RankTrees(*map(np.asarray, trees)))
+
+
+def trade(messages: Sequence[torch.Tensor], shape: MessageShape, step: int = 0) -> Read:
     """What every rank reads in the messages of all, which must not depend on the rank; they must have one size."""
     assert {len(mine) for mine in messages} == {shape.size}
     everyone = torch.stack([*messages]).numpy()
-    by_rank = [message.unpack(everyone, shape.room(len(everyone)), step, ROUNDING) for _ in messages]
+    by_rank = [read_of(everyone, shape, step) for _ in messages]
     for other in by_rank[1:]:
-        assert other.stop == by_rank[0].stop and other.length == by_rank[0].length
+        assert other[:2] == by_rank[0][:2]
         assert (other.trees.counts == by_rank[0].trees.counts).all()
         for rank, count in enumerate(other.trees.counts):  # what lies behind is no message's
             for mine, theirs in zip(by_rank[0].trees[:4], other.trees[:4], strict=True):
@@ -62,7 +78,7 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
         ranks = 1 + seed % 5
         layouts, budget = drawn_ranks(rng, ranks, kinds=rng.choice([3, 2**20]))
         shape = MessageShape(budget, num_logits=rng.choice([0, 0, 1, 3, 16]))
-        assert max(map(len, layouts)) <= budget
+        assert max(layout.num_nodes for layout in layouts) <= budget
         flags = [rng.choice([Stop.NONE, Stop.NONE, Stop.INTERRUPTED, Stop.EOS, Stop.FAILED]) for _ in range(ranks)]
         best = torch.tensor([drawn_top(rng) for _ in range(message.NUM_BEST)])
         given = [sampled_of(rng, layout, shape.num_logits, best) for layout in layouts]
@@ -74,11 +90,11 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
         gathered = trade(messages, shape)
         assert (gathered.stop, gathered.length) == (Stop(sum({int(flag) for flag in flags})), 10)
         trees = gathered.trees
-        assert trees.counts.tolist() == [len(layout) for layout in layouts]
+        assert trees.counts.tolist() == [layout.num_nodes for layout in layouts]
         for rank, layout in enumerate(layouts):
-            size = len(layout)
-            assert trees.tokens[rank, :size].tolist() == layout.tokens, f"seed {seed}"
-            assert trees.parents[rank, 1:size].tolist() == layout.parents[1:], f"seed {seed}"
+            size = layout.num_nodes
+            assert trees.tokens[rank, :size].tolist() == layout.tokens.tolist(), f"seed {seed}"
+            assert trees.parents[rank, 1:size].tolist() == layout.parents[1:].tolist(), f"seed {seed}"
             assert trees.parents[rank, 0] == 0
             sampled, tops = given[rank]
             expected = dict(zip(layout.sampled_nodes, sampled.tokens.tolist(), strict=True))
@@ -89,7 +105,9 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
             first, of_rank, of_node = trees.logits_at.tolist()
             nodes = np.array(layout.sampled_nodes)
             starts = first + rank * of_rank + nodes * of_node
-            read_tops = unpack_top_logits(gathered.packed[starts[:, None] + np.arange(shape.num_logits)])
+            read_tops = unpack_top_logits(
+                torch.stack(messages).view(-1).numpy()[starts[:, None] + np.arange(shape.num_logits)]
+            )
             sent_tops = unpack_top_logits(np.array(tops, np.int64).reshape(len(nodes), shape.num_logits))
             assert read_tops.tokens.tolist() == sent_tops.tokens.tolist()
             assert read_tops.logits.tolist() == sent_tops.logits.tolist()
@@ -153,7 +171,7 @@ def test_a_message_without_a_tree_is_refused(at: int, value: int) -> None:
     sampled = Sampled(torch.arange(3), torch.zeros(3, 1, dtype=torch.int64))
     sent = message.pack(Header(7, Stop.NONE, 0), layout_of(0, 2, [[8, 9]]), sampled, shape)
     messages = torch.stack([sent] * 3).numpy()
-    assert message.unpack(messages, shape.room(3), 4, ROUNDING).trees.counts.tolist() == [3] * 3
+    assert read_of(messages, shape, 4).trees.counts.tolist() == [3] * 3
     messages[1, at] = value
     with pytest.raises(RuntimeError, match="the message of rank 1 at step 4 is no tree of 1 to 5 nodes"):
         message.unpack(messages, shape.room(3), 4, ROUNDING)
@@ -171,7 +189,7 @@ def test_payload_is_small_and_fixed(w: int, n: int, g: int, ranks: int) -> None:
         assert MessageShape(budget, k).size == message.HEADER + budget * (1 + k)
     assert message.HEADER == 8
     full = layout_of(w, n, [])
-    for layout, size in ((full, len(full)), (layout_of(0, n, []), 1)):
+    for layout, size in ((full, full.num_nodes), (layout_of(0, n, []), 1)):
         sent = message.pack(
             Header(7, Stop.NONE, 0), layout, sampled_of(random.Random(0), layout, 1)[0], MessageShape(max(size, 9), 1)
         )

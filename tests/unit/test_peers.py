@@ -98,9 +98,9 @@ def test_paper_paths_lie_side_by_side(cases: Callable[[int, int], range]) -> Non
         tree = PaperPool(config, text).propose(text, g * (n - 1))
         window = LookaheadWindow(w, n, text)
         layout = StepLayout(window, WindowSlice(0, w, n - 1), tree, text[-1], len(text) - 1, 10**6)
-        assert layout.num_window == w * (n - 1) and len(tree) == len(layout) - layout.num_window <= g * (n - 1)
+        assert layout.num_window == w * (n - 1) and len(tree) == layout.num_nodes - layout.num_window <= g * (n - 1)
         assert len(tree) % (n - 1) == 0
-        paths = [range(first, first + n - 1) for first in range(layout.num_window, len(layout), n - 1)]
+        paths = [range(first, first + n - 1) for first in range(layout.num_window, layout.num_nodes, n - 1)]
         for path in paths:  # each begins behind `c`, and no node has two below it
             assert [layout.parents[node] for node in path] == [0, *path[:-1]]
         ngrams = [tuple(layout.tokens[node] for node in path) for path in paths]
@@ -112,9 +112,9 @@ def test_paper_paths_lie_side_by_side(cases: Callable[[int, int], range]) -> Non
                 node: tuple(layout.tokens[s] for s in path_to(layout, node)[1:]) for node in layout.sampled_nodes
             }
             sampled = {node: after.get(branch, 99) for node, branch in branches.items()}
-            outcome, own = walk_alone(layout, sampled, merge=False)
-            assert outcome.tokens == [*ngram, 99] and len(path) == len(own) - 1
-            assert tuple(layout.tokens[node] for node in own[1:]) == ngram
+            outcome = walk_alone(layout, sampled, merge=False)
+            assert outcome.tokens == [*ngram, 99] and len(path) == len(outcome.own_path) - 1
+            assert tuple(layout.tokens[node] for node in outcome.own_path[1:]) == ngram
 
 
 def test_paper_pool_keeps_the_newest() -> None:

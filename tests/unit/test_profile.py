@@ -234,9 +234,10 @@ def test_the_largest_step_is_a_whole_budget(ranks: int, catch_up: int) -> None:
         layout = largest_step(CONFIG, budget, ranks, rank, catch_up)
         assert layout.num_tokens == budget and len(layout.catch_up) == catch_up
         columns += layout.columns.num_columns
-        tokens = layout.step_tokens(budget)[0]
         sampled = sampled_of(layout, budget)
-        assert [tokens[index] for index in sampled] == [layout.tokens[node] for node in layout.sampled_nodes]
+        assert [layout.step_tokens[index] for index in sampled] == [
+            layout.tokens[node] for node in layout.sampled_nodes
+        ]
         assert sampled_of(layout, 5) == [index for index in sampled if index < 5]
     assert columns == 6 or catch_up
     lookup = lp.LookaheadDecoder(tiny_model(), lp.PromptLookupConfig(num_tokens=4))
