@@ -70,9 +70,9 @@ class NGramPool(DraftSource):
         self._free = TokenPrice.free(len(self._tree.tokens))
         self._text = np.zeros(2 * len(prompt) + 1024, np.int64)
         self._length = 0
-        self._extend(prompt)
+        known = self._take_in(prompt, len(prompt))
         if config.prompt_ngrams:
-            self._add_text(0)
+            add_text(tables, self._predictor.context, *known)
 
     def propose(
         self,
@@ -87,7 +87,7 @@ class NGramPool(DraftSource):
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
         """A rank's share of that tree."""
-        self._catch_up(text)
+        self._catch_up(text, len(text))
         rooms = step.rooms
         own = StepInput(
             text=compiled_array(self._text),
@@ -114,68 +114,58 @@ class NGramPool(DraftSource):
         count = len(prompt) - 1
         positions = range(first, first + count)
         samples = StepSamples.of(prompt[:-1], positions, range(-1, count - 1), prompt[1:], top_logits)
-        text = _Text(compiled_array(self._text), first + 1, self._length)
-        self._merge(text, _compiled_samples(samples), self._predictor.sources & 1 << LOGITS)
+        sources = self._predictor.sources & 1 << LOGITS
+        known = compiled_array(self._text)
+        add_samples(self._tables, self._predictor.context, known, first + 1, _compiled_samples(samples), sources)
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:
         """Learn the weights from the step's tokens, then remember what it read and sampled."""
-        known = self._take_in(text, num_new)
-        arrays = _compiled_samples(samples)
-        self._learn(known, samples)
-        self._merge(known, arrays, self._predictor.sources)
+        known = self._learn(text, num_new, samples)
+        predictor, arrays = self._predictor, _compiled_samples(samples)
+        add_samples(self._tables, predictor.context, known.tokens, known.start, arrays, predictor.sources)
 
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None]:
-        """The same, but for what the next proposal can do without; returns what does the rest."""
-        known = self._take_in(text, num_new)
+        """Learn what the next proposal needs; returns what learns the rest."""
+        known = self._learn(text, num_new, samples)
         if len(samples.tokens) > len(self._last_step.older):
             self._last_step = new_last_step(2 * len(samples.tokens))
         arrays = _compiled_samples(samples)
         last_step = self._last_step._replace(samples=arrays)
-        self._predictor = self._predictor._replace(last_step=last_step)
-        self._learn(known, samples)
+        predictor = self._predictor = self._predictor._replace(last_step=last_step)
         index_step(last_step, known.tokens, known.start)
 
         def merge() -> None:
-            self._merge(known, arrays, self._predictor.sources)
+            add_samples(self._tables, predictor.context, known.tokens, known.start, arrays, predictor.sources)
             last_step.counts[0] = 0
 
         return merge
 
-    def _take_in(self, text: Sequence[int], num_new: int) -> _Text:
-        """The text with its new tokens."""
-        self._catch_up(text[: len(text) - num_new])
-        start = self._length
+    def _learn(self, text: Sequence[int], num_new: int, samples: StepSamples) -> _Text:
+        """Take in the step's tokens, and learn from them and from the window; the text as it is now."""
+        self._catch_up(text, len(text) - num_new)
         self._tables.clock[0] += 1
-        self._extend(text[len(text) - num_new :])
-        return _Text(compiled_array(self._text), start, self._length)
-
-    def _learn(self, text: _Text, samples: StepSamples) -> None:
-        """Learn from the new tokens and from the window."""
+        known = self._take_in(text, len(text))
         config, ngrams = self.config, samples.ngrams
         tokens = compiled_ints([token for ngram in ngrams for token in ngram])
         length = len(ngrams[0]) if ngrams else 1
-        _learn(self._tables, self._predictor, text, tokens, length, config.learn, config.output_ngrams)
+        _learn(self._tables, self._predictor, known, tokens, length, config.learn, config.output_ngrams)
+        return known
 
-    def _merge(self, text: _Text, samples: Samples, sources: int) -> None:
-        add_samples(self._tables, self._predictor.context, text.tokens, text.start, samples, sources)
-
-    def _catch_up(self, text: Sequence[int]) -> None:
-        """Take in tokens of steps that were not observed."""
-        start = self._length
-        if start < len(text):
-            self._extend(text[start:])
+    def _catch_up(self, text: Sequence[int], end: int) -> None:
+        """Take in tokens up to `end` of steps that were not observed."""
+        if self._length < end:
+            known = self._take_in(text, end)
             if self.config.output_ngrams:
-                self._add_text(start)
+                add_text(self._tables, self._predictor.context, *known)
 
-    def _add_text(self, start: int) -> None:
-        add_text(self._tables, self._predictor.context, compiled_array(self._text), start, self._length)
-
-    def _extend(self, tokens: Sequence[int]) -> None:
-        end = self._length + len(tokens)
+    def _take_in(self, text: Sequence[int], end: int) -> _Text:
+        """The text up to `end`, with what is new of it."""
+        start = self._length
         if end > len(self._text):
             self._text = np.concatenate([self._text, np.zeros(end, np.int64)])
-        self._text[self._length : end] = tokens
+        self._text[start:end] = text[start:end]
         self._length = end
+        return _Text(compiled_array(self._text), start, end)
 
 
 @jit
