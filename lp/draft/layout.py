@@ -67,16 +67,15 @@ class StepLayout:
         num_tokens: T.
         tokens, positions, parents: int64 (S,); the parent of `c` is -1.
         accept_probs: float64 (S,); 0 where the draft source states none.
-        sampled: bool (S,), whether the node's token is sampled.
         reachable: bool (S,), whether a walk may reach the node: it is in level 0, column 0 or the draft tree.
         drafted_behind: int64 (S,), the node that a walk comes from; -1 where no walk comes, or where another node with
             the same token behind the same node stands for this one.
-        sampled_nodes: the nodes whose token is sampled, ascending.
+        sampled_nodes: int64 (n,), the nodes whose token is sampled, ascending.
         sampled_tokens: where these are among the tokens of the step.
         sampled_positions: their positions.
         step_tokens, step_positions, step_parents: int64 (T,), what the forward pass computes: catch-up tokens, each
             behind the one before, then the nodes.
-        nodes: the first ones, as compiled functions take them.
+        nodes: these arrays as compiled functions take them, with room behind the nodes.
 
     Raises:
         ValueError: as `DraftTree.check`.
@@ -102,7 +101,9 @@ class StepLayout:
         probs = draft.accept_probs if len(draft.accept_probs) else np.zeros(len(draft))
         if not len(draft.parents) == len(probs) == len(draft):  # compiled functions would not notice
             draft.check()
-        ints, flags, accept_probs = np.empty((9, size), np.int64), np.empty((2, size), np.bool_), np.empty(size)
+        ints = np.empty((9, size), np.int64)
+        flags = np.empty((2, size), np.bool_)
+        accept_probs = np.empty(size)
         self.nodes = LayoutNodes(*map(compiled_array, (*ints, *flags, accept_probs)))
         count, num_sampled = _lay_out(
             self.nodes,
@@ -119,17 +120,17 @@ class StepLayout:
             draft.check()
         self.num_nodes: int = count
         self.tokens, self.positions, self.parents, self.drafted_behind = ints[:4, :count]
-        self.sampled, self.reachable = flags[:, :count]
+        self.reachable = flags[0, :count]
         self.accept_probs = accept_probs[:count]
-        sampled_nodes = ints[4, :num_sampled]
-        self.sampled_nodes: list[int] = sampled_nodes.tolist()
-        self.sampled_positions: list[int] = self.positions[sampled_nodes].tolist()
-        self.sampled_tokens = self.sampled_nodes
-        self.step_tokens, self.step_positions, self.step_parents = self.tokens, self.positions, self.parents
+        self.sampled_nodes = ints[4, :num_sampled]
+        self.sampled_positions: list[int] = self.positions[self.sampled_nodes].tolist()
+        self.step_tokens = self.tokens
+        self.step_positions = self.positions
+        self.step_parents = self.parents
         missing = len(catch_up)
         self.num_tokens = missing + self.num_nodes
+        self.sampled_tokens: list[int] = (self.sampled_nodes + missing).tolist()
         if missing:
-            self.sampled_tokens = [missing + node for node in self.sampled_nodes]
             self.step_tokens = np.concatenate([catch_up, self.tokens])
             self.step_positions = np.concatenate([np.arange(position - missing, position), self.positions])
             self.step_parents = np.concatenate([np.arange(-1, missing - 1), self.parents + missing])
@@ -183,8 +184,8 @@ class LayoutNodes(NamedTuple):
     next_sibling: Any
     stands_for: Any  # by node of the window, the node that stands for it
     node_of: Any  # by node of the draft tree, its node here; -1 where it is past the limit
-    sampled: Any  # bool (S,)
     reachable: Any  # bool (S,)
+    sampled: Any  # bool (S,): whether the node's token is sampled
     accept_probs: Any  # float64 (S,)
 
 

@@ -236,7 +236,7 @@ class CapturedTail:
         for own in texts:
             layout, sampler = own.layout, own.sampler
             assert sampler.rules is not None
-            nodes = np.asarray(layout.sampled_nodes)
+            nodes = layout.sampled_nodes
             rows = slice(own.first_row, own.first_row + len(nodes))
             reachable = layout.reachable[nodes]
             inputs.known[own.place] = known_part(own.header, layout, self.shape)

@@ -230,17 +230,15 @@ class Generation:
         self._cross_rope_boundary()
         if self.budget.idle and not self._some_lack:
             assert not self.catch_up
-            layout = self._layout(self._no_columns, NO_DRAFT)
+            c_alone = self._layout(self._no_columns, NO_DRAFT)
             slices = WindowSlices()
-            return StepPart(layout, self._header(NO_DRAFT, slices), slices, NO_DRAFT.merge, 0, plain=True)
+            return StepPart(c_alone, self._header(NO_DRAFT, slices), slices, NO_DRAFT.merge, 0, plain=True)
         slices = self._slice_window()
         columns = slices[self.context.rank]
-
-        def draft() -> tuple[Share, StepLayout]:
-            share = self._propose(slices)
-            return share, self._layout(columns, share.draft)
-
-        share, layout = self.failures.attempt(draft) or (Share(NO_DRAFT), self._layout(columns, NO_DRAFT))
+        share = self.failures.attempt(partial(self._propose, slices)) or Share(NO_DRAFT)
+        layout = self.failures.attempt(partial(self._layout, columns, share.draft))
+        if layout is None:  # this rank has failed, and says so in its message
+            share, layout = Share(NO_DRAFT), self._layout(columns, NO_DRAFT)
         header = self._header(share.common, slices)
         return StepPart(layout, header, slices, share.draft.merge, self.num_logits, plain=False)
 
@@ -356,7 +354,7 @@ class Generation:
         outcome = self.union.walk(self.context.rank, 0 if self._warming_up else self.union.num_nodes)
         position = len(self.text) - 1 + outcome.accepted
         check_sampled(outcome.tokens[-1], len(self.stats), position, self.request.sampler)
-        self.request.sampler.record(layout.sampled_nodes, outcome.own_path)
+        self.request.sampler.record(layout.sampled_nodes.tolist(), outcome.own_path)
         return outcome
 
     def _record(self, outcome: Outcome) -> None:

@@ -129,15 +129,14 @@ class StepSampler:
     def _drafts(self, layout: StepLayout) -> list[list[int]]:
         """The draft tokens behind every sampled node, where the sampler needs them."""
         behind = layout.drafts() if self.sampler.uses_drafts else {}
-        nodes = layout.sampled_nodes
+        nodes = layout.sampled_nodes.tolist()
         return [behind.get(node, []) for node in nodes] if behind else [[]] * len(nodes)
 
     def _branches(self, layout: StepLayout) -> list[list[int] | None]:
         """The tokens behind `c` that processors see of every sampled node; None where no walk can reach it."""
         if self.sampler.prefix_free:
-            reachable = layout.reachable.tolist()
-            return [[] if reachable[node] else None for node in layout.sampled_nodes]
-        return [layout.branch_tokens(node) for node in layout.sampled_nodes]
+            return [[] if reached else None for reached in layout.reachable[layout.sampled_nodes].tolist()]
+        return [layout.branch_tokens(node) for node in layout.sampled_nodes.tolist()]
 
 
 NO_NUMBERS = torch.empty(0, 0, dtype=torch.float64)

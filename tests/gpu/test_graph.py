@@ -43,7 +43,7 @@ def _logits(
             runner.prefill(text(prefix), cache, 512)
         positions = [prefix + at - layout.positions[0] for at in layout.positions]
         tokens = [token % VOCABULARY for token in layout.tokens]
-        found.append(runner.forward(tokens, positions, visible_of(layout), cache, layout.sampled_nodes).clone())
+        found.append(runner.forward(tokens, positions, visible_of(layout), cache, layout.sampled_tokens).clone())
     return found
 
 

@@ -103,12 +103,11 @@ def test_what_is_packed_is_read(cases: Callable[[int, int], range]) -> None:
                 least = max(sent, message.PROBS[-1])
                 assert read == 0 == sent or 2**-0.05 <= read / least <= 2**0.05, "to the nearest of the codes"
             first, of_rank, of_node = trees.logits_at.tolist()
-            nodes = np.array(layout.sampled_nodes)
-            starts = first + rank * of_rank + nodes * of_node
+            starts = first + rank * of_rank + layout.sampled_nodes * of_node
             read_tops = unpack_top_logits(
                 torch.stack(messages).view(-1).numpy()[starts[:, None] + np.arange(shape.num_logits)]
             )
-            sent_tops = unpack_top_logits(np.array(tops, np.int64).reshape(len(nodes), shape.num_logits))
+            sent_tops = unpack_top_logits(np.array(tops, np.int64).reshape(len(starts), shape.num_logits))
             assert read_tops.tokens.tolist() == sent_tops.tokens.tolist()
             assert read_tops.logits.tolist() == sent_tops.logits.tolist()
 
