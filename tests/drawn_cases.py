@@ -295,7 +295,9 @@ PROCESSORS: dict[str, Callable[[Case, str], LogitsProcessor]] = {
     "repetition": lambda case, on: tf.RepetitionPenaltyLogitsProcessor(1.3),
     "no_repeat": lambda case, on: tf.NoRepeatNGramLogitsProcessor(3),
     "bad_words": lambda case, on: tf.NoBadWordsLogitsProcessor([[1], [0, 0]]),
-    "bias": lambda case, on: tf.SequenceBiasLogitsProcessor([[[1], -2.0], [[2, 1], 4.0]]),
+    "bias": lambda case, on: tf.SequenceBiasLogitsProcessor(
+        [[[1], -2.0], [[2 % case.overrides["vocab_size"], 1], 4.0]]
+    ),
     "min_length": lambda case, on: tf.MinLengthLogitsProcessor(30, _some_eos(case), device=on),
     "min_new": lambda case, on: tf.MinNewTokensLengthLogitsProcessor(len(case.ids), 8, _some_eos(case), device=on),
     "forced_eos": lambda case, on: tf.ForcedEOSTokenLogitsProcessor(len(case.ids) + case.new, _some_eos(case), on),

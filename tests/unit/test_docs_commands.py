@@ -17,12 +17,14 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Processes
+from tests.unit.conftest import save_tiny_model
 
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "reproduce.md"]
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:\w+=\S+ )*(?:bash torchrun\.sh|python -m launch|python scripts)[^`]*)`")
 ELSEWHERE = ("model=hf", "model=codellama", "task.path=null", "pip install")  # of the hub, or too large for a CPU
 UNFINISHED = ("APP", "/...", "NAME", "FOLDER", "runs.jsonl", "deepspeed", "gguf")  # the last two are to be compiled
+MODELS = "/models/"  # where the pages have a user's models
 OF_LARGE_MODELS = ("experiment=paper", "experiment=long_texts")
 # Keys that keep a command of each app small; those it sets itself are replaced.
 SMALL = {
@@ -31,6 +33,8 @@ SMALL = {
     "scaling": ["limit=1", "max_new_tokens=8", "repeats=1", "ranks=[1,2]", "projected_ranks=[1,2]"],
     "tune": ["limit=1", "max_new_tokens=8"],
 }
+# Tools take a model of the user's, which is made here, and options.
+OF_TOOLS = {"doctor": [], "ngrams": ["--tokens", "400", "--beginnings", "1"]}
 QUICK = "lp generate prompt_file=my.py decoder=lookahead W=7 N=5 G=7 max_new_tokens=256"
 
 
@@ -94,6 +98,8 @@ def small(command: Command) -> list[str]:
         words = ["bash", str(ROOT / "torchrun.sh"), *(words[2:] or ["launch.generate"])]
     else:
         words = [sys.executable, *words[1:]]
+    if command.app in OF_TOOLS:
+        return [*words, *OF_TOOLS[command.app]]
     limits = SMALL[command.app]
     given = {limit.partition("=")[0] for limit in limits}
     return [*(word for word in words if word.partition("=")[0] not in given), *limits]
@@ -114,7 +120,11 @@ def run(command: Command, folder: Path, processes: Processes) -> None:
     (folder / "humaneval.jsonl").write_text(json.dumps(record) + "\n")
     env = command.env | {"LP_SETUP": "skip", "PYTHON": sys.executable, "LP_RUN_DIR": str(folder / "run")}
     env |= {"LP_DATA": str(folder)} if "LP_DATA" in command.env else {}
-    ran = processes.run(small(command), env, timeout_s=500, cwd=folder)
+    words = small(command)
+    if any(word.startswith(MODELS) for word in words):
+        save_tiny_model(folder / "model")
+        words = [str(folder / "model") if word.startswith(MODELS) else word for word in words]
+    ran = processes.run(words, env, timeout_s=500, cwd=folder)
     assert ran.returncode == 0, f"{command.page}: {command.line}\n{ran.stdout[-1500:]}\n{ran.stderr[-1500:]}"
 
 

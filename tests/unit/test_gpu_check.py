@@ -57,11 +57,12 @@ def test_the_dry_run_of_a_stage_goes_all_the_way(processes: Processes, tmp_path:
     own = {"t(1) / (weights / copy speed)", "t(16) / (weights / copy speed)", "weights / copy speed, ms"}
     own |= {"host and exchange / step", "first call beyond later ones, s", "tokens/s, plain", "tokens/s, lookahead"}
     own |= {"tokens/s, transformers generate"}
+    texts = Path(os.environ.get("LP_REAL_MODEL") or "demo").name  # the model of the stages whose texts count
     expected = {
         "facts": {"copy, 1 GiB", "qkv, 64 rows", "qkv, 1 rows and 64", "norm", "7b, T=1, L=32, as chosen", "t(64)"},
         "half": half,
-        "profile": {f"codellama_7b, {name}" for name in own} | {"demo, float32, hf_generate, texts that differ"},
-        "bench": {f"demo, float32, {name}, tokens/s" for name in ("lookahead_auto", "plain", "prompt_lookup")},
+        "profile": {f"codellama_7b, {name}" for name in own} | {f"{texts}, float32, hf_generate, texts that differ"},
+        "bench": {f"{texts}, float32, {name}, tokens/s" for name in ("lookahead_auto", "plain", "prompt_lookup")},
         "several": {"codellama_7b, R=2: step, ms", "codellama_7b, R=2: exchange / step"},
         "large": {name.replace("bfloat16", "float32") for name in half},
     }[stage]
