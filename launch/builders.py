@@ -42,6 +42,10 @@ def decoder_builders(config: Common, names: Iterable[str]) -> Builders:
     ):
         if value not in known:
             raise UserError(f"attention.{key} is {value!r}; it must be one of {', '.join(known)}")
+    if config.exact not in list(lp.Exact):
+        raise UserError(f"exact is {config.exact!r}; it must be one of {', '.join(lp.Exact)}")
+    if config.exact == lp.Exact.BITWISE and config.decoder.name == ORACLE:
+        raise UserError(f"exact=bitwise is of this engine, and decoder={ORACLE} is transformers' own; choose another")
     if config.decoder.name not in decoder_names():
         chosen = config.decoder.name
         raise UserError(f"decoder.name is {chosen!r}; choose with decoder=<one of {', '.join(decoder_names())}>")
@@ -83,15 +87,16 @@ def measured(decoder: D) -> D:
 
 
 def _builder(name: str, config: Common) -> Builder:
-    attention, capture = config.attention.name, config.attention.capture
+    attention, capture, exact = config.attention.name, config.attention.capture, config.exact
     if name == ORACLE:
         return lambda model, context: lp.AutoregressiveDecoder(model, context)
     if name == PLAIN:
-        return lambda model, context: measured(lp.PlainDecoder(model, context, attention, capture))
+        return lambda model, context: measured(lp.PlainDecoder(model, context, attention, capture, exact))
     settings = _settings(name, config)
     source_of(settings).factory(settings)  # a package that is missing is refused before the model is loaded
     again = MEASURE if config.measure_step_times else None
-    return lambda model, context: measured(lp.LookaheadDecoder(model, settings, context, attention, capture, again))
+    own = attention, capture, again, exact
+    return lambda model, context: measured(lp.LookaheadDecoder(model, settings, context, *own))
 
 
 def _settings(name: str, config: Common) -> DraftConfig:

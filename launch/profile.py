@@ -150,7 +150,9 @@ def _methods(
             break
         decoders[config.decoder.name + suffix] = decoder
         backend = variant.attention
-        decoders[PLAIN + suffix] = measured(lp.PlainDecoder(model, context, backend.name, backend.capture))
+        decoders[PLAIN + suffix] = measured(
+            lp.PlainDecoder(model, context, backend.name, backend.capture, config.exact)
+        )
     methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
     return {TRANSFORMERS: partial(transformers_greedy, model, ids, tokens), **methods}
 

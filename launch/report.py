@@ -156,6 +156,7 @@ def describe(session: Session[Any]) -> dict[str, Any]:
         "ranks": session.context.world_size,
         "exact": all(runner.exact for runner in runners),
         "attention": str(runners[0].attention) if runners else None,
+        "bitwise": bool(runners) and all(runner.widths for runner in runners),
         "captured": bool(runners and runners[0].captured),
         **({"W": shapes[0].window_size, "N": shapes[0].ngram_size, "G": shapes[0].guess_set_size} if shapes else {}),
         "sampling": session.sampling and asdict(session.sampling),
@@ -216,6 +217,8 @@ def caption(report: Report) -> str:
     parts = [model, f"threads: {s['threads']}", f"ranks: {s['ranks']}"]
     if s["attention"]:
         parts.append(f"attention: {s['attention']}")
+    if s["bitwise"]:
+        parts.append("bit for bit plain decoding's logits")
     if s["captured"]:
         parts.append("captured")
     if "W" in s:

@@ -365,7 +365,8 @@ def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
         return decoder
     shape = decoder.config
     shape = replace(shape, window_size=shape.window_size * factor, guess_set_size=shape.guess_set_size * factor)
-    return measured(lp.LookaheadDecoder(bench.loaded.model, shape, None, attention.name, attention.capture))
+    settings = attention.name, attention.capture, None, bench.config.exact
+    return measured(lp.LookaheadDecoder(bench.loaded.model, shape, None, *settings))
 
 
 def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, table: bool) -> None:

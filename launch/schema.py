@@ -193,6 +193,7 @@ class Common:
     max_new_tokens: int = 128
     stop_strings: list[str] = field(default_factory=list)
     seed: int | None = 0
+    exact: str = "auto"
     measure_step_times: bool = False
 
 

@@ -49,7 +49,9 @@ def tune(config: TuneConfig) -> None:
     def build(shape: lp.LookaheadConfig) -> lp.LookaheadDecoder:
         again = MEASURE if config.measure_step_times and shape.adaptive else None
         attention = config.attention
-        decoder = measured(lp.LookaheadDecoder(model, shape, context, attention.name, attention.capture, again))
+        decoder = measured(
+            lp.LookaheadDecoder(model, shape, context, attention.name, attention.capture, again, config.exact)
+        )
         warm_up({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)})  # Ctrl-C ends it too
         return decoder
 

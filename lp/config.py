@@ -47,6 +47,17 @@ class Capture(StrEnum):
     COMPILE = "compile"
 
 
+class Exact(StrEnum):
+    """What lookahead leaves as plain decoding has it: `tokens`, but for what rounding decides, or all bits of logits.
+
+    `auto` is `tokens` so far.
+    """
+
+    AUTO = "auto"
+    TOKENS = "tokens"
+    BITWISE = "bitwise"
+
+
 _RESOLVED: Any = None  # the default of a field that __post_init__ fills in
 
 

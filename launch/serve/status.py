@@ -69,6 +69,7 @@ def status_routes(served: Served) -> APIRouter:
             "default_generation_settings": {"n_ctx": served.context},
             "plain_tokens_per_s": 1 / times.plain_s if times else None,
             "ranks": served.loop.context.world_size,
+            "exact": served.loop.decoder.exact,
         }
 
     @router.get("/docs", include_in_schema=False)

@@ -160,6 +160,7 @@ class AttentionBackend:
         takes_pools: on a GPU, captured steps of several sequences read the keys of each one alone; else all slots of
             the pool, with a mask.
         capture_obstacle: why its steps cannot be captured; None: they can.
+        depth: positions behind the cached ones that a step may reach; None: any number.
     """
 
     implementation: str
@@ -171,6 +172,7 @@ class AttentionBackend:
     takes_parts: bool = False
     takes_pools: bool = False
     capture_obstacle: str | None = None
+    depth: int | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name

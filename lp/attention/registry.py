@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 # Backends of this package, each in the module of its name. They are imported when they are first used: torch and
 # transformers take seconds, and the apps' `--help` needs only the names.
-BUILT_IN = ("sdpa", "eager", "flash", "flex")
+BUILT_IN = ("sdpa", "eager", "flash", "flex", "by_position")
 Backend = TypeVar("Backend", bound="type[AttentionBackend]")
 _backends: dict[str, AttentionBackend] = {}
 

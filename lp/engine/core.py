@@ -250,7 +250,7 @@ class EngineCore:
             self._end_waiting(handle, error)
             return
         # An error here ends the engine: the caches of other texts lie in the same memory, and may be half moved.
-        slots = cache_slots(request, beginning.budget)
+        slots = cache_slots(request, beginning.budget) + self.decoder.runner.most_padding
         cache, handle.reused = self._caches.take(slots, request.prompt, self._reusable)
         if by_itself:
             cache = self._caches.captured(cache)

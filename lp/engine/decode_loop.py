@@ -121,7 +121,8 @@ class Generation:
         self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
         self.trees = self.message_shape.room(context.world_size)
         self.union = UnionTree(context.world_size, budget.step_tokens)
-        self.rounding = logit_rounding(runner.model) if context.world_size > 1 else 0.0
+        bitwise = bool(runner.widths)
+        self.rounding = 0.0 if context.alone or bitwise else logit_rounding(runner.model)
         self.cache = cache
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
         self.catch_up_counts = np.zeros(context.world_size, np.int64)  # how many every rank lacks
@@ -287,10 +288,17 @@ class Generation:
             self.catch_up_counts[:] = 0
             self._some_lack = False
 
+    def _limit_at(self, position: int) -> int:
+        """Positions below it may be used by a step whose `c` is at this one: the same on every rank."""
+        limit = self.request.limit_at(position)
+        if (depth := self.runner.backend.depth) is not None:  # behind what the rank has cached that lacks most
+            limit = min(limit, position - int(self.catch_up_counts.max()) + depth + 1)
+        return limit
+
     def _slice_window(self) -> WindowSlices:
         """The window's columns of every rank, beside its catch-up tokens, as far as the context goes."""
         position = len(self.text) - 1
-        room = self.request.limit_at(position) - position - (self.config.ngram_size - 2)
+        room = self._limit_at(position) - position - (self.config.ngram_size - 2)
         columns = max(min(self.window.window_size, room), 0)
         enough = columns * self.config.ngram_size  # for all of them, so that most steps have the same rooms
         rooms = np.minimum(self.budget.step_tokens - self.catch_up_counts, enough)
@@ -314,7 +322,7 @@ class Generation:
 
     def _layout(self, columns: WindowSlice, draft: DraftTree) -> StepLayout:
         position = len(self.text) - 1
-        limit = self.request.limit_at(position)
+        limit = self._limit_at(position)
         layout = StepLayout(self.window, columns, draft, self.text[-1], position, limit, self.catch_up)
         if layout.num_nodes > self.message_shape.nodes:  # compiled code would write beyond the message
             raise UserError(

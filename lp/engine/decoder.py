@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from lp.checks import check_callback, check_int, check_kind, flat_list
+from lp.config import Exact
 from lp.engine.inputs import (
     Eos,
     Prompt,
@@ -276,10 +277,16 @@ class Decoder:
     def complete(self, output: GenerationOutput, request: Request) -> None:
         """Add what was asked for besides the tokens."""
         output.attention = self.attention
+        output.exact = self.exact
         output.seed = request.seed
         if isinstance(request.sampler, RecordingSampler):
             output.logits = request.sampler.recorded("logits", len(output.tokens))
             output.scores = request.sampler.recorded("scores", len(output.tokens))
+
+    @property
+    def exact(self) -> Exact:
+        """The mode that its texts are made in."""
+        return Exact.TOKENS
 
     @property
     def attention(self) -> str:

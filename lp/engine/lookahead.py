@@ -13,7 +13,7 @@ from lp.budget.explain import describe_budget, describe_steps
 from lp.budget.policy import AdaptiveBudget, Budget, FixedBudget
 from lp.budget.step_times import StepTimes
 from lp.compile_cache import complete_in_background
-from lp.config import Capture, LookaheadConfig
+from lp.config import Capture, Exact, LookaheadConfig
 from lp.digest import chain_digest, text_digest
 from lp.draft.grammar_drafts import GrammarDrafts
 from lp.draft.prediction import Prediction
@@ -27,10 +27,10 @@ from lp.engine.output import StepStats, StepTimer
 from lp.engine.request import Request
 from lp.engine.step_timing import GivenStepTimes, KnownStepTimes
 from lp.errors import UserError
+from lp.models.bitwise import check_step_tokens, runner_for
 from lp.models.digests import model_digests
 from lp.models.kv_cache import StaticKVCache
 from lp.models.loader import vocabulary_size
-from lp.models.runner import runner_of
 from lp.models.vocabulary import embedded_tokens
 from lp.parallel.agreement import check_same
 from lp.parallel.context import ParallelContext
@@ -49,10 +49,13 @@ class LookaheadDecoder(BatchDecoder):
         config: LookaheadConfig, or that of another registered draft source, such as PromptLookupConfig; None is
             LookaheadConfig(), whose steps take what pays on this machine.
         context: the ranks to share each step with; None is this process alone.
-        attention: "auto", or a backend's name: "sdpa", "eager", "flash", "flex"; the model itself stays as loaded.
+        attention: "auto", or a backend's name: "sdpa", "eager", "flash", "flex", "by_position"; the model itself stays
+            as it was loaded.
         capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
         step_times: for an adaptive config; None takes those that the user's cache folder has, or begins with a guess by
             one layer, and corrects them by the steps of every text; "measure" begins anew, whatever is known.
+        exact: "auto", "tokens" or "bitwise": whether logits are plain decoding's up to rounding, or bit for bit
+            (`lp.models.bitwise` has what that takes).
 
     Attributes:
         settings: the config as it was given, which ranks must agree on.
@@ -75,6 +78,7 @@ class LookaheadDecoder(BatchDecoder):
         attention: str = "auto",
         capture: str = "auto",
         step_times: StepTimes | str | None = None,
+        exact: str = Exact.AUTO,
     ) -> None:
         super().__init__(model, context)
         self.settings: DraftConfig = LookaheadConfig() if config is None else config
@@ -82,7 +86,7 @@ class LookaheadDecoder(BatchDecoder):
         self.config = self.settings.shape()
         if capture not in list(Capture):
             raise UserError(f"capture is {capture!r}; it must be one of {[str(choice) for choice in Capture]}")
-        self.runner = runner_of(model, attention, Capture(capture))
+        self.runner = runner_for(model, attention, Capture(capture), exact)
         complete_in_background()
         self.merges_late = self.runner.beside_host
         self._last: list[StepStats] = []
@@ -99,6 +103,7 @@ class LookaheadDecoder(BatchDecoder):
             self._step_times = KnownStepTimes(self.runner, self.config, self.context, again=step_times == MEASURE)
         else:
             FixedBudget(self.config, self.context.lp.world_size)  # refused now, not when a text is there
+        check_step_tokens(self.runner, step_tokens(self.config))
 
     def budget(self, source: DraftSource, temperature: float = 0.0, texts: int = 1) -> Budget:
         """What steps take, made anew for every call.
@@ -167,7 +172,7 @@ class LookaheadDecoder(BatchDecoder):
         """Digests of what ranks must agree on, by name."""
         asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
-        asked |= {"context limit": request.limit, "step time table": self.step_times}
+        asked |= {"exact": str(self.exact), "context limit": request.limit, "step time table": self.step_times}
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         digests["prediction"] = chain_digest(0, request.prediction)
         digests |= self.factory.digests(self._model_folder, vocabulary_size(self.model))
@@ -181,7 +186,8 @@ class LookaheadDecoder(BatchDecoder):
     @property
     def most_step_tokens(self) -> int:
         """Of a rank and a text, with padding."""
-        return self.step_times.max_tokens if self.step_times else step_tokens(self.config)
+        own = self.step_times.max_tokens if self.step_times else step_tokens(self.config)
+        return own + self.runner.most_padding
 
     def check(self, request: Request) -> None:
         if not self.context.alone:

@@ -114,6 +114,7 @@ class GenerationOutput:
         accepted_prediction: tokens of the caller's prediction that were accepted as draft tokens.
         attention: what computed it, such as "flash", the backend that `auto` took, or "transformers' sdpa" of plain
             decoding; empty where nothing was computed.
+        exact: "bitwise" where the logits are bit for bit those of plain decoding in that mode, else "tokens".
         seed: of a text that was sampled, given or drawn; None of a greedy one.
     """
 
@@ -129,6 +130,7 @@ class GenerationOutput:
     reused: int = 0
     accepted_prediction: int = 0
     attention: str = ""
+    exact: str = "tokens"
     seed: int | None = None
 
     @property

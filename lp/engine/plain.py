@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from lp.budget.policy import FixedBudget
-from lp.config import Capture, LookaheadConfig
+from lp.config import Capture, Exact, LookaheadConfig
 from lp.draft.source import DraftSource, TokenPrice
 from lp.draft.tree import DraftTree
 from lp.draft.window import WindowDrafts
@@ -20,8 +20,8 @@ from lp.engine.decode_loop import Beginning, Generation
 from lp.engine.memory import remedy_named
 from lp.engine.output import StepTimer
 from lp.engine.request import Request
+from lp.models.bitwise import runner_for
 from lp.models.kv_cache import StaticKVCache
-from lp.models.runner import runner_of
 from lp.parallel.context import ParallelContext
 
 ONE_TOKEN = LookaheadConfig(window_size=0, ngram_size=2, guess_set_size=0)
@@ -33,7 +33,7 @@ class PlainDecoder(BatchDecoder):
     Args:
         model: an HF causal LM, loaded and on its device.
         context: whose rank 0 draws the seed, if none is given; None is this process alone.
-        attention, capture: as in `LookaheadDecoder`.
+        attention, capture, exact: see `LookaheadDecoder`; with exact="bitwise" both give the same logits bit for bit.
 
     Raises:
         ValueError: a model that `LookaheadDecoder` refuses; `AutoregressiveDecoder` takes it.
@@ -47,9 +47,10 @@ class PlainDecoder(BatchDecoder):
         context: ParallelContext | None = None,
         attention: str = "auto",
         capture: str = "auto",
+        exact: str = Exact.AUTO,
     ) -> None:
         super().__init__(model, context)
-        self.runner = runner_of(model, attention, Capture(capture))
+        self.runner = runner_for(model, attention, Capture(capture), exact)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: one token a step, attention {self.attention}>"
@@ -66,8 +67,8 @@ class PlainDecoder(BatchDecoder):
 
     @property
     def most_step_tokens(self) -> int:
-        """One token a step."""
-        return 1
+        """One token a step, and padding."""
+        return 1 + self.runner.most_padding
 
     def begin(self, request: Request, texts: int = 1) -> Beginning:
         """Nothing to draft, and nothing to decide."""

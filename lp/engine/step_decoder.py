@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from lp.budget.step_times import StepTimes
+from lp.config import Exact
 from lp.engine.decode_loop import Beginning, Generation
 from lp.engine.decoder import Decoder
 from lp.engine.output import StepStats, StepTimer
@@ -33,6 +34,11 @@ class StepDecoder(Decoder, ABC):
     @abstractmethod
     def most_step_tokens(self) -> int:
         """Tokens that a step of one text may have on a rank."""
+
+    @property
+    def exact(self) -> Exact:
+        """The mode that its texts are made in."""
+        return Exact.BITWISE if self.runner.widths else Exact.TOKENS
 
     @property
     def step_times(self) -> StepTimes | None:

@@ -255,7 +255,7 @@ class CapturedSteps:
 
         Args:
             cache: all that it reads and writes: one sequence's, or all slots of a pool.
-            shape: of its block.
+            shape: what its block has room for.
 
         Raises:
             CaptureFailed: it can't be captured.

@@ -6,24 +6,17 @@ the layer counts as often as the model has layers.
 
 from __future__ import annotations
 
-import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from lp.attention.registry import set_attention
 from lp.models.clock import clock_of
-from lp.models.fused import FusedModel
-from lp.models.recurrent_layers import tree_forward
 from lp.models.runner import ModelRunner
+from lp.models.shallow import shallow_runner
 from lp.models.sharded_layers import replica_of
-from lp.models.view import ModelView
 
-logger = logging.getLogger(__name__)
 # Tokens of the passes. Libraries have kernels of their own for one token and for a few; on some processors bfloat16 is
 # slow below 32 (docs/budget.md).
 TIMED_SIZES = (1, 2, 8, 48)
@@ -42,7 +35,7 @@ def time_passes(runner: ModelRunner, sizes: tuple[int, ...] = TIMED_SIZES) -> di
     """
     clock = clock_of(runner.device)
     shallow = _Shallow(runner, clock)
-    divided = replica_of(runner.model) is not None  # then all of its ranks must run the same passes
+    divided = replica_of(runner.model).size > 1  # then all of its ranks must run the same passes
     fastest: dict[int, float] = {}
     start = clock()
     with torch.inference_mode():
@@ -66,31 +59,8 @@ class _Shallow:
 
     def __init__(self, runner: ModelRunner, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._num_layers: int = runner.config.num_hidden_layers
         self._layer_s = 0.0
-        self._runner = copy.copy(runner)
-        self._runner.captured = None
-        self._runner.forget_kinds()
-        if isinstance(runner.network, FusedModel):
-            self._runner.network = runner.network.first_layer(self._timed)
-            return
-        view = ModelView(runner.original, tree_forward).model
-        set_attention(view, runner.backend)
-        self._runner.model = self._runner.network = view
-        if not self._cut(view):
-            self._num_layers = 1
-            logger.info("whole passes are timed: no list of layers was found in %s", type(view).__name__)
-
-    def _cut(self, view: nn.Module) -> bool:
-        """Leave the first layer; whether the layers were found."""
-        lists = (module for module in view.modules() if isinstance(module, nn.ModuleList))
-        layers = next((each for each in lists if len(each) == self._num_layers), None)
-        if layers is None:
-            return False
-        first = layers[0]
-        vars(first)["forward"] = self._timed(first.forward)
-        layers._modules = {"0": first}
-        return True
+        self._runner, self._num_layers = shallow_runner(runner, self._timed)
 
     def _timed(self, layer: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **keywords: Any) -> Any:
@@ -104,7 +74,7 @@ class _Shallow:
     def pass_s(self, num_tokens: int, num_logits: int) -> float:
         """Seconds of a pass of the whole model, with logits of so many tokens."""
         runner = self._runner
-        cache = runner.cache_without_buffers(num_tokens)
+        cache = runner.cache_without_buffers(runner.padded(num_tokens))
         visible = np.tri(num_tokens, dtype=bool)
         tokens = range(num_tokens)
         self._layer_s = 0.0

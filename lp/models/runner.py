@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lp.attention.base import AttentionBackend, ForestView, StepView
 from lp.attention.masks import StepMasks, named_kinds
 from lp.attention.registry import AUTO, backends_to_try, set_attention
-from lp.config import Capture
+from lp.config import Capture, Exact
 from lp.errors import UserError
 from lp.models.captured_step import CapturedStep
 from lp.models.captured_steps import CapturedSteps, capture_mode
@@ -58,11 +58,14 @@ class _Kept(dict[tuple[Any, ...], "ModelRunner"]):
         return dict, ()  # so that a saved model can be loaded without this package
 
 
-def runner_of(model: PreTrainedModel, attention: str = AUTO, capture: Capture = Capture.AUTO) -> ModelRunner:
+def runner_of(
+    model: PreTrainedModel, attention: str = AUTO, capture: Capture = Capture.AUTO, exact: Exact = Exact.TOKENS
+) -> ModelRunner:
     """The model's runner with these settings: one for all its decoders, so that steps are captured once.
 
     Args:
         model, attention, capture: as of `ModelRunner`.
+        exact: runners of different modes are different ones.
 
     Raises:
         ValueError: as `ModelRunner`.
@@ -74,7 +77,7 @@ def runner_of(model: PreTrainedModel, attention: str = AUTO, capture: Capture = 
         weights = (model.dtype, model.get_input_embeddings().weight.device)
         for key in [key for key in kept if key[-2:] != weights]:
             _free(kept.pop(key))
-        key = (attention, capture, model.config._attn_implementation, *weights)
+        key = (attention, capture, exact, model.config._attn_implementation, *weights)
         if key not in kept:
             kept[key] = ModelRunner(model, attention, capture)
         return kept[key]
@@ -113,6 +116,7 @@ class ModelRunner:
         network: what steps call: `model`, or fused layers over its weights.
         backend: of attention, the one that `auto` or the caller chose.
         captured: runs captured steps; None where they are not.
+        widths: how many tokens a pass may have, ascending: others are padded (`lp.models.bitwise`); empty: any number.
         step_times: what decoders know of them, by all that they depend on (`lp.engine.step_timing`).
         exact: False for a quantised model whose kernels let tokens of a step change each other; a warning says so.
 
@@ -139,6 +143,9 @@ class ModelRunner:
             warnings.warn(f"tokens may differ from plain decoding's: {inexact}", stacklevel=2)
         self.boundary = rope_boundary(self.config)
         self._lock = threading.Lock()
+        self.widths: tuple[int, ...] = ()
+        self._ask_widths: Callable[[ModelRunner], tuple[int, ...]] | None = None
+        self._asked_threads = 0  # that torch ran with then
         self.step_times: dict[str, Any] = {}
         self._known: dict[StatesKind, int] = {}  # as of StaticKVCache
         self._knows_all = False  # a whole pass has run
@@ -259,6 +266,26 @@ class ModelRunner:
             ValueError: its config is now one that a tree-shaped step can't be exact for.
         """
         check_supported(self.original.config)
+        if self._follow_weights() or torch.get_num_threads() != self._asked_threads:
+            self._find_widths()
+
+    def keep_widths(self, ask: Callable[[ModelRunner], tuple[int, ...]]) -> None:
+        """Pad passes to widths that are asked for now, and again where weights or threads are others.
+
+        Args:
+            ask: gives `widths`.
+        """
+        if self._ask_widths is None:
+            self._ask_widths = ask
+            self._find_widths()
+
+    def _find_widths(self) -> None:
+        if self._ask_widths:
+            self.widths = self._ask_widths(self)
+            self._asked_threads = torch.get_num_threads()
+
+    def _follow_weights(self) -> bool:
+        """Take up what has been changed on the model; whether anything has."""
         with self._lock:
             if self._view.follow():
                 self.model = self._view.model
@@ -266,7 +293,7 @@ class ModelRunner:
                 set_attention(self.model, self.backend)
                 self.boundary = rope_boundary(self.config)
             elif model_state(self.model) == self._state:
-                return
+                return False
             before, weights = self.captured, (self.masks.dtype, self.device)
             self._take_up_weights()
             if (self.masks.dtype, self.device) != weights:
@@ -274,6 +301,7 @@ class ModelRunner:
             self.captured = self._captured_steps(self._mode) if self._mode and not self.boundary else None
             if before and not before.reserved:  # else its text still has it
                 before.release()  # its graphs and it hold each other
+        return True
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
         replica = replica_of(self.model)
@@ -306,7 +334,7 @@ class ModelRunner:
         if not self._knows_all:
             known = self._known
             with torch.inference_mode():
-                self.prefill([0], self.cache_without_buffers(1), 1)
+                self.prefill([0], self.cache_without_buffers(self.padded(1)), 1)
             self._knows_all = self._known is known  # else another thread has found other weights meanwhile
         return dict(self._known)
 
@@ -360,8 +388,21 @@ class ModelRunner:
             cache.commit(range(count))
             start += count
 
+    def padded(self, num_tokens: int) -> int:
+        """How many tokens a pass of so many computes."""
+        if not self.widths:
+            return num_tokens
+        return next(width for width in self.widths if width >= num_tokens)
+
+    @property
+    def most_padding(self) -> int:
+        """Tokens that a pass may be padded by."""
+        return max((next_ - width - 1 for width, next_ in itertools.pairwise((0, *self.widths))), default=0)
+
     def prompt_chunk(self, left: int, chunk: int) -> int:
         """How many tokens of a prompt a pass is to cache: about `chunk` of the `left` ones."""
+        if self.widths:
+            chunk = min(chunk, self.widths[-1])
         if not self.recurrent:
             return min(left, chunk)
         count = min(left, max(chunk, 3))  # one token behind others may be computed otherwise: see limits_prompt
@@ -476,7 +517,8 @@ class ModelRunner:
             return self._whole(self.captured.run_unread(step)[: len(logits_indices)], whole)
         if self.boundary:
             self._forget_growth(cache)
-        return self._whole(self._computed([tree], visible), whole)
+        logits = self._computed([tree], None if self.widths else visible)
+        return self._whole(logits[: max(len(logits_indices), 1)], whole)
 
     def forward_trees(self, trees: Sequence[TreePass], capture: bool = False) -> PassLogits:
         """Compute the trees of one or more sequences in one pass; each one's KV is written to its own cache.
@@ -488,6 +530,10 @@ class ModelRunner:
             capture: it is a step of one sequence, of which there will be many.
         """
         counts = [len(tree.logits_indices) for tree in trees]
+        if self.widths:
+            passes = _within(trees, self.widths[-1])
+            rows = [self._computed(part)[: sum(len(tree.logits_indices) for tree in part)] for part in passes]
+            return PassLogits(torch.cat(rows), counts)
         if capture and self.captured and (step := self.staged(trees[0])):
             return PassLogits(step.run(), counts, step)
         if self.boundary:
@@ -500,6 +546,9 @@ class ModelRunner:
         Args:
             visible: which tokens those of a single sequence see, where that is no tree's.
         """
+        if self.widths:
+            num_tokens = sum(len(tree.tokens) for tree in trees)
+            trees = [*trees[:-1], trees[-1].padded(self.padded(num_tokens) - num_tokens)]
         sizes = [len(tree.tokens) for tree in trees]
         starts = [*itertools.accumulate(sizes, initial=0)]
         tokens, positions = _joined([tree.tokens for tree in trees]), _joined([tree.positions for tree in trees])
@@ -514,8 +563,9 @@ class ModelRunner:
         indices = [start + index for start, tree in zip(starts, trees, strict=False) for index in tree.logits_indices]
         # A number: those of all tokens, which need no gathering. For the last ones, too, a number would do; but Gemma 4
         # then drops the others before it applies the mask. A model gives at least one.
+        indices += [0] * (self.padded(len(indices) or 1) - len(indices))
         keeps_all = indices == [*range(starts[-1])]
-        logits_to_keep = len(indices) if keeps_all else to_device(indices or [0], self.device)
+        logits_to_keep = len(indices) if keeps_all else to_device(indices, self.device)
         output = self.network(
             input_ids=ids_1T,
             position_ids=positions_1T,
@@ -555,6 +605,19 @@ class PassLogits(NamedTuple):
     def each(self) -> list[torch.Tensor]:
         """Those of every sequence."""
         return list(self.rows[: sum(self.counts)].split(self.counts))
+
+
+def _within(trees: Sequence[TreePass], most: int) -> list[list[TreePass]]:
+    """The trees of one pass after the other, of so many tokens at most."""
+    passes: list[list[TreePass]] = []
+    left = 0
+    for tree in trees:
+        if not passes or left < len(tree.tokens):
+            passes.append([])
+            left = most
+        passes[-1].append(tree)
+        left -= len(tree.tokens)
+    return passes
 
 
 def _joined(rows: Sequence[Sequence[int] | np.ndarray]) -> Sequence[int] | np.ndarray:

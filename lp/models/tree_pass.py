@@ -29,6 +29,16 @@ class TreePass(NamedTuple):
     logits_indices: Sequence[int]
     chain: bool = False
 
+    def padded(self, count: int) -> TreePass:
+        """This pass with so many tokens more, which nothing sees and nothing is sampled at."""
+        if count <= 0:
+            return self
+        return self._replace(
+            tokens=[*self.tokens, *[0] * count],
+            positions=[*self.positions, *[self.positions[0]] * count],
+            parents=[*self.parents, *[-1] * count],
+        )
+
     def visible(self) -> np.ndarray:
         """Bool (T, T), which tokens of the pass each one sees."""
         return ancestors(self.parents)

@@ -109,7 +109,7 @@ def test_apps_know_a_new_backend_without_a_config_file(loop: None) -> None:
 
 
 def test_names_are_checked(loop: None) -> None:
-    assert attention_choices() == ["auto", "sdpa", "eager", "flash", "flex", "loop"]
+    assert attention_choices() == ["auto", "sdpa", "eager", "flash", "flex", "by_position", "loop"]
     for name in ("loop", "flash", "auto"):
         with pytest.raises(ValueError, match=f"'{name}' is registered already"):
             lp.register_attention(name)(Loop)

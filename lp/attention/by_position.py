@@ -1,0 +1,236 @@
+"""Attention whose sums depend on positions alone: a token's result has the same bits whichever tokens share its pass.
+
+Other kernels add up a token's keys in an order that depends on where they lie and on how many tokens a step has, so a
+step of many tokens rounds otherwise than a step of one. Here the keys of a token at position p are in two parts, by
+their own positions:
+
+    0 ............. A(p) - 1 | A(p) ............. p        A(p) = floor((p - DEPTH) / UNIT) x UNIT, at least 0
+    cached, tile by tile       the tail: cached or in the step, gathered along the token's path
+
+Both are computed alike in a plain step, in a step of a tree and in a prompt's chunk: tiles begin at multiples of TILE
+and are combined in their order, the tail has always the same size. Keys below A(p) must be cached, so a step goes no
+deeper than DEPTH positions behind what is cached. All is computed in float32. In torch, for CPUs.
+
+H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the pass, L: cached tokens, N: keys,
+L + T, D: head dimension of queries and keys, E: of values, U: keys of a tail.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from lp.attention.base import AttentionBackend, ForestView, PooledView, StepView, View, score_obstacle
+from lp.attention.parts import InParts
+from lp.attention.registry import register_attention
+
+DEPTH = 32  # positions behind the cached ones that a step may reach
+UNIT = 64  # tails begin at multiples of it
+TILE = 256  # cached keys that are summed at once
+TAIL = DEPTH + UNIT  # U
+ROWS = 8  # a part of a pass is padded to a multiple of it: libraries have other kernels for a few rows
+
+
+class KeyPlaces(torch.Tensor):
+    """Where the keys of each token of a pass lie, in place of a mask; it passes through a model as it is.
+
+    Attributes:
+        tail_starts_T: int64, A(p) of each token.
+        tail_keys_TU: int64, which of the N keys are those of the positions from A(p) on.
+        seen_TU: bool, whether a token sees them: up to its own position, within its sliding window.
+        window_starts_T: int64, the first position that each token sees.
+    """
+
+    tail_starts_T: torch.Tensor
+    tail_keys_TU: torch.Tensor
+    seen_TU: torch.Tensor
+    window_starts_T: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(
+        cls, starts_T: torch.Tensor, keys_TU: torch.Tensor, seen_TU: torch.Tensor, first_T: torch.Tensor
+    ) -> KeyPlaces:
+        """These places."""
+        places = torch.zeros(1, 1, len(starts_T), 1, device=starts_T.device).as_subclass(cls)
+        places.tail_starts_T, places.tail_keys_TU = starts_T, keys_TU
+        places.seen_TU, places.window_starts_T = seen_TU, first_T
+        return places
+
+    def padded(self, count: int) -> KeyPlaces:
+        """With so many tokens more, which see what the first one sees."""
+        parts = (self.tail_starts_T, self.tail_keys_TU, self.seen_TU, self.window_starts_T)
+        return KeyPlaces.of(*(torch.cat([part, part[:1].expand(count, *part.shape[1:])]) for part in parts))
+
+
+class _Sums(NamedTuple):
+    """The weighted values of some keys, relative to the largest score among them.
+
+    Attributes:
+        top_GRT: the largest score; -inf without keys.
+        norm_GRT: sum of the exponentials.
+        values_GRTE: sum of the values, by their exponentials.
+    """
+
+    top_GRT: torch.Tensor
+    norm_GRT: torch.Tensor
+    values_GRTE: torch.Tensor
+
+    def and_then(self, other: _Sums) -> _Sums:
+        """Those of these keys and others; what is without keys changes no bit."""
+        top = torch.maximum(self.top_GRT, other.top_GRT)
+        base = top.masked_fill(top == -math.inf, 0.0)  # -inf minus itself would be NaN
+        own, others = (self.top_GRT - base).exp(), (other.top_GRT - base).exp()
+        norm = self.norm_GRT * own + other.norm_GRT * others
+        return _Sums(top, norm, self.values_GRTE * own[..., None] + other.values_GRTE * others[..., None])
+
+
+def key_places(view: StepView) -> KeyPlaces:
+    """Where the keys of each token lie.
+
+    Args:
+        view: what tokens see, each the end of a path with one token at every position behind the cached ones.
+    """
+    positions = view.positions_T
+    starts = ((positions - DEPTH).div(UNIT, rounding_mode="floor") * UNIT).clamp(min=0)
+    # Keys below A(p) are looked for at the slots of their positions: cached, or of a path whose tokens come in order.
+    if (end := int(starts.max())) > view.length:
+        in_order = torch.arange(view.length, end, device=positions.device)
+        assert torch.equal(positions[: len(in_order)], in_order), "the step goes too deep"
+    in_tail = torch.arange(TAIL, device=positions.device)
+    key_positions = starts[:, None] + in_tail
+    keys = key_positions.clone()
+    tokens, seen = view.visible_TT.nonzero(as_tuple=True)
+    at = positions[seen] - starts[tokens]
+    own = (at >= 0) & (seen <= tokens)
+    keys[tokens[own], at[own]] = view.length + seen[own]
+    first_seen = torch.zeros_like(positions) if view.window is None else positions - view.window + 1
+    is_seen = (key_positions <= positions[:, None]) & (key_positions >= first_seen[:, None])
+    return KeyPlaces.of(starts, keys.masked_fill(~is_seen, 0), is_seen, first_seen)
+
+
+def attention_by_position(
+    q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GNE: torch.Tensor, places: KeyPlaces, scale: float
+) -> torch.Tensor:
+    """Every token attends to the keys of the positions up to its own, along its path.
+
+    Args:
+        q_1HTD: queries.
+        k_1GND, v_1GNE: those of the cached tokens, then the pass's.
+        places: where each token's keys are.
+        scale: factor on the scores.
+
+    Returns:
+        (1, T, H, E).
+    """
+    own_tokens = q_1HTD.shape[2]
+    if padding := -own_tokens % ROWS:
+        q_1HTD = F.pad(q_1HTD, (0, 0, 0, padding))
+        places = places.padded(padding)
+    _, heads, num_tokens, dim = q_1HTD.shape
+    kv_heads, value_dim = v_1GNE.shape[1], v_1GNE.shape[3]
+    q_GRTD = (q_1HTD[0].float() * scale).reshape(kv_heads, -1, num_tokens, dim).contiguous()
+    k_GND, v_GNE = k_1GND[0].float(), v_1GNE[0].float()
+    sums = _tail(q_GRTD, k_GND, v_GNE, places)
+    cached: _Sums | None = None
+    end = int(places.tail_starts_T.max())  # all keys before it are cached, and so numbers
+    for start in range(0, end, TILE):
+        tile = _tile(q_GRTD, k_GND[:, :end], v_GNE[:, :end], places, start)
+        cached = cached.and_then(tile) if cached else tile
+    if cached:
+        sums = cached.and_then(sums)
+    out_GRTE = sums.values_GRTE / sums.norm_GRT[..., None]
+    out_1THE = out_GRTE.reshape(1, heads, num_tokens, value_dim).transpose(1, 2)
+    return out_1THE[:, :own_tokens].to(q_1HTD.dtype).contiguous()
+
+
+def _tile(q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces, start: int) -> _Sums:
+    """The cached keys from a multiple of TILE on, as far as they are below A(p)."""
+    kv_heads, repeats, num_tokens, dim = q_GRTD.shape
+    k_GSD, v_GSE = (F.pad(part, (0, 0, 0, TILE - part.shape[1])) for part in _slices(k_GND, v_GNE, start))
+    positions_S = torch.arange(start, start + TILE, device=q_GRTD.device)
+    seen_TS = (positions_S < places.tail_starts_T[:, None]) & (positions_S >= places.window_starts_T[:, None])
+    scores = torch.bmm(q_GRTD.view(kv_heads, -1, dim), k_GSD.transpose(1, 2)).view(kv_heads, repeats, num_tokens, TILE)
+    top, weights = _weights(scores.masked_fill_(~seen_TS, -math.inf))
+    values = torch.bmm(weights.view(kv_heads, -1, TILE), v_GSE).view(kv_heads, repeats, num_tokens, -1)
+    return _Sums(top, weights.sum(-1), values)
+
+
+def _slices(k_GND: torch.Tensor, v_GNE: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return k_GND[:, start : start + TILE], v_GNE[:, start : start + TILE]
+
+
+def _tail(q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces) -> _Sums:
+    """The keys from A(p) on, in the order of their positions."""
+    seen_TU = places.seen_TU
+    k_GTUD = k_GND[:, places.tail_keys_TU]
+    v_GTUE = v_GNE[:, places.tail_keys_TU].masked_fill_(~seen_TU[..., None], 0.0)  # unseen ones may be no numbers
+    scores = (q_GRTD[..., None, :] * k_GTUD[:, None]).sum(-1)  # (G, R, T, U)
+    top, weights = _weights(scores.masked_fill_(~seen_TU, -math.inf))
+    return _Sums(top, weights.sum(-1), (weights[..., None] * v_GTUE[:, None]).sum(-2))
+
+
+def _weights(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest score of each row, and the exponentials relative to it; 0 for -inf."""
+    top = scores.amax(-1)
+    return top, (scores - top.masked_fill(top == -math.inf, 0.0)[..., None]).exp_()
+
+
+def forward_by_position(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function for transformers, whose mask is `KeyPlaces`, one for each sequence of a pass.
+
+    Args:
+        query: (1, H, T, D).
+        key, value: (1, G, N, D), cached tokens included.
+
+    Returns:
+        (1, T, H, E), and no weights, as transformers expects it.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(attention_mask, InParts):
+        assert isinstance(key, InParts) and isinstance(value, InParts)
+        queries = query.split([places.shape[2] for places in attention_mask.parts], 2)
+        parts = zip(queries, key.parts, value.parts, attention_mask.parts, strict=True)
+        return torch.cat([attention_by_position(*part, scale) for part in parts], 1), None  # type: ignore[arg-type]
+    if not isinstance(attention_mask, KeyPlaces):
+        raise RuntimeError("the model changes masks on their way to its attention function")
+    return attention_by_position(query, key, value, attention_mask, scale), None
+
+
+@register_attention("by_position")
+class ByPosition(AttentionBackend):
+    """What `exact=bitwise` runs; `auto` never takes it."""
+
+    implementation = "lp_by_position"
+    alternative = None
+    takes_parts = True
+    depth = DEPTH
+    capture_obstacle = "attention=by_position is not captured yet"
+
+    def unfit(self, model: PreTrainedModel) -> str | None:
+        if model.device.type != "cpu":
+            return f"attention=by_position runs on CPUs so far, not on {model.device.type!r}; choose attention=auto"
+        return score_obstacle(model, self.name)
+
+    def install(self) -> None:
+        AttentionInterface.register(self.implementation, forward_by_position)
+        AttentionMaskInterface.register(self.implementation, sdpa_mask)
+
+    def mask(self, view: View) -> torch.Tensor:
+        if isinstance(view, ForestView):
+            return InParts.of_all([key_places(part) for part in view.parts])
+        assert not isinstance(view, PooledView), "captured steps are refused"
+        return key_places(view)

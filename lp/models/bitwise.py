@@ -1,0 +1,85 @@
+"""The mode `exact="bitwise"`: lookahead gives the logits of plain decoding bit for bit, in every dtype.
+
+A token's logits follow from the KV of the tokens before it and from its own row. If that KV has plain decoding's bits,
+so have the token's logits and its own KV, provided that
+
+1. a row of a layer has the same bits in every pass: passes are padded to widths that the model itself was asked about
+   (`lp.models.equal_widths`), with the threads that it runs with;
+2. attention adds up by position alone, wherever keys lie and whoever shares the pass (`lp.attention.by_position`).
+
+The first token of a prompt has no KV before it, so by induction every token that is accepted, or of a prompt, has the
+KV that plain decoding in this mode gives it: with any W, N and G, on any number of ranks that share steps, alone or
+beside other texts, behind a reused prefix.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from lp.attention.registry import AUTO
+from lp.config import Capture, Exact
+from lp.errors import UserError
+from lp.models.equal_widths import equal_widths
+from lp.models.model_lock import lock_of
+from lp.models.runner import ModelRunner, runner_of
+from lp.models.sharded_layers import replica_of
+from lp.models.support import inexact_quantisation
+from lp.waits import waiting
+
+BACKEND = "by_position"
+REMEDY = "choose exact=tokens"
+
+
+def runner_for(model: PreTrainedModel, attention: str, capture: Capture, exact: str) -> ModelRunner:
+    """The model's runner with these settings.
+
+    Args:
+        model, attention, capture: see `runner_of`.
+        exact: one of `Exact`.
+
+    Raises:
+        ValueError: what `runner_of` refuses; a model or settings that the mode can't be had with, by name.
+    """
+    if exact not in list(Exact):
+        raise UserError(f"exact is {exact!r}; it must be one of {', '.join(Exact)}")
+    if exact != Exact.BITWISE:
+        return runner_of(model, attention, capture)
+    if obstacle := _obstacle(model, attention, capture):
+        raise UserError(f"exact is 'bitwise', but {obstacle}; {REMEDY}")
+    runner = runner_of(model, BACKEND, Capture.OFF, Exact.BITWISE)
+    if runner.recurrent or runner.boundary:
+        what = "layers that keep a recurrent state" if runner.recurrent else "rotary frequencies that change"
+        raise UserError(f"exact is 'bitwise', but {type(model).__name__} has {what}; {REMEDY}")
+    with lock_of(model), waiting("asking the model which passes give the same bits"):
+        runner.keep_widths(equal_widths)
+    return runner
+
+
+def check_step_tokens(runner: ModelRunner, num_tokens: int) -> None:
+    """Refuse steps of more tokens than a pass of the mode may have.
+
+    Raises:
+        ValueError: names both.
+    """
+    if runner.widths and num_tokens > runner.widths[-1]:
+        raise UserError(
+            f"exact is 'bitwise', whose passes have up to {runner.widths[-1]} tokens here, and a step of this config "
+            f"has {num_tokens}; lower W, N or G, or {REMEDY}"
+        )
+
+
+def _obstacle(model: PreTrainedModel, attention: str, capture: Capture) -> str | None:
+    """What the mode can't be had with; None: nothing that is known before the model is asked."""
+    if attention not in (AUTO, BACKEND):
+        return f"attention is {attention!r}, which adds up in another order for other steps"
+    if capture not in (Capture.AUTO, Capture.OFF):
+        return f"capture is {str(capture)!r}, and its steps are not captured yet"
+    if model.device.type != "cpu":
+        return f"the model is on {model.device.type!r}, and its kernels are written for CPUs so far"
+    if replica_of(model).size > 1:
+        return "the model is divided among ranks (parallel.tp), whose sums are not in a fixed order yet"
+    if reason := inexact_quantisation(model.config):
+        return reason
+    if any("experts" in type(module).__name__.lower() for module in model.modules()):
+        return "the model has experts, which compute as many rows as tokens come to them"
+    return None
