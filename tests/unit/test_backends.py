@@ -113,7 +113,8 @@ def test_names_are_checked(loop: None) -> None:
     for name in ("loop", "flash", "auto"):
         with pytest.raises(ValueError, match=f"'{name}' is registered already"):
             lp.register_attention(name)(Loop)
-    with pytest.raises(ValueError, match="attention is 'ring'; it must be one of auto, sdpa, eager, flash, flex, loop"):
+    choices = "auto, sdpa, eager, flash, flex, by_position, loop"
+    with pytest.raises(ValueError, match=f"attention is 'ring'; it must be one of {choices}"):
         lp.LookaheadDecoder(tiny_model(), attention="ring")
     assert backend_named("loop").name == "loop"
 

@@ -343,7 +343,7 @@ def test_where_a_step_cannot_be_captured(
         raise error("no room")
 
     captured = next(iter(engine._core._shared._steps))
-    monkeypatch.setattr(engine._core._shared, "_capture", fail)
+    monkeypatch.setattr(engine.decoder.runner.captured, "capture", fail)  # type: ignore[attr-defined]
     del engine._core._shared._steps[captured]
     engine.run()
     assert caplog.text.count("steps of several texts are not captured: no room") == 1

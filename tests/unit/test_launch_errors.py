@@ -60,7 +60,7 @@ BAD = {
     "model=none": "Could not find 'model/none' Available options in 'model': codellama_13b",
     "model=codellama_7b": "codellama_7b is a shape without weights, for lp profile; model=hf takes a model",
     "model=hf": "model.name is missing; give model.name=...",
-    "attention=none": "Available options in 'attention': auto eager flash flex sdpa",
+    "attention=none": "Available options in 'attention': auto by_position eager flash flex sdpa",
     "attention.capture=none": "attention.capture is 'none'; it must be one of auto, off, graph, compile",
     "attention.name=none": "attention.name is 'none'; it must be one of auto, sdpa, eager, flash, flex",
     "sampling.name=hot": "sampling.name is 'hot'; choose with sampling=<one of greedy, sample>",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import lp
 import lp.attention.flash
+from lp.attention.base import StepView, View
 from lp.attention.masks import StepMasks
 from lp.draft.layout import ancestors
 from lp.models.excerpt import Excerpt
@@ -29,8 +31,9 @@ VARIED = ["llama", "gpt2", "opt", "gpt_neox", "falcon", "mixtral", "deepseek_v3"
 build = StepMasks.build
 
 
-def _by_order(self: StepMasks, visible: np.ndarray, positions: torch.Tensor, length: int) -> Any:
-    return build(self, np.tri(len(visible), dtype=bool), positions, length)
+def _by_order(self: StepMasks, view: View) -> Any:
+    assert isinstance(view, StepView)
+    return build(self, replace(view, visible_TT=torch.ones_like(view.visible_TT).tril()))
 
 
 def _counted(model: PreTrainedModel) -> list[int]:
@@ -78,10 +81,10 @@ def test_a_window_that_is_not_applied_is_refused(arch: str, monkeypatch: pytest.
     """A mask without the window, or with it one token off, is wrong only once a text is longer than the window."""
     for off in (1, 1000):
 
-        def shifted(self: StepMasks, visible: np.ndarray, positions: torch.Tensor, length: int, off: int = off) -> Any:
+        def shifted(self: StepMasks, view: View, off: int = off) -> Any:
             self.config.sliding_window += off
             try:
-                return build(self, visible, positions, length)
+                return build(self, view)
             finally:
                 self.config.sliding_window -= off
 

@@ -75,5 +75,5 @@ class Watch:
         if not self._begun:  # what start-up and prefill called is none of the steps'
             self._begun, self.before, self.now = True, self.now, Step()
 
-    def _committed(self, generation: Generation, layout: Any, outcome: Any, own_path: Any) -> None:
+    def _committed(self, generation: Generation, layout: Any, outcome: Any) -> None:
         self.now.lacking = min(outcome.held) < len(outcome.path)
