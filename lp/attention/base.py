@@ -93,7 +93,7 @@ class ForestView:
 
 @dataclass(frozen=True)
 class PooledView:
-    """Which keys the tokens of a captured step see, where the sequences' caches lie in one pool: where each is is data.
+    """Which keys the tokens of a captured step see, where all sequences lie in one pool: where each begins is data.
 
     The keys are those of all slots of the pool, N of them.
 

@@ -9,7 +9,7 @@ their own positions:
 
 Both are computed alike in a plain step, in a step of a tree and in a prompt's chunk: tiles begin at multiples of TILE
 and are combined in their order, the tail has always the same size. Keys below A(p) must be cached, so a step goes no
-deeper than DEPTH positions behind what is cached. All is computed in float32. In torch, for CPUs.
+deeper than DEPTH positions behind what is cached. All is computed in float32 or wider. In torch, for CPUs.
 
 H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the pass, L: cached tokens, N: keys,
 L + T, D: head dimension of queries and keys, E: of values, U: keys of a tail.
@@ -39,33 +39,22 @@ ROWS = 8  # a part of a pass is padded to a multiple of it: libraries have other
 class KeyPlaces(torch.Tensor):
     """Where the keys of each token of a pass lie, in place of a mask; it passes through a model as it is.
 
+    Its shape is (1, 1, tokens, 1). The attributes have more rows, to a multiple of ROWS, which see what the first does.
+
     Attributes:
+        end: all keys below any A(p) are before this slot.
         tail_starts_T: int64, A(p) of each token.
         tail_keys_TU: int64, which of the N keys are those of the positions from A(p) on.
         seen_TU: bool, whether a token sees them: up to its own position, within its sliding window.
         window_starts_T: int64, the first position that each token sees.
     """
 
+    end: int
     tail_starts_T: torch.Tensor
     tail_keys_TU: torch.Tensor
     seen_TU: torch.Tensor
     window_starts_T: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def of(
-        cls, starts_T: torch.Tensor, keys_TU: torch.Tensor, seen_TU: torch.Tensor, first_T: torch.Tensor
-    ) -> KeyPlaces:
-        """These places."""
-        places = torch.zeros(1, 1, len(starts_T), 1, device=starts_T.device).as_subclass(cls)
-        places.tail_starts_T, places.tail_keys_TU = starts_T, keys_TU
-        places.seen_TU, places.window_starts_T = seen_TU, first_T
-        return places
-
-    def padded(self, count: int) -> KeyPlaces:
-        """With so many tokens more, which see what the first one sees."""
-        parts = (self.tail_starts_T, self.tail_keys_TU, self.seen_TU, self.window_starts_T)
-        return KeyPlaces.of(*(torch.cat([part, part[:1].expand(count, *part.shape[1:])]) for part in parts))
 
 
 class _Sums(NamedTuple):
@@ -99,7 +88,8 @@ def key_places(view: StepView) -> KeyPlaces:
     positions = view.positions_T
     starts = ((positions - DEPTH).div(UNIT, rounding_mode="floor") * UNIT).clamp(min=0)
     # Keys below A(p) are looked for at the slots of their positions: cached, or of a path whose tokens come in order.
-    if (end := int(starts.max())) > view.length:
+    end = int(starts.max())
+    if end > view.length:
         in_order = torch.arange(view.length, end, device=positions.device)
         assert torch.equal(positions[: len(in_order)], in_order), "the step goes too deep"
     in_tail = torch.arange(TAIL, device=positions.device)
@@ -111,7 +101,14 @@ def key_places(view: StepView) -> KeyPlaces:
     keys[tokens[own], at[own]] = view.length + seen[own]
     first_seen = torch.zeros_like(positions) if view.window is None else positions - view.window + 1
     is_seen = (key_positions <= positions[:, None]) & (key_positions >= first_seen[:, None])
-    return KeyPlaces.of(starts, keys.masked_fill(~is_seen, 0), is_seen, first_seen)
+    count = len(positions)
+    rows = torch.arange(-(-count // ROWS) * ROWS, device=positions.device)
+    rows[count:] = 0
+    places = torch.zeros(1, 1, count, 1, device=positions.device).as_subclass(KeyPlaces)
+    places.end = end
+    places.tail_starts_T, places.window_starts_T = starts[rows], first_seen[rows]
+    places.tail_keys_TU, places.seen_TU = keys.masked_fill(~is_seen, 0)[rows], is_seen[rows]
+    return places
 
 
 def attention_by_position(
@@ -129,18 +126,16 @@ def attention_by_position(
         (1, T, H, E).
     """
     own_tokens = q_1HTD.shape[2]
-    if padding := -own_tokens % ROWS:
-        q_1HTD = F.pad(q_1HTD, (0, 0, 0, padding))
-        places = places.padded(padding)
+    q_1HTD = F.pad(q_1HTD, (0, 0, 0, len(places.tail_starts_T) - own_tokens))
     _, heads, num_tokens, dim = q_1HTD.shape
     kv_heads, value_dim = v_1GNE.shape[1], v_1GNE.shape[3]
-    q_GRTD = (q_1HTD[0].float() * scale).reshape(kv_heads, -1, num_tokens, dim).contiguous()
-    k_GND, v_GNE = k_1GND[0].float(), v_1GNE[0].float()
+    wide = torch.promote_types(q_1HTD.dtype, torch.float32)
+    q_GRTD = (q_1HTD[0].to(wide) * scale).reshape(kv_heads, -1, num_tokens, dim).contiguous()
+    k_GND, v_GNE = k_1GND[0].to(wide), v_1GNE[0].to(wide)
     sums = _tail(q_GRTD, k_GND, v_GNE, places)
     cached: _Sums | None = None
-    end = int(places.tail_starts_T.max())  # all keys before it are cached, and so numbers
-    for start in range(0, end, TILE):
-        tile = _tile(q_GRTD, k_GND[:, :end], v_GNE[:, :end], places, start)
+    for start in range(0, places.end, TILE):
+        tile = _tile(q_GRTD, k_GND, v_GNE, places, start)
         cached = cached.and_then(tile) if cached else tile
     if cached:
         sums = cached.and_then(sums)
@@ -152,17 +147,14 @@ def attention_by_position(
 def _tile(q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces, start: int) -> _Sums:
     """The cached keys from a multiple of TILE on, as far as they are below A(p)."""
     kv_heads, repeats, num_tokens, dim = q_GRTD.shape
-    k_GSD, v_GSE = (F.pad(part, (0, 0, 0, TILE - part.shape[1])) for part in _slices(k_GND, v_GNE, start))
+    keys = slice(start, min(start + TILE, places.end))  # others may be no numbers, which no weight of 0 would hide
+    k_GSD, v_GSE = (F.pad(part[:, keys], (0, 0, 0, start + TILE - keys.stop)) for part in (k_GND, v_GNE))
     positions_S = torch.arange(start, start + TILE, device=q_GRTD.device)
     seen_TS = (positions_S < places.tail_starts_T[:, None]) & (positions_S >= places.window_starts_T[:, None])
     scores = torch.bmm(q_GRTD.view(kv_heads, -1, dim), k_GSD.transpose(1, 2)).view(kv_heads, repeats, num_tokens, TILE)
     top, weights = _weights(scores.masked_fill_(~seen_TS, -math.inf))
     values = torch.bmm(weights.view(kv_heads, -1, TILE), v_GSE).view(kv_heads, repeats, num_tokens, -1)
     return _Sums(top, weights.sum(-1), values)
-
-
-def _slices(k_GND: torch.Tensor, v_GNE: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return k_GND[:, start : start + TILE], v_GNE[:, start : start + TILE]
 
 
 def _tail(q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces) -> _Sums:

@@ -135,21 +135,6 @@ class StepLayout:
             self.step_positions = np.concatenate([np.arange(position - missing, position), self.positions])
             self.step_parents = np.concatenate([np.arange(-1, missing - 1), self.parents + missing])
 
-    def padded(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, positions and parents of the step.
-
-        Args:
-            num_tokens: where larger than T, tokens are added that nothing sees and nothing is sampled at.
-        """
-        padding = (0, max(num_tokens - self.num_tokens, 0))
-        if not padding[1]:
-            return self.step_tokens, self.step_positions, self.step_parents
-        return (
-            np.pad(self.step_tokens, padding, constant_values=self.tokens[0]),
-            np.pad(self.step_positions, padding, constant_values=self.positions[0]),
-            np.pad(self.step_parents, padding, constant_values=-1),
-        )
-
     def drafts(self) -> dict[int, list[int]]:
         """By node, the different tokens that may follow it in a walk, in the order they were laid out."""
         drafts: dict[int, list[int]] = {}

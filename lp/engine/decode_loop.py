@@ -188,8 +188,9 @@ class Generation:
             padded: to the number of tokens that the budget names.
         """
         layout = part.layout
-        num_tokens = self.budget.padded_size(layout.num_tokens) if padded else layout.num_tokens
-        return TreePass(*layout.padded(num_tokens), self.cache, layout.sampled_tokens)
+        step = layout.step_tokens, layout.step_positions, layout.step_parents
+        tree = TreePass(*step, self.cache, layout.sampled_tokens)
+        return tree.padded(self.budget.padded_size(layout.num_tokens) - layout.num_tokens) if padded else tree
 
     def own_message(
         self, part: StepPart, logits: torch.Tensor | None, failure: Exception | None, sampled: Sampled | None

@@ -33,11 +33,9 @@ class TreePass(NamedTuple):
         """This pass with so many tokens more, which nothing sees and nothing is sampled at."""
         if count <= 0:
             return self
-        return self._replace(
-            tokens=[*self.tokens, *[0] * count],
-            positions=[*self.positions, *[self.positions[0]] * count],
-            parents=[*self.parents, *[-1] * count],
-        )
+        fields = (self.tokens, self.tokens[0]), (self.positions, self.positions[0]), (self.parents, -1)
+        tokens, positions, parents = (np.pad(field, (0, count), constant_values=value) for field, value in fields)
+        return self._replace(tokens=tokens, positions=positions, parents=parents)
 
     def visible(self) -> np.ndarray:
         """Bool (T, T), which tokens of the pass each one sees."""

@@ -61,9 +61,11 @@ def test_it_is_softmax_attention(window: int | None) -> None:
         view = view_of(parents, positions, length, window)
         q, k, v = drawn(1, 4, len(parents), 8, seed=seed), *(drawn(2, 1, 2, length + len(parents), 8, seed=-seed))
         out = attention_by_position(q, k, v, key_places(view), 0.3)[0].transpose(0, 1)
+        wide = attention_by_position(q.double(), k.double(), v.double(), key_places(view), 0.3)[0].transpose(0, 1)
         keys, values = (each[0].double().repeat_interleave(2, 0) for each in (k, v))
         scores = (q[0].double() @ keys.mT * 0.3).masked_fill(~view.visible_TN(), -math.inf)
-        assert (out - scores.softmax(-1) @ values).abs().max() < 1e-5
+        expected = scores.softmax(-1) @ values
+        assert (out - expected).abs().max() < 1e-5 and (wide - expected).abs().max() < 1e-13
 
 
 def in_a_pass(

@@ -12,6 +12,8 @@ from lp.draft.layout import StepLayout, ancestors
 from lp.draft.prompt_lookup import PromptLookup, PromptLookupConfig
 from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.draft.window import LookaheadWindow, WindowDrafts, WindowSlice
+from lp.models.kv_cache import StaticKVCache
+from lp.models.tree_pass import TreePass
 from tests.layouts import NOTHING, drawn_ranks, layout_of, node_of, path_to, visible_of, walk_alone, window_of
 
 
@@ -151,8 +153,11 @@ def test_a_draft_beyond_the_limit_leaves_the_others_in() -> None:
 def test_padding_is_seen_by_nothing(missing: int) -> None:
     """Tokens that make a step as large as a faster one must not change what the others see."""
     layout = StepLayout(window_of(3, 3), WindowSlice(0, 3, 2), _tree([41, 42]), 5, 9, 10**6, catch_up=[1] * missing)
-    tokens, positions, _ = layout.padded(0)
-    more_tokens, more_positions, more_parents = layout.padded(len(tokens) + 4)
+    tokens, positions = layout.step_tokens, layout.step_positions
+    cache = StaticKVCache(1, 64)
+    padded = TreePass(tokens, positions, layout.step_parents, cache, layout.sampled_tokens).padded(4)
+    more_tokens, more_positions, more_parents, *rest = padded
+    assert rest == [cache, layout.sampled_tokens, False]
     visible, more_visible = visible_of(layout), ancestors(more_parents)
     size = len(tokens)
     assert (more_tokens[:size] == tokens).all() and (more_positions[:size] == positions).all()
