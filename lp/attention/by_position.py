@@ -44,7 +44,8 @@ class KeyPlaces(torch.Tensor):
     Attributes:
         end: all keys below any A(p) are before this slot.
         tail_starts_T: int64, A(p) of each token.
-        tail_keys_TU: int64, which of the N keys are those of the positions from A(p) on.
+        tail_keys_TU: int64, which of the N keys are those of the positions from A(p) on; the first key in place of
+            those that a token does not see, which may be no numbers.
         seen_TU: bool, whether a token sees them: up to its own position, within its sliding window.
         window_starts_T: int64, the first position that each token sees.
     """
@@ -161,7 +162,7 @@ def _tail(q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places
     """The keys from A(p) on, in the order of their positions."""
     seen_TU = places.seen_TU
     k_GTUD = k_GND[:, places.tail_keys_TU]
-    v_GTUE = v_GNE[:, places.tail_keys_TU].masked_fill_(~seen_TU[..., None], 0.0)  # unseen ones may be no numbers
+    v_GTUE = v_GNE[:, places.tail_keys_TU]
     scores = (q_GRTD[..., None, :] * k_GTUD[:, None]).sum(-1)  # (G, R, T, U)
     top, weights = _weights(scores.masked_fill_(~seen_TU, -math.inf))
     return _Sums(top, weights.sum(-1), (weights[..., None] * v_GTUE[:, None]).sum(-2))
