@@ -278,6 +278,7 @@ class Decoder:
         """Add what was asked for besides the tokens."""
         output.attention = self.attention
         output.exact = self.exact
+        output.threads = torch.get_num_threads() if self.model.device.type == "cpu" else 0
         output.seed = request.seed
         if isinstance(request.sampler, RecordingSampler):
             output.logits = request.sampler.recorded("logits", len(output.tokens))

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 
+import torch
 from transformers import PreTrainedModel
 
 from lp.budget.explain import describe_budget, describe_steps
@@ -173,6 +174,8 @@ class LookaheadDecoder(BatchDecoder):
         asked = {item.name: getattr(self.settings, item.name) for item in fields(self.settings)}
         asked |= {"max_new_tokens": request.max_new_tokens, **request.stopping.settings, **request.sampler.settings}
         asked |= {"exact": str(self.exact), "context limit": request.limit, "step time table": self.step_times}
+        if self.exact == Exact.BITWISE and self.model.device.type == "cpu":
+            asked["threads"] = torch.get_num_threads()
         digests = {name: text_digest(repr(value)) for name, value in asked.items()}
         digests["prediction"] = chain_digest(0, request.prediction)
         digests |= self.factory.digests(self._model_folder, vocabulary_size(self.model))

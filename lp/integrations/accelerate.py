@@ -17,16 +17,19 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StopStringCriteria
 
+from lp.attention.registry import AUTO
 from lp.checks import check_kind
+from lp.config import Capture, Exact
 from lp.draft.registry import DraftConfig
 from lp.engine.inputs import check_model
 from lp.engine.lookahead import LookaheadDecoder
 from lp.errors import UserError
 from lp.integrations.custom_generate import Plan
+from lp.models.bitwise import runner_for
 from lp.models.loader import context_limit
 from lp.models.model_lock import lock_of
 from lp.models.releases import CACHE_NAMES
-from lp.models.runner import release, runner_of
+from lp.models.runner import release
 from lp.models.support import check_adapter
 from lp.parallel.agreement import exchange
 from lp.parallel.context import ParallelContext
@@ -40,7 +43,12 @@ NUMBER = re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[+-]?\d+)?")
 M = TypeVar("M")
 
 
-def accelerate(model: M, config: DraftConfig | None = None, context: ParallelContext | None = None) -> M:
+def accelerate(
+    model: M,
+    config: DraftConfig | None = None,
+    context: ParallelContext | None = None,
+    exact: str = Exact.AUTO,
+) -> M:
     """Let `model.generate(...)` decode by lookahead: in pipelines, with streamers, stop strings and all.
 
     What this package does not do exactly, as beams, is left to transformers' own `generate`, and one line of the log
@@ -56,22 +64,25 @@ def accelerate(model: M, config: DraftConfig | None = None, context: ParallelCon
         config: as of `lp.LookaheadDecoder`; None takes what pays on this machine.
         context: the ranks to share steps with, all of which accelerate their model and make the same calls; None is
             this process alone. All go through lp, or none does.
+        exact: as of `lp.LookaheadDecoder`. Calls that are left to transformers have its own rounding.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: it is no model; among ranks, one that lp refuses.
+        ValueError: it is no model; among ranks, or with another `exact` than "auto", one that lp refuses.
     """
     check_model(model)
     check_kind("context", context, (ParallelContext, type(None)), "lp.ParallelContext, or None for this process")
     if not hasattr(type(model), "generate"):
         raise UserError(f"{type(model).__name__} has no generate; give the model of transformers that it holds")
     before = vars(model).get("generate")
-    accelerated = Accelerated(model, config, context, before.original if isinstance(before, Accelerated) else before)
-    if context is not None and not context.alone:
+    original = before.original if isinstance(before, Accelerated) else before
+    accelerated = Accelerated(model, config, context, original, exact)
+    among_ranks = context is not None and not context.alone
+    if among_ranks or exact != Exact.AUTO:  # here, where all ranks are, and where who asked for a mode hears of a refusal
         check_adapter(model)
-        accelerated.make_decoder(_handed_over(model))  # here, where all ranks are
+        accelerated.make_decoder(_handed_over(model))
     model.generate = accelerated  # type: ignore[attr-defined]
     return model
 
@@ -99,6 +110,7 @@ class Accelerated:
         model: whose attribute it is.
         config, context: as of `accelerate`.
         original: what the attribute was before; None where there was none.
+        exact: as of `accelerate`.
     """
 
     __name__ = "generate"
@@ -109,8 +121,9 @@ class Accelerated:
         config: DraftConfig | None,
         context: ParallelContext | None,
         original: Callable[..., Any] | None,
+        exact: str,
     ) -> None:
-        self.model, self.config, self.context, self.original = model, config, context, original
+        self.model, self.config, self.context, self.original, self.exact = model, config, context, original, exact
         self._decoder: LookaheadDecoder | None = None
         self._unfit: tuple[_State, str] | None = None
         self._told = set[str]()
@@ -141,7 +154,7 @@ class Accelerated:
         Raises:
             ValueError: as of LookaheadDecoder.
         """
-        self._decoder = LookaheadDecoder(model, self.config, self.context)
+        self._decoder = LookaheadDecoder(model, self.config, self.context, exact=self.exact)
         return self._decoder
 
     def forget(self) -> None:
@@ -191,7 +204,7 @@ class Accelerated:
             if self._agree("", has_decoder=decoder is not None) and decoder is not None:
                 return decoder
             try:
-                runner_of(model)
+                runner_for(model, AUTO, Capture.AUTO, self.exact)
                 self._agree("")
                 return self.make_decoder(model)
             except UserError as error:

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from lp.config import LookaheadConfig
+from lp.config import Exact, LookaheadConfig
 from lp.engine.batch import generate_together
 from lp.engine.inputs import prompt_ids
 from lp.engine.interrupts import Interrupted
@@ -63,6 +63,7 @@ def generate(
     guess_set_size: int | None = None,
     seed: int | None = None,
     streamer: BaseStreamer | None = None,
+    exact: str = Exact.AUTO,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Lookahead decoding for transformers' `generate`: greedy, or sampled when do_sample is set.
@@ -80,6 +81,7 @@ def generate(
             step takes what pays on this machine.
         seed: of sampling; None draws one from torch's generator.
         streamer: gets the prompt, then the tokens as they come; for one prompt.
+        exact: as of `LookaheadDecoder`.
 
     Returns:
         What `generate` would: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate, with
@@ -98,7 +100,7 @@ def generate(
         model, input_ids, logits_processor, stopping_criteria, generation_config, streamer=streamer, **model_kwargs
     )
     shape: dict[str, Any] = {"window_size": window_size, "ngram_size": ngram_size, "guess_set_size": guess_set_size}
-    return plan.run(LookaheadDecoder(model, LookaheadConfig(**shape)), seed)
+    return plan.run(LookaheadDecoder(model, LookaheadConfig(**shape), exact=exact), seed)
 
 
 @dataclass(frozen=True)

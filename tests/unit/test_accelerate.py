@@ -34,9 +34,9 @@ from transformers.generation.streamers import BaseStreamer
 import lp
 from lp.integrations.accelerate import Accelerated
 from lp.integrations.custom_generate import Plan
+from lp.models.bitwise import runner_for
 from lp.models.loader import DEMO_MODEL, Loaded, load
 from lp.models.releases import cache_in, cache_keyword
-from lp.models.runner import runner_of
 from lp.parallel.agreement import exchange
 from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import CONTEXT, tiny_model
@@ -416,10 +416,10 @@ def test_threads_share_a_decoder(model: PreTrainedModel, through: Through, monke
     """A server's first calls come at once, and a decoder holds what texts have in common."""
     made: list[Any] = []
 
-    def noted(*settings: Any) -> lp.LookaheadDecoder:
+    def noted(*settings: Any, **how: Any) -> lp.LookaheadDecoder:
         made.append(settings)
         time.sleep(0.05)  # for the other threads
-        return lp.LookaheadDecoder(*settings)
+        return lp.LookaheadDecoder(*settings, **how)
 
     monkeypatch.setattr("lp.integrations.accelerate.LookaheadDecoder", noted)
     expected, texts = _own(model, IDS, **ASKED).tolist(), []
@@ -587,9 +587,9 @@ def test_ranks_of_which_one_refuses_its_model(through: Through, monkeypatch: pyt
     def asked(model: PreTrainedModel, *settings: Any) -> Any:
         if any(model is each for each in unfit):
             raise lp.UserError("this rank's model is unfit")
-        return runner_of(model, *settings)
+        return runner_for(model, *settings)
 
-    monkeypatch.setattr("lp.integrations.accelerate.runner_of", asked)
+    monkeypatch.setattr("lp.integrations.accelerate.runner_for", asked)
 
     def call(context: lp.ParallelContext) -> None:
         assert models[context.rank].generate(IDS, **ASKED).tolist() == expected

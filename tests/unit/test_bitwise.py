@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +224,41 @@ def test_ranks_in_different_modes_are_refused() -> None:
             lp.LookaheadDecoder(model, CONFIGS[0], context, exact=exact).generate([1, 2, 3], 4)
 
     run_lockstep(2, body)
+
+
+def test_ranks_with_other_threads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's share of a tensor decides how its ends are rounded: ranks would part at some later step."""
+    model = tiny_model("llama")
+    own = threading.local()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: getattr(own, "threads", 1))
+
+    def body(context: ParallelContext) -> None:
+        decoder = lp.LookaheadDecoder(model, CONFIGS[0], context, exact="bitwise")
+        own.threads = 1 + context.rank
+        with pytest.raises(ValueError, match="threads"):
+            decoder.generate([1, 2, 3], 4)
+
+    run_lockstep(2, body)
+
+
+def test_transformers_generate_takes_the_mode() -> None:
+    """The two ways through transformers give the tokens and logits of plain decoding in the mode."""
+    model = tiny_model("llama", dtype=torch.bfloat16, sharpness=2.0)
+    ids = drawn_text(random.Random(4), 50)
+    expected = logits_of(lp.PlainDecoder(model, exact="bitwise"), ids)
+    assert expected.threads == torch.get_num_threads() and expected.logits is not None
+    how: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    how |= {"return_dict_in_generate": True, "output_logits": True, "attention_mask": torch.ones(1, len(ids))}
+    prompt = torch.tensor([ids])
+    outputs = [model.generate(prompt, custom_generate=lp.generate, exact="bitwise", **how)]
+    lp.accelerate(model, exact="bitwise")
+    outputs.append(model.generate(prompt, **how))
+    lp.restore(model)
+    for output in outputs:
+        assert output.sequences[0, len(ids) :].tolist() == expected.tokens
+        assert torch.equal(torch.cat(output.logits), expected.logits.float())
+    with pytest.raises(ValueError, match="the model has experts"):
+        lp.accelerate(tiny_model("mixtral"), exact="bitwise")
 
 
 def test_widths_with_other_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
