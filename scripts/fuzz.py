@@ -3,6 +3,7 @@
     python scripts/fuzz.py --seconds 60                 # as many cases as fit
     python scripts/fuzz.py --cases 3000 --share 0.1     # a tenth of them with several ranks, which are threads
     python scripts/fuzz.py --archs qwen3_next lfm2      # of these architectures alone
+    python scripts/fuzz.py --features bitwise           # every case has what is named, as far as it goes with the rest
     python scripts/fuzz.py --case '{"ids": [3, 1]}'     # one case again
     python scripts/fuzz.py --cases 100000 --processes 2 --ledger fuzz.jsonl     # goes on where it was stopped
     python scripts/fuzz.py --report fuzz.jsonl          # cases by commit and seed, pairs of features not met yet
@@ -34,7 +35,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.drawn_cases import Case, drawn, features
+from tests.drawn_cases import FEATURES, Case, drawn, features
 from tests.fuzz_ledger import Ledger, report
 from tests.fuzzing import past_failures, run
 from tests.shrinking import shrink
@@ -52,6 +53,7 @@ class Draws:
         seed: of all.
         share: of cases with several ranks.
         archs: to draw from; None: all.
+        wanted: features that every case is to have.
         until: when no further case begins, in seconds of time.time(); None: never.
     """
 
@@ -59,6 +61,7 @@ class Draws:
     share: float
     archs: tuple[str, ...] | None
     until: float | None
+    wanted: tuple[str, ...] = ()
 
     def run(self, first: int, count: int) -> dict[str, Any]:
         """Run `count` cases from number `first` on; the line of the ledger, of those that there was time for."""
@@ -68,7 +71,7 @@ class Draws:
         for index in range(count):
             if self.until is not None and time.time() >= self.until:
                 break
-            case = drawn(self.seed, first + index, self.share, self.archs)
+            case = drawn(self.seed, first + index, self.share, self.archs, self.wanted)
             kinds.update({"cases": 1, "several ranks": int(case.ranks > 1), "sampled": int(case.sampling is not None)})
             for name in features(case):
                 met[name] = met.get(name, 0) | 1 << index
@@ -127,6 +130,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--share", type=float, default=0.1, help="of cases with several ranks")
     parser.add_argument("--archs", nargs="+", choices=MATRIX, help="names of tests/tiny_models.py to draw from")
+    parser.add_argument("--features", nargs="+", choices=FEATURES, default=[], help="that every case is to have")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--ledger", type=Path, help="file of the cases that have run, which are not run again")
     parser.add_argument("--case", help="run this one, as JSON")
@@ -151,9 +155,9 @@ def main() -> int:
             total["failures"] += 1
             show(case, failure)
     until = None if args.seconds is None else time.time() + args.seconds
-    draws = Draws(args.seed, args.share, tuple(args.archs) if args.archs else None, until)
+    draws = Draws(args.seed, args.share, tuple(args.archs) if args.archs else None, until, tuple(args.features))
     settings = {"commit": commit(), "seed": args.seed, "share": args.share}
-    settings |= {"archs": args.archs} if args.archs else {}
+    settings |= {name: value for name in ("archs", "features") if (value := getattr(args, name))}
     last = args.first + (args.cases or (100 if args.seconds is None else 1 << 60))
     ledger = Ledger(args.ledger)
     for line in run_all(draws, ledger.missing(settings, args.first, last, CHUNK), args.processes):

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
+import torch
 import transformers as tf
 from transformers import LogitsProcessor
 
@@ -23,7 +24,7 @@ from lp.models.support import check_supported
 from lp.models.tensor_parallel import STYLES
 from tests.pools import drawn_switches
 from tests.processors import Alternating
-from tests.tiny_models import MATRIX, drawn_text, tiny_config
+from tests.tiny_models import MATRIX, drawn_text, tiny_config, tiny_model
 
 # Whose sizes may be drawn: nothing in their configs goes layer by layer.
 RESIZED = [
@@ -68,6 +69,8 @@ class Case:
         sequence: which noise depends on.
         gpu: the decoder runs on simulated GPUs, one a rank, and "off" or "auto" captures; "" for none.
         server: the text is asked of a server over HTTP, and so many others at the same time; -1 for none.
+        bitwise: dtype of the weights in the mode `exact="bitwise"`, where logits are those of `PlainDecoder` in that mode
+            bit for bit, and nothing is promised against `generate`; "" for the usual mode, in float64.
     """
 
     arch: str = "llama"
@@ -99,6 +102,7 @@ class Case:
     sequence: int = 0
     gpu: str = ""
     server: int = -1
+    bitwise: str = ""
 
     @classmethod
     def drawn(
@@ -177,7 +181,11 @@ class Case:
             gpu=rng.choice(["off", "auto"]) if takes("gpu", 0.02) and not long else "",
             server=rng.choice([0, 1, 3]) if takes("server", 0.03) else -1,
         )
-        return _fitting(drawn, rng)
+        drawn = _fitting(drawn, rng)
+        own = random.Random(f"bitwise-{seed}")
+        if "bitwise" in wanted or own.random() < 0.08:
+            drawn = replace(drawn, bitwise=own.choice(["float32", "bfloat16"]))
+        return _bitwise(drawn)
 
     def json(self) -> str:
         """What differs from the defaults."""
@@ -204,6 +212,23 @@ def _fitting(case: Case, rng: random.Random) -> Case:
         kept = [name for name in case.processors if name not in FORBIDDING]
         case = replace(case, processors=kept, eos=ends)
     return case
+
+
+def _bitwise(case: Case) -> Case:
+    """With what the mode can be had with, if it can be had with the architecture at all."""
+    if not case.bitwise or not takes_bitwise(case.arch):
+        return replace(case, bitwise="")
+    return replace(case, backend="auto", captured=False, gpu="", tp=1, logits=case.ranks == 1 and case.server < 0)
+
+
+@cache
+def takes_bitwise(arch: str) -> bool:
+    """Whether `exact="bitwise"` can be had with an architecture."""
+    try:
+        lp.PlainDecoder(tiny_model(arch, dtype=torch.float32), exact="bitwise")
+    except ValueError:
+        return False
+    return True
 
 
 KINDS = ("hybrid", "sliding", "shifting", "experts", "other architecture")  # of architectures
@@ -336,6 +361,7 @@ FEATURES: dict[str, Callable[[Case], bool]] = {
     "sequence": lambda case: case.sequence > 0,
     "gpu": lambda case: bool(case.gpu),
     "server": lambda case: case.server >= 0,
+    "bitwise": lambda case: bool(case.bitwise),
 }
 # Which never go together, and why: nothing else may be missing from a run that is long enough.
 NEVER = [
@@ -344,6 +370,7 @@ NEVER = [
     ({"server"}, {"processors", "criterion", "logits", "stop strings", "grammar", "prediction", "sequence", "company"}),
     ({"server", "logits"}, {"several ranks", "tp", "broadcast"}),
     ({"gpu"}, {"server", "tp"}),
+    ({"bitwise"}, {"hybrid", "shifting", "experts", "captured", "gpu", "tp"}),
     ({"another method"}, {"adaptive", "session pool"}),
     ({*KINDS}, {*KINDS}),
 ]
@@ -372,13 +399,16 @@ def pairs(ranks: Literal["one", "several", "any"] = "any") -> list[tuple[str, st
 WANTED_EVERY = 2  # every other case has a pair of features that is given
 
 
-def drawn(seed: int, number: int, share: float, archs: Sequence[str] | None = None) -> Case:
+def drawn(
+    seed: int, number: int, share: float, archs: Sequence[str] | None = None, wanted: Collection[str] = ()
+) -> Case:
     """Case `number` of a seed; this share of the numbers, evenly spread, has several ranks, and some are long.
 
     Every other case is given two features, each pair in turn.
 
     Args:
         archs: to draw from, in cases that are not long; None: any that is supported.
+        wanted: of FEATURES, that every case is to have, as far as they go together.
     """
     before = int(number * share)
     several = int((number + 1) * share) > before
@@ -389,4 +419,4 @@ def drawn(seed: int, number: int, share: float, archs: Sequence[str] | None = No
         pair = from_these[(index // WANTED_EVERY * 101 + seed) % len(from_these)]  # neighbours have other features
     ranks = 2 + (2 * (number % 2) if "tp" in pair else number % 7) if several else 1
     long = "long" in pair or (not (pair or archs) and index % (2 * LONG_EVERY) == 1)
-    return Case.drawn(f"{seed}-{number}", ranks, long, archs, pair)
+    return Case.drawn(f"{seed}-{number}", ranks, long, archs, {*pair, *wanted})

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers as tf
 from transformers import PreTrainedModel
 
@@ -36,7 +37,7 @@ class Turn:
 
     Attributes:
         case: with the prompt of this turn.
-        plain: tokens of transformers' own `generate`.
+        plain: tokens of transformers' own `generate`; in the mode `exact="bitwise"` those of the oracle.
         oracle: of plain decoding.
     """
 
@@ -65,7 +66,9 @@ def run(case: Case) -> str | None:
 
 def _model(case: Case) -> PreTrainedModel:
     """Its logits come in float32, as `generate` rounds them before processors, which may cut near-ties either way."""
-    model = tiny_model(case.arch, case.model_seed, sharpness=case.sharpness, recency=case.recency, **case.overrides)
+    dtype = getattr(torch, case.bitwise or "float64")
+    sizes: dict[str, Any] = {"sharpness": case.sharpness, "recency": case.recency, **case.overrides}
+    model = tiny_model(case.arch, case.model_seed, dtype, **sizes)
 
     def rounded(module: Any, args: Any, output: Any) -> Any:
         output.logits = output.logits.float()
@@ -130,10 +133,11 @@ def _turns(case: Case, model: PreTrainedModel) -> list[Turn]:
     """The calls of a chat, each behind what there is to be before it."""
     turns: list[Turn] = []
     rng = random.Random(f"turns-{case.step_times}")
-    plain_decoder = lp.AutoregressiveDecoder(copy.deepcopy(model))
+    own = copy.deepcopy(model)
+    decoder = lp.PlainDecoder(own, exact="bitwise") if case.bitwise else lp.AutoregressiveDecoder(own)
     while len(turns) < case.turns:
-        plain = _plain(model, case)
-        oracle = plain_decoder.generate(case.ids, case.new, _sampling(case), **_call(case, "cpu"))
+        oracle = decoder.generate(case.ids, case.new, _sampling(case), **_call(case, "cpu"))
+        plain = oracle.tokens if case.bitwise else _plain(model, case)
         turns.append(Turn(case, plain, oracle))
         ids = [*case.ids, *plain, *drawn_text(rng, rng.randint(1, 9), _vocabulary(case))]
         if len(ids) >= (context_limit(model) or 1 << 30):
@@ -175,6 +179,7 @@ class Rank:
             settings["step_times"] = drawn_step_times(random.Random(case.step_times))
         else:
             config = PEERS[case.method](**case.config)
+        settings["exact"] = "bitwise" if case.bitwise else "auto"
         decoder = lp.LookaheadDecoder(model, config, context, case.backend, **settings)
         if case.captured and not case.company and decoder.runner.boundary is None:
             captured_runner(decoder, probe=True)
@@ -256,9 +261,18 @@ def _fault(
         return _differ(who, streamed, "streamed", turn.plain)
     if logits_differ(output, turn.oracle):
         return f"{who} has other logits than plain decoding"
+    if turn.case.bitwise and not _same_bits(output, turn.oracle):
+        return f"{who} has logits of other bits than plain decoding"
     if [step.accepted for step in output.step_stats] != accepted:
         return f"{who} accepted other tokens than rank 0 in some step"
     return None
+
+
+def _same_bits(output: lp.GenerationOutput, oracle: lp.GenerationOutput) -> bool:
+    """Whether two texts' logits are equal, NaN and infinite ones included; of ranks, none are kept."""
+    if output.logits is None or oracle.logits is None:
+        return output.exact == "bitwise"
+    return output.exact == "bitwise" and torch.equal(output.logits.nan_to_num(), oracle.logits.nan_to_num())
 
 
 def _first(faults: Any) -> str | None:

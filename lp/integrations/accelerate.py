@@ -80,7 +80,7 @@ def accelerate(
     original = before.original if isinstance(before, Accelerated) else before
     accelerated = Accelerated(model, config, context, original, exact)
     among_ranks = context is not None and not context.alone
-    if among_ranks or exact != Exact.AUTO:  # here, where all ranks are, and where who asked for a mode hears of a refusal
+    if among_ranks or exact != Exact.AUTO:  # where all ranks are, and where a mode that was asked for is refused
         check_adapter(model)
         accelerated.make_decoder(_handed_over(model))
     model.generate = accelerated  # type: ignore[attr-defined]
