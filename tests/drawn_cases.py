@@ -69,7 +69,7 @@ class Case:
         sequence: which noise depends on.
         gpu: the decoder runs on simulated GPUs, one a rank, and "off" or "auto" captures; "" for none.
         server: the text is asked of a server over HTTP, and so many others at the same time; -1 for none.
-        bitwise: dtype of the weights in the mode `exact="bitwise"`, where logits are those of `PlainDecoder` in that mode
+        bitwise: dtype of the weights in the mode `exact="bitwise"`, where logits are those of `PlainDecoder` in it
             bit for bit, and nothing is promised against `generate`; "" for the usual mode, in float64.
     """
 
