@@ -6,8 +6,8 @@
 
 A step of many tokens runs other kernels than a step of one, which add in another order; where the two best scores tie
 within rounding, either may win. Every first difference is listed with the float64 model's gap of its two best scores.
-The built-in prompts come first, then those of --task. Against plain decoding logits are compared, too, bit for bit; with
-`--exact bitwise` none may differ.
+The built-in prompts come first, then those of --task. Against plain decoding logits are compared, too, bit for bit:
+with `--exact bitwise` none may differ.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> None:
         parted = f"{len(differing)} of {result['texts']}"
         bits = "-" if result["other_logits"] is None else str(result["other_logits"])
         lines.append((result["dtype"], result["exact"], parted, bits, f"{result['tokens']:,}", often, str(largest)))
-    heads = ("dtype", "exact", "texts that part", "other logits", "tokens compared", "one in ... tokens", "largest gap there")
+    heads = ("dtype", "exact", "texts that part", "other logits", "tokens", "one in ... tokens", "largest gap there")
     print(markdown(heads, lines))
     asked = {"model": args.model, "reference": args.reference, "attention": args.attention}
     print(json.dumps({**asked, "max_new_tokens": args.max_new_tokens, "results": results}))
