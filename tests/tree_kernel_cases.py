@@ -145,12 +145,28 @@ def worst_error(case: Case, device: torch.device) -> float:
     return float(torch.stack(errors).max() / largest_value / torch.finfo(case.dtype).eps / TOLERANCE[case.dtype])
 
 
+def results_by_capacity() -> int:
+    """How many different results a step has, whose cache has room for few tokens or for many."""
+    from lp.attention.tree_kernel import launch_tree_attention  # here: the environment says whether it is interpreted
+
+    step = draw(Case(num_tokens=3, length=500, capacity=510), torch.device("cpu"))
+    found: list[torch.Tensor] = []
+    for capacity in (0, 30, 1000):
+        k, v = (
+            torch.nn.functional.pad(each, (0, 0, 0, capacity), value=torch.nan) for each in (step.k_1GCD, step.v_1GCE)
+        )
+        out = launch_tree_attention(step.q_1HTD, k, v, step.visible_TT, step.slot_mapping_T, step.scale)
+        found += [] if any(torch.equal(out, other) for other in found) else [out]
+    return len(found)
+
+
 def main() -> None:
-    """Prints the error of every case as JSON."""
+    """Prints the error of every case as JSON, and in how many ways the cache's capacity changed a result."""
     torch.set_num_threads(1)
     assert os.environ.get("TRITON_INTERPRET") == "1", "compiled kernels need a GPU"
     names = sys.argv[1:] or SMALL
-    print(json.dumps({name: worst_error(SMALL[name], torch.device("cpu")) for name in names}))
+    errors = {name: worst_error(SMALL[name], torch.device("cpu")) for name in names}
+    print(json.dumps(errors | {"results at different capacities": results_by_capacity()}))
 
 
 if __name__ == "__main__":
