@@ -16,6 +16,7 @@ import torch
 
 from lp.engine.output import GenerationOutput
 from lp.models.releases import cache_in, cache_keyword
+from lp.models.rope import rope_boundary
 from lp.sampling.noise import gumbel
 from lp.sampling.params import SamplingParams, Verifier
 from lp.waits import Wait, waiting
@@ -184,9 +185,8 @@ class Prediction:
         ids = torch.tensor([list(prefix)], device=model.device)  # (1, L)
         logits = model(ids, use_cache=False, logits_to_keep=1).logits[0, -1].double().cpu()
         off = torch.finfo(model.dtype).eps * max(float(logits.abs().max()), 1.0)
-        for width in WIDTHS:
-            if width < len(prefix):
-                off = max(off, float((_in_two_passes(model, ids, width) - logits).abs().max()))
+        for width in _comparable(model, len(prefix)):
+            off = max(off, float((_in_two_passes(model, ids, width) - logits).abs().max()))
         return cls(prefix=list(prefix), logits=logits, near_tie=MARGIN * off, sampling=sampling)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -224,11 +224,24 @@ class Prediction:
         return any(int(self.scores(moved).argmax()) == token for moved in (against_all, into, out))
 
 
+def _comparable(model: Any, length: int) -> list[int]:
+    """Those of WIDTHS with which two passes differ from one by rounding alone: both have the same rotary frequencies.
+
+    Args:
+        length: L.
+    """
+    boundary = rope_boundary(model.config.get_text_config())
+    least = boundary.length + 1 if boundary and length > boundary.length else 1  # tokens of the first pass
+    return [width for width in WIDTHS if length - width >= least]
+
+
 def _in_two_passes(model: Any, ids: torch.Tensor, width: int) -> torch.Tensor:
     """The logits (V,) behind a prefix (1, L), of which a second pass computes the last `width` tokens."""
-    first = model(ids[:, :-width], use_cache=True, logits_to_keep=1)
+    # Given, as `generate` gives them: Bamba alone would count those of the second pass from 0.
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    first = model(ids[:, :-width], position_ids=positions[:, :-width], use_cache=True, logits_to_keep=1)
     cache = {cache_keyword(model): cache_in(first)}
-    second = model(ids[:, -width:], use_cache=True, logits_to_keep=1, **cache)
+    second = model(ids[:, -width:], position_ids=positions[:, -width:], use_cache=True, logits_to_keep=1, **cache)
     logits: torch.Tensor = second.logits[0, -1].double().cpu()
     return logits
 

@@ -27,6 +27,8 @@ Ints = Sequence[int] | np.ndarray
 class StepSamples:
     """What the nodes of a step sampled on all ranks, the same on every rank: each path of tokens behind `c` once.
 
+    The next step overwrites the arrays: a source that keeps some copies them.
+
     Attributes:
         tokens, positions, parents: of all nodes, in topological order; node 0 is `c`, whose parent is -1.
         sampled: of all nodes, the token that each sampled; INVALID_TOKEN where it sampled none.

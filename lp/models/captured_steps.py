@@ -271,11 +271,11 @@ class CapturedSteps:
         def forward() -> torch.Tensor:
             return self.logits(inputs, visible_BB, cache)
 
-        cache.begin(visible_BB)
-        if not cache.claimed:  # layers take their buffers in the first pass, which no compiled one can do
+        compiles = self.mode is Capture.COMPILE and not shape.places
+        if compiles and not cache.claimed:  # layers take their buffers in the first pass, which no compiled one can do
+            cache.begin(visible_BB)
             with cache.writing_to(inputs.slots_B):
                 forward()
-        compiles = self.mode is Capture.COMPILE and not shape.places
         compiled = compiled_by_itself(forward) if compiles else forward
 
         def step() -> torch.Tensor:

@@ -526,8 +526,11 @@ class ModelRunner:
         Where ranks divide the model, logits are this rank's part of the vocabulary.
 
         Args:
-            trees: one for each sequence.
+            trees: one for each sequence, at least one; exactly one, unless the model `takes_forests`.
             capture: it is a step of one sequence, of which there will be many.
+
+        Returns:
+            The logits of each tree's `logits_indices`, in the order of the trees.
         """
         counts = [len(tree.logits_indices) for tree in trees]
         if self.widths:

@@ -14,6 +14,8 @@ import transformers as tf
 
 import lp
 from lp.attention import flash_cuda
+from lp.attention.base import PooledView, View
+from lp.attention.masks import StepMasks
 from lp.engine import step_tails
 from lp.models import captured_forests
 from lp.models.captured_step import BUCKETS
@@ -348,6 +350,28 @@ def test_where_a_step_cannot_be_captured(
     engine.run()
     assert caplog.text.count("steps of several texts are not captured: no room") == 1
     assert not engine._core._shared._steps
+    for handle, ids in zip(handles, texts, strict=True):
+        assert handle.result().tokens == plain(model, ids)
+
+
+def test_a_kernel_that_refuses_several_sequences(
+    gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its trial raises in the first pass of a capture: texts go on uncaptured; outside the capture all would fail."""
+    build = StepMasks.build
+
+    def refusing(self: StepMasks, view: View) -> Any:
+        if isinstance(view, PooledView):
+            raise RuntimeError("attention takes one sequence a step")
+        return build(self, view)
+
+    monkeypatch.setattr(StepMasks, "build", refusing)
+    model = tiny_model()
+    engine = engine_of(model)
+    texts = [drawn_text(random.Random(index), 20) for index in range(3)]
+    handles = [engine.submit(ids, NEW, eos_token_id=()) for ids in texts]
+    engine.run()
+    assert caplog.text.count("steps of several texts are not captured: attention takes one sequence a step") == 1
     for handle, ids in zip(handles, texts, strict=True):
         assert handle.result().tokens == plain(model, ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import lp
 from launch.bench.compare import MARGIN, WIDTHS, Prediction, alternate, differences, first_difference, logit_gap
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
+from tests.tiny_models import BOUNDARY, drawn_text, tiny_model
 
 
 def _recorder(calls: list[str], name: str, times_s: list[float]) -> Callable[[], GenerationOutput]:
@@ -104,6 +106,14 @@ def test_a_tie_of_a_coarse_dtype_is_no_less_than_its_rounding(model: LlamaForCau
     """All passes may round a logit alike, and another kernel the other way."""
     prediction = Prediction.behind(model.bfloat16(), [1, 2])
     assert prediction.near_tie >= MARGIN * 2**-7 * float(prediction.logits.abs().max())
+
+
+@pytest.mark.parametrize("arch", ["bamba", "llama_dynamic", "llama_longrope"])
+@pytest.mark.parametrize("length", [12, BOUNDARY + 1, BOUNDARY + 6, BOUNDARY + 40])
+def test_what_another_pass_means_otherwise_is_not_rounding(arch: str, length: int) -> None:
+    """Other rotary frequencies before a boundary, or positions that a model counts anew, would excuse wrong tokens."""
+    prediction = Prediction.behind(tiny_model(arch), drawn_text(random.Random(3), length))
+    assert prediction.near_tie < 1e-5 * float(prediction.logits.std())  # recurrent states are float32
 
 
 SAMPLED = [
