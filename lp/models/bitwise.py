@@ -6,7 +6,8 @@ so have the token's logits and its own KV, provided that
 1. a row of a layer has the same bits in every pass: passes are padded to widths that the model itself was asked about
    (`lp.models.equal_widths`), with the threads that it runs with, and so are the rows of an expert
    (`lp.models.experts_by_row`);
-2. attention adds up by position alone, wherever keys lie and whoever shares the pass (`lp.attention.by_position`).
+2. attention adds up by position alone, wherever keys lie and whoever shares the pass (`lp.attention.by_position`);
+3. ranks that divide a model add up in their order (`lp.parallel.replica.InRankOrder`).
 
 The first token of a prompt has no KV before it, so by induction every token that is accepted, or of a prompt, has the
 KV that plain decoding in this mode gives it: with any W, N and G, on any number of ranks that share steps, alone or
@@ -24,7 +25,6 @@ from lp.models.equal_widths import equal_widths
 from lp.models.experts_by_row import experts_obstacle, pad_experts
 from lp.models.model_lock import lock_of
 from lp.models.runner import ModelRunner, runner_of
-from lp.models.sharded_layers import replica_of
 from lp.models.support import inexact_quantisation
 from lp.waits import waiting
 
@@ -78,8 +78,6 @@ def _obstacle(model: PreTrainedModel, attention: str, capture: Capture) -> str |
         return f"capture is {str(capture)!r}, and its steps are not captured yet"
     if model.device.type != "cpu":
         return f"the model is on {model.device.type!r}, and its kernels are written for CPUs so far"
-    if replica_of(model).size > 1:
-        return "the model is divided among ranks (parallel.tp), whose sums are not in a fixed order yet"
     if reason := inexact_quantisation(model.config):
         return reason
     return experts_obstacle(model)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from lp.models.experts_by_row import experts_of, pad_experts
 from lp.models.few_layers import FewLayers, decoder_layers, first_of_each, kind_of_layer
 from lp.models.kv_cache import StaticKVCache
 from lp.models.runner import ModelRunner
+from lp.models.sharded_layers import replica_of
 from lp.models.vocabulary import embedded_tokens
 
 logger = logging.getLogger(__name__)
@@ -37,18 +39,24 @@ PREFIX = 320  # cached tokens before them: attention has a tile and a tail
 def equal_widths(runner: ModelRunner) -> tuple[int, ...]:
     """The widths, ascending, at which logits and KV of a token have the same bits, and its experts' sums.
 
-    One layer of each kind is asked, and the LM head; all layers, where the model's code does not run with a few.
+    One layer of each kind is asked, and the LM head; all layers, where the model's code does not run with a few. Ranks
+    that divide a model ask at the same time, and have the widths at which all of them agree.
 
     Raises:
         ValueError: not even passes of one width agree.
     """
     model = runner.original
+    replica, every = replica_of(runner.model), range(len(decoder_layers(model)))
+    firsts = first_of_each(model, _kind)  # ranks have parts of their own, and must run the same passes
+    kept = [*compress(every, replica.any_rank([layer in firsts for layer in every], runner.device))]
     with torch.inference_mode():
         try:
-            equal = _agreeing(runner, FewLayers(model, first_of_each(model, _kind)))
+            agree = _agreeing(runner, FewLayers(model, {*kept}))
         except Exception as failure:  # of code that nobody here knows
             logger.info("all layers of %s are asked, for a few do not run: %s", type(model).__name__, failure)
-            equal = _agreeing(runner, FewLayers(model, {*range(len(decoder_layers(model)))}))
+            agree = _agreeing(runner, FewLayers(model, {*every}))
+    differ = replica.any_rank([not each for each in agree], runner.device)
+    equal = tuple(width for width, differs in zip(WIDTHS, differ, strict=True) if not differs)
     if REFERENCE not in equal:
         raise UserError(
             f"exact is 'bitwise', but {type(model).__name__} gives a token other bits beside other tokens, with "
@@ -64,15 +72,15 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     return (*kind_of_layer(layer), *weights)
 
 
-def _filling(model: Any) -> list[int]:
+def _filling(model: Any) -> set[int]:
     """The widths at which layers' rows fill vectors, whatever sizes their weights have."""
     weights = [weight for layer in decoder_layers(model) or [model] for weight in layer.parameters()]
     sizes = {size for weight in weights if weight.is_floating_point() and weight.ndim > 1 for size in weight.shape[-2:]}
-    return [width for width in WIDTHS if all(width * size % VECTORS == 0 for size in sizes)]
+    return {width for width in WIDTHS if all(width * size % VECTORS == 0 for size in sizes)}
 
 
-def _agreeing(runner: ModelRunner, view: FewLayers) -> tuple[int, ...]:
-    """The widths at which a few layers agree."""
+def _agreeing(runner: ModelRunner, view: FewLayers) -> list[bool]:
+    """Whether a few layers agree, at each of WIDTHS."""
     pad_experts(view.model, ())
     view.model(torch.zeros(1, 1, dtype=torch.int64, device=runner.device), use_cache=False)
     view.settle()
@@ -93,7 +101,8 @@ def _agreeing(runner: ModelRunner, view: FewLayers) -> tuple[int, ...]:
         rows = _rows(asked, cache, [tokens[index] for index in drawn])
         return torch.equal(rows, reference[drawn]) and all(each.agrees(drawn) for each in experts)
 
-    return tuple(width for width in _filling(asked.model) if agrees(width))
+    filling = _filling(asked.model)
+    return [agrees(width) and width in filling for width in WIDTHS]
 
 
 def _rows(runner: ModelRunner, cache: StaticKVCache, tokens: Sequence[int]) -> torch.Tensor:
