@@ -288,6 +288,7 @@ class ModelRunner:
 
     def _find_widths(self) -> None:
         if self._ask_widths:
+            self._asked_threads = 0  # where asking fails, the next text asks again
             self.widths = self._ask_widths(self)
             self._asked_threads = torch.get_num_threads()
 

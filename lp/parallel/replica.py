@@ -71,10 +71,11 @@ class InRankOrder(Replica):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks in float32 or wider, in new memory."""
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        first, *others = self.ranks.all_gather(tensor).to(wide)
-        for other in others:
-            first = first + other
-        return first.to(tensor.dtype)
+        parts = self.ranks.all_gather(tensor).to(wide)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total.to(tensor.dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.ranks.all_gather(tensor)

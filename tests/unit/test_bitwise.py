@@ -14,6 +14,7 @@ import lp
 from lp.attention.base import StepView
 from lp.attention.by_position import DEPTH, TAIL, TILE, attention_by_position, key_places
 from lp.draft.layout import ancestors
+from lp.errors import UserError
 from lp.models import equal_widths, experts_by_row
 from lp.models.runner import ModelRunner
 from lp.models.tree_pass import TreePass
@@ -340,6 +341,21 @@ def test_widths_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2, requires_grad=False)
     decoder.generate([1, 2, 3], 4, eos_token_id=())
     assert asked == [1, 2, 1]
+
+
+def test_after_a_refusal_the_next_text_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights whose rows depend on company: a second text would run with widths of those before."""
+    model = tiny_model("mixtral", dtype=torch.float32)
+    decoder = lp.PlainDecoder(model, exact="bitwise")
+
+    def refusing(runner: ModelRunner) -> tuple[int, ...]:
+        raise UserError("other bits")
+
+    monkeypatch.setattr("lp.models.bitwise.equal_widths", refusing)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2, requires_grad=False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="other bits"):
+            decoder.generate([1, 2, 3], 4)
 
 
 def test_passes_are_cut_where_they_are_too_long() -> None:
