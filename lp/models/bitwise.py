@@ -4,8 +4,10 @@ A token's logits follow from the KV of the tokens before it and from its own row
 so have the token's logits and its own KV, provided that
 
 1. a row of a layer has the same bits in every pass: passes are padded to widths that the model itself was asked about
-   (`lp.models.equal_widths`), with the threads that it runs with;
-2. attention adds up by position alone, wherever keys lie and whoever shares the pass (`lp.attention.by_position`).
+   (`lp.models.equal_widths`), with the threads that it runs with, and so are the rows of an expert
+   (`lp.models.experts_by_row`);
+2. attention adds up by position alone, wherever keys lie and whoever shares the pass (`lp.attention.by_position`);
+3. ranks that divide a model add up in their order (`lp.parallel.replica.InRankOrder`).
 
 The first token of a prompt has no KV before it, so by induction every token that is accepted, or of a prompt, has the
 KV that plain decoding in this mode gives it: with any W, N and G, on any number of ranks that share steps, alone or
@@ -20,9 +22,9 @@ from lp.attention.registry import AUTO
 from lp.config import Capture, Exact
 from lp.errors import UserError
 from lp.models.equal_widths import equal_widths
+from lp.models.experts_by_row import experts_obstacle, pad_experts
 from lp.models.model_lock import lock_of
 from lp.models.runner import ModelRunner, runner_of
-from lp.models.sharded_layers import replica_of
 from lp.models.support import inexact_quantisation
 from lp.waits import waiting
 
@@ -51,7 +53,7 @@ def runner_for(model: PreTrainedModel, attention: str, capture: Capture, exact: 
         what = "layers that keep a recurrent state" if runner.recurrent else "rotary frequencies that change"
         raise UserError(f"exact is 'bitwise', but {type(model).__name__} has {what}; {REMEDY}")
     with lock_of(model), waiting("asking the model which passes give the same bits"):
-        runner.keep_widths(equal_widths)
+        runner.keep_widths(_ask_widths)
     return runner
 
 
@@ -76,10 +78,13 @@ def _obstacle(model: PreTrainedModel, attention: str, capture: Capture) -> str |
         return f"capture is {str(capture)!r}, and its steps are not captured yet"
     if model.device.type != "cpu":
         return f"the model is on {model.device.type!r}, and its kernels are written for CPUs so far"
-    if replica_of(model).size > 1:
-        return "the model is divided among ranks (parallel.tp), whose sums are not in a fixed order yet"
     if reason := inexact_quantisation(model.config):
         return reason
-    if any("experts" in type(module).__name__.lower() for module in model.modules()):
-        return "the model has experts, which compute as many rows as tokens come to them"
-    return None
+    return experts_obstacle(model)
+
+
+def _ask_widths(runner: ModelRunner) -> tuple[int, ...]:
+    """The model's equal widths, to which its experts are padded from now on."""
+    widths = equal_widths(runner)
+    pad_experts(runner.model, widths)
+    return widths

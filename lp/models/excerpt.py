@@ -12,19 +12,18 @@ and what is beyond the limit are shared with the model, and run in its dtype on 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lp.attention.masks import named_kinds
+from lp.models.few_layers import FewLayers, decoder_layers, first_of_each, kind_of_layer
 from lp.models.memory import free_bytes
 from lp.models.recurrent_layers import NO_LIMIT
 from lp.models.skipped_layer import NoHead, OutputForm, SkippedLayer
-from lp.models.view import ModelView
 
 MOST_BYTES = 1 << 30  # of copied weights, and at most a quarter of what is free
 SHORT_WINDOW = 6  # tokens, of sliding-window layers, so that a text of 24 tokens crosses it
@@ -33,7 +32,7 @@ KEPT_ATTENTION = ("sdpa", "eager")  # others may lack their package, or take no 
 PRECISE = (torch.float32, torch.float64)  # dtypes whose rounding hides nothing
 
 
-class Excerpt(ModelView):
+class Excerpt(FewLayers):
     """A view of a model with few layers, in float32 where its weights can be copied.
 
     Args:
@@ -61,25 +60,16 @@ class Excerpt(ModelView):
         self.whole = whole
         self._casts = in_float32 and not whole and original.dtype not in PRECISE
         self._embedding = original.get_input_embeddings()
-        self.form = form or OutputForm()
-        self._hooks: list[Any] = []
-        self._instead: dict[int, nn.Module] = {}
-        if not whole:
-            layers = _decoder_layers(original)
-            chosen = _chosen(original, layers)
-            self._instead = {
-                id(layer): SkippedLayer(layer, i, self.form) for i, layer in enumerate(layers) if i not in chosen
-            }
-            if (head := original.get_output_embeddings()) is not None:
-                self._instead[id(head)] = NoHead(
-                    original.dtype if original.dtype in PRECISE or not self._casts else torch.float32
-                )
-        self._kept = self._kept_modules(original) if self._casts else set()
+        count = len(decoder_layers(original))
+        if not whole and not count:
+            raise LookupError("it is not plain which of its modules are the decoder layers")
+        instead: dict[int, nn.Module] = {}
+        if not whole and (head := original.get_output_embeddings()) is not None:
+            dtype = original.dtype if original.dtype in PRECISE or not self._casts else torch.float32
+            instead[id(head)] = NoHead(dtype)
+        kept = {*range(count)} if whole else first_of_each(original, kind_of_layer) | {count - 1}
+        super().__init__(original, kept, self._forward_of, form, instead)
         self.rounded = bool(self._kept - {id(self._embedding)})
-        super().__init__(original, self._forward_of)
-        if not whole and form is None:
-            for i in chosen:
-                self._listen(self._modules[id(layers[i])])
         _simplify(self.model)
         if self.model.config._attn_implementation not in KEPT_ATTENTION:
             supported = self.model._supports_sdpa
@@ -93,11 +83,6 @@ class Excerpt(ModelView):
             yield
         finally:
             self.noise = 0.0
-
-    def _mirrored(self, module: nn.Module) -> nn.Module:
-        if id(module) in self._instead:
-            self._modules[id(module)] = self._instead[id(module)]
-        return super()._mirrored(module)
 
     def _is_copied(self, module: nn.Module, attributes: dict[str, Any]) -> bool:
         return True
@@ -136,13 +121,16 @@ class Excerpt(ModelView):
         signs = torch.randint(0, 2, states.shape, generator=generator).to(states.device, states.dtype) * 2 - 1
         return states + states * signs * self.noise
 
-    def _kept_modules(self, original: PreTrainedModel) -> set[int]:
+    @cached_property
+    def _kept(self) -> set[int]:
         """Modules that are not cast: embeddings, of which a text reads a few rows; weights that cannot be; and, where
         room is short, the largest others first and attention last.
         """
-        kept = set()
+        kept: set[int] = set()
+        if not self._casts:
+            return kept
         sizes = []
-        for module, in_attention in self._running(original):
+        for module, in_attention in self._running(self.original):
             own = [parameter for parameter in module._parameters.values() if parameter is not None]
             packed = any(buffer is not None and buffer.dtype in PACKED for buffer in module._buffers.values())
             if (
@@ -169,47 +157,6 @@ class Excerpt(ModelView):
             yield module, in_attention
             for child in module.children():
                 yield from self._running(child, in_attention)
-
-    def _listen(self, layer: nn.Module) -> None:
-        """Let skipped layers know the form of what this one returns, until `settle`."""
-        vars(layer)["_forward_hooks"] = OrderedDict(layer._forward_hooks)  # the original's own must stay as they are
-        self._hooks.append(layer.register_forward_hook(self.form.note))
-
-    def settle(self) -> None:
-        """After a pass: skipped layers know what they return, and no hook of the excerpt's own is left."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, where it is plain which they are; else none."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    lists = [each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList) and len(each) == count]
-    return [*lists[0]] if len(lists) == 1 else []
-
-
-def _chosen(model: PreTrainedModel, layers: list[nn.Module]) -> set[int]:
-    """The first layer of each kind, and the last of all."""
-    named = named_kinds(model.config.get_text_config())
-    first: dict[Any, int] = {}
-    for i, layer in enumerate(layers):
-        first.setdefault((named[i] if i < len(named) else None, _kind(layer)), i)
-    return {*first.values(), len(layers) - 1}
-
-
-def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """What makes a layer another kind: its modules, switches (some are 0 or 1), and the sliding window."""
-    return tuple(
-        (name, type(module), *[_setting(key, value) for key, value in sorted(vars(module).items())])
-        for name, module in layer.named_modules()
-    )
-
-
-def _setting(name: str, value: Any) -> tuple[str, Any]:
-    switch = isinstance(value, (bool, str, type(None))) or (
-        type(value) is int and value in (0, 1) and not ("layer" in name or "idx" in name)
-    )
-    return (name, value) if switch or name == "sliding_window" else (name, type(value))
 
 
 def _can_be_cast(parameter: nn.Parameter) -> bool:

@@ -36,7 +36,7 @@ from lp.models.probe import check_tree_mask
 from lp.models.recurrent_layers import recurrent_shapes, tree_forward
 from lp.models.releases import cache_keyword
 from lp.models.rope import rope_boundary
-from lp.models.sharded_layers import head_of, replica_of
+from lp.models.sharded_layers import head_of, replica_of, sum_in_rank_order
 from lp.models.support import check_supported, inexact_quantisation
 from lp.models.tree_pass import TreePass
 from lp.models.view import ModelView
@@ -79,7 +79,7 @@ def runner_of(
             _free(kept.pop(key))
         key = (attention, capture, exact, model.config._attn_implementation, *weights)
         if key not in kept:
-            kept[key] = ModelRunner(model, attention, capture)
+            kept[key] = ModelRunner(model, attention, capture, in_rank_order=exact is Exact.BITWISE)
         return kept[key]
 
 
@@ -109,6 +109,7 @@ class ModelRunner:
         capture: whether steps have a few fixed shapes and their kernels are replayed.
         probe: check with the model itself that it honours the mask, the first time it is used.
         fused: whether steps run fused layers, where the model's are known exactly (see `lp.models.fused`).
+        in_rank_order: whether ranks that divide the model add up in their order, whatever the size of a pass.
 
     Attributes:
         original: the model as it was given.
@@ -131,6 +132,7 @@ class ModelRunner:
         capture: Capture = Capture.AUTO,
         probe: bool = True,
         fused: bool = True,
+        in_rank_order: bool = False,
     ) -> None:
         check_supported(model.config)
         self._view = ModelView(model, tree_forward)
@@ -153,6 +155,7 @@ class ModelRunner:
         self.captured: CapturedSteps | None = None
         self._mode: Capture | None = None  # of captured steps, if the model takes them
         self._may_fuse = fused
+        self._in_rank_order = in_rank_order
         self._choose_backend(backends_to_try(self.model, attention), probe)
         self._fallback = capture is Capture.AUTO
         if mode := capture_mode(capture, model, self.boundary is not None, self.backend):
@@ -212,6 +215,8 @@ class ModelRunner:
         self.masks = StepMasks(self.config, self.model.dtype, self.device, self.backend)
         self.recurrent = recurrent_shapes(self.model, named_kinds(self.config))
         self._cache_keyword = cache_keyword(self.model)
+        if self._in_rank_order:
+            sum_in_rank_order(self.model)
         with waiting("fusing the layers"):
             fused = fuse(self.model) if self._may_fuse else None
         self.network: PreTrainedModel | FusedModel = fused or self.model
@@ -223,7 +228,8 @@ class ModelRunner:
         Args:
             fused: with fused layers, if this one has.
         """
-        runner = type(self)(model, self.backend.name, Capture.OFF, probe=False, fused=fused and self.fused)
+        name, fused, order = self.backend.name, fused and self.fused, self._in_rank_order
+        runner = type(self)(model, name, Capture.OFF, probe=False, fused=fused, in_rank_order=order)
         if self.captured:
             runner.captured = runner._captured_steps(Capture.OFF)
         return runner
@@ -266,7 +272,8 @@ class ModelRunner:
             ValueError: its config is now one that a tree-shaped step can't be exact for.
         """
         check_supported(self.original.config)
-        if self._follow_weights() or torch.get_num_threads() != self._asked_threads:
+        changed = self._follow_weights() or torch.get_num_threads() != self._asked_threads
+        if self._ask_widths and replica_of(self.model).any_rank([changed], self.device)[0]:
             self._find_widths()
 
     def keep_widths(self, ask: Callable[[ModelRunner], tuple[int, ...]]) -> None:
@@ -281,6 +288,7 @@ class ModelRunner:
 
     def _find_widths(self) -> None:
         if self._ask_widths:
+            self._asked_threads = 0  # where asking fails, the next text asks again
             self.widths = self._ask_widths(self)
             self._asked_threads = torch.get_num_threads()
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lp.errors import UserError
-from lp.parallel.replica import Replica
+from lp.parallel.replica import InRankOrder, Replica
 
 
 class RowWiseLinear(nn.Module):
@@ -142,6 +142,17 @@ def replica_of(model: Any) -> Replica:
     """The ranks that a model is divided among."""
     head = head_of(model)
     return head.replica if head else Replica()
+
+
+def sum_in_rank_order(model: Any) -> None:
+    """Let the ranks that a model is divided among add up in their order from now on.
+
+    Args:
+        model: a view, whose layers that talk to other ranks are its own.
+    """
+    for module in model.modules():
+        if isinstance(module, (RowWiseLinear, ShardedExperts, ShardedEmbedding, ShardedHead)):
+            module.replica = InRankOrder.of(module.replica)
 
 
 def check_divided(model: Any, replica: Replica) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lp.models.digests import without_addresses
+from lp.parallel.replica import Replica
 
 # A model that records them installs hooks for it, and these are shared; nobody reads them here.
 RECORDED = ("output_hidden_states", "_output_attentions", "output_router_logits")
@@ -25,7 +26,8 @@ _MARK = "_lp_"  # starts the names of attributes that this package leaves on a m
 
 
 class ModelView:
-    """Copies the modules that know the config and those that contain them; shares all others, weights and hooks.
+    """Copies the modules that know the config or other ranks, and those that contain them; shares all others, weights
+    and hooks.
 
     Linear layers, adapters and quantised weights are mostly shared as they are. Weights that are changed in place,
     adapters that are switched and hooks that are added are seen at once; other changes by `follow`. What torch.compile
@@ -94,7 +96,8 @@ class ModelView:
 
     def _is_copied(self, module: nn.Module, attributes: dict[str, Any]) -> bool:
         """Whether a module has a copy even if none of its own modules has."""
-        knows = "sliding_window" in attributes or any(isinstance(v, PretrainedConfig) for v in attributes.values())
+        settings = (PretrainedConfig, Replica)
+        knows = "sliding_window" in attributes or any(isinstance(v, settings) for v in attributes.values())
         return knows or self._replaced(module) is not None
 
     def _storage(self, module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> dict[str, Any]:

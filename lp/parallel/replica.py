@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -35,6 +35,12 @@ class Replica:
         """Every rank's tensor, (T, *shape), all of one shape."""
         return tensor[None]
 
+    def any_rank(self, mine: Sequence[bool], device: torch.device) -> list[bool]:
+        """Of each of several things, whether it holds on any of the ranks."""
+        if self.size == 1:
+            return list(mine)
+        return self.all_gather(torch.tensor(mine, dtype=torch.int32, device=device)).any(0).tolist()
+
     def part(self, count: int, rank: int | None = None) -> tuple[int, int]:
         """The part [first, last) of `count` things that a rank has; this one, unless another is given."""
         rank = self.rank if rank is None else rank
@@ -45,6 +51,40 @@ class Replica:
 
     def close(self) -> None:
         """Let go of the process group, if there is one."""
+
+
+@dataclass(frozen=True)
+class InRankOrder(Replica):
+    """The same ranks, which add up in their order: a library's sums go by the size of a tensor and the place in it.
+
+    Attributes:
+        ranks: whose collectives these are.
+    """
+
+    ranks: Replica = field(default_factory=Replica)
+
+    @classmethod
+    def of(cls, replica: Replica) -> InRankOrder:
+        """The ranks of a replica."""
+        return replica if isinstance(replica, cls) else cls(replica.rank, replica.size, replica)
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks in float32 or wider, in new memory."""
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        parts = self.ranks.all_gather(tensor).to(wide)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total.to(tensor.dtype)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.ranks.all_gather(tensor)
+
+    def keep_track(self, graph: torch.cuda.CUDAGraph) -> None:
+        self.ranks.keep_track(graph)
+
+    def close(self) -> None:
+        self.ranks.close()
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,15 @@ def test_tokens_and_collectives(forked: Forked, tmp_path: Path, world: int, tp: 
                 assert [calls for calls in found[arch][case]["calls"] if calls != due] == [], (arch, rank)
 
 
+def test_logits_are_plain_decodings_bit_for_bit(forked: Forked, tmp_path: Path) -> None:
+    """Gloo adds up four ranks in an order that goes by the place in a tensor, as the usual mode shows."""
+    forked.start(4, replicas.main, tmp_path, 4, ["bitwise"]).check(400)
+    by_rank = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert by_rank == [by_rank[0]] * 4
+    for arch, found in by_rank[0].items():
+        assert all(found["bitwise"]) and not all(found["tokens"]), arch
+
+
 @pytest.mark.parametrize("victim", [1, 2] if LONG else [2])
 def test_a_killed_rank_ends_all_and_is_named(forked: Forked, tmp_path: Path, victim: int) -> None:
     """Ranks of its replica wait in the model, others for its replica; what was journaled stays."""

@@ -15,7 +15,8 @@ import lp
 from lp.attention.base import StepView
 from lp.attention.by_position import DEPTH, TAIL, TILE, attention_by_position, key_places
 from lp.draft.layout import ancestors
-from lp.models import equal_widths
+from lp.errors import UserError
+from lp.models import equal_widths, experts_by_row
 from lp.models.runner import ModelRunner
 from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
@@ -29,7 +30,7 @@ CONFIGS = (
     lp.LookaheadConfig(),
 )
 SAMPLED = lp.SamplingParams(temperature=0.8, seed=5)
-ARCHITECTURES = ("llama", "qwen3", "gemma3")
+ARCHITECTURES = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3")
 NEW = 24
 
 
@@ -137,10 +138,10 @@ def test_logits_are_plain_decodings(arch: str, dtype: torch.dtype) -> None:
     assert usual_differs
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_share_steps(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "arch"), [(2, "llama"), (3, "llama"), (2, "mixtral"), (2, "deepseek_v3")])
+def test_ranks_that_share_steps(ranks: int, arch: str) -> None:
     """They compare the bits of each `c`: any difference ends the run."""
-    model = tiny_model("llama", dtype=torch.bfloat16, sharpness=2.0)
+    model = tiny_model(arch, dtype=torch.bfloat16, sharpness=2.0)
     ids = drawn_text(random.Random(ranks), 50)
     expected = lp.PlainDecoder(model, exact="bitwise").generate(ids, NEW, SAMPLED, eos_token_id=()).tokens
 
@@ -152,10 +153,19 @@ def test_ranks_that_share_steps(ranks: int) -> None:
     assert run_lockstep(ranks, body) == [expected] * ranks
 
 
-@pytest.mark.parametrize(("dtype", "drafts"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])
-def test_texts_beside_others_and_behind_reused_prefixes(dtype: torch.dtype, drafts: bool) -> None:
+@pytest.mark.parametrize(
+    ("arch", "dtype", "drafts"),
+    [
+        ("llama", torch.float32, False),
+        ("llama", torch.float32, True),
+        ("llama", torch.bfloat16, True),
+        ("qwen3_moe", torch.float32, True),
+        ("qwen2_moe", torch.bfloat16, True),
+    ],
+)
+def test_texts_beside_others_and_behind_reused_prefixes(arch: str, dtype: torch.dtype, drafts: bool) -> None:
     """A second turn, whose prefix holds the first answer, has the KV that decoding wrote and not that of a prompt."""
-    model = tiny_model("llama", dtype=dtype, sharpness=2.0, num_key_value_heads=4)
+    model = tiny_model(arch, dtype=dtype, sharpness=2.0, num_key_value_heads=4)
     plain = lp.PlainDecoder(model, exact="bitwise")
     decoder = lp.LookaheadDecoder(model, CONFIGS[1], exact="bitwise") if drafts else plain
     rng = random.Random(3)
@@ -275,6 +285,28 @@ def test_widths_with_other_kernels_are_left_out(monkeypatch: pytest.MonkeyPatch)
     assert (runner.padded(20), runner.padded(97), runner.most_padding) == (32, 192, 95)
 
 
+@pytest.mark.parametrize("arch", ["mixtral", "deepseek_v3"])
+def test_experts_that_are_not_padded_are_found(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: transformers' own loop, in which an expert has as many rows as come to it. DeepSeek's first layer has
+    no experts, so that another one must be asked.
+    """
+
+    def own_loop(self: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = type(self).forward.__wrapped__(self, *inputs)
+        return found
+
+    monkeypatch.setattr(experts_by_row, "experts_by_row", own_loop)
+    with pytest.raises(ValueError, match="gives a token other bits beside other tokens"):
+        lp.PlainDecoder(tiny_model(arch, dtype=torch.float32), exact="bitwise")
+
+
+def test_rows_that_fill_no_vectors_are_left_out() -> None:
+    """Qwen2-MoE's shared expert has a gate of one number a token. Of 8 tokens sigmoid takes one number at a time, and
+    4 in a hundred are rounded otherwise than in a vector: too few to be found by asking.
+    """
+    assert lp.PlainDecoder(tiny_model("qwen2_moe"), exact="bitwise").runner.widths == (64, 128, 192, 256)
+
+
 def test_a_model_whose_rows_depend_on_company_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a token's logits depend on the token beside it. The usual mode would notice nothing that small."""
     forward = ModelRunner.forward
@@ -289,13 +321,24 @@ def test_a_model_whose_rows_depend_on_company_is_refused(monkeypatch: pytest.Mon
         lp.PlainDecoder(model, exact="bitwise")
 
 
+def with_own_experts() -> Any:
+    """A model one of whose layers has experts in a list, as code from before transformers' registry does."""
+    model: Any = tiny_model("mixtral")
+    model.model.layers[1].mlp.experts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "how", "said"),
     [
         (lambda: tiny_model(), {"exact": "bits"}, "exact is 'bits'; it must be one of auto, tokens, bitwise"),
         (lambda: tiny_model(), {"attention": "sdpa"}, "attention is 'sdpa', which adds up in another order"),
         (lambda: tiny_model(), {"capture": "compile"}, "capture is 'compile', and its steps are not captured yet"),
-        (lambda: tiny_model("mixtral"), {}, "the model has experts"),
+        (
+            lambda: with_own_experts(),
+            {},
+            r"layers\.1\.mlp\.experts, a ModuleList, computes experts by code of its own, as many rows as come to it",
+        ),
         (lambda: tiny_model("gemma2"), {}, "caps its attention scores"),
         (lambda: tiny_model("llama_dynamic"), {}, "rotary frequencies that change"),
         (
@@ -334,6 +377,21 @@ def test_widths_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2, requires_grad=False)
     decoder.generate([1, 2, 3], 4, eos_token_id=())
     assert asked == [1, 2, 1]
+
+
+def test_after_a_refusal_the_next_text_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other weights whose rows depend on company: a second text would run with widths of those before."""
+    model = tiny_model("mixtral", dtype=torch.float32)
+    decoder = lp.PlainDecoder(model, exact="bitwise")
+
+    def refusing(runner: ModelRunner) -> tuple[int, ...]:
+        raise UserError("other bits")
+
+    monkeypatch.setattr("lp.models.bitwise.equal_widths", refusing)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2, requires_grad=False)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="other bits"):
+            decoder.generate([1, 2, 3], 4)
 
 
 def test_passes_are_cut_where_they_are_too_long() -> None:

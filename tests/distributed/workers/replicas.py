@@ -1,6 +1,7 @@
 """A rank of replicas that ranks divide: it decodes drawn models, and writes down what came out and what it cost.
 
 torchrun ... -m tests.distributed.workers.replicas FOLDER TP ARCHITECTURE...     # -> FOLDER/rank.json
+torchrun ... -m tests.distributed.workers.replicas FOLDER TP bitwise             # of one replica -> FOLDER/rank.json
 torchrun ... -m tests.distributed.workers.replicas FOLDER TP endless             # until a rank is killed
 """
 
@@ -90,6 +91,25 @@ def decode(folder: Path, archs: list[str], context: lp.ParallelContext) -> None:
     (folder / f"{context.rank}.json").write_text(json.dumps(found))
 
 
+def bitwise(folder: Path, context: lp.ParallelContext) -> None:
+    """Whether logits are plain decoding's in the mode that promises it, and in the usual one."""
+    found: dict[str, Any] = {}
+    for arch, dtype in (("llama", torch.float32), ("mixtral", torch.bfloat16)):
+        part = divide(tiny_model(arch, dtype=dtype, sharpness=2.0), context.replica)
+        plain = lp.PlainDecoder(part, context, exact="bitwise")
+        of_mode: dict[str, Any] = {"bitwise": [], "tokens": [], "texts": []}
+        for sampling in (None, lp.SamplingParams(temperature=0.8, seed=3)):
+            how: dict[str, Any] = {"sampling": sampling, "eos_token_id": (), "output_logits": True}
+            expected = plain.generate(IDS, NEW, **how)
+            for exact in ("bitwise", "tokens"):
+                output = lp.LookaheadDecoder(part, COMPUTE, context, exact=exact).generate(IDS, NEW, **how)
+                assert output.logits is not None and expected.logits is not None
+                of_mode[exact].append(torch.equal(output.logits, expected.logits))
+            of_mode["texts"].append(expected.tokens)
+        found[arch] = of_mode
+    (folder / f"{context.rank}.json").write_text(json.dumps(found))
+
+
 def endless(folder: Path, context: lp.ParallelContext) -> None:
     """Decode into a journal until a rank is killed."""
     part = divide(tiny_model("llama", max_position_embeddings=100_000), context.replica)
@@ -108,6 +128,8 @@ def main(folder: Path, tp: int, what: list[str]) -> None:
     context = lp.ParallelContext.from_env(tp=tp, timeout_s=60)
     if what == ["endless"]:
         endless(folder, context)
+    elif what == ["bitwise"]:
+        bitwise(folder, context)
     else:
         decode(folder, what, context)
     context.close()

@@ -1,0 +1,93 @@
+"""A view of a model with a few of its layers, over the same weights: the others hand on what they are given."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Set
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lp.attention.masks import named_kinds
+from lp.models.skipped_layer import OutputForm, SkippedLayer
+from lp.models.view import ModelView
+
+
+class FewLayers(ModelView):
+    """A view of a model with a few of its layers.
+
+    Args:
+        original: left as it is.
+        kept: indices of the layers, the first one among them.
+        replaced: as of `ModelView`.
+        form: of what layers return; None: the first pass finds it out, then call `settle`.
+        instead: other modules than layers, by the id of the original's.
+
+    Attributes:
+        form: as given, or as found.
+    """
+
+    def __init__(
+        self,
+        original: PreTrainedModel,
+        kept: Set[int],
+        replaced: Callable[[nn.Module], Callable[..., Any] | None] = lambda module: None,
+        form: OutputForm | None = None,
+        instead: Mapping[int, nn.Module] | None = None,
+    ) -> None:
+        self.form = form or OutputForm()
+        self._hooks: list[Any] = []
+        layers = decoder_layers(original)
+        skipped = {id(layer): SkippedLayer(layer, i, self.form) for i, layer in enumerate(layers) if i not in kept}
+        self._instead: dict[int, nn.Module] = {**skipped, **(instead or {})}
+        super().__init__(original, replaced)
+        if skipped and form is None:
+            for i in kept:
+                self._listen(self._modules[id(layers[i])])
+
+    def _mirrored(self, module: nn.Module) -> nn.Module:
+        if id(module) in self._instead:
+            self._modules[id(module)] = self._instead[id(module)]
+        return super()._mirrored(module)
+
+    def _listen(self, layer: nn.Module) -> None:
+        """Let skipped layers know the form of what this one returns, until `settle`."""
+        vars(layer)["_forward_hooks"] = OrderedDict(layer._forward_hooks)  # the original's own must stay as they are
+        self._hooks.append(layer.register_forward_hook(self.form.note))
+
+    def settle(self) -> None:
+        """After a pass: skipped layers know what they return, and no hook of the view's own is left."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers, where it is plain which they are; else none."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = [each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+    return [*lists[0]] if len(lists) == 1 else []
+
+
+def first_of_each(model: PreTrainedModel, kind_of: Callable[[nn.Module], Hashable]) -> set[int]:
+    """The index of the first layer of each kind, by its attention and by what `kind_of` gives."""
+    named = named_kinds(model.config.get_text_config())
+    first: dict[Any, int] = {}
+    for i, layer in enumerate(decoder_layers(model)):
+        first.setdefault((named[i] if i < len(named) else None, kind_of(layer)), i)
+    return {*first.values()}
+
+
+def kind_of_layer(layer: nn.Module) -> tuple[Any, ...]:
+    """What makes a layer another kind: its modules, switches (some are 0 or 1), and the sliding window."""
+    return tuple(
+        (name, type(module), *[_setting(key, value) for key, value in sorted(vars(module).items())])
+        for name, module in layer.named_modules()
+    )
+
+
+def _setting(name: str, value: Any) -> tuple[str, Any]:
+    switch = isinstance(value, (bool, str, type(None))) or (
+        type(value) is int and value in (0, 1) and not ("layer" in name or "idx" in name)
+    )
+    return (name, value) if switch or name == "sliding_window" else (name, type(value))
