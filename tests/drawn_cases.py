@@ -370,7 +370,7 @@ NEVER = [
     ({"server"}, {"processors", "criterion", "logits", "stop strings", "grammar", "prediction", "sequence", "company"}),
     ({"server", "logits"}, {"several ranks", "tp", "broadcast"}),
     ({"gpu"}, {"server", "tp"}),
-    ({"bitwise"}, {"hybrid", "shifting", "experts", "captured", "gpu", "tp"}),
+    ({"bitwise"}, {"hybrid", "shifting", "captured", "gpu", "tp"}),
     ({"another method"}, {"adaptive", "session pool"}),
     ({*KINDS}, {*KINDS}),
 ]

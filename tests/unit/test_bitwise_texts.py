@@ -19,10 +19,10 @@ from tests.conftest import LONG
 from tests.pools import drawn_step_times
 from tests.tiny_models import drawn_text, tiny_model
 
-MODELS = ("demo", "qwen3", "gemma3")
+MODELS = ("demo", "qwen3", "gemma3", "mixtral")
 DTYPES = (torch.float32, torch.bfloat16)
 # Texts of each model and dtype, at least.
-TEXTS = 84 if LONG else 4
+TEXTS = 64 if LONG else 4
 NEW = 128 if LONG else 16
 MOST_TOGETHER = 8 if LONG else 3
 
