@@ -59,7 +59,9 @@ suite() { # NAME, arguments of pytest: the fast suite; what has passed is in the
   say "$name: $("$python" -c 'import importlib.metadata as m, platform; print("Python " + platform.python_version(), *(f"{n} {m.version(n)}" for n in ("torch", "transformers", "triton", "numpy", "pytest")), sep=", ")')"
   say "$name: $(wc -l <"$ledger") tests have passed on this code before; what passes is added to $ledger"
   nice -n "${NICE:-0}" "$python" -m lp.compile_functions || return # what numba compiles: else every process would
-  nice -n "${NICE:-0}" "$python" -m pytest -n "${WORKERS:-2}" --dist loadgroup -p tests.ledger --ledger "$ledger" "$@" || status=$?
+  # Its settings by name: else pytest looks for them above all paths of its arguments, of which the ledger's may be far away.
+  nice -n "${NICE:-0}" "$python" -m pytest -c pyproject.toml --rootdir "$root" -n "${WORKERS:-2}" --dist loadgroup \
+    -p tests.ledger --ledger "$ledger" "$@" || status=$?
   [ $status -ne 5 ] || status=0 # nothing was left to run
   say "$name: $(grep -c '^passed' "$ledger") passed, $(grep -c '^skipped' "$ledger") skipped, in all runs on this code; $([ $status -eq 0 ] && echo "none failed" || echo "some FAILED")"
   return $status

@@ -8,6 +8,7 @@ import transformers as tf
 
 from lp.sampling.node_sampling import CallRules, NodeSampling, ScoreRules
 from lp.sampling.processors import BranchProcessors
+from tests.gpu.parity import DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -24,8 +25,8 @@ def test_scores_are_those_of_the_processors(dtype: torch.dtype) -> None:
     rules = ScoreRules.of(processors)
     assert rules is not None
     logits = 4 * torch.randn(8, 32000, generator=torch.Generator().manual_seed(1))
-    logits = logits.to("cuda", dtype)
-    numbers = torch.tensor([rules.numbers], dtype=torch.float64, device="cuda")
+    logits = logits.to(DEVICE, dtype)
+    numbers = torch.tensor([rules.numbers], dtype=torch.float64, device=DEVICE)
     found = NodeSampling(CallRules.of([rules], False), rules, numbers, None).scores(logits)
     expected = BranchProcessors(processors)(logits, [[]] * 8, [1])
     differing = (found.isinf() != expected.isinf()).sum()

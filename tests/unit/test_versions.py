@@ -65,6 +65,7 @@ PYTHON = """#!/bin/sh
 case "$*" in
   "-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   "-m pip install"*lowest.txt) echo "pip: no such releases" >&2; exit 1 ;;
+  "-m pytest"*) echo "$*" >"$(dirname "$0")/pytest" ;;
   *) ;;
 esac
 """
@@ -82,3 +83,5 @@ def test_an_environment_that_cannot_be_made_leaves_the_others(tmp_path: Path, pr
     assert "versions: pinned: 0 passed" in ran.stderr and ran.stderr.endswith("failed with: oldest\n")
     assert not (tmp_path / "versions" / "oldest" / "lp-recipe").exists(), "it would count as made"
     assert (tmp_path / "versions" / "pinned" / "lp-recipe").exists()
+    pytest_was_given = (tmp_path / "versions" / "pinned" / "bin" / "pytest").read_text()
+    assert " -c pyproject.toml " in pytest_was_given, "with environments elsewhere, it would find no settings"
