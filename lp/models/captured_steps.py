@@ -208,7 +208,7 @@ class CapturedSteps:
         view: View
         if len(inputs.sequences_Q4):
             places_B4 = inputs.sequences_Q4.index_select(0, inputs.sequence_B)
-            places = slots_B, places_B4[:, 2], places_B4[:, 3], cache.capacity
+            places = slots_B, places_B4[:, 2], places_B4[:, 3], inputs.sequences_Q4, cache.capacity
             view = PooledView(visible_BB, inputs.positions_B, *places, None, dtype)
             arguments = self.masks.backend.forward_arguments(slots_B, inputs.sequences_Q4)
         else:
