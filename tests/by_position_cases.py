@@ -61,7 +61,7 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-FEW = (2 * TILE + 77,)
+FEW = (TILE + 97,)
 SMALL = {
     "prefixes": Case((0, 63, 96, 97, TILE + DEPTH, 700), heads=2, kv_heads=1),
     "sliding window of 20": Case(FEW, window=20),
