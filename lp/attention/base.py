@@ -162,6 +162,7 @@ class AttentionBackend:
         takes_pools: on a GPU, captured steps of several sequences read the keys of each one alone; else all slots of
             the pool, with a mask.
         capture_obstacle: why its steps cannot be captured; None: they can.
+        compiles: torch.compile takes a step with its masks.
         depth: positions behind the cached ones that a step may reach; None: any number.
     """
 
@@ -174,6 +175,7 @@ class AttentionBackend:
     takes_parts: bool = False
     takes_pools: bool = False
     capture_obstacle: str | None = None
+    compiles: bool = True
     depth: int | None = None
 
     def __init__(self, name: str) -> None:

@@ -27,6 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from lp.attention.base import AttentionBackend, ForestView, PooledView, StepView, View, score_obstacle
+from lp.attention.flash_cuda import DTYPES as CUDA_DTYPES
+from lp.attention.flash_cuda import TRITON
 from lp.attention.parts import InParts
 from lp.attention.registry import register_attention
 
@@ -71,7 +73,7 @@ class KeyPlaces(NamedTuple):
 
 
 class PlacesMask(torch.Tensor):
-    """`KeyPlaces` in place of a mask, (1, 1, tokens, 1); it passes through a model as it is."""
+    """`KeyPlaces` in place of a mask, (1, 1, tokens, 1), on the host; it passes through a model as it is."""
 
     places: KeyPlaces
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -79,7 +81,7 @@ class PlacesMask(torch.Tensor):
     @classmethod
     def of(cls, view: StepView | PooledView) -> PlacesMask:
         """What tokens see."""
-        mask = torch.zeros(1, 1, len(view.positions_T), 1, device=view.positions_T.device).as_subclass(cls)
+        mask = torch.zeros(1, 1, len(view.positions_T), 1).as_subclass(cls)
         mask.places = key_places(view)
         return mask
 
@@ -280,12 +282,18 @@ class ByPosition(AttentionBackend):
     implementation = "lp_by_position"
     alternative = None
     takes_parts = True
+    takes_pools = True
+    compiles = False  # what its masks carry
     depth = DEPTH
-    capture_obstacle = "attention=by_position is not captured yet"
 
     def unfit(self, model: PreTrainedModel) -> str | None:
-        if model.device.type != "cpu":
-            return f"attention=by_position runs on CPUs so far, not on {model.device.type!r}; choose attention=auto"
+        device = model.device.type
+        if device == "cuda" and not TRITON:
+            return "attention=by_position needs Triton on a GPU; install it, or choose attention=auto"
+        if device == "cuda" and model.dtype not in CUDA_DTYPES:
+            return f"attention=by_position takes no {model.dtype} on a GPU; choose attention=auto"
+        if device not in ("cpu", "cuda"):
+            return f"attention=by_position runs on CPUs and CUDA devices, not on {device!r}; choose attention=auto"
         return score_obstacle(model, self.name)
 
     def install(self) -> None:

@@ -24,7 +24,7 @@ from lp.attention.masks import StepMasks, named_kinds
 from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture, Exact
 from lp.errors import UserError
-from lp.models.captured_step import CapturedStep
+from lp.models.captured_step import BUCKETS, CapturedStep
 from lp.models.captured_steps import CapturedSteps, capture_mode
 from lp.models.forest_cache import ForestCache, Stretch
 from lp.models.fused import FusedModel, fuse, model_state
@@ -79,7 +79,7 @@ def runner_of(
             _free(kept.pop(key))
         key = (attention, capture, exact, model.config._attn_implementation, *weights)
         if key not in kept:
-            kept[key] = ModelRunner(model, attention, capture)
+            kept[key] = ModelRunner(model, attention, capture, may_round=exact is not Exact.BITWISE)
         return kept[key]
 
 
@@ -109,6 +109,7 @@ class ModelRunner:
         capture: whether steps have a few fixed shapes and their kernels are replayed.
         probe: check with the model itself that it honours the mask, the first time it is used.
         fused: whether steps run fused layers, where the model's are known exactly (see `lp.models.fused`).
+        may_round: captured steps may run kernels that round otherwise than those of uncaptured passes.
 
     Attributes:
         original: the model as it was given.
@@ -131,6 +132,7 @@ class ModelRunner:
         capture: Capture = Capture.AUTO,
         probe: bool = True,
         fused: bool = True,
+        may_round: bool = True,
     ) -> None:
         check_supported(model.config)
         self._view = ModelView(model, tree_forward)
@@ -153,6 +155,7 @@ class ModelRunner:
         self.captured: CapturedSteps | None = None
         self._mode: Capture | None = None  # of captured steps, if the model takes them
         self._may_fuse = fused
+        self._may_round = may_round
         self._choose_backend(backends_to_try(self.model, attention), probe)
         self._fallback = capture is Capture.AUTO
         if mode := capture_mode(capture, model, self.boundary is not None, self.backend):
@@ -283,6 +286,8 @@ class ModelRunner:
         if self._ask_widths:
             self.widths = self._ask_widths(self)
             self._asked_threads = torch.get_num_threads()
+            if self.captured:
+                self.captured.buckets = self.widths
 
     def _follow_weights(self) -> bool:
         """Take up what has been changed on the model; whether anything has."""
@@ -305,7 +310,8 @@ class ModelRunner:
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
         replica = replica_of(self.model)
-        return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica, self._cache_keyword)
+        how = self._cache_keyword, self.widths or BUCKETS, self._may_round
+        return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica, *how)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of at least `capacity` slots; with captured steps one that they know, if none is using it."""
@@ -530,12 +536,12 @@ class ModelRunner:
             capture: it is a step of one sequence, of which there will be many.
         """
         counts = [len(tree.logits_indices) for tree in trees]
+        if capture and self.captured and (step := self.staged(trees[0])):
+            return PassLogits(step.run(), counts, step)
         if self.widths:
             passes = _within(trees, self.widths[-1])
             rows = [self._computed(part)[: sum(len(tree.logits_indices) for tree in part)] for part in passes]
             return PassLogits(torch.cat(rows), counts)
-        if capture and self.captured and (step := self.staged(trees[0])):
-            return PassLogits(step.run(), counts, step)
         if self.boundary:
             self._forget_growth(trees[0].cache)  # such a model takes one sequence a pass
         return PassLogits(self._computed(trees), counts)
