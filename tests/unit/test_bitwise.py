@@ -236,7 +236,8 @@ def test_a_model_whose_rows_depend_on_company_is_refused(monkeypatch: pytest.Mon
     [
         (lambda: tiny_model(), {"exact": "bits"}, "exact is 'bits'; it must be one of auto, tokens, bitwise"),
         (lambda: tiny_model(), {"attention": "sdpa"}, "attention is 'sdpa', which adds up in another order"),
-        (lambda: tiny_model(), {"capture": "compile"}, "capture is 'compile', and its steps are not captured yet"),
+        (lambda: tiny_model(), {"capture": "compile"}, "capture is 'compile', whose kernels round otherwise"),
+        (lambda: tiny_model(), {"capture": "graph"}, "CUDA graphs need a GPU; choose capture=off"),
         (lambda: tiny_model("mixtral"), {}, "the model has experts"),
         (lambda: tiny_model("gemma2"), {}, "caps its attention scores"),
         (lambda: tiny_model("llama_dynamic"), {}, "rotary frequencies that change"),

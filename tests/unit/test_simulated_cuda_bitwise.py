@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import lp
-from lp.models.kernel_choice import LayerKernels
 from tests.simulated_cuda import SYNC, SimulatedCuda
 from tests.simulated_cuda.counts import steps_of
 from tests.tiny_models import drawn_text, tiny_model
@@ -55,7 +54,6 @@ def test_logits_are_plain_decodings(arch: str, gpu: SimulatedCuda) -> None:
             assert (captured is not None) == (capture == "graph")
             if captured:
                 assert {bucket for _, bucket in captured._steps} <= set(alone.runner.widths)
-                assert captured.kernels == LayerKernels(move_slots=captured.kernels.move_slots)
 
 
 @pytest.mark.parametrize("capture", ["off", "graph"])
