@@ -50,10 +50,13 @@ def equal_widths(runner: ModelRunner) -> tuple[int, ...]:
 
         equal = tuple(width for width in WIDTHS if agrees(width))
     if REFERENCE not in equal:
+        where, remedy = f" on {runner.device.type!r}", ""
+        if runner.device.type == "cpu":
+            where = f", with {torch.get_num_threads()} threads"
+            remedy = "try one thread (threads=1, or torch.set_num_threads(1)), or "
         raise UserError(
-            f"exact is 'bitwise', but {type(runner.model).__name__} gives a token other bits beside other tokens, with "
-            f"{torch.get_num_threads()} threads; try one thread (threads=1, or torch.set_num_threads(1)), or choose "
-            "exact=tokens"
+            f"exact is 'bitwise', but {type(runner.model).__name__} gives a token other bits beside other tokens{where}; "
+            f"{remedy}choose exact=tokens"
         )
     return equal
 
