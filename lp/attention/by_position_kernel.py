@@ -196,7 +196,7 @@ def launch_by_position(
     kv_heads, num_keys, value_dim = v_GNE.shape
     repeats = heads // kv_heads
     num_rows = num_tokens * repeats
-    sizes = block_sizes(ROWS, dim, value_dim, q_HTD.itemsize)  # by no number of tokens
+    sizes = split_sizes(dim, value_dim, q_HTD.itemsize)
     num_splits = triton.cdiv(num_keys, SPLIT)
     num_sequences = len(sequences_Q4)
     row_blocks = triton.cdiv(num_rows, sizes["BM"])
@@ -218,6 +218,19 @@ def launch_by_position(
             parts, tops, norms, out_1THE, num_splits, scale, *strides, **fixed, **tail_sizes(repeats, sizes),
         )  # fmt: skip
     return out_1THE
+
+
+def split_sizes(dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
+    """What the first kernel is compiled for: by no number of tokens.
+
+    Args:
+        dim, value_dim: D and E, up to 256 each.
+        itemsize: bytes of a number.
+    """
+    sizes = block_sizes(ROWS, dim, value_dim, itemsize)
+    if max(sizes["BD"], sizes["BE"]) > 128:
+        sizes["num_warps"] = 8  # fewer have too few registers
+    return sizes
 
 
 def tail_sizes(repeats: int, sizes: dict[str, int]) -> dict[str, int]:

@@ -54,8 +54,9 @@ def equal_widths(runner: ModelRunner) -> tuple[int, ...]:
         if runner.device.type == "cpu":
             where = f", with {torch.get_num_threads()} threads"
             remedy = "try one thread (threads=1, or torch.set_num_threads(1)), or "
+        name = type(runner.model).__name__
         raise UserError(
-            f"exact is 'bitwise', but {type(runner.model).__name__} gives a token other bits beside other tokens{where}; "
+            f"exact is 'bitwise', but {name} gives a token other bits beside other tokens{where}; "
             f"{remedy}choose exact=tokens"
         )
     return equal
