@@ -39,10 +39,14 @@ if "--dry-run" in sys.argv:
 import torch
 from transformers import PreTrainedModel
 
+import lp
 from launch.bench.ceilings import Call, Work, alternated, device_name
 from launch.bench.passes import Passes
 from launch.bench.shapes import build_shape, shape_config
 from lp.attention.merging import masked_attention
+from lp.attention.registry import AUTO
+from lp.config import Capture, Exact
+from lp.models.bitwise import runner_for
 from lp.models.graph_recorder import GraphRecorder
 from lp.models.kv_cache import StatesKind
 from lp.models.new_cache import new_cache
@@ -61,6 +65,9 @@ STEP_SIZES = (1, 16, 64, 200)
 PREFIX = 1024
 STEP_TOKENS = 64  # of the small kernels, and of the step whose kernels are listed
 LONGEST = 30
+MODE_SIZES = (1, 64)  # of the steps of both modes
+MODE_CONFIG = lp.LookaheadConfig(window_size=7, ngram_size=5, guess_set_size=7)
+MODE_TOKENS = 48  # of the texts whose logits are compared
 MOVES = (64, 8)
 TOP_K = (4, 16)
 ATTENTION_SHAPES = {"7b": (32, 32), "8b": (32, 8), "34b": (64, 8)}  # H and G, of D = 128
@@ -396,6 +403,47 @@ def _measure_steps(place: Place, model: PreTrainedModel, runner: ModelRunner, st
         say("step", f"in t({STEP_TOKENS}): {name}", us, "us", calls=count)
 
 
+def bitwise(place: Place) -> None:
+    """The mode exact=bitwise: its widths, whether lookahead's logits are plain decoding's, and t(T) beside `tokens`."""
+    model = build_shape(place.config(), str(place.dtype).removeprefix("torch."), place.device)
+    started = time.perf_counter()
+    plain = lp.PlainDecoder(model, exact="bitwise")
+    took, runner = time.perf_counter() - started, plain.runner
+    mode = str(runner.captured.mode) if runner.captured else "off"
+    more = {"widths": list(runner.widths), "attention": runner.attention, "capture": mode}
+    say("bitwise", "runner, probe and widths", took, "s", **more)
+    prefix = [7 * at % 1000 for at in range(place.scaled(PREFIX))]
+    for exact in (Exact.TOKENS, Exact.BITWISE):
+        passes = _passes_of(runner_for(model, AUTO, Capture.AUTO, exact), prefix)
+        with torch.inference_mode():
+            for size in MODE_SIZES:
+                call = passes.chain(size)
+                call()
+                captured = passes.runner.captured
+                call = captured.step_of(size).run if captured else call
+                took = place.timed(_repeated(call, place.repeats)) / place.repeats
+                say("bitwise", f"t({size}), {exact}", took * 1e3, "ms")
+    expected, *others = (
+        decoder.generate(prefix, MODE_TOKENS, eos_token_id=(), output_logits=True)
+        for decoder in (
+            plain,
+            lp.PlainDecoder(model, capture="off", exact="bitwise"),
+            lp.LookaheadDecoder(model, MODE_CONFIG, capture="off", exact="bitwise"),
+            lp.LookaheadDecoder(model, MODE_CONFIG, exact="bitwise"),
+        )
+    )
+    for name, found in zip(("plain, uncaptured", "lookahead, uncaptured", "lookahead"), others, strict=True):
+        assert found.logits is not None and expected.logits is not None
+        share = _share_same(found.logits, expected.logits)
+        say("bitwise", f"logits of {name}", share, "of plain decoding's numbers", steps=found.steps)
+        assert share == 1, f"{name}: logits are not plain decoding's bit for bit"
+
+
+def _passes_of(runner: ModelRunner, prefix: list[int]) -> Passes:
+    with torch.inference_mode():
+        return Passes(runner, prefix, max(*MODE_SIZES, runner.most_padding + 1), 512)
+
+
 def _repeated(call: Call, times: int) -> Call:
     """Several in one, so that the first one's launch does not count."""
 
@@ -421,7 +469,8 @@ def longest_kernels(call: Call, place: Place) -> list[tuple[str, float, int]]:
 
 
 SECTIONS: Mapping[str, Callable[[Place], None]] = {
-    section.__name__: section for section in (device, memory, products, same_bits, small_kernels, attention, step)
+    section.__name__: section
+    for section in (device, memory, products, same_bits, small_kernels, attention, step, bitwise)
 }
 
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-SHARED_KB = {80: 163, 90: 227}  # of a program at most, by compute capability
+SHARED_KB = {80: 163, 90: 227, 100: 227}  # of a program at most, by compute capability
 
 
 def compiled(

@@ -101,6 +101,7 @@ class PooledView:
         visible_TT, positions_T, window, dtype: as of `StepView`; a token sees none of another sequence.
         slots_T: int64, where each token's own keys lie.
         first_slots_T, lengths_T: int64, of each token's sequence: its first slot, and L.
+        sequences_Q4: as in `AttentionBackend.forward_arguments`.
         num_slots: N.
     """
 
@@ -109,6 +110,7 @@ class PooledView:
     slots_T: torch.Tensor
     first_slots_T: torch.Tensor
     lengths_T: torch.Tensor
+    sequences_Q4: torch.Tensor
     num_slots: int
     window: int | None
     dtype: torch.dtype
@@ -160,6 +162,7 @@ class AttentionBackend:
         takes_pools: on a GPU, captured steps of several sequences read the keys of each one alone; else all slots of
             the pool, with a mask.
         capture_obstacle: why its steps cannot be captured; None: they can.
+        compiles: torch.compile takes a step with its masks.
         depth: positions behind the cached ones that a step may reach; None: any number.
     """
 
@@ -172,6 +175,7 @@ class AttentionBackend:
     takes_parts: bool = False
     takes_pools: bool = False
     capture_obstacle: str | None = None
+    compiles: bool = True
     depth: int | None = None
 
     def __init__(self, name: str) -> None:

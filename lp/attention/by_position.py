@@ -9,7 +9,8 @@ their own positions:
 
 Both are computed alike in a plain step, in a step of a tree and in a prompt's chunk: tiles begin at multiples of TILE
 and are combined in their order, the tail has always the same size. Keys below A(p) must be cached, so a step goes no
-deeper than DEPTH positions behind what is cached. All is computed in float32 or wider. In torch, for CPUs.
+deeper than DEPTH positions behind what is cached. Sums are in float32 or wider. Here in torch, for CPUs; for GPUs in
+`lp.attention.by_position_kernel`, which adds up in an order of its own, and in the same one for every pass.
 
 H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the pass, L: cached tokens, N: keys,
 L + T, D: head dimension of queries and keys, E: of values, U: keys of a tail.
@@ -26,6 +27,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from lp.attention.base import AttentionBackend, ForestView, PooledView, StepView, View, score_obstacle
+from lp.attention.flash_cuda import DTYPES as CUDA_DTYPES
+from lp.attention.flash_cuda import TRITON
 from lp.attention.parts import InParts
 from lp.attention.registry import register_attention
 
@@ -36,26 +39,51 @@ TAIL = DEPTH + UNIT  # U
 ROWS = 8  # a part of a pass is padded to a multiple of it: libraries have other kernels for a few rows
 
 
-class KeyPlaces(torch.Tensor):
-    """Where the keys of each token of a pass lie, in place of a mask; it passes through a model as it is.
+class KeyPlaces(NamedTuple):
+    """Where the keys of each token of a pass lie, in sequences that have a run of the N keys each.
 
-    Its shape is (1, 1, tokens, 1). The attributes have more rows, to a multiple of ROWS, which see what the first does.
+    Behind the tokens of a sequence by itself there may be rows, to a multiple of ROWS, which see what the first does.
 
     Attributes:
-        end: all keys below any A(p) are before this slot.
         tail_starts_T: int64, A(p) of each token.
-        tail_keys_TU: int64, which of the N keys are those of the positions from A(p) on; the first key in place of
-            those that a token does not see, which may be no numbers.
+        window_starts_T: int64, the first position that each token sees; may be negative.
+        tail_keys_TU: int64, which of the N keys are those of the positions from A(p) on; the token's own key in place
+            of those that it does not see, which may be no numbers.
         seen_TU: bool, whether a token sees them: up to its own position, within its sliding window.
-        window_starts_T: int64, the first position that each token sees.
+        sequences_Q4: int64, of each sequence its first token, its tokens, its first key and its cached tokens.
     """
 
-    end: int
     tail_starts_T: torch.Tensor
+    window_starts_T: torch.Tensor
     tail_keys_TU: torch.Tensor
     seen_TU: torch.Tensor
-    window_starts_T: torch.Tensor
+    sequences_Q4: torch.Tensor
+
+    def of_rows(self, rows: slice | torch.Tensor) -> KeyPlaces:
+        """Those of some tokens."""
+        by_token = (part[rows] for part in self[:-1])
+        return KeyPlaces(*by_token, self.sequences_Q4)
+
+    def padded(self) -> KeyPlaces:
+        """With rows to a multiple of ROWS."""
+        count = len(self.tail_starts_T)
+        rows = torch.arange(-(-count // ROWS) * ROWS, device=self.tail_starts_T.device)
+        rows[count:] = 0
+        return self if len(rows) == count else self.of_rows(rows)
+
+
+class PlacesMask(torch.Tensor):
+    """`KeyPlaces` in place of a mask, (1, 1, tokens, 1), on the host; it passes through a model as it is."""
+
+    places: KeyPlaces
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, view: StepView | PooledView) -> PlacesMask:
+        """What tokens see."""
+        mask = torch.zeros(1, 1, len(view.positions_T), 1).as_subclass(cls)
+        mask.places = key_places(view)
+        return mask
 
 
 class _Sums(NamedTuple):
@@ -80,36 +108,49 @@ class _Sums(NamedTuple):
         return _Sums(top, norm, self.values_GRTE * own[..., None] + other.values_GRTE * others[..., None])
 
 
-def key_places(view: StepView) -> KeyPlaces:
-    """Where the keys of each token lie.
+def key_places(view: StepView | PooledView) -> KeyPlaces:
+    """Where the keys of each token lie. On a GPU nothing waits, and all but the number of tokens is data.
 
     Args:
         view: what tokens see, each the end of a path with one token at every position behind the cached ones.
     """
-    positions = view.positions_T
-    starts = ((positions - DEPTH).div(UNIT, rounding_mode="floor") * UNIT).clamp(min=0)
-    # Keys below A(p) are looked for at the slots of their positions: cached, or of a path whose tokens come in order.
-    end = int(starts.max())
-    if end > view.length:
-        in_order = torch.arange(view.length, end, device=positions.device)
-        assert torch.equal(positions[: len(in_order)], in_order), "the step goes too deep"
-    in_tail = torch.arange(TAIL, device=positions.device)
-    key_positions = starts[:, None] + in_tail
-    keys = key_positions.clone()
-    tokens, seen = view.visible_TT.nonzero(as_tuple=True)
-    at = positions[seen] - starts[tokens]
-    own = (at >= 0) & (seen <= tokens)
-    keys[tokens[own], at[own]] = view.length + seen[own]
-    first_seen = torch.zeros_like(positions) if view.window is None else positions - view.window + 1
-    is_seen = (key_positions <= positions[:, None]) & (key_positions >= first_seen[:, None])
-    count = len(positions)
-    rows = torch.arange(-(-count // ROWS) * ROWS, device=positions.device)
-    rows[count:] = 0
-    places = torch.zeros(1, 1, count, 1, device=positions.device).as_subclass(KeyPlaces)
-    places.end = end
-    places.tail_starts_T, places.window_starts_T = starts[rows], first_seen[rows]
-    places.tail_keys_TU, places.seen_TU = keys.masked_fill(~is_seen, 0)[rows], is_seen[rows]
-    return places
+    positions_T = view.positions_T
+    num_tokens = len(positions_T)
+    starts_T = ((positions_T - DEPTH).div(UNIT, rounding_mode="floor") * UNIT).clamp(min=0)
+    if isinstance(view, PooledView):
+        first_keys_T, own_keys_T, sequences_Q4 = view.first_slots_T, view.slots_T, view.sequences_Q4
+    else:
+        first_keys_T = torch.zeros_like(positions_T)
+        own_keys_T = view.slot_mapping_T
+        if own_keys_T is None:
+            own_keys_T = torch.arange(view.length, view.length + num_tokens, device=positions_T.device)
+            _check_depth(positions_T, starts_T, view.length)
+        sequences_Q4 = positions_T.new_zeros(1, 4)
+        sequences_Q4[:, 1] = num_tokens
+        sequences_Q4[:, 3] = own_keys_T[0]
+    # A key at the place of its position is cached, or of a path whose tokens come in order. Keys of the step lie behind
+    # all of these, so the largest number is that of a token of the path, where it has one at that position.
+    in_tail_U = torch.arange(TAIL, device=positions_T.device)
+    key_positions_TU = starts_T[:, None] + in_tail_U
+    at_TT = positions_T - starts_T[:, None]
+    elsewhere_TT = ~view.visible_TT.tril() | (at_TT < 0) | (at_TT >= TAIL)
+    keys_TU = F.pad(first_keys_T[:, None] + key_positions_TU, (0, 1))
+    at_TT = at_TT.masked_fill(elsewhere_TT, TAIL)
+    keys_TU.scatter_reduce_(1, at_TT, own_keys_T.expand(num_tokens, -1), "amax")
+    window = torch.iinfo(torch.int32).max if view.window is None else view.window
+    window_starts_T = positions_T - window + 1
+    seen_TU = (key_positions_TU <= positions_T[:, None]) & (key_positions_TU >= window_starts_T[:, None])
+    tail_keys_TU = torch.where(seen_TU, keys_TU[:, :TAIL], own_keys_T[:, None])
+    places = KeyPlaces(starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4)
+    return places if isinstance(view, PooledView) else places.padded()
+
+
+def _check_depth(positions_T: torch.Tensor, starts_T: torch.Tensor, length: int) -> None:
+    """Keys below A(p) are looked for at the places of their positions; a GPU is not waited for to know it."""
+    if positions_T.device.type != "cpu" or (end := int(starts_T.max())) <= length:
+        return
+    in_order = torch.arange(length, end)
+    assert torch.equal(positions_T[: len(in_order)], in_order), "the step goes too deep"
 
 
 def attention_by_position(
@@ -119,13 +160,29 @@ def attention_by_position(
 
     Args:
         q_1HTD: queries.
-        k_1GND, v_1GNE: those of the cached tokens, then the pass's.
+        k_1GND, v_1GNE: those of the cached tokens and of the pass's, of all sequences.
         places: where each token's keys are.
         scale: factor on the scores.
 
     Returns:
         (1, T, H, E).
     """
+    _, heads, num_tokens, _ = q_1HTD.shape
+    out_1THE = q_1HTD.new_zeros(1, num_tokens, heads, v_1GNE.shape[3])
+    by_itself = len(places.sequences_Q4) == 1
+    for first_token, count, first_key, length in places.sequences_Q4.tolist():
+        own, keys = slice(first_token, first_token + count), slice(first_key, first_key + length + count)
+        if count:
+            of_own = places if by_itself else places.of_rows(own).padded()
+            of_own = of_own._replace(tail_keys_TU=of_own.tail_keys_TU - first_key)
+            out_1THE[:, own] = _of_sequence(q_1HTD[:, :, own], k_1GND[:, :, keys], v_1GNE[:, :, keys], of_own, scale)
+    return out_1THE
+
+
+def _of_sequence(
+    q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GNE: torch.Tensor, places: KeyPlaces, scale: float
+) -> torch.Tensor:
+    """The same of one sequence, whose keys are all there are."""
     own_tokens = q_1HTD.shape[2]
     q_1HTD = F.pad(q_1HTD, (0, 0, 0, len(places.tail_starts_T) - own_tokens))
     _, heads, num_tokens, dim = q_1HTD.shape
@@ -135,20 +192,23 @@ def attention_by_position(
     k_GND, v_GNE = k_1GND[0].to(wide), v_1GNE[0].to(wide)
     sums = _tail(q_GRTD, k_GND, v_GNE, places)
     cached: _Sums | None = None
-    for start in range(0, places.end, TILE):
-        tile = _tile(q_GRTD, k_GND, v_GNE, places, start)
+    end = int(places.tail_starts_T.max())
+    for start in range(0, end, TILE):
+        tile = _tile(q_GRTD, k_GND, v_GNE, places, start, end)
         cached = cached.and_then(tile) if cached else tile
     if cached:
         sums = cached.and_then(sums)
     out_GRTE = sums.values_GRTE / sums.norm_GRT[..., None]
     out_1THE = out_GRTE.reshape(1, heads, num_tokens, value_dim).transpose(1, 2)
-    return out_1THE[:, :own_tokens].to(q_1HTD.dtype).contiguous()
+    return out_1THE[:, :own_tokens].to(q_1HTD.dtype)
 
 
-def _tile(q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces, start: int) -> _Sums:
-    """The cached keys from a multiple of TILE on, as far as they are below A(p)."""
+def _tile(
+    q_GRTD: torch.Tensor, k_GND: torch.Tensor, v_GNE: torch.Tensor, places: KeyPlaces, start: int, end: int
+) -> _Sums:
+    """The cached keys from a multiple of TILE on, as far as they are below A(p), which is nowhere above `end`."""
     kv_heads, repeats, num_tokens, dim = q_GRTD.shape
-    keys = slice(start, min(start + TILE, places.end))  # others may be no numbers, which no weight of 0 would hide
+    keys = slice(start, min(start + TILE, end))  # others may be no numbers, which no weight of 0 would hide
     k_GSD, v_GSE = (F.pad(part[:, keys], (0, 0, 0, start + TILE - keys.stop)) for part in (k_GND, v_GNE))
     positions_S = torch.arange(start, start + TILE, device=q_GRTD.device)
     seen_TS = (positions_S < places.tail_starts_T[:, None]) & (positions_S >= places.window_starts_T[:, None])
@@ -183,7 +243,7 @@ def forward_by_position(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function for transformers, whose mask is `KeyPlaces`, one for each sequence of a pass.
+    """The attention function for transformers, whose mask is a `PlacesMask`, or one for each sequence of a pass.
 
     Args:
         query: (1, H, T, D).
@@ -195,12 +255,24 @@ def forward_by_position(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, InParts):
         assert isinstance(key, InParts) and isinstance(value, InParts)
-        queries = query.split([places.shape[2] for places in attention_mask.parts], 2)
+        queries = query.split([mask.shape[2] for mask in attention_mask.parts], 2)
         parts = zip(queries, key.parts, value.parts, attention_mask.parts, strict=True)
-        return torch.cat([attention_by_position(*part, scale) for part in parts], 1), None  # type: ignore[arg-type]
-    if not isinstance(attention_mask, KeyPlaces):
+        return torch.cat([_attend(*part, scale) for part in parts], 1), None
+    return _attend(query, key, value, attention_mask, scale), None
+
+
+def _attend(
+    q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GNE: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Arguments and result as those of `attention_by_position`; on a GPU by its kernels."""
+    if not isinstance(mask, PlacesMask):
         raise RuntimeError("the model changes masks on their way to its attention function")
-    return attention_by_position(query, key, value, attention_mask, scale), None
+    if not q_1HTD.is_cuda:
+        return attention_by_position(q_1HTD, k_1GND, v_1GNE, mask.places, scale)
+    from lp.attention.by_position_kernel import by_position  # here: it needs Triton
+
+    out_1THE: torch.Tensor = by_position(q_1HTD, k_1GND, v_1GNE, *mask.places, scale)
+    return out_1THE
 
 
 @register_attention("by_position")
@@ -210,12 +282,18 @@ class ByPosition(AttentionBackend):
     implementation = "lp_by_position"
     alternative = None
     takes_parts = True
+    takes_pools = True
+    compiles = False  # what its masks carry
     depth = DEPTH
-    capture_obstacle = "attention=by_position is not captured yet"
 
     def unfit(self, model: PreTrainedModel) -> str | None:
-        if model.device.type != "cpu":
-            return f"attention=by_position runs on CPUs so far, not on {model.device.type!r}; choose attention=auto"
+        device = model.device.type
+        if device == "cuda" and not TRITON:
+            return "attention=by_position needs Triton on a GPU; install it, or choose attention=auto"
+        if device == "cuda" and model.dtype not in CUDA_DTYPES:
+            return f"attention=by_position takes no {model.dtype} on a GPU; choose attention=auto"
+        if device not in ("cpu", "cuda"):
+            return f"attention=by_position runs on CPUs and CUDA devices, not on {device!r}; choose attention=auto"
         return score_obstacle(model, self.name)
 
     def install(self) -> None:
@@ -224,6 +302,5 @@ class ByPosition(AttentionBackend):
 
     def mask(self, view: View) -> torch.Tensor:
         if isinstance(view, ForestView):
-            return InParts.of_all([key_places(part) for part in view.parts])
-        assert not isinstance(view, PooledView), "captured steps are refused"
-        return key_places(view)
+            return InParts.of_all([PlacesMask.of(part) for part in view.parts])
+        return PlacesMask.of(view)

@@ -225,7 +225,7 @@ def choose_splits(num_row_blocks: int, kv_heads: int, num_key_blocks: int, num_s
     return max(1, min(fitting, num_key_blocks, LARGEST_SPLITS))
 
 
-def _products_of(q: torch.Tensor) -> tl.dtype:
+def products_of(q: torch.Tensor) -> tl.dtype:
     """The dtype of what is multiplied: the queries', but for Triton's interpreter, to which bfloat16 is an integer."""
     if q.device.type == "cpu" or q.dtype is torch.float32:
         return tl.float32
@@ -233,7 +233,7 @@ def _products_of(q: torch.Tensor) -> tl.dtype:
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def num_sms_of(device: torch.device) -> int:
     if device.type != "cuda":
         return SMS_WITHOUT_A_GPU
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -269,7 +269,7 @@ def launch_tree_attention(
     if num_splits is None:
         num_key_blocks = triton.cdiv(num_keys, sizes["BN"])
         used = num_row_blocks + num_sequences - 1  # at most so many have rows
-        num_splits = choose_splits(used, kv_heads, num_key_blocks, _num_sms(q_HTD.device))
+        num_splits = choose_splits(used, kv_heads, num_key_blocks, num_sms_of(q_HTD.device))
     out_THE = q_HTD.new_empty(num_tokens, heads, value_dim)
     split = num_splits > 1
     parts = q_HTD.new_empty((kv_heads, num_splits, num_rows, value_dim), dtype=torch.float32) if split else out_THE
@@ -281,7 +281,7 @@ def launch_tree_attention(
             *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2], mask_TT.stride(0),
             R=repeats, D=dim, E=value_dim, HAS_SLOTS=slot_mapping_T is not None,
             HAS_SEQUENCES=sequences_Q4 is not None, SPLIT=split, ADDITIVE=additive,
-            PRODUCTS=_products_of(q_HTD), **sizes,
+            PRODUCTS=products_of(q_HTD), **sizes,
         )  # fmt: skip
         if split:
             _combine_kernel[(num_rows, kv_heads)](

@@ -25,6 +25,7 @@ from lp.models.equal_widths import equal_widths
 from lp.models.experts_by_row import experts_obstacle, pad_experts
 from lp.models.model_lock import lock_of
 from lp.models.runner import ModelRunner, runner_of
+from lp.models.sharded_layers import replica_of
 from lp.models.support import inexact_quantisation
 from lp.waits import waiting
 
@@ -48,7 +49,7 @@ def runner_for(model: PreTrainedModel, attention: str, capture: Capture, exact: 
         return runner_of(model, attention, capture)
     if obstacle := _obstacle(model, attention, capture):
         raise UserError(f"exact is 'bitwise', but {obstacle}; {REMEDY}")
-    runner = runner_of(model, BACKEND, Capture.OFF, Exact.BITWISE)
+    runner = runner_of(model, BACKEND, capture, Exact.BITWISE)
     if runner.recurrent or runner.boundary:
         what = "layers that keep a recurrent state" if runner.recurrent else "rotary frequencies that change"
         raise UserError(f"exact is 'bitwise', but {type(model).__name__} has {what}; {REMEDY}")
@@ -74,10 +75,12 @@ def _obstacle(model: PreTrainedModel, attention: str, capture: Capture) -> str |
     """What the mode can't be had with; None: nothing that is known before the model is asked."""
     if attention not in (AUTO, BACKEND):
         return f"attention is {attention!r}, which adds up in another order for other steps"
-    if capture not in (Capture.AUTO, Capture.OFF):
-        return f"capture is {str(capture)!r}, and its steps are not captured yet"
-    if model.device.type != "cpu":
-        return f"the model is on {model.device.type!r}, and its kernels are written for CPUs so far"
+    if capture == Capture.COMPILE:
+        return "capture is 'compile', whose kernels round otherwise than those of a prompt's passes"
+    if len({parameter.device for parameter in model.parameters()}) > 1:
+        return "the model lies on more than one device"
+    if replica_of(model).size > 1 and model.device.type != "cpu":
+        return f"the model is divided among ranks (parallel.tp) on {model.device.type!r}, where this has not been tried"
     if reason := inexact_quantisation(model.config):
         return reason
     return experts_obstacle(model)

@@ -14,6 +14,7 @@ import torch
 from lp.attention.masks import FULL
 from lp.models.captured_step import BUCKETS, LARGEST_PADDING, SPARE_SLOTS, BlockShape, CapturedStep, bucket_of
 from lp.models.captured_steps import CapturedSteps
+from lp.models.equal_widths import WIDTHS
 from lp.models.graph_recorder import CaptureFailed
 from lp.models.kv_cache import StaticKVCache
 from lp.models.kv_pool import KVPool
@@ -38,7 +39,8 @@ class CapturedForests:
         self.runner = runner
         self.pool = pool
         self.most_sequences = most_sequences
-        self._num_places = max(most_sequences, BUCKETS[-1] // LARGEST_PADDING - 1) + 1  # Q: one for a step's padding
+        padding = -(-WIDTHS[-1] // LARGEST_PADDING) if runner.widths else 1
+        self._num_places = max(most_sequences + padding, BUCKETS[-1] // LARGEST_PADDING)  # Q
         self._captured: CapturedSteps | None = None  # whose steps these stand beside: of the model as it was
         self._whole: StaticKVCache | None = None  # all slots of the pool
         self._steps: dict[int, CapturedStep] = {}
@@ -59,7 +61,8 @@ class CapturedForests:
         """Arguments and result as of `ModelRunner.forward_trees`; valid until the next step."""
         num_tokens = sum(len(tree.tokens) for tree in trees)
         in_pool = all(tree.cache in self.pool for tree in trees)
-        if self.captures and in_pool and num_tokens <= BUCKETS[-1] and len(trees) <= self.most_sequences:
+        fits = self.runner.captured is not None and self.runner.captured.fits(num_tokens)
+        if self.captures and in_pool and fits and len(trees) <= self.most_sequences:
             try:
                 step = self._step_of(num_tokens)
             except (CaptureFailed, torch.OutOfMemoryError) as error:  # uncaptured ones need less memory
@@ -79,7 +82,7 @@ class CapturedForests:
             self._drop_steps()
             self._captured = captured
             self._whole = self.pool.whole()
-        bucket = bucket_of(num_tokens)
+        bucket = bucket_of(num_tokens, captured.buckets)
         self._seen[bucket] += 1
         if bucket not in self._steps:
             if self._seen[bucket] <= UNCAPTURED:

@@ -169,9 +169,9 @@ class CapturedStep:
         self.cache.begin_replay(len(self.inputs.tokens_B))
 
 
-def bucket_of(num_tokens: int) -> int:
+def bucket_of(num_tokens: int, buckets: Sequence[int] = BUCKETS) -> int:
     """The smallest bucket that has so many tokens."""
-    return next(size for size in BUCKETS if size >= num_tokens)
+    return next(size for size in buckets if size >= num_tokens)
 
 
 def _moves(caches: Sequence[StaticKVCache], most: int) -> tuple[list[int], list[int]]:

@@ -5,7 +5,7 @@ B: tokens of a step's bucket, C: capacity of a cache in slots, V: vocabulary siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import FunctionType
 
 import torch
@@ -57,6 +57,8 @@ def capture_mode(capture: Capture, model: PreTrainedModel, shifting: bool, backe
         obstacle = "the model lies on more than one device"
     elif obstacle is None and capture is Capture.GRAPH and device.type != "cuda":
         obstacle = f"the model is on {device.type!r}, and CUDA graphs need a GPU"
+    elif obstacle is None and capture is Capture.COMPILE and not backend.compiles:
+        obstacle = f"torch.compile does not take attention={backend.name}"
     if capture is Capture.AUTO:
         return Capture.GRAPH if device.type == "cuda" and obstacle is None else None
     if capture is Capture.OFF:
@@ -80,6 +82,8 @@ class CapturedSteps:
         recurrent: as `shapes` of `HybridCache`; empty: the model has no recurrent layers.
         replica: the ranks that the model is divided among; None: it is whole.
         cache_keyword: under which the model takes its cache.
+        buckets: tokens that a step may have, ascending.
+        may_round: steps may run kernels that round otherwise than those of uncaptured passes.
 
     Attributes:
         cache: of the generation that is running, or of the last one.
@@ -97,6 +101,8 @@ class CapturedSteps:
         recurrent: Mapping[int, RecurrentShape] | None = None,
         replica: Replica | None = None,
         cache_keyword: str = CACHE_NAMES[0],
+        buckets: Sequence[int] = BUCKETS,
+        may_round: bool = True,
     ) -> None:
         self.model = model
         self._cache_keyword = cache_keyword
@@ -104,6 +110,7 @@ class CapturedSteps:
         self.recurrent = recurrent or {}
         self.masks = masks
         self.mode = mode
+        self.buckets = buckets
         self.known = {} if known is None else known
         self.device = masks.device
         self.recorder = self._new_recorder()
@@ -114,7 +121,7 @@ class CapturedSteps:
         self._steps: dict[tuple[int, int], CapturedStep] = {}  # by C and B
         self._in_flight: torch.cuda.Event | None = None  # behind a step that nothing has waited for
         fused = isinstance(model, FusedModel) and mode is Capture.GRAPH
-        self.kernels = model.choose_kernels(self.replica or Replica()) if fused else NO_KERNELS
+        self.kernels = model.choose_kernels(self.replica or Replica(), may_round) if fused else NO_KERNELS
 
     def empty_cache(self, capacity: int) -> StaticKVCache:
         """The smallest cache that has so many slots and a step's padding; made where there is none.
@@ -139,7 +146,7 @@ class CapturedSteps:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens has a bucket."""
-        return num_tokens <= BUCKETS[-1]
+        return num_tokens <= self.buckets[-1]
 
     def staged(self, tree: TreePass) -> CapturedStep:
         """The captured step that computes this pass, over the cache of the generation that is running.
@@ -172,7 +179,7 @@ class CapturedSteps:
             CaptureFailed: it can't be.
         """
         assert self.cache is not None
-        key = self.cache.capacity, bucket_of(num_tokens)
+        key = self.cache.capacity, bucket_of(num_tokens, self.buckets)
         if key not in self._steps:
             self.cache.flush()  # a capture writes behind the prefix, where what is left to move may lie
             try:
@@ -190,8 +197,8 @@ class CapturedSteps:
             CaptureFailed: one can't be captured.
         """
         assert self.cache is not None
-        largest = next((size for size in BUCKETS if size >= num_tokens), BUCKETS[-1])
-        steps = [self.step_of(bucket) for bucket in BUCKETS if bucket <= largest]
+        largest = next((size for size in self.buckets if size >= num_tokens), self.buckets[-1])
+        steps = [self.step_of(bucket) for bucket in self.buckets if bucket <= largest]
         for step in steps:
             step.inputs.fill([], self.cache)
         return steps
@@ -208,7 +215,7 @@ class CapturedSteps:
         view: View
         if len(inputs.sequences_Q4):
             places_B4 = inputs.sequences_Q4.index_select(0, inputs.sequence_B)
-            places = slots_B, places_B4[:, 2], places_B4[:, 3], cache.capacity
+            places = slots_B, places_B4[:, 2], places_B4[:, 3], inputs.sequences_Q4, cache.capacity
             view = PooledView(visible_BB, inputs.positions_B, *places, None, dtype)
             arguments = self.masks.backend.forward_arguments(slots_B, inputs.sequences_Q4)
         else:

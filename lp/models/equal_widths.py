@@ -58,10 +58,14 @@ def equal_widths(runner: ModelRunner) -> tuple[int, ...]:
     differ = replica.any_rank([not each for each in agree], runner.device)
     equal = tuple(width for width, differs in zip(WIDTHS, differ, strict=True) if not differs)
     if REFERENCE not in equal:
+        where, remedy = f" on {runner.device.type!r}", ""
+        if runner.device.type == "cpu":
+            where = f", with {torch.get_num_threads()} threads"
+            remedy = "try one thread (threads=1, or torch.set_num_threads(1)), or "
+        name = type(model).__name__
         raise UserError(
-            f"exact is 'bitwise', but {type(model).__name__} gives a token other bits beside other tokens, with "
-            f"{torch.get_num_threads()} threads; try one thread (threads=1, or torch.set_num_threads(1)), or choose "
-            "exact=tokens"
+            f"exact is 'bitwise', but {name} gives a token other bits beside other tokens{where}; "
+            f"{remedy}choose exact=tokens"
         )
     return equal
 

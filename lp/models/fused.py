@@ -167,11 +167,12 @@ class FusedModel:
         kept = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep, None)
         return Output(self._scaled(self._lm_head(_normed(self._norm, x_TE[kept], attend.kernels))[None]))
 
-    def choose_kernels(self, replica: Replica) -> LayerKernels:
+    def choose_kernels(self, replica: Replica, may_round: bool = True) -> LayerKernels:
         """Take the kernels for captured steps that are right and fast on the model's device; they are returned, too.
 
         Args:
             replica: the ranks that the model is divided among.
+            may_round: otherwise than torch's operations; False: of those that do, none.
         """
         layer = self._layers[0]
         mlp = layer.mlp
@@ -185,7 +186,8 @@ class FusedModel:
             dtype=self._norm.weight.dtype,
             device=self._device,
         )
-        self.kernels = choose_kernels(shape, replica)
+        kernels = choose_kernels(shape, replica)
+        self.kernels = kernels if may_round else LayerKernels(move_slots=kernels.move_slots)
         return self.kernels
 
     def first_layer(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> FusedModel:

@@ -24,7 +24,7 @@ from lp.attention.masks import StepMasks, named_kinds
 from lp.attention.registry import AUTO, backends_to_try, set_attention
 from lp.config import Capture, Exact
 from lp.errors import UserError
-from lp.models.captured_step import CapturedStep
+from lp.models.captured_step import BUCKETS, CapturedStep
 from lp.models.captured_steps import CapturedSteps, capture_mode
 from lp.models.forest_cache import ForestCache, Stretch
 from lp.models.fused import FusedModel, fuse, model_state
@@ -79,7 +79,7 @@ def runner_of(
             _free(kept.pop(key))
         key = (attention, capture, exact, model.config._attn_implementation, *weights)
         if key not in kept:
-            kept[key] = ModelRunner(model, attention, capture, in_rank_order=exact is Exact.BITWISE)
+            kept[key] = ModelRunner(model, attention, capture, same_bits=exact is Exact.BITWISE)
         return kept[key]
 
 
@@ -109,7 +109,8 @@ class ModelRunner:
         capture: whether steps have a few fixed shapes and their kernels are replayed.
         probe: check with the model itself that it honours the mask, the first time it is used.
         fused: whether steps run fused layers, where the model's are known exactly (see `lp.models.fused`).
-        in_rank_order: whether ranks that divide the model add up in their order, whatever the size of a pass.
+        same_bits: whether a token's row is to have the same bits in every pass: captured steps run no kernels that
+            round otherwise, and ranks that divide the model add up in their order.
 
     Attributes:
         original: the model as it was given.
@@ -132,7 +133,7 @@ class ModelRunner:
         capture: Capture = Capture.AUTO,
         probe: bool = True,
         fused: bool = True,
-        in_rank_order: bool = False,
+        same_bits: bool = False,
     ) -> None:
         check_supported(model.config)
         self._view = ModelView(model, tree_forward)
@@ -155,7 +156,7 @@ class ModelRunner:
         self.captured: CapturedSteps | None = None
         self._mode: Capture | None = None  # of captured steps, if the model takes them
         self._may_fuse = fused
-        self._in_rank_order = in_rank_order
+        self._same_bits = same_bits
         self._choose_backend(backends_to_try(self.model, attention), probe)
         self._fallback = capture is Capture.AUTO
         if mode := capture_mode(capture, model, self.boundary is not None, self.backend):
@@ -215,7 +216,7 @@ class ModelRunner:
         self.masks = StepMasks(self.config, self.model.dtype, self.device, self.backend)
         self.recurrent = recurrent_shapes(self.model, named_kinds(self.config))
         self._cache_keyword = cache_keyword(self.model)
-        if self._in_rank_order:
+        if self._same_bits:
             sum_in_rank_order(self.model)
         with waiting("fusing the layers"):
             fused = fuse(self.model) if self._may_fuse else None
@@ -228,8 +229,8 @@ class ModelRunner:
         Args:
             fused: with fused layers, if this one has.
         """
-        name, fused, order = self.backend.name, fused and self.fused, self._in_rank_order
-        runner = type(self)(model, name, Capture.OFF, probe=False, fused=fused, in_rank_order=order)
+        name, fused = self.backend.name, fused and self.fused
+        runner = type(self)(model, name, Capture.OFF, probe=False, fused=fused, same_bits=self._same_bits)
         if self.captured:
             runner.captured = runner._captured_steps(Capture.OFF)
         return runner
@@ -291,6 +292,8 @@ class ModelRunner:
             self._asked_threads = 0  # where asking fails, the next text asks again
             self.widths = self._ask_widths(self)
             self._asked_threads = torch.get_num_threads()
+            if self.captured:
+                self.captured.buckets = self.widths
 
     def _follow_weights(self) -> bool:
         """Take up what has been changed on the model; whether anything has."""
@@ -313,7 +316,8 @@ class ModelRunner:
 
     def _captured_steps(self, mode: Capture) -> CapturedSteps:
         replica = replica_of(self.model)
-        return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica, self._cache_keyword)
+        how = self._cache_keyword, self.widths or BUCKETS, not self._same_bits
+        return CapturedSteps(self.network, self.masks, mode, self._known, self.recurrent, replica, *how)
 
     def new_cache(self, capacity: int) -> StaticKVCache:
         """An empty cache of at least `capacity` slots; with captured steps one that they know, if none is using it."""
@@ -541,12 +545,12 @@ class ModelRunner:
             The logits of each tree's `logits_indices`, in the order of the trees.
         """
         counts = [len(tree.logits_indices) for tree in trees]
+        if capture and self.captured and (step := self.staged(trees[0])):
+            return PassLogits(step.run(), counts, step)
         if self.widths:
             passes = _within(trees, self.widths[-1])
             rows = [self._computed(part)[: sum(len(tree.logits_indices) for tree in part)] for part in passes]
             return PassLogits(torch.cat(rows), counts)
-        if capture and self.captured and (step := self.staged(trees[0])):
-            return PassLogits(step.run(), counts, step)
         if self.boundary:
             self._forget_growth(trees[0].cache)  # such a model takes one sequence a pass
         return PassLogits(self._computed(trees), counts)

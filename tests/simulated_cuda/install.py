@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from lp.attention.parts import InParts
 from lp.models import kernel_choice
 from tests.simulated_cuda import guard
 from tests.simulated_cuda.events import LAUNCH
@@ -40,6 +41,7 @@ def simulated_cuda() -> Iterator[SimulatedCuda]:
         guard.lent(),
         patch.multiple(torch.cuda, **_replacements()),
         patch.object(kernel_choice, "_seconds", _launches),
+        patch.object(InParts, "of", _in_parts),
     ):
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # Module.to makes parameters anew
         try:
@@ -83,6 +85,13 @@ def _launches(operation: Callable[[], object]) -> float:
     before = simulation().events.total(LAUNCH)
     operation()
     return simulation().events.total(LAUNCH) - before
+
+
+def _in_parts(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> InParts:
+    """In place of `InParts.of`: a simulated tensor can't be of another class, too. Nobody computes with the whole."""
+    on_host = torch.empty(whole.shape, dtype=whole.dtype).as_subclass(InParts)
+    on_host.parts = list(parts)
+    return on_host
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:

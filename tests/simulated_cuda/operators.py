@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.simulated_cuda.by_position import by_position
 from tests.simulated_cuda.flash import flash_attention_forward, tree_attention
 from tests.simulated_cuda.layer_kernels import move_slots, normalize, rotate_and_store, silu_times
 
@@ -18,6 +19,7 @@ WHOLE = {"scaled_dot_product_attention"}
 KERNELS: dict[str, Callable[..., Any]] = {
     "_flash_attention_forward": flash_attention_forward,
     "tree_attention": tree_attention,
+    "by_position": by_position,
     "normalize": normalize,
     "rotate_and_store": rotate_and_store,
     "silu_times": silu_times,

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import lp
-from lp.attention.base import StepView
-from lp.attention.by_position import DEPTH, TAIL, TILE, attention_by_position, key_places
+from lp.attention.by_position import DEPTH, TAIL, attention_by_position, key_places
 from lp.draft.layout import ancestors
 from lp.errors import UserError
 from lp.models import equal_widths, experts_by_row
@@ -21,9 +20,9 @@ from lp.models.runner import ModelRunner
 from lp.models.tree_pass import TreePass
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from tests.by_position_cases import LENGTHS, drawn, drawn_tree, view_of
 from tests.tiny_models import drawn_text, tiny_model
 
-LENGTHS = (0, 1, DEPTH, 63, 64, 95, 96, 97, 160, TILE, TILE + DEPTH, 2 * TILE + 77, 700)  # cached tokens
 CONFIGS = (
     lp.LookaheadConfig(window_size=4, ngram_size=3, guess_set_size=6),
     lp.LookaheadConfig(window_size=7, ngram_size=5, guess_set_size=7),
@@ -32,27 +31,6 @@ CONFIGS = (
 SAMPLED = lp.SamplingParams(temperature=0.8, seed=5)
 ARCHITECTURES = ("llama", "qwen3", "gemma3", "mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3")
 NEW = 24
-
-
-def drawn_tree(rng: random.Random, length: int) -> tuple[list[int], list[int]]:
-    """Parents and positions of a tree behind so many cached tokens, no deeper than a step may go."""
-    size = rng.randint(1, 40)
-    parents, positions = [-1], [length]
-    for node in range(1, size):
-        parent = node - 1 if rng.random() < 0.6 else rng.randrange(node)
-        if positions[parent] - length == DEPTH:
-            parent = 0
-        parents.append(parent)
-        positions.append(positions[parent] + 1)
-    return parents, positions
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def view_of(parents: list[int], positions: list[int], length: int, window: int | None = None) -> StepView:
-    return StepView(torch.from_numpy(ancestors(parents)), torch.tensor(positions), length, None, window, torch.float32)
 
 
 @pytest.mark.parametrize("window", [None, 20, 300])
@@ -333,7 +311,8 @@ def with_own_experts() -> Any:
     [
         (lambda: tiny_model(), {"exact": "bits"}, "exact is 'bits'; it must be one of auto, tokens, bitwise"),
         (lambda: tiny_model(), {"attention": "sdpa"}, "attention is 'sdpa', which adds up in another order"),
-        (lambda: tiny_model(), {"capture": "compile"}, "capture is 'compile', and its steps are not captured yet"),
+        (lambda: tiny_model(), {"capture": "compile"}, "capture is 'compile', whose kernels round otherwise"),
+        (lambda: tiny_model(), {"capture": "graph"}, "CUDA graphs need a GPU; choose capture=off"),
         (
             lambda: with_own_experts(),
             {},

@@ -14,7 +14,7 @@ import lp
 from lp.attention.base import StepView
 from lp.config import Capture
 from lp.models import fused, kernel_choice
-from lp.models.kernel_choice import NAMES, NO_KERNELS
+from lp.models.kernel_choice import NAMES, NO_KERNELS, LayerKernels
 from lp.models.runner import runner_of
 from tests.compiled_kernels import compiled, spilled_bytes
 from tests.interpreted_kernels import interpreted
@@ -98,6 +98,15 @@ def test_text_is_that_of_plain_decoding(fused_model: PreTrainedModel) -> None:
     assert taken(fused_model) == set(NAMES)
     assert out.compression > 1.2, "nothing was moved"
     assert out.tokens == lp.AutoregressiveDecoder(tiny_model().float()).generate(prompt, 40).tokens
+
+
+def test_steps_with_the_bits_of_prompts_take_no_kernel_that_rounds(fused_model: PreTrainedModel) -> None:
+    """A prompt's passes run torch's operations: with exact=bitwise a token's KV must not depend on who computed it."""
+    runner = lp.PlainDecoder(fused_model, capture=Capture.GRAPH, exact="bitwise").runner
+    assert runner.fused and runner.captured is not None
+    kernels = runner.captured.kernels
+    assert kernels.move_slots is not None and kernels == LayerKernels(move_slots=kernels.move_slots)
+    assert runner.network.kernels == kernels  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("fault", [0.3, torch.nan])

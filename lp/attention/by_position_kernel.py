@@ -1,0 +1,290 @@
+"""`lp.attention.by_position` for GPUs, in two Triton kernels: a token's result has the same bits in every pass.
+
+1. Splits: the cached keys of the positions [SPLIT s, SPLIT s + SPLIT) that a token sees below A(p), of many tokens at
+   once. What a split comes to depends on its number alone, whichever program computes it, beside whichever tokens.
+2. The tail of a token, gathered in the order of its positions; then its splits in their order, then the tail.
+
+Blocks of rows and keys are the same for every number of tokens, and a row goes through the same blocks whatever others
+see: tensor cores then add alike. What lies beyond the keys that a program needs is never read, for it may be a NaN.
+
+H: query heads, G: KV heads, R: query heads of a KV head, H / G, T: tokens of the pass, N: keys, D: head dimension of
+queries and keys, E: of values, U: keys of a tail, S: splits that the N keys have room for, Q: sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from lp.attention.by_position import TAIL, TILE
+from lp.attention.tree_kernel import block_sizes, choose_splits, num_sms_of, products_of
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+SPLIT = TILE
+ROWS = 64  # that a program computes at most
+TAIL_KEYS = 32  # of a tail that are added up at once
+NOWHERE = tl.constexpr(1 << 30)  # behind all positions
+
+
+@triton.jit
+def _with_keys(q, k, v, seen, scale, top_M, norm_M, acc_ME):
+    """The largest score, the sum of weights and the weighted values with a block of keys. Exponentials are powers of 2.
+
+    seen: which keys each row sees; the others change nothing.
+    """
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+    scores = tl.where(seen, scores, float("-inf"))
+    new_top_M = tl.maximum(top_M, tl.max(scores, 1))
+    base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)  # -inf minus itself would be NaN
+    p = tl.exp2(scores - base_M[:, None])
+    keep_M = tl.exp2(top_M - base_M)
+    norm_M = norm_M * keep_M + tl.sum(p, 1)
+    acc_ME = acc_ME * keep_M[:, None] + tl.dot(p.to(q.dtype), v.to(q.dtype), input_precision="ieee")
+    return new_top_M, norm_M, acc_ME
+
+
+@triton.jit
+def _together(top_M, norm_M, acc_ME, other_top_M, other_norm_M, other_acc_ME):
+    """Those of some keys and of others; what is without keys changes no bit."""
+    new_top_M = tl.maximum(top_M, other_top_M)
+    base_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
+    keep_M = tl.exp2(top_M - base_M)
+    others_M = tl.exp2(other_top_M - base_M)
+    norm_M = norm_M * keep_M + other_norm_M * others_M
+    return new_top_M, norm_M, acc_ME * keep_M[:, None] + other_acc_ME * others_M[:, None]
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+def _split_kernel(
+    q_base, k_base, v_base, tail_starts_base, window_starts_base, sequences_base, parts_base, tops_base, norms_base,
+    num_tokens, num_splits, scale, stride_qh, stride_qt, stride_kg, stride_kn, stride_vg, stride_vn,
+    R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, SPLIT: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of one sequence and KV head over some of the splits, one after the other; grid (Q x blocks of
+    rows, G, programs that share the splits).
+
+    It writes what each split comes to by itself: weighted values (G, S, T x R, E), largest scores and sums of weights
+    (G, S, T x R). Splits in which none of its rows sees a key are left out.
+    """
+    g = tl.program_id(1)
+    row_blocks = tl.cdiv(num_tokens * R, BM)
+    sequence = sequences_base + tl.program_id(0) // row_blocks * 4
+    first_token = tl.load(sequence).to(tl.int32)
+    own_tokens = tl.load(sequence + 1).to(tl.int32)
+    first_key = tl.load(sequence + 2)
+    m = tl.program_id(0) % row_blocks * BM + tl.arange(0, BM)
+    row_ok_M = m // R < own_tokens
+    token_M = first_token + m // R  # a token's heads lie side by side, as in the output
+    head_M = g * R + m % R
+    tail_start_M = tl.load(tail_starts_base + token_M, mask=row_ok_M, other=0).to(tl.int32)
+    window_start_M = tl.load(window_starts_base + token_M, mask=row_ok_M, other=NOWHERE).to(tl.int32)
+    begin = tl.maximum(tl.min(window_start_M, 0), 0)
+    end = tl.max(tail_start_M, 0)
+    d = tl.arange(0, BD)
+    e = tl.arange(0, BE)
+    n = tl.arange(0, BN)
+    q = tl.load(
+        q_base + head_M[:, None] * stride_qh + token_M[:, None] * stride_qt + d[None, :],
+        mask=row_ok_M[:, None] & (d < D)[None, :],
+        other=0.0,
+    ).to(PRODUCTS)
+    scale *= LOG2_E
+    k_base += first_key * stride_kn + g.to(tl.int64) * stride_kg
+    v_base += first_key * stride_vn + g.to(tl.int64) * stride_vg
+    for split in tl.range(begin // SPLIT + tl.program_id(2), tl.cdiv(end, SPLIT), tl.num_programs(2)):
+        top_M = tl.full((BM,), float("-inf"), tl.float32)
+        norm_M = tl.zeros((BM,), tl.float32)
+        acc_ME = tl.zeros((BM, BE), tl.float32)
+        for first in tl.range(0, SPLIT, BN):  # all of it, however few keys it has
+            start = split * SPLIT + first
+            k_pointers = k_base + tl.cast(start, tl.int64) * stride_kn + n[None, :] * stride_kn + d[:, None]
+            v_pointers = v_base + tl.cast(start, tl.int64) * stride_vn + n[:, None] * stride_vn + e[None, :]
+            position_N = start + n
+            k = tl.load(k_pointers, mask=(position_N < end)[None, :] & (d < D)[:, None], other=0.0)
+            v = tl.load(v_pointers, mask=(position_N < end)[:, None] & (e < E)[None, :], other=0.0)
+            seen = (position_N[None, :] < tail_start_M[:, None]) & (position_N[None, :] >= window_start_M[:, None])
+            top_M, norm_M, acc_ME = _with_keys(q, k, v, seen, scale, top_M, norm_M, acc_ME)
+        index_M = (g * num_splits + split).to(tl.int64) * num_tokens * R + first_token * R + m
+        tl.store(tops_base + index_M, top_M, mask=row_ok_M)
+        tl.store(norms_base + index_M, norm_M, mask=row_ok_M)
+        tl.store(parts_base + index_M[:, None] * E + e[None, :], acc_ME, mask=row_ok_M[:, None] & (e < E)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _tail_kernel(
+    q_base, k_base, v_base, tail_starts_base, window_starts_base, tail_keys_base, seen_base, parts_base, tops_base,
+    norms_base, out_base, num_splits, scale, stride_qh, stride_qt, stride_kg, stride_kn, stride_vg, stride_vn,
+    R: tl.constexpr, BR: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+    U: tl.constexpr, BU: tl.constexpr, SPLIT: tl.constexpr, PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """The output of one token in the heads of one KV head: its splits in their order, then its tail; grid (T, G)."""
+    token = tl.program_id(0)
+    g = tl.program_id(1)
+    r = tl.arange(0, BR)
+    d = tl.arange(0, BD)
+    e = tl.arange(0, BE)
+    row_ok_R = r < R
+    q = tl.load(
+        q_base + (g * R + r)[:, None] * stride_qh + token * stride_qt + d[None, :],
+        mask=row_ok_R[:, None] & (d < D)[None, :],
+        other=0.0,
+    ).to(PRODUCTS)
+    scale *= LOG2_E
+    k_base += g.to(tl.int64) * stride_kg
+    v_base += g.to(tl.int64) * stride_vg
+    tail_top_R = tl.full((BR,), float("-inf"), tl.float32)
+    tail_norm_R = tl.zeros((BR,), tl.float32)
+    tail_acc_RE = tl.zeros((BR, BE), tl.float32)
+    for first in tl.range(0, U, BU):
+        at_U = token * U + first + tl.arange(0, BU)
+        key_U = tl.load(tail_keys_base + at_U)
+        seen_U = tl.load(seen_base + at_U) != 0
+        k = tl.load(
+            k_base + key_U[None, :] * stride_kn + d[:, None], mask=seen_U[None, :] & (d < D)[:, None], other=0.0
+        )
+        v = tl.load(
+            v_base + key_U[:, None] * stride_vn + e[None, :], mask=seen_U[:, None] & (e < E)[None, :], other=0.0
+        )
+        tail_top_R, tail_norm_R, tail_acc_RE = _with_keys(
+            q, k, v, seen_U[None, :], scale, tail_top_R, tail_norm_R, tail_acc_RE
+        )
+    top_R = tl.full((BR,), float("-inf"), tl.float32)
+    norm_R = tl.zeros((BR,), tl.float32)
+    acc_RE = tl.zeros((BR, BE), tl.float32)
+    first_split = tl.maximum(tl.load(window_starts_base + token).to(tl.int32), 0) // SPLIT
+    end_split = tl.cdiv(tl.load(tail_starts_base + token).to(tl.int32), SPLIT)
+    for split in tl.range(first_split, end_split):
+        index_R = ((g * num_splits + split).to(tl.int64) * tl.num_programs(0) + token) * R + r
+        split_top_R = tl.load(tops_base + index_R, mask=row_ok_R, other=float("-inf"))
+        split_norm_R = tl.load(norms_base + index_R, mask=row_ok_R, other=0.0)
+        split_acc_RE = tl.load(
+            parts_base + index_R[:, None] * E + e[None, :], mask=row_ok_R[:, None] & (e < E)[None, :], other=0.0
+        )
+        top_R, norm_R, acc_RE = _together(top_R, norm_R, acc_RE, split_top_R, split_norm_R, split_acc_RE)
+    top_R, norm_R, acc_RE = _together(top_R, norm_R, acc_RE, tail_top_R, tail_norm_R, tail_acc_RE)
+    out_RE = acc_RE / norm_R[:, None]  # a token sees itself
+    at_R = (token * tl.num_programs(1) + g).to(tl.int64) * R + r
+    tl.store(
+        out_base + at_R[:, None] * E + e[None, :],
+        out_RE.to(out_base.dtype.element_ty),
+        mask=row_ok_R[:, None] & (e < E)[None, :],
+    )
+
+
+def launch_by_position(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GNE: torch.Tensor,
+    tail_starts_T: torch.Tensor,
+    window_starts_T: torch.Tensor,
+    tail_keys_TU: torch.Tensor,
+    seen_TU: torch.Tensor,
+    sequences_Q4: torch.Tensor,
+    scale: float,
+    num_programs: int | None = None,
+) -> torch.Tensor:
+    """Arguments and result as those of `by_position`.
+
+    Args:
+        num_programs: that share the splits of a block of rows; None: by the shapes and the device.
+    """
+    q_HTD, k_GND, v_GNE = (states[0] if states.stride(-1) == 1 else states[0].contiguous()
+                           for states in (q_1HTD, k_1GND, v_1GNE))  # fmt: skip
+    heads, num_tokens, dim = q_HTD.shape
+    kv_heads, num_keys, value_dim = v_GNE.shape
+    repeats = heads // kv_heads
+    num_rows = num_tokens * repeats
+    sizes = split_sizes(dim, value_dim, q_HTD.itemsize)
+    num_splits = triton.cdiv(num_keys, SPLIT)
+    num_sequences = len(sequences_Q4)
+    row_blocks = triton.cdiv(num_rows, sizes["BM"])
+    if num_programs is None:
+        used = row_blocks + num_sequences - 1  # at most so many have rows
+        num_programs = choose_splits(used, kv_heads, num_splits, num_sms_of(q_HTD.device))
+    parts = q_HTD.new_empty((kv_heads, num_splits, num_rows, value_dim), dtype=torch.float32)
+    tops, norms = q_HTD.new_empty((2, kv_heads, num_splits, num_rows), dtype=torch.float32)
+    out_1THE = q_HTD.new_empty(1, num_tokens, heads, value_dim)
+    strides = *q_HTD.stride()[:2], *k_GND.stride()[:2], *v_GNE.stride()[:2]
+    fixed = {"R": repeats, "D": dim, "E": value_dim, "SPLIT": SPLIT, "PRODUCTS": products_of(q_HTD)}
+    with torch.cuda.device_of(q_HTD):  # Triton launches on the current device
+        _split_kernel[(num_sequences * row_blocks, kv_heads, num_programs)](
+            q_HTD, k_GND, v_GNE, tail_starts_T, window_starts_T, sequences_Q4, parts, tops, norms,
+            num_tokens, num_splits, scale, *strides, **fixed, **sizes,
+        )  # fmt: skip
+        _tail_kernel[(num_tokens, kv_heads)](
+            q_HTD, k_GND, v_GNE, tail_starts_T, window_starts_T, tail_keys_TU, seen_TU.view(torch.uint8),
+            parts, tops, norms, out_1THE, num_splits, scale, *strides, **fixed, **tail_sizes(repeats, sizes),
+        )  # fmt: skip
+    return out_1THE
+
+
+def split_sizes(dim: int, value_dim: int, itemsize: int) -> dict[str, int]:
+    """What the first kernel is compiled for: by no number of tokens.
+
+    Args:
+        dim, value_dim: D and E, up to 256 each.
+        itemsize: bytes of a number.
+    """
+    sizes = block_sizes(ROWS, dim, value_dim, itemsize)
+    if max(sizes["BD"], sizes["BE"]) > 128:
+        sizes["num_warps"] = 8  # fewer have too few registers
+    return sizes
+
+
+def tail_sizes(repeats: int, sizes: dict[str, int]) -> dict[str, int]:
+    """What the second kernel is compiled for, with the blocks of the first."""
+    block_rows = max(triton.next_power_of_2(repeats), 16)  # 16: the least that a tensor core multiplies
+    return {
+        "BR": block_rows,
+        "BD": sizes["BD"],
+        "BE": sizes["BE"],
+        "U": TAIL,
+        "BU": TAIL_KEYS,
+        "num_warps": sizes["num_warps"],
+    }
+
+
+@torch.library.custom_op("lp::by_position", mutates_args=())
+def by_position(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GNE: torch.Tensor,
+    tail_starts_T: torch.Tensor,
+    window_starts_T: torch.Tensor,
+    tail_keys_TU: torch.Tensor,
+    seen_TU: torch.Tensor,
+    sequences_Q4: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Every token attends to the keys of the positions up to its own, along its path; where they are is data.
+
+    Args:
+        q_1HTD: queries; float16, bfloat16 or float32, as keys and values.
+        k_1GND, v_1GNE: those of the cached tokens and of the pass's, of all sequences.
+        tail_starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4: `lp.attention.by_position.KeyPlaces`. Each
+            token is one of some sequence; a sequence may have none.
+        scale: factor on the scores.
+
+    Returns:
+        (1, T, H, E).
+    """
+    return launch_by_position(
+        q_1HTD, k_1GND, v_1GNE, tail_starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4, scale
+    )
+
+
+@by_position.register_fake
+def _(
+    q_1HTD: torch.Tensor,
+    k_1GND: torch.Tensor,
+    v_1GNE: torch.Tensor,
+    tail_starts_T: torch.Tensor,
+    window_starts_T: torch.Tensor,
+    tail_keys_TU: torch.Tensor,
+    seen_TU: torch.Tensor,
+    sequences_Q4: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    return q_1HTD.new_empty(1, q_1HTD.shape[2], q_1HTD.shape[1], v_1GNE.shape[3])
