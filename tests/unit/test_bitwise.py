@@ -93,6 +93,7 @@ def logits_of(decoder: lp.PlainDecoder | lp.LookaheadDecoder, ids: list[int], **
     return decoder.generate(ids, NEW, eos_token_id=(), output_logits=True, **how)
 
 
+@pytest.mark.subset(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_logits_are_plain_decodings(arch: str, dtype: torch.dtype) -> None:
@@ -116,6 +117,7 @@ def test_logits_are_plain_decodings(arch: str, dtype: torch.dtype) -> None:
     assert usual_differs
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize(("ranks", "arch"), [(2, "llama"), (3, "llama"), (2, "mixtral"), (2, "deepseek_v3")])
 def test_ranks_that_share_steps(ranks: int, arch: str) -> None:
     """They compare the bits of each `c`: any difference ends the run."""
@@ -131,6 +133,7 @@ def test_ranks_that_share_steps(ranks: int, arch: str) -> None:
     assert run_lockstep(ranks, body) == [expected] * ranks
 
 
+@pytest.mark.subset(3)
 @pytest.mark.parametrize(
     ("arch", "dtype", "drafts"),
     [

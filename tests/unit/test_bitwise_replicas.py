@@ -42,6 +42,7 @@ def rings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LockstepReplica, "all_reduce", around_a_ring)
 
 
+@pytest.mark.subset(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("arch", "tp"), [("llama", 2), ("llama", 4), ("phi3", 4), ("mixtral", 4), ("deepseek_v3", 4)])
 def test_logits_are_plain_decodings(arch: str, tp: int, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tests.by_position_cases import SMALL
 from tests.compiled_kernels import SHARED_KB, compiled, spilled_bytes
+from tests.conftest import LONG
 from tests.interpreted_kernels import interpreted
 
 triton = pytest.importorskip("triton", reason="the kernels need Triton")
@@ -16,22 +17,24 @@ triton = pytest.importorskip("triton", reason="the kernels need Triton")
 from lp.attention import by_position_kernel  # noqa: E402  (it needs Triton)
 
 pytestmark = pytest.mark.xdist_group("by position")
+FAST = ("prefixes", "sliding window of 20", "head dimension 80, values of 24", "bfloat16")
+NAMES = [name for name in SMALL if LONG or name in FAST]  # they take seconds each to interpret
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, tuple[float, list[str]]]:
     """How far each case is off, and where its bits differ, by its name."""
-    cases: dict[str, tuple[float, list[str]]] = interpreted("tests.by_position_cases", *SMALL)
+    cases: dict[str, tuple[float, list[str]]] = interpreted("tests.by_position_cases", *NAMES)
     return cases
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_is_the_oracle(name: str, found: dict[str, tuple[float, list[str]]]) -> None:
     """A key too many or too few, a split left out or added twice: each is far above rounding."""
     assert found[name][0] <= 1
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_token_has_the_same_bits_in_any_company(name: str, found: dict[str, tuple[float, list[str]]]) -> None:
     """In a tree, a plain step or a chunk, in whichever slots, padded or beside others: else text depends on them."""
     assert found[name][1] == []

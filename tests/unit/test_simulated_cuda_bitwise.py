@@ -36,6 +36,7 @@ def same(found: lp.GenerationOutput, expected: lp.GenerationOutput) -> bool:
     return found.tokens == expected.tokens and torch.equal(found.logits.cpu(), expected.logits.cpu())
 
 
+@pytest.mark.subset(1)
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_logits_are_plain_decodings(arch: str, gpu: SimulatedCuda) -> None:
     """What a graph baked in, a kernel that rounds otherwise in captured steps, a bucket that is no width."""
@@ -56,6 +57,7 @@ def test_logits_are_plain_decodings(arch: str, gpu: SimulatedCuda) -> None:
                 assert {bucket for _, bucket in captured._steps} <= set(alone.runner.widths)
 
 
+@pytest.mark.subset(2)
 @pytest.mark.parametrize("capture", ["off", "graph"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_texts_beside_others_and_behind_reused_prefixes(drafts: bool, capture: str, gpu: SimulatedCuda) -> None:
