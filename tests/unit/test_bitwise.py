@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import lp
-from lp.attention.by_position import DEPTH, TAIL, attention_by_position, key_places
+from lp.attention.by_position import attention_by_position
+from lp.attention.key_places import DEPTH, TAIL, key_places
 from lp.draft.layout import ancestors
 from lp.models import equal_widths
 from lp.models.runner import ModelRunner
