@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from lp.attention.base import PooledView, StepView
-from lp.attention.by_position import DEPTH, TILE, KeyPlaces, attention_by_position, key_places
+from lp.attention.by_position import attention_by_position
+from lp.attention.key_places import DEPTH, TILE, KeyPlaces, key_places
 from lp.draft.layout import ancestors
 
 LENGTHS = (0, 1, DEPTH, 63, 64, 95, 96, 97, 160, TILE, TILE + DEPTH, 2 * TILE + 77, 700)  # cached tokens

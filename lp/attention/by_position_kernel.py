@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lp.attention.by_position import TAIL, TILE
+from lp.attention.key_places import TAIL, TILE
 from lp.attention.tree_kernel import block_sizes, choose_splits, num_sms_of, products_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -263,7 +263,7 @@ def by_position(
     Args:
         q_1HTD: queries; float16, bfloat16 or float32, as keys and values.
         k_1GND, v_1GNE: those of the cached tokens and of the pass's, of all sequences.
-        tail_starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4: `lp.attention.by_position.KeyPlaces`. Each
+        tail_starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4: `lp.attention.key_places.KeyPlaces`. Each
             token is one of some sequence; a sequence may have none.
         scale: factor on the scores.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from lp.attention.by_position import KeyPlaces, attention_by_position
+from lp.attention.by_position import attention_by_position
+from lp.attention.key_places import KeyPlaces
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import lp
-from lp.attention.by_position import DEPTH, TAIL, attention_by_position, key_places
+from lp.attention.by_position import attention_by_position
+from lp.attention.key_places import DEPTH, TAIL, key_places
 from lp.draft.layout import ancestors
 from lp.errors import UserError
 from lp.models import equal_widths, experts_by_row
