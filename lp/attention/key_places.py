@@ -41,7 +41,8 @@ class KeyPlaces(NamedTuple):
 
     def of_rows(self, rows: slice | torch.Tensor) -> KeyPlaces:
         """Those of some tokens."""
-        return KeyPlaces(*(part[rows] for part in self[:4]), self.sequences_Q4)
+        starts_T, window_starts_T = self.tail_starts_T[rows], self.window_starts_T[rows]
+        return KeyPlaces(starts_T, window_starts_T, self.tail_keys_TU[rows], self.seen_TU[rows], self.sequences_Q4)
 
     def padded(self) -> KeyPlaces:
         """With rows to a multiple of ROWS."""

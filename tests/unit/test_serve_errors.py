@@ -607,7 +607,8 @@ def test_a_client_that_leaves_frees_its_sequence(small_server: Running, stream: 
         assert eventually(lambda: loop.texts == 0)
     finally:
         del loop.engine._core._end
-    assert loop.engine.running == 0 and all(count < 500 for count in steps)
+    most = LONG["max_tokens"] // 2  # the machine may be busy
+    assert loop.engine.running == 0 and all(count < most for count in steps)
 
 
 def test_a_text_that_takes_too_long_ends() -> None:
