@@ -41,7 +41,8 @@ class KeyPlaces(NamedTuple):
 
     def of_rows(self, rows: slice | torch.Tensor) -> KeyPlaces:
         """Those of some tokens."""
-        return KeyPlaces(*(part[rows] for part in self[:4]), self.sequences_Q4)
+        starts_T, window_starts_T, keys_TU, seen_TU = (part[rows] for part in self[:4])
+        return KeyPlaces(starts_T, window_starts_T, keys_TU, seen_TU, self.sequences_Q4)
 
     def padded(self) -> KeyPlaces:
         """With rows to a multiple of ROWS."""
