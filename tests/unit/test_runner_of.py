@@ -294,8 +294,8 @@ def test_threads_that_start_together_share_a_runner(monkeypatch: pytest.MonkeyPa
     made = list[ModelRunner]()
     first_is_made = threading.Event()
 
-    def slow(*arguments: Any) -> ModelRunner:
-        made.append(ModelRunner(*arguments))
+    def slow(*arguments: Any, **settings: Any) -> ModelRunner:
+        made.append(ModelRunner(*arguments, **settings))
         first_is_made.set()
         time.sleep(0.2)  # others ask while this one is not yet known
         return made[-1]
@@ -304,7 +304,7 @@ def test_threads_that_start_together_share_a_runner(monkeypatch: pytest.MonkeyPa
     model, got = tiny_model(), list[ModelRunner]()
     threads = [threading.Thread(target=lambda: got.append(runner_of(model))) for _ in range(3)]
     threads[0].start()
-    first_is_made.wait()
+    assert first_is_made.wait(60)
     for thread in threads[1:]:
         thread.start()
     for thread in threads:
