@@ -101,7 +101,7 @@ class PooledView:
         visible_TT, positions_T, window, dtype: as of `StepView`; a token sees none of another sequence.
         slots_T: int64, where each token's own keys lie.
         first_slots_T, lengths_T: int64, of each token's sequence: its first slot, and L.
-        sequences_Q4: as in `AttentionBackend.forward_arguments`.
+        sequences_Q4: int64, each sequence's first token, number of tokens, first slot and number of cached tokens.
         num_slots: N.
     """
 
@@ -205,11 +205,17 @@ class AttentionBackend:
         return {}
 
 
-def score_obstacle(model: PreTrainedModel, name: str) -> str | None:
-    """Why a model cannot run with torch's fused attention functions, in the words of `AttentionBackend.unfit`."""
+def score_obstacle(model: PreTrainedModel, name: str, remedy: str = "choose attention=eager") -> str | None:
+    """Why a model cannot run with torch's fused attention functions, in the words of `AttentionBackend.unfit`.
+
+    Args:
+        model: that is to run.
+        name: the backend that is asked for.
+        remedy: what the user is told to do instead.
+    """
     architecture = type(model).__name__
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
-        return f"{architecture} caps its attention scores, which {name} leaves out; choose attention=eager"
+        return f"{architecture} caps its attention scores, which {name} leaves out; {remedy}"
     if not getattr(model, "_supports_sdpa", True):
-        return f"{architecture} has no sdpa attention in transformers; choose attention=eager"
+        return f"{architecture} has no sdpa attention in transformers; {remedy}"
     return None

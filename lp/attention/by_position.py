@@ -33,6 +33,8 @@ from lp.attention.key_places import DEPTH, TILE, KeyPlaces, PlacesMask
 from lp.attention.parts import InParts
 from lp.attention.registry import register_attention
 
+REMEDY = "choose exact=tokens, and attention=auto"
+
 
 class _Sums(NamedTuple):
     """The weighted values of some keys, relative to the largest score among them.
@@ -85,7 +87,7 @@ def attention_by_position(
 def _of_sequence(
     q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GNE: torch.Tensor, places: KeyPlaces, scale: float
 ) -> torch.Tensor:
-    """The same of one sequence, whose keys are all there are."""
+    """Attention within one sequence, given its own queries, keys and values alone; places count its keys from 0."""
     own_tokens = q_1HTD.shape[2]
     q_1HTD = F.pad(q_1HTD, (0, 0, 0, len(places.tail_starts_T) - own_tokens))
     _, heads, num_tokens, dim = q_1HTD.shape
@@ -167,7 +169,7 @@ def forward_by_position(
 def _attend(
     q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GNE: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Arguments and result as those of `attention_by_position`; on a GPU by its kernels."""
+    """Attention of the tokens that a mask is for: by the kernels on a GPU, else in torch; (1, T, H, E)."""
     if not isinstance(mask, PlacesMask):
         raise RuntimeError("the model changes masks on their way to its attention function")
     if not q_1HTD.is_cuda:
@@ -192,12 +194,12 @@ class ByPosition(AttentionBackend):
     def unfit(self, model: PreTrainedModel) -> str | None:
         device = model.device.type
         if device == "cuda" and not TRITON:
-            return "attention=by_position needs Triton on a GPU; install it, or choose attention=auto"
+            return f"attention=by_position needs Triton on a GPU; install it, or {REMEDY}"
         if device == "cuda" and model.dtype not in CUDA_DTYPES:
-            return f"attention=by_position takes no {model.dtype} on a GPU; choose attention=auto"
+            return f"attention=by_position takes no {model.dtype} on a GPU; {REMEDY}"
         if device not in ("cpu", "cuda"):
-            return f"attention=by_position runs on CPUs and CUDA devices, not on {device!r}; choose attention=auto"
-        return score_obstacle(model, self.name)
+            return f"attention=by_position runs on CPUs and CUDA devices, not on {device!r}; {REMEDY}"
+        return score_obstacle(model, self.name, REMEDY)
 
     def install(self) -> None:
         AttentionInterface.register(self.implementation, forward_by_position)

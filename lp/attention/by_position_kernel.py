@@ -13,12 +13,14 @@ queries and keys, E: of values, U: keys of a tail, S: splits that the N keys hav
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from lp.attention.key_places import TAIL, TILE
-from lp.attention.tree_kernel import block_sizes, choose_splits, num_sms_of, products_of
+from lp.attention.tree_kernel import block_sizes, choose_splits, load_queries, num_sms_of, products_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SPLIT = TILE
@@ -85,11 +87,7 @@ def _split_kernel(
     d = tl.arange(0, BD)
     e = tl.arange(0, BE)
     n = tl.arange(0, BN)
-    q = tl.load(
-        q_base + head_M[:, None] * stride_qh + token_M[:, None] * stride_qt + d[None, :],
-        mask=row_ok_M[:, None] & (d < D)[None, :],
-        other=0.0,
-    ).to(PRODUCTS)
+    q = load_queries(q_base, head_M, token_M, row_ok_M, stride_qh, stride_qt, D, BD, PRODUCTS)
     scale *= LOG2_E
     k_base += first_key * stride_kn + g.to(tl.int64) * stride_kg
     v_base += first_key * stride_vn + g.to(tl.int64) * stride_vg
@@ -276,15 +274,5 @@ def by_position(
 
 
 @by_position.register_fake
-def _(
-    q_1HTD: torch.Tensor,
-    k_1GND: torch.Tensor,
-    v_1GNE: torch.Tensor,
-    tail_starts_T: torch.Tensor,
-    window_starts_T: torch.Tensor,
-    tail_keys_TU: torch.Tensor,
-    seen_TU: torch.Tensor,
-    sequences_Q4: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def _(q_1HTD: torch.Tensor, k_1GND: torch.Tensor, v_1GNE: torch.Tensor, *places_and_scale: Any) -> torch.Tensor:
     return q_1HTD.new_empty(1, q_1HTD.shape[2], q_1HTD.shape[1], v_1GNE.shape[3])

@@ -40,12 +40,12 @@ class KeyPlaces(NamedTuple):
     sequences_Q4: torch.Tensor
 
     def of_rows(self, rows: slice | torch.Tensor) -> KeyPlaces:
-        """Those of some tokens."""
+        """Keep the rows of some tokens, for a sequence that is computed by itself."""
         starts_T, window_starts_T = self.tail_starts_T[rows], self.window_starts_T[rows]
         return KeyPlaces(starts_T, window_starts_T, self.tail_keys_TU[rows], self.seen_TU[rows], self.sequences_Q4)
 
     def padded(self) -> KeyPlaces:
-        """With rows to a multiple of ROWS."""
+        """Add rows to a multiple of ROWS, since libraries compute a few rows otherwise."""
         count = len(self.tail_starts_T)
         rows = torch.arange(-(-count // ROWS) * ROWS, device=self.tail_starts_T.device)
         rows[count:] = 0
@@ -60,7 +60,7 @@ class PlacesMask(torch.Tensor):
 
     @classmethod
     def of(cls, view: StepView | PooledView) -> PlacesMask:
-        """What tokens see."""
+        """Make the mask of a pass, whose tokens see what the view says."""
         mask = torch.zeros(1, 1, len(view.positions_T), 1).as_subclass(cls)
         mask.places = key_places(view)
         return mask

@@ -22,6 +22,16 @@ SMS_WITHOUT_A_GPU = 8  # for the interpreter
 
 
 @triton.jit
+def load_queries(
+    q_base, head_M, token_M, row_ok_M, stride_qh, stride_qt, D: tl.constexpr, BD: tl.constexpr, PRODUCTS: tl.constexpr
+):
+    """The queries of a block of rows, each of some head and token, in the dtype that is multiplied: (BM, BD)."""
+    d = tl.arange(0, BD)
+    pointers = q_base + head_M[:, None] * stride_qh + token_M[:, None] * stride_qt + d[None, :]
+    return tl.load(pointers, mask=row_ok_M[:, None] & (d < D)[None, :], other=0.0).to(PRODUCTS)
+
+
+@triton.jit
 def _attend(
     q, k_base, v_base, mask_base, block_start, end, length, num_tokens, token_M, row_ok_M,
     stride_kn, stride_vn, stride_mt, scale, top_M, norm_M, acc_ME,
@@ -124,13 +134,8 @@ def _split_kernel(
     token_M = m // R  # a token's heads lie side by side, as in the output
     head_M = g * R + m % R
     row_ok_M = token_M < num_tokens
-    d = tl.arange(0, BD)
     e = tl.arange(0, BE)
-    q = tl.load(
-        q_base + head_M[:, None] * stride_qh + token_M[:, None] * stride_qt + d[None, :],
-        mask=row_ok_M[:, None] & (d < D)[None, :],
-        other=0.0,
-    ).to(PRODUCTS)
+    q = load_queries(q_base, head_M, token_M, row_ok_M, stride_qh, stride_qt, D, BD, PRODUCTS)
     scale *= LOG2_E
     k_base += g.to(tl.int64) * stride_kg
     v_base += g.to(tl.int64) * stride_vg

@@ -115,7 +115,7 @@ class GenerationOutput:
         attention: what computed it, such as "flash", the backend that `auto` took, or "transformers' sdpa" of plain
             decoding; empty where nothing was computed.
         exact: "bitwise" where the logits are bit for bit those of plain decoding in that mode, else "tokens".
-        threads: of the CPU that computed it; 0 on another device. They belong to a text's bits (`lp.models.bitwise`).
+        threads: how many CPU threads computed the text, to repeat it bit for bit with as many; 0 on another device.
         seed: of a text that was sampled, given or drawn; None of a greedy one.
     """
 

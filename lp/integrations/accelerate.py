@@ -64,7 +64,8 @@ def accelerate(
         config: as of `lp.LookaheadDecoder`; None takes what pays on this machine.
         context: the ranks to share steps with, all of which accelerate their model and make the same calls; None is
             this process alone. All go through lp, or none does.
-        exact: as of `lp.LookaheadDecoder`. Calls that are left to transformers have its own rounding.
+        exact: "bitwise" gives the logits of `lp.PlainDecoder(model, exact="bitwise")` bit for bit, in all calls but
+            those left to transformers; "auto" and "tokens" give plain decoding's up to rounding.
 
     Returns:
         The model.
@@ -110,7 +111,7 @@ class Accelerated:
         model: whose attribute it is.
         config, context: as of `accelerate`.
         original: what the attribute was before; None where there was none.
-        exact: as of `accelerate`.
+        exact: whether logits are plain decoding's bit for bit, as `accelerate` was asked.
     """
 
     __name__ = "generate"

@@ -81,7 +81,8 @@ def generate(
             step takes what pays on this machine.
         seed: of sampling; None draws one from torch's generator.
         streamer: gets the prompt, then the tokens as they come; for one prompt.
-        exact: as of `LookaheadDecoder`.
+        exact: "bitwise" gives the logits of `lp.PlainDecoder(model, exact="bitwise")` bit for bit; "auto" and "tokens"
+            give plain decoding's up to rounding.
 
     Returns:
         What `generate` would: LongTensor (B, L + T), or GenerateDecoderOnlyOutput if return_dict_in_generate, with

@@ -83,7 +83,7 @@ class CapturedSteps:
         replica: the ranks that the model is divided among; None: it is whole.
         cache_keyword: under which the model takes its cache.
         buckets: tokens that a step may have, ascending.
-        may_round: steps may run kernels that round otherwise than those of uncaptured passes.
+        may_round: steps may run kernels that round otherwise than the operations of uncaptured passes do.
 
     Attributes:
         cache: of the generation that is running, or of the last one.

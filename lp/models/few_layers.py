@@ -20,12 +20,12 @@ class FewLayers(ModelView):
     Args:
         original: left as it is.
         kept: indices of the layers, the first one among them.
-        replaced: as of `ModelView`.
-        form: of what layers return; None: the first pass finds it out, then call `settle`.
-        instead: other modules than layers, by the id of the original's.
+        replaced: gives the function that stands in for a module's `forward` in the view; None: it keeps its own.
+        form: what layers return besides hidden states; None: the first pass finds it out, then call `settle`.
+        instead: modules that stand in the view for others than layers, by the id of the original's.
 
     Attributes:
-        form: as given, or as found.
+        form: what layers return besides hidden states, for skipped ones to return as much.
     """
 
     def __init__(

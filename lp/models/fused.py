@@ -172,7 +172,7 @@ class FusedModel:
 
         Args:
             replica: the ranks that the model is divided among.
-            may_round: otherwise than torch's operations; False: of those that do, none.
+            may_round: a kernel may round otherwise than torch's operations; False: those that do are not taken.
         """
         layer = self._layers[0]
         mlp = layer.mlp

@@ -36,7 +36,12 @@ class Replica:
         return tensor[None]
 
     def any_rank(self, mine: Sequence[bool], device: torch.device) -> list[bool]:
-        """Of each of several things, whether it holds on any of the ranks."""
+        """Tell all ranks what holds on any of them.
+
+        Args:
+            mine: whether each of several things holds on this rank; the same things on every rank.
+            device: where ranks exchange tensors.
+        """
         if self.size == 1:
             return list(mine)
         return self.all_gather(torch.tensor(mine, dtype=torch.int32, device=device)).any(0).tolist()
@@ -55,17 +60,17 @@ class Replica:
 
 @dataclass(frozen=True)
 class InRankOrder(Replica):
-    """The same ranks, which add up in their order: a library's sums go by the size of a tensor and the place in it.
+    """A replica whose sums are taken rank after rank, so that neither a tensor's size nor the place in it changes them.
 
     Attributes:
-        ranks: whose collectives these are.
+        ranks: the replica that exchanges the tensors.
     """
 
     ranks: Replica = field(default_factory=Replica)
 
     @classmethod
     def of(cls, replica: Replica) -> InRankOrder:
-        """The ranks of a replica."""
+        """Make a replica add up in the order of its ranks; one that does already is returned as it is."""
         return replica if isinstance(replica, cls) else cls(replica.rank, replica.size, replica)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

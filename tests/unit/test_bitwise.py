@@ -15,7 +15,7 @@ import lp
 from lp.attention.by_position import attention_by_position
 from lp.attention.key_places import DEPTH, TAIL, key_places
 from lp.draft.layout import ancestors
-from lp.errors import UserError
+from lp.errors import RankLost, UserError
 from lp.models import equal_widths, experts_by_row
 from lp.models.runner import ModelRunner
 from lp.models.tree_pass import TreePass
@@ -322,7 +322,8 @@ def with_own_experts() -> Any:
             {},
             r"layers\.1\.mlp\.experts, a ModuleList, computes experts by code of its own, as many rows as come to it",
         ),
-        (lambda: tiny_model("gemma2"), {}, "caps its attention scores"),
+        (lambda: tiny_model("gemma2"), {}, "caps its attention scores, .*; choose exact=tokens, and attention=auto"),
+        (lambda: tiny_model("gpt_oss"), {}, "has no sdpa attention in transformers; choose exact=tokens"),
         (lambda: tiny_model("llama_dynamic"), {}, "rotary frequencies that change"),
         (
             lambda: tiny_model(),
@@ -360,6 +361,20 @@ def test_widths_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2, requires_grad=False)
     decoder.generate([1, 2, 3], 4, eos_token_id=())
     assert asked == [1, 2, 1]
+
+
+def test_a_lost_rank_is_no_fault_of_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking all layers instead would wait for it once more, as long as a rank is waited for."""
+    asked: list[Any] = []
+
+    def lost(*args: Any) -> Any:
+        asked.append(args)
+        raise RankLost("rank 1 has ended")
+
+    monkeypatch.setattr(equal_widths, "_agreeing", lost)
+    with pytest.raises(RankLost):
+        lp.PlainDecoder(tiny_model("llama"), exact="bitwise")
+    assert len(asked) == 1
 
 
 def test_after_a_refusal_the_next_text_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
