@@ -110,7 +110,15 @@ def _worth_saying(record: logging.LogRecord) -> bool:
     return not any(str(getattr(value, "__module__", "")).startswith("torchao.") for value in said_of)
 
 
+def _may_be_missed(record: logging.LogRecord) -> bool:
+    """Not that torchao's GPU kernels can't be loaded by a torch without CUDA, which it says of every program."""
+    import torch  # torchao has it
+
+    return torch.version.cuda is not None or not str(record.msg).startswith("Failed to load ")
+
+
 logging.getLogger("torch.utils._pytree").addFilter(_worth_saying)
+logging.getLogger("torchao").addFilter(_may_be_missed)
 
 
 def __getattr__(name: str) -> Any:
