@@ -29,7 +29,7 @@ def app_command(app: str) -> str:
 
 
 def module_command(module: str) -> str:
-    """What runs a module of the apps' package, as "bench.tables"."""
+    """What runs a module of the apps' package, as "bench.report"."""
     if not in_clone():
         return f"python -m lp.launch.{module}"
     elsewhere = "" if _in_clone_folder() else f"PYTHONPATH={shlex.quote(str(CLONE))} "

@@ -24,11 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.bench.load import draw_requests, send_all
 from launch.bench.prompts import load_builtin
-from launch.bench.soak import Sample, check_count, take_sample, verdict
-from launch.bench.tables.serve_load import address
 from lp.errors import UserError
+from scripts.studies.parts.load import draw_requests, send_all
+from scripts.studies.parts.soak import Sample, check_count, take_sample, verdict
+from scripts.studies.serve_load import address
 
 REQUESTS = 50  # drawn at a time
 END_S = 60.0  # for the server to end

@@ -4,7 +4,7 @@
     python scripts/tables.py exactness --help   # the options of one
     NPROC=2 bash torchrun.sh scripts.tables link
 
-Each is one module of launch/bench/tables/.
+Each is one module of scripts/studies/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.bench.tables import main
+from scripts.studies import main
 
 if __name__ == "__main__":
     main()

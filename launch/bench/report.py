@@ -1,7 +1,11 @@
-"""A folder of results as plots and one HTML file, which opens without a network."""
+"""A folder of results as plots and one HTML file, which opens without a network.
+
+The benchmark and the scaling app end with it; `python -m launch.bench.report FOLDER` draws them again.
+"""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import csv
 import html
@@ -11,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lp.commands import module_command
+from lp.errors import UserError
 
 from ..builders import ORACLE, PLAIN
 from .plots import accepted_plot, dataset_plot, heat_map, scaling_plots, time_plot, tokens_plot
@@ -47,7 +52,7 @@ def write_report(folder: Path) -> list[Path]:
         setting = "; ".join([caption(found), *notes(found)])
     else:
         setting = (folder / "scaling.md").read_text(encoding="utf-8").split("\n\n")[1].strip()
-    drawn_by = f"{module_command('bench.tables')} report {shlex.quote(str(folder))}"
+    drawn_by = f"{module_command('bench.report')} {shlex.quote(str(folder))}"
     parts = [f"<h1>{html.escape(folder.resolve().name)}</h1><p>{html.escape(setting)}</p>"]
     pictures: list[Path] = []
     if found:
@@ -150,3 +155,18 @@ def _origins(found: Sequence[Total]) -> str:
 def _settings(found: Sequence[Total]) -> str:
     versions = found[0].records[0]["versions"]
     return json.dumps({"hardware": found[0].hardware, "versions": versions, "settings": common(found)}, indent=2)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Draw a folder's plots and its report again, and name the files."""
+    parser = argparse.ArgumentParser(prog=module_command("bench.report"), description=__doc__)
+    parser.add_argument("folder", type=Path, help="what the benchmark or the scaling app wrote to; subfolders count")
+    try:
+        for path in write_report(parser.parse_args(args).folder):
+            print(path)
+    except UserError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,8 +18,8 @@ import torch
 import lp
 from launch.bench.gpu_calls import GpuCalls, calls_per_step, count
 from launch.bench.session import versions
-from launch.bench.tables.gpu import Figure, parity, run
 from scripts.gpu_facts import SECTIONS, Place, finishes
+from scripts.studies.gpu import Figure, parity, run
 from tests.conftest import Processes
 
 COMMAND = ["bash", "scripts/gpu_check.sh"]

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 import lp
-from launch.bench.arithmetic import GPUS, Gpu, StepTime
 from launch.bench.ceilings import Work
-from launch.bench.gpu_projection import GpuLine, LogLaw
 from launch.bench.projection import Projection
 from launch.bench.shapes import shape_config, sketch
-from launch.bench.tables import main, scaling_projection
-from launch.bench.tables.scaling_projection import BEGIN, END
 from lp.engine.output import StepStats
+from scripts.studies import main, scaling_projection
+from scripts.studies.parts.arithmetic import GPUS, Gpu, StepTime
+from scripts.studies.parts.gpu_projection import GpuLine, LogLaw
+from scripts.studies.scaling_projection import BEGIN, END
 from tests.conftest import ROOT
 from tests.tiny_models import tiny_model
 

@@ -19,7 +19,6 @@ import torch
 from transformers import SuppressTokensLogitsProcessor
 
 import lp
-from launch.bench.json_tasks import drawn_schema
 from launch.serve.grammars import Grammars
 from lp.draft.grammar_drafts import GrammarDrafts, GrownTree
 from lp.draft.source import DraftSource
@@ -31,6 +30,7 @@ from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
 from lp.sampling.grammar import Cursor, Grammar
 from lp.sampling.grammar_compiler import MOST_DRAFTED
+from scripts.studies.parts.json_tasks import drawn_schema
 from tests.serving import STEP_TIMES, Running
 from tests.toy_grammar import ToyGrammar
 

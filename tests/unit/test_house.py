@@ -36,9 +36,11 @@ LAYERS = [
     {"lp"},  # lp/__init__.py: the public names
     {"launch"},
     {"lp.__main__", "lp.compile_functions"},
+    {"tests"},  # from here on, what an installed lp lacks
+    {"scripts"},
 ]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
-# What only these parts may import.
+# What only these parts may import, and scripts, which nothing imports but tests.
 KEEPERS = {
     "hydra": "launch",
     "omegaconf": "launch",
@@ -58,11 +60,11 @@ def module_of(path: Path) -> str:
 
 
 def part_of(module: str) -> str | None:
-    """The layer that a module belongs to; None outside lp and launch."""
+    """The layer that a module belongs to; None outside the project."""
     parts = module.split(".")
     if parts[0] == "lp":
         return ".".join(parts[:2])
-    return "launch" if parts[0] == "launch" else None
+    return parts[0] if parts[0] in ("launch", "scripts", "tests") else None
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -102,7 +104,7 @@ def breaches(path: Path) -> list[str]:
         if part in RANK and target in RANK and target != part and RANK[target] >= RANK[part]:
             found.append(f"{part} imports {name}, which is no lower layer")
         for package, keeper in KEEPERS.items():
-            if under(name, package) and not under(module_of(path), keeper):
+            if under(name, package) and not under(module_of(path), keeper) and part != "scripts":
                 found.append(f"{module_of(path)} imports {name}, which belongs in {keeper} alone")
         found += [f"{part} imports {name}" for package in FORBIDDEN.get(part or "", []) if under(name, package)]
     return found
@@ -133,6 +135,10 @@ def test_imports_only_lower_layers(path: Path) -> None:
         ("launch/bench/report.py", "import accelerate", True),
         ("launch/bench/baselines/accelerate_pp.py", "from accelerate import Accelerator", False),
         ("launch/generate.py", "import hydra, lp", False),
+        ("launch/tune.py", "from scripts.studies import main", True),
+        ("lp/config.py", "from tests import tiny_models", True),
+        ("scripts/studies/tp.py", "from launch.bench import summary", False),
+        ("scripts/studies/probe.py", "from tests import tiny_models", False),
     ],
 )
 def test_a_breach_of_the_layers_is_seen(

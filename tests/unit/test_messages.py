@@ -27,7 +27,6 @@ CHOSEN = {
     "lp/draft/suffix.py": "in a clone alone",
     "launch/bench/origin.py": "in a clone alone",
     "launch/torchrun.py": "torchrun.sh runs it",
-    "launch/bench/tables": "the tables of the docs, which are made in a clone",
     "launch/bench/to_gguf.py": "its own usage",
 }
 
@@ -81,11 +80,11 @@ def test_commands_are_those_of_the_installation(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(ROOT)
     assert app_command("tune") == "bash torchrun.sh launch.tune" and (ROOT / "torchrun.sh").is_file()
     assert install_command("serve") == "pip install '.[serve]'"
-    assert module_command("bench.tables") == "python -m launch.bench.tables"
+    assert module_command("bench.report") == "python -m launch.bench.report"
     monkeypatch.setattr(commands, "CLONE", tmp_path)
     assert app_command("tune") == f"{shlex.quote(sys.executable)} -m lp tune"
     assert install_command("serve") == "pip install 'lp-runtime[serve]'"
-    assert module_command("bench.tables") == "python -m lp.launch.bench.tables"
+    assert module_command("bench.report") == "python -m lp.launch.bench.report"
 
 
 @pytest.mark.usefixtures("no_lp")

@@ -10,11 +10,11 @@ import pytest
 
 import lp
 from launch.bench.prompts import load_builtin
-from launch.bench.replay import Text, load_texts, replay
 from lp.draft.prompt_lookup import PromptLookup
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree, DraftTreeBuilder
 from lp.models.loader import DEMO_MODEL, load
+from scripts.studies.parts.replay import Text, load_texts, replay
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model
 
 
@@ -76,5 +76,5 @@ def test_texts_round_trip(tmp_path: Path) -> None:
     path.write_text("".join(text.line() for text in texts) + texts[0].line()[:20])
     assert load_texts(path) == texts
     path.write_text(texts[0].line() + '{"task": 3}\n')
-    with pytest.raises(ValueError, match=r"line 2 is no text .* with python -m launch.bench.tables texts"):
+    with pytest.raises(ValueError, match=r"line 2 is no text .* with python scripts/tables.py texts"):
         load_texts(path)

@@ -13,10 +13,10 @@ import pytest
 
 from launch.bench.plots import _colours, _is_line, _without_overlaps, heat_map
 from launch.bench.records import RecordFile, digest, load_records
-from launch.bench.report import read_lines, write_report
+from launch.bench.report import main, read_lines, write_report
 from launch.bench.scaling import PROJECTED, Line, errors, measured_lines
 from launch.bench.summary import HEADS, Total, caption, cells, notes, ordered, table_of, totals, varying
-from launch.bench.tables import results
+from scripts.studies import results
 from tests.conftest import ROOT
 
 PNG = b"\x89PNG"
@@ -161,6 +161,17 @@ def test_a_report_is_one_file_with_everything(tmp_path: Path, settings: list[dic
     assert not re.search(r"(src|href)=[\"'](?!data:)|https?://|<script", page)
     with pytest.raises(ValueError, match="holds no records"):
         write_report(tmp_path / "nowhere")
+
+
+def test_a_report_is_drawn_again_by_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What report.html names under each figure is there where lp is installed: scripts/ is not."""
+    _write(tmp_path, [{"task": "a", "W": 2, "N": 2, "G": 2}])
+    main([str(tmp_path)])
+    assert str(tmp_path / "report.html") in capsys.readouterr().out
+    assert f"python -m launch.bench.report {tmp_path}" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "nowhere")])
+    assert "holds no records" in capsys.readouterr().err
 
 
 def test_a_report_says_what_is_best_and_how_to_get_it_again(tmp_path: Path) -> None:

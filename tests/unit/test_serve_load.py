@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from launch.bench.endurance import resident_bytes
-from launch.bench.load import MALFORMED, Answer, Request, draw_requests, send, send_all
 from launch.bench.prompts import load_builtin
-from launch.bench.tables import main
-from launch.bench.tables.serve_load import Server, compare
+from scripts.studies import main
+from scripts.studies.parts.endurance import resident_bytes
+from scripts.studies.parts.load import MALFORMED, Answer, Request, draw_requests, send, send_all
+from scripts.studies.serve_load import Server, compare
 from tests.conftest import LONG
 from tests.serving import Running
 
@@ -100,7 +100,7 @@ def test_a_server_that_fails_costs_no_other_its_figures(
         failure = "gone" if client == "other" and sent.count("other") == 2 else ""
         return [Answer(total_s=1.0, failure=failure, first_s=0.5, tokens=8) for _ in streams], 1.0
 
-    monkeypatch.setattr("launch.bench.tables.serve_load.send_all", send_all)
+    monkeypatch.setattr("scripts.studies.serve_load.send_all", send_all)
     servers: list[Any] = [Server(name, "demo", 0, name) for name in ("ours", "other")]  # type: ignore[arg-type]
     args = Namespace(model="demo", dtype="float32", threads=1, clients=2, streams=1, rounds=2, max_new_tokens=8)
     figures = compare(servers, load_builtin(), args)
@@ -110,9 +110,7 @@ def test_a_server_that_fails_costs_no_other_its_figures(
     ]  # fmt: skip
     assert "other, 1 clients: failed (gone)" in out and out.count("| other | 1 | failed | - |") == 1
     assert sent.count("ours") == 6 and sent.count("other") == 5, "no more streams for one that has failed"
-    monkeypatch.setattr(
-        "launch.bench.tables.serve_load.send_all", lambda *_: ([Answer(total_s=1.0, failure="gone")], 1.0)
-    )
+    monkeypatch.setattr("scripts.studies.serve_load.send_all", lambda *_: ([Answer(total_s=1.0, failure="gone")], 1.0))
     with pytest.raises(RuntimeError, match="ours failed: gone"):
         compare(servers[:1], load_builtin(), args)
 

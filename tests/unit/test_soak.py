@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.soak import BLOCKS, Sample, descendants, slope, take_sample, verdict
 from scripts import soak
+from scripts.studies.parts.soak import BLOCKS, Sample, descendants, slope, take_sample, verdict
 from tests.conftest import ROOT, Processes
 
 MIB = 1 << 20

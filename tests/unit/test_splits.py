@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.bench.arithmetic import GPUS
 from launch.bench.ceilings import Work
-from launch.bench.gpu_projection import LogLaw
-from launch.bench.splits import Machine, Shape, Sum
-from launch.bench.tables import main
-from launch.bench.tables.splits import cells
+from scripts.studies import main
+from scripts.studies.parts.arithmetic import GPUS
+from scripts.studies.parts.gpu_projection import LogLaw
+from scripts.studies.parts.splits import Machine, Shape, Sum
+from scripts.studies.splits import cells
 
 RUNS = Path(__file__).parents[2] / "docs" / "results" / "scaling-projection" / "runs.jsonl"
 WORK = Work(

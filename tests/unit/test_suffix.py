@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import lp
-from launch.bench.replay import replay
 from lp.draft.suffix import SuffixTree, native_tree
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from scripts.studies.parts.replay import replay
 from tests.conftest import ROOT, Processes
 from tests.layouts import NOTHING
 from tests.tiny_models import VOCABULARY, plain_greedy, tiny_model

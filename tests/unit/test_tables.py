@@ -17,19 +17,20 @@ from typing import Any
 import pytest
 
 import lp
-from launch.bench import machine, tables
-from launch.bench.replay import load_texts
-from launch.bench.tables import docstring, grammar, main, prediction, shares, shares_compression, table_names
-from launch.bench.tables._common import median_and_range
+from launch.bench import machine
 from lp.draft.share import step_tokens
 from lp.engine.output import StepStats
+from scripts import studies
+from scripts.studies import docstring, grammar, main, prediction, shares, shares_compression, table_names
+from scripts.studies._common import median_and_range
+from scripts.studies.parts.replay import load_texts
 from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("name", table_names())
 def test_a_table_is_one_module(name: str) -> None:
     """A module without its parts would fail only when someone needs the table."""
-    module = import_module(f"launch.bench.tables.{name}")
+    module = import_module(f"scripts.studies.{name}")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     assert callable(module.run) and docstring(name).splitlines()[0].endswith(".")
@@ -40,7 +41,7 @@ def test_a_new_table_is_one_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The list must need no edit."""
     (tmp_path / "toy.py").write_text('"""A toy."""\n')
     (tmp_path / "_helper.py").write_text("")
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(studies, "FOLDER", tmp_path)
     assert table_names() == ["toy"] and docstring("toy") == "A toy."
 
 
@@ -63,7 +64,6 @@ def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
         (["methods", str(tmp_path / "none.jsonl")], "nothing was measured; give --tasks"),
         (["link"], "one rank has no other to gather from"),
         (["shares_compression", "--window", "9", "--budget", "8"], "--budget 8 has no room for --window 9"),
-        (["report", str(tmp_path)], "holds no records"),
         (["batches", "--prompt-tokens", "9999"], "0 prompts have 9999 tokens, but --texts is 8; give a larger --task"),
     ):
         with pytest.raises(SystemExit, match="2"):

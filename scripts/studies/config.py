@@ -1,0 +1,98 @@
+"""docs/config.md: every key of every app, as `launch.keys` has them.
+
+python scripts/tables.py config
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from launch.app import CONF, register_resolvers
+from launch.apps import APPS
+from launch.bench.shapes import SHAPES
+from launch.keys import Key, app_keys, choices, config_keys, summary
+from launch.schema import decoder_choices, register
+from lp.config import LookaheadConfig
+from lp.errors import UserError
+from lp.sampling.params import SamplingParams
+
+PAGE = CONF.parent / "docs" / "config.md"
+HEAD = """# Configuration
+
+Every key of every app, with its type, its default and what it does. `python scripts/tables.py config` writes this page
+from the code; a test fails while the two differ.
+
+- `lp APP key=value` sets a key, as in `lp generate W=7 pool.scope=session`; from a clone `bash torchrun.sh launch.APP`.
+- `lp APP --help` lists the keys of an app as they are here; `lp APP --cfg job` prints all of them with their values.
+- `-m key=1,2,3` runs one job for each value. `experiment=NAME` takes a file of settings from `conf/experiment/`.
+- A value with special characters is quoted twice: `stop_strings='["\\n\\n"]'`. A prompt needs only the shell's quotes:
+  `lp generate "def f(a):"`, `lp benchmark --prompt "def f(a):"`.
+- In Python the decoders' keys are the fields of `lp.LookaheadConfig` and its peers, with the defaults below.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    register()
+    register_resolvers()
+    keys = {app: app_keys(app) for app in APPS}
+    common = [key for key in keys["generate"] if all(key in others for others in keys.values())]
+    prompted = [app for app, entry in APPS.items() if entry.prompts]
+    prompts = [key for key in keys["generate"] if key not in common and all(key in keys[app] for app in prompted)]
+    parts = [HEAD, "## All apps\n", table(common), groups()]
+    parts += ["## Apps that continue prompts\n", f"lp {', lp '.join(prompted)}.\n", table(prompts)]
+    for app, entry in APPS.items():
+        own = [key for key in keys[app] if key not in common and key not in (prompts if entry.prompts else [])]
+        parts += [f"## lp {app}\n", f"{entry.summary[0].upper()}{entry.summary[1:]}.\n", table(own)]
+    names_by_config: dict[type, list[str]] = {LookaheadConfig: []}  # it comes first
+    for name, choice in decoder_choices().items():
+        names_by_config.setdefault(choice.config, []).append(name)
+    for config, names in names_by_config.items():
+        title = " and ".join(f"decoder={name}" for name in names)
+        parts += [f"## {title}\n", f"{summary(config)}.\n", table(config_keys(config, "decoder", names))]
+    sampling = table(config_keys(SamplingParams, "sampling", ["sample"]))
+    parts += ["## decoder=plain\n", "Plain decoding, one token a step, on the engine of the others. It has no keys.\n"]
+    oracle = "Plain decoding that shares no code with the others, which tokens are compared with. It has no keys.\n"
+    parts += ["## decoder=autoregressive\n", oracle]
+    return "\n".join([*parts, "## sampling=sample\n", f"{summary(SamplingParams)}.\n", sampling])
+
+
+def table(keys: Sequence[Key]) -> str:
+    """The keys as a table."""
+    lines = [f"| `{key.name}` | {key.kind} | {key.default} | {key.text} |" for key in keys]
+    return "\n".join(["| key | type | default | |", "|---|---|---|---|", *lines, ""])
+
+
+def groups() -> str:
+    """The choices of every config group."""
+    names = ("model", "decoder", "attention", "sampling", "parallel", "task", "experiment")
+    lines = [
+        "### Groups\n",
+        "A group is a set of keys that is chosen by name, as in `model=llama31_8b`.\n",
+        "| group | choices |",
+        "|---|---|",
+        *(f"| `{group}=` | {', '.join(f'`{name}`' for name in choices(group))} |" for group in names),
+        "",
+        f"Of the models, {', '.join(f'`{name}`' for name in SHAPES)} are shapes without weights, for `lp profile`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its options."""
+    parser.add_argument("--check", action="store_true", help="write nothing; an error if the page differs")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the page, or compare it.
+
+    Raises:
+        UserError: a key has no text; or with --check, the page is not up to date.
+    """
+    text = page()
+    if not args.check:
+        PAGE.write_text(text, encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != text:
+        raise UserError("docs/config.md is not up to date; run python scripts/tables.py config")

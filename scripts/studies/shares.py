@@ -1,0 +1,83 @@
+"""How a step is shared among ranks, by their number: docs/lookahead-parallelism.md.
+
+    python scripts/tables.py shares 15 5 15             # W N G: the table for 1..64 ranks
+    python scripts/tables.py shares 5 4 2 --ranks 2     # which of 2 ranks computes each node of the window
+
+W and G are of the whole step, as in a fixed budget. No rank has tokens to catch up on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from itertools import groupby
+
+import lp
+from launch.bench.summary import markdown
+from lp.draft.share import step_tokens
+from lp.draft.window import WindowSlice, slice_window
+from lp.parallel.message import MessageShape
+
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+
+def shared(w: int, n: int, g: int, ranks: int) -> tuple[int, tuple[WindowSlice, ...]]:
+    """B, and the window's columns by rank."""
+    config = lp.LookaheadConfig(window_size=w, ngram_size=n, guess_set_size=g)
+    budget = step_tokens(config, ranks)
+    return budget, slice_window(w, n, (budget,) * ranks)
+
+
+def table(w: int, n: int, g: int, num_logits: int = 16) -> str:
+    """What every rank has, by number of ranks."""
+    lines = []
+    for ranks in RANKS:
+        budget, slices = shared(w, n, g, ranks)
+        message_bytes = 8 * MessageShape(budget, num_logits).size
+        columns = runs([own.num_columns for own in slices])
+        lines.append((str(ranks), str(budget), columns, f"{message_bytes:,}", str(ranks * budget)))
+    return markdown(("ranks", "B", "columns by rank", "message, bytes", "tokens, ranks x B"), lines)
+
+
+def runs(counts: Sequence[int]) -> str:
+    """Counts in order, equal neighbours together: `0 (3 ranks), 2, 4`."""
+    found = [(count, len(list(equal))) for count, equal in groupby(counts)]
+    return ", ".join(f"{count} ({ranks} ranks)" if ranks > 1 else str(count) for count, ranks in found)
+
+
+def figure(w: int, n: int, g: int, ranks: int) -> str:
+    """Which ranks compute each node of the window, by position, and each rank's nodes. In brackets: not sampled."""
+    budget, slices = shared(w, n, g, ranks)
+    positions = max(w, 1) + n - 2
+    lines = []
+    for level in range(n - 1):
+        cells = [""] * positions
+        for j in range(w if level else max(w, 1)):
+            owners = [rank for rank, own in enumerate(slices) if has_node(own, level, j)]
+            named = f"{owners[0]}-{owners[-1]}" if len(owners) > 2 else "+".join(map(str, owners))
+            is_sampled = level in (0, n - 2) or j == 0
+            cells[level + j] = named if is_sampled else f"({named})"
+        lines.append((f"level {level}", *cells))
+    by_position = markdown(("", *("p" if i == 0 else f"p+{i}" for i in range(positions))), lines)
+    by_rank = [
+        (str(rank), str(own.num_columns), str(own.num_nodes), str(budget - own.num_nodes))
+        for rank, own in enumerate(slices)
+    ]
+    return f"{by_position}\n{markdown(('rank', 'columns', 'window nodes, c among them', 'draft tokens'), by_rank)}"
+
+
+def has_node(own: WindowSlice, level: int, j: int) -> bool:
+    """Whether a rank computes the node of this level and column."""
+    return j < own.level_0_nodes if level == 0 else own.first <= j < own.end
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for name, meaning in (("W", "columns"), ("N", "tokens of an n-gram"), ("G", "of G x (N - 1) draft tokens")):
+        parser.add_argument(name, type=int, help=meaning)
+    parser.add_argument("--num-logits", type=int, default=16, help="K, top-k logits of a node in the messages")
+    parser.add_argument("--ranks", type=int, help="print the window on this many ranks, not the table")
+
+
+def run(args: argparse.Namespace) -> None:
+    shape = args.W, args.N, args.G
+    print(figure(*shape, args.ranks) if args.ranks else table(*shape, args.num_logits))
