@@ -34,7 +34,7 @@ def run(task: Callable[[Any], float | None], config_name: str = "generate") -> N
 
     Args:
         task: what the app does with its config.
-        config_name: of the YAML file in conf/ that has the app's keys.
+        config_name: name of the YAML file in conf/ that has the app's keys.
 
     Raises:
         SystemExit: 2 after a user error, or where a device is full, 130 after Ctrl-C.

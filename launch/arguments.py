@@ -71,7 +71,7 @@ def overrides_first(args: Sequence[str]) -> list[str]:
     """Overrides, then Hydra's options: argparse takes them on one side of an option, and shows what it refuses.
 
     Args:
-        args: without a prompt.
+        args: command line arguments, without a prompt.
     """
     overrides: list[str] = []
     options: list[str] = []

@@ -34,7 +34,7 @@ def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> floa
     """The app.
 
     Args:
-        config: of this job.
+        config: this job's config.
         models: the model, from job to job; None is this process's.
 
     Returns:

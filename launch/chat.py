@@ -79,16 +79,16 @@ class Chat:
     """A conversation under way; the same on every rank.
 
     Args:
-        config: as the user gave it.
+        config: the config, as the user gave it.
         context: this rank among the others.
         loaded: model and tokenizer.
         decoder: answers.
         history: the turns so far.
-        settings: as they are now.
+        settings: the settings, as they are now.
         keyboard: gives lines, on rank 0.
         pen: writes.
-        grammar: that every answer follows; None for none.
-        totals: of all answers.
+        grammar: grammar that every answer follows; None for none.
+        totals: totals of all answers.
         ended: nothing more is read.
     """
 

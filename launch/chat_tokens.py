@@ -23,7 +23,7 @@ class LiteralCopy:
     A tokenizer has this as a setting of its own, which a call changes: other threads would encode with it.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -60,9 +60,9 @@ def chat_tokens(
     """Token ids of messages in the tokenizer's chat template, up to the answer.
 
     Args:
-        messages: as `apply_chat_template` takes them.
-        literal: its copy, where several threads encode; None: the tokenizer itself.
-        given: more of its arguments.
+        messages: messages as `apply_chat_template` takes them.
+        literal: the tokenizer's copy, where several threads encode; None: the tokenizer itself.
+        given: more arguments of `apply_chat_template`.
 
     Raises:
         ValueError: a special token in a text that the tokenizer can't take as text.
@@ -81,9 +81,9 @@ def text_tokens(
     """Token ids of a text that may have no special tokens but those that the tokenizer puts around it.
 
     Args:
-        tokenizer: of the model.
-        text: as users wrote it.
-        literal: as of `chat_tokens`.
+        tokenizer: the model's tokenizer.
+        text: text as users wrote it.
+        literal: see `chat_tokens`.
         given: more of the tokenizer's arguments.
 
     Raises:
@@ -106,8 +106,8 @@ class HiddenTokens:
     """Stands-in for special tokens in what users wrote, while a template is applied.
 
     Args:
-        tokenizer: of the model.
-        literal: as of `chat_tokens`.
+        tokenizer: the model's tokenizer.
+        literal: see `chat_tokens`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, literal: LiteralCopy | None = None) -> None:

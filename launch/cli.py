@@ -123,8 +123,8 @@ def needs_compiled(app: App, overrides: Sequence[str]) -> bool:
     """Whether this run measures, or serves, as far as can be known before Hydra has read the config.
 
     Args:
-        app: which is started.
-        overrides: with Hydra's options, without a prompt.
+        app: the app that is started.
+        overrides: overrides and Hydra's options, without a prompt.
     """
     if SHOWS_ONLY & {each.partition("=")[0] for each in overrides}:
         return False

@@ -221,7 +221,7 @@ class Strip(Step):
 
     Args:
         content: the character.
-        start, stop: at most so many.
+        start, stop: most characters that are taken away there.
         in_parts: units are whole texts, or runs of bytes, which come in several parts.
     """
 
@@ -256,7 +256,7 @@ class Replace(Step):
     """A string is replaced by another one.
 
     Args:
-        pattern: that is looked for in each unit, not empty.
+        pattern: string that is looked for in each unit, not empty.
         content: stands in its place.
         in_parts: units may come in several, and the pattern with them.
     """
@@ -288,7 +288,7 @@ class WholeReplace(WholeUnits):
 
     Args:
         decoder: the library's.
-        in_parts: as of WholeUnits; a fused text is held back until its end.
+        in_parts: see `WholeUnits`; a fused text is held back until its end.
     """
 
     def __init__(self, decoder: decoders.Replace, in_parts: bool) -> None:
@@ -303,9 +303,9 @@ class WordPiece(WholeUnits):
     """A space before every token, but those that go on with a word.
 
     Args:
-        prefix: that these have.
+        prefix: what tokens that go on with a word begin with.
         cleanup: no space before a full stop, and the like.
-        in_parts: as of WholeUnits.
+        in_parts: see `WholeUnits`.
     """
 
     def __init__(self, prefix: str, cleanup: bool, in_parts: bool) -> None:
@@ -323,8 +323,8 @@ class WordEnds(WholeUnits):
     """A suffix of tokens that end a word, which stands for a space, but at the end of the text.
 
     Args:
-        suffix: as the BPE of GPT-1 has it.
-        in_parts: as of WholeUnits.
+        suffix: the suffix, as the BPE of GPT-1 has it.
+        in_parts: see `WholeUnits`.
     """
 
     def __init__(self, suffix: str, in_parts: bool) -> None:
@@ -353,10 +353,10 @@ class Ctc(WholeUnits):
     """Tokens that come twice in a row count once.
 
     Args:
-        pad: that is no text.
+        pad: a token that stands for no text.
         delimiter: what is between words.
-        cleanup: as of WordPiece; only then the delimiter is a space.
-        in_parts: as of WholeUnits.
+        cleanup: see `WordPiece`; only then the delimiter is a space.
+        in_parts: see `WholeUnits`.
     """
 
     def __init__(self, pad: str, delimiter: str, cleanup: bool, in_parts: bool) -> None:

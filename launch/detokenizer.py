@@ -233,7 +233,7 @@ def decoded(
 
     Args:
         tokenizer: the model's tokenizer, or its vocabulary.
-        tokens: that are decoded.
+        tokens: token ids to decode.
         behind: the tokens before them.
         special: special tokens are text, too.
     """

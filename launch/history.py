@@ -20,7 +20,7 @@ class History:
     far, in which every line of the user begins a new line, and an empty one goes on where the text ended.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         context: tokens the model can take; None for no limit.
         system: what comes before all turns, and stays.
         turns: (the user's line, the model's answer), oldest first.

@@ -37,8 +37,8 @@ class Nodes:
     """The nodes of a run, as one of them sees them.
 
     Args:
-        count: of nodes.
-        rank: this one's number, from 0.
+        count: how many nodes there are.
+        rank: this node's number, from 0.
         nproc: ranks of a node, where a launch needs several nodes.
         host, port: where node 0 listens; None and 0 with one node.
     """
@@ -102,7 +102,7 @@ class Leader:
     """Node 0.
 
     Args:
-        nodes: of the run.
+        nodes: the run's nodes.
         others: the connection to each other node and the lines that come from it, by number.
         timeout_s: how long it waits for their exit codes behind its own.
     """
@@ -149,8 +149,8 @@ def leading(nodes: Nodes, arguments: Sequence[str], timeout_s: float) -> Iterato
     """Node 0 with all other nodes, which end with its exit code.
 
     Args:
-        nodes: of the run.
-        arguments: of the app, which all nodes must have alike.
+        nodes: the run's nodes.
+        arguments: the app's arguments, which all nodes must have alike.
         timeout_s: how long nodes may come later than this one.
 
     Raises:

@@ -254,11 +254,11 @@ def launch_benchmark(
     """Measure one world size in processes of its own; records that exist already are not measured again.
 
     Args:
-        config: of this job.
+        config: this job's config.
         folder: where rank 0 writes.
-        ranks: of all nodes.
-        nproc, place: those of this node, and torchrun's options for the others.
-        tp: of the ranks, those that hold a model between them.
+        ranks: how many ranks there are on all nodes together.
+        nproc, place: ranks of this node, and torchrun's options that lead to the other nodes.
+        tp: how many of the ranks hold a model between them.
     """
     task = HydraConfig.get().overrides.task
     shared = [override for override in task if re.split("[.=]", override.lstrip("+~"))[0] not in OWN_KEYS]

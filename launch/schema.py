@@ -55,8 +55,8 @@ class ModelSchema:
 
     Args:
         name: "demo", a folder with config.json, a GGUF file, or a name on the hub.
-        dtype: of the weights: float64, float32, bfloat16, float16, or auto for what the checkpoint says.
-        device: of this rank: cpu, cuda, cuda:<number>, or auto for its GPU if there is one.
+        dtype: dtype of the weights: float64, float32, bfloat16, float16, or auto for what the checkpoint says.
+        device: this rank's device: cpu, cuda, cuda:<number>, or auto for its GPU if there is one.
         attn_implementation: transformers' attention to load the model with; null takes sdpa where the model has it.
         trust_remote_code: run code that comes with the checkpoint.
     """
@@ -97,7 +97,8 @@ class ParallelSchema:
     """How ranks talk to each other.
 
     Args:
-        backend: of collectives: nccl, gloo, or auto for nccl where every rank has a GPU of its own, else gloo.
+        backend: what carries collectives: nccl, gloo, or auto for nccl where every rank has a GPU of its own, else
+            gloo.
         nproc: an app that runs alone launches so many ranks of itself; null: the ranks are torchrun's.
         timeout_s: seconds that a rank waits for the others, at the start and in a step, before it ends with an error.
         setup_timeout_s: the same while ranks compile and capture steps ahead.
@@ -118,14 +119,14 @@ class TaskSchema:
     """Where prompts come from: a JSONL file, without a path a data set on the hub, without either the package.
 
     Args:
-        name: of the task, in tables and files.
-        path: of the JSONL file.
+        name: the task's name, in tables and files.
+        path: the JSONL file.
         hub: name of the data set on the hub.
-        subset: of the data set.
-        split: of the data set.
+        subset: the data set's subset.
+        split: the data set's split.
         prompt: field of the data set, or a template of fields, as in "Sum up: {article}".
-        reference: the same, of a known answer.
-        id: the same, of the prompt's name.
+        reference: field or template that gives a known answer.
+        id: field or template that gives the prompt's name.
         ids: names of the prompts to take, in their order; null takes all.
         chat: put the prompt into the model's chat template, if it has one.
         check: how pass_at_1 judges a text: function, asserts, class or number; null for texts that nothing judges.
@@ -258,8 +259,8 @@ class NodesSchema:
     """The nodes that launch.scaling runs on, by the variables of torchrun.sh.
 
     Args:
-        count: of nodes.
-        rank: of this one, from 0.
+        count: how many nodes there are.
+        rank: this node's number, from 0.
         nproc: ranks of each node, where a world size needs several; null: one a GPU, or one.
         endpoint: host:port, a free port of node 0.
     """
@@ -306,11 +307,11 @@ class FimSchema:
     """Fill-in-the-middle: the model's special tokens, where they are not those of a known family; null: the family's.
 
     Args:
-        prefix: before the text in front of the gap.
-        suffix: before the text behind the gap.
-        middle: before what fills it; null where the prefix comes last.
+        prefix: token before the text in front of the gap.
+        suffix: token before the text behind the gap.
+        middle: token before what fills the gap; null where the prefix comes last.
         suffix_first: the suffix comes before the prefix.
-        file: before another file.
+        file: token before another file.
         ends: tokens that end the filling, beside the model's EOS.
     """
 
@@ -349,7 +350,7 @@ class ScaleSchema:
     """How a shape is scaled down.
 
     Args:
-        layers: so many layers; null: all.
+        layers: how many layers to keep; null: all.
         divide: every width divided by this, except the head dimension.
     """
 

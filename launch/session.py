@@ -48,14 +48,14 @@ class Session(Generic[C]):
     """A loaded model with its decoders.
 
     Args:
-        config: as the user gave it.
+        config: the config, as the user gave it.
         context: this rank among the others.
         loaded: model and tokenizer.
         decoders: by method; the first is the one that the user chose.
-        sampling: of every run, its seed known; None is greedy.
+        sampling: the sampling of every run, its seed known; None is greedy.
         prompts: what to continue.
         journal: the file of the texts that are shown.
-        grammar: that every text follows; None for none.
+        grammar: grammar that every text follows; None for none.
     """
 
     config: C
@@ -272,8 +272,8 @@ def seeded(
     """Sampling with its seed known on every rank and for every run, or they could not be compared.
 
     Args:
-        sampling: as the user gave it.
-        context: of whose rank 0 a seed is drawn, if none was given.
+        sampling: sampling as the user gave it.
+        context: the ranks, of which rank 0 draws a seed if none was given.
         before: the seed of a run that goes on.
     """
     if sampling is None or sampling.greedy or sampling.seed is not None:
@@ -288,9 +288,9 @@ def sampled_by_checkpoint(
     """The run's sampling; where it is not set and the checkpoint samples, the checkpoint's.
 
     Args:
-        sampling: of the run; None is greedy, the apps' default.
+        sampling: the run's sampling; None is greedy, the apps' default.
         checkpoint: what is followed of the model's.
-        seed: of the run.
+        seed: the run's seed.
     """
     if sampling is not None or not checkpoint.samples:
         return sampling

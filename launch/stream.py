@@ -94,7 +94,7 @@ def show(
 
     Args:
         run: continues `ids`, calling back after every step.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         ids: the prompt.
         pen: writes.
         stream: whether to write after every step.

@@ -43,7 +43,7 @@ def forward(number: int, ends: bool) -> None:
     """Leave a signal to the ranks; before there are any, it ends the launch.
 
     Args:
-        number: of the signal.
+        number: the signal's number.
         ends: it asks the ranks to end, which is no failure after which others should start (MAX_RESTARTS).
     """
     asked = children()

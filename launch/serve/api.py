@@ -38,7 +38,7 @@ def build_app(
 
     Args:
         served: the model.
-        api_key: that clients must give; None: none.
+        api_key: key that clients must give; None: none.
         max_body_bytes: the largest body of a request, in bytes.
         host: where the server listens. Without a key, a server of LOOPBACK answers to these names alone.
     """
@@ -94,8 +94,8 @@ class Guard:
 
     Args:
         app: what is behind it.
-        served: whose metrics count responses.
-        api_key, max_body_bytes: as of `build_app`.
+        served: the model, whose metrics count responses.
+        api_key, max_body_bytes: see `build_app`.
         by_any_name: whichever name a client calls the server by.
     """
 

@@ -485,7 +485,7 @@ def _first(*given: int | None) -> int | None:
 
 
 class CompletionBody(OpenAI):
-    """/v1/completions."""
+    """Body of a request to /v1/completions."""
 
     REFUSED = {
         **OpenAI.REFUSED,
@@ -620,7 +620,7 @@ AnswerTokens = Annotated[Int, Field(ge=-1), AfterValidator(_some)]
 
 
 class ChatBody(OpenAI):
-    """/v1/chat/completions."""
+    """Body of a request to /v1/chat/completions."""
 
     REFUSED = {
         **OpenAI.REFUSED,
@@ -758,7 +758,7 @@ class ExtraBody(Fields):
 
 
 class InfillBody(LlamaCpp):
-    """/infill."""
+    """Body of a request to /infill."""
 
     REFUSED = {name: remedy for name, remedy in LlamaCpp.REFUSED.items() if name != "suffix"} | {
         "suffix": "give input_suffix"
@@ -770,7 +770,7 @@ class InfillBody(LlamaCpp):
 
 
 class TokenizeBody(Body):
-    """/tokenize."""
+    """Body of a request to /tokenize."""
 
     content: Text
     add_special: Bool = False
@@ -779,6 +779,6 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """/detokenize."""
+    """Body of a request to /detokenize."""
 
     tokens: Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(fail_fast=True, max_length=MOST_TOKENS)]

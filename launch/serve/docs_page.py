@@ -19,7 +19,7 @@ named here are ignored, but for those in the lists of what is refused.</p>
 
 
 def docs_page(description: dict[str, Any]) -> str:
-    """HTML.
+    """A page that lists the endpoints, as HTML.
 
     Args:
         description: what OpenAPI says of the server.

@@ -20,7 +20,7 @@ class DrainingServer(uvicorn.Server):
     Args:
         config: uvicorn's settings.
         loop: runs the engine.
-        drain_s: so long texts may go on.
+        drain_s: seconds that texts may go on after a signal.
     """
 
     def __init__(self, config: uvicorn.Config, loop: EngineLoop, drain_s: int) -> None:

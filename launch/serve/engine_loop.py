@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
     Attributes:
         text: the characters that may be shown.
-        tokens: that the step added, up to the one that ends the text.
+        tokens: tokens that the step added, up to the one that ends the text.
         logprobs: log probabilities of these tokens, if asked for.
         thought: characters of the reasoning before the text.
     """
@@ -62,14 +62,14 @@ class Ending(NamedTuple):
     Attributes:
         reason: what the engine says, "stop_string" where the client's stop strings or limits ended it, or "cancelled".
         text: the characters that were held back.
-        thought: those of the reasoning.
+        thought: characters of the reasoning that were held back.
         found: the stop string that ended it, if one did.
-        num_tokens: up to the end.
-        resumed: those of them that a server before this one generated.
+        num_tokens: tokens of the text up to its end, resumed ones included.
+        resumed: how many of these tokens a server before this one generated.
         sequence: index of the text among the choices of its prompt.
         prompt_tokens: how many tokens the prompt has.
-        cached: those that were cached before.
-        steps: that it took part in.
+        cached: how many of the prompt's tokens were cached before.
+        steps: steps that the text took part in.
         prefill_s, decode_s: seconds before its first step, and from there on.
         predicted: draft tokens of the predicted output that were accepted.
         error: what it failed with.
@@ -175,7 +175,7 @@ class EngineLoop:
         """Finish the texts that there are, take no others, and end; on all ranks.
 
         Args:
-            timeout_s: to wait for it; None: as long as it takes.
+            timeout_s: seconds to wait for the end; None: as long as it takes.
 
         Returns:
             Whether it has ended.

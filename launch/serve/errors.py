@@ -34,7 +34,7 @@ class ApiError(Exception):
         status: HTTP's code.
         message: names the value, the limit and the remedy.
         param: the field of the body that is at fault.
-        code: for programs; None takes the status's own.
+        code: error code for programs; None takes the status's own.
         headers: what the response has besides.
     """
 

@@ -22,12 +22,12 @@ class FimFormat:
     """How a family writes a file with a gap, in its special tokens.
 
     Args:
-        prefix: before the text in front of the gap.
-        suffix: before the text behind the gap.
-        middle: before what fills it; None where the prefix comes last, and the model continues it.
+        prefix: token before the text in front of the gap.
+        suffix: token before the text behind the gap.
+        middle: token before what fills the gap; None where the prefix comes last, and the model continues it.
         suffix_first: the suffix comes before the prefix.
-        file: before another file: its name, a line end and its text follow.
-        ends: end the filling, beside the model's EOS.
+        file: token before another file: its name, a line end and its text follow.
+        ends: tokens that end the filling, beside the model's EOS.
         glue: the tokenizer puts a space before a text: this character takes its place, and is left out.
     """
 

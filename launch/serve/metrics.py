@@ -19,7 +19,7 @@ class Metrics:
     """Counts of one server.
 
     Args:
-        loop: whose state is looked at when it is asked for.
+        loop: the loop whose state is looked at when it is asked for.
     """
 
     def __init__(self, loop: EngineLoop) -> None:

@@ -19,7 +19,7 @@ class ModelNames:
     """The names of a model.
 
     Attributes:
-        shown: in answers.
+        shown: name that answers give.
         listed: names that /v1/models has, the shown one first.
         known: all that clients may give.
         any: whether clients may give any other name, too.

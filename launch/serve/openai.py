@@ -103,8 +103,8 @@ class _Answer:
         """An event of a stream.
 
         Args:
-            choice: its only one.
-            step_tokens: that the step of this chunk brought.
+            choice: the event's only choice.
+            step_tokens: tokens that the step of this chunk brought.
         """
         kind = self.kind if self.kind == "text_completion" else f"{self.kind}.chunk"
         chunk = {**self.head, "object": kind, "choices": [choice], "step_tokens": step_tokens}
@@ -122,7 +122,7 @@ class _Answer:
         return self.body.stream_options is not None and self.body.stream_options.include_usage
 
     def _seed(self) -> dict[str, Any]:
-        """That repeats the text, if it was sampled."""
+        """The seed that repeats the text, as a field; no field if it was not sampled."""
         sampling = self.texts[0].spec.sampling if self.texts else None
         return {"seed": sampling["seed"]} if sampling and sampling["temperature"] else {}
 

@@ -58,9 +58,9 @@ async def streamed(
     """A stream of events; what fails before the first one has a status of its own.
 
     Args:
-        request: the client's.
+        request: the client's request.
         chunks: bodies of events.
-        timeout_s: for all of them.
+        timeout_s: seconds that the whole stream may take; 0: no limit.
         done: the last event.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
@@ -92,7 +92,7 @@ class _EventStream(StreamingResponse):
     """Server-sent events; however sending them ends, what makes them is closed.
 
     Args:
-        events: that are sent.
+        events: the events to send.
         chunks: what they are made of.
     """
 

@@ -123,8 +123,8 @@ class Served:
         """Token ids of a text.
 
         Args:
-            text: to encode.
-            special: with BOS, where the model has one.
+            text: the text.
+            special: whether to add BOS, where the model has one.
             parsed: names of special tokens in it are these tokens; else they are text.
 
         Raises:
@@ -326,7 +326,7 @@ class Wanted:
     Args:
         spec: what it is generated from.
         grammar_field: the field of the body that gives its grammar.
-        stop, min_indent, time_limit_s: as of TextWatch.
+        stop, min_indent, time_limit_s: see `TextWatch`.
     """
 
     spec: TextSpec

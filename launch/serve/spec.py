@@ -34,7 +34,7 @@ class TextSpec:
         grammar: (kind, text) of the grammar that the text follows, as of `Grammars.grammar`; None for none.
         resumed: first tokens of the text, which a server before this one generated.
         reasoning: the fields of `Reasoning` where the text may begin with some; None where it does not.
-        logprobs: so many of the likeliest tokens are reported beside each token; None reports none, and no log
+        logprobs: how many of the likeliest tokens are reported beside each token; None reports none, and no log
             probability of the token either.
     """
 

@@ -82,7 +82,7 @@ class UnfinishedRequests:
     """A folder with a file for each request, from when it is taken until it has ended or its client has left.
 
     Args:
-        folder: for this server alone; None keeps nothing.
+        folder: the folder, which no other server uses; None keeps nothing.
         model: digest of the model, where tokens of the texts are kept; None keeps none. Prompts are never written.
         setting: what names the folder, for messages.
 
@@ -124,7 +124,7 @@ class UnfinishedRequests:
         """Note a request that is taken.
 
         Args:
-            name: that its client knows, too.
+            name: the request's name, which its client knows, too.
             key: what its texts are known by.
             facts: more to report.
         """
@@ -211,7 +211,7 @@ def _append(path: Path, line: dict[str, Any], flags: int = 0) -> bool:
 
     Args:
         path: a file that exists, as one that has been deleted must not come again.
-        line: that is added.
+        line: what to add, as a line of JSON.
         flags: more of `os.open`.
 
     Raises:

@@ -138,7 +138,7 @@ class _Stop(NamedTuple):
     """What ends a text.
 
     Attributes:
-        sought: in the text.
+        sought: string that is looked for in the text.
         given: the stop string that it stands for.
         names: the text is one that has the names of special tokens.
     """

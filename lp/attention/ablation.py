@@ -20,7 +20,7 @@ class WithoutAttention:
     Captured steps replay what they were captured with: enter it before the first one.
 
     Args:
-        model: whose attention to leave out; of a ModelRunner its own view, `runner.model`.
+        model: the model whose attention is left out; of a ModelRunner its own view, `runner.model`.
 
     Attributes:
         called: whether the model called it; if not, its attention does not go through transformers' registry.

@@ -26,8 +26,8 @@ class StepView:
         length: L, all seen by every token of the step, but for a sliding window; C, if `slot_mapping_T` is given.
         slot_mapping_T: int64, the cache slot of each token of the step: a token sees the slots before the first one,
             and none behind the last. None: the step's keys follow the cached ones.
-        window: of sliding-window layers, tokens, the query's own included; None: full attention.
-        dtype: of the model.
+        window: tokens that a layer with a sliding window sees, the query's own included; None: full attention.
+        dtype: the model's dtype, which an additive mask has.
     """
 
     visible_TT: torch.Tensor
@@ -78,7 +78,7 @@ class ForestView:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model."""
+        """The model's dtype."""
         return self.parts[0].dtype
 
     def within(self, window: int | None) -> ForestView:
@@ -98,7 +98,7 @@ class PooledView:
     The keys are those of all slots of the pool, N of them.
 
     Attributes:
-        visible_TT, positions_T, window, dtype: as of `StepView`; a token sees none of another sequence.
+        visible_TT, positions_T, window, dtype: see `StepView`; a token sees none of another sequence.
         slots_T: int64, where each token's own keys lie.
         first_slots_T, lengths_T: int64, of each token's sequence: its first slot, and L.
         sequences_Q4: int64, each sequence's first token, number of tokens, first slot and number of cached tokens.
@@ -154,13 +154,13 @@ class AttentionBackend:
         alternative: the backend to propose where this one cannot be used.
         replaces: attention that a model was loaded with, by the name of its backend or by transformers' name, instead
             of which `auto` takes this one where it is fit.
-        priority: among several that replace the same one, `auto` tries the largest first.
+        priority: order among several backends that replace the same one: `auto` tries the largest first.
         loadable: whether transformers loads a model with `implementation`, for those that cannot change it later.
         omits_trivial_masks: whether it takes None for the mask of a single token that sees everything.
         takes_parts: where a step has tokens of several sequences, its function is given keys and values as
             `lp.attention.parts.InParts`; else those of all sequences in one, with a mask over all of them.
-        takes_pools: on a GPU, captured steps of several sequences read the keys of each one alone; else all slots of
-            the pool, with a mask.
+        takes_pools: whether captured steps of several sequences on a GPU read the keys of each one alone; else all
+            slots of the pool, with a mask.
         capture_obstacle: why its steps cannot be captured; None: they can.
         compiles: torch.compile takes a step with its masks.
         depth: positions behind the cached ones that a step may reach; None: any number.
@@ -209,7 +209,7 @@ def score_obstacle(model: PreTrainedModel, name: str, remedy: str = "choose atte
     """Why a model cannot run with torch's fused attention functions, in the words of `AttentionBackend.unfit`.
 
     Args:
-        model: that is to run.
+        model: the model that is to run.
         name: the backend that is asked for.
         remedy: what the user is told to do instead.
     """

@@ -65,7 +65,7 @@ def attention_by_position(
 
     Args:
         q_1HTD: queries.
-        k_1GND, v_1GNE: those of the cached tokens and of the pass's, of all sequences.
+        k_1GND, v_1GNE: keys and values of all sequences, those of cached tokens and of the pass's.
         places: where each token's keys are.
         scale: factor on the scores.
 

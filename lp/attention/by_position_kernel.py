@@ -186,7 +186,7 @@ def launch_by_position(
     """Arguments and result as those of `by_position`.
 
     Args:
-        num_programs: that share the splits of a block of rows; None: by the shapes and the device.
+        num_programs: programs that share the splits of a block of rows; None chooses by the shapes and the device.
     """
     q_HTD, k_GND, v_GNE = (states[0] if states.stride(-1) == 1 else states[0].contiguous()
                            for states in (q_1HTD, k_1GND, v_1GNE))  # fmt: skip
@@ -260,7 +260,7 @@ def by_position(
 
     Args:
         q_1HTD: queries; float16, bfloat16 or float32, as keys and values.
-        k_1GND, v_1GNE: those of the cached tokens and of the pass's, of all sequences.
+        k_1GND, v_1GNE: keys and values of all sequences, those of cached tokens and of the pass's.
         tail_starts_T, window_starts_T, tail_keys_TU, seen_TU, sequences_Q4: `lp.attention.key_places.KeyPlaces`. Each
             token is one of some sequence; a sequence may have none.
         scale: factor on the scores.

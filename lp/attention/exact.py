@@ -27,9 +27,9 @@ class Call:
     """What an attention function was given, and returned.
 
     Attributes:
-        layer: its index.
+        layer: index of the layer.
         q_HTD, k_HND, v_HND, out_HTD: keys and values as every query head sees them.
-        scale: of the scores.
+        scale: factor on the scores.
     """
 
     layer: int

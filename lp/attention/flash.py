@@ -53,12 +53,12 @@ def step_attention(
 
     Args:
         q_1HTD: queries.
-        k_1GND, v_1GND: those of the cached tokens, then the step's, N = L + T; the whole cache, N = C, if
+        k_1GND, v_1GND: keys and values of the cached tokens, then the step's, N = L + T; of the whole cache, N = C, if
             `slot_mapping_T` is given.
         mask_11TT: additive, among the step's tokens.
-        scale: of the scores; None is 1 / sqrt(D).
+        scale: factor on the scores; None is 1 / sqrt(D).
         slot_mapping_T: int64, the cache slots of the step's tokens, the first right behind the cached ones: L is data.
-        sequences_Q4: as in `AttentionBackend.forward_arguments`; on a GPU alone.
+        sequences_Q4: see `AttentionBackend.forward_arguments`; given on a GPU alone.
 
     Returns:
         (1, H, T, D).
@@ -123,7 +123,7 @@ def flash_attention_forward(
     Args:
         query: (1, H, T, D).
         key, value: (1, G, N, D), cached tokens included.
-        slot_mapping, sequences: as in `step_attention`.
+        slot_mapping, sequences: see `step_attention`.
 
     Returns:
         (1, T, H, D), and no weights, as transformers expects it.
@@ -162,7 +162,7 @@ def _attention_of_part(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Of one sequence among several in a step."""
+    """Attention within one sequence, where a step has several: (1, T, H, D)."""
     sees_everything = mask.shape[2:] == (1, 1) and query.device.type == "cpu"  # which a single token does
     return flash_attention_forward(module, query, key, value, None if sees_everything else mask, scaling, **kwargs)[0]
 

@@ -149,7 +149,7 @@ def _trial_error(
 def _error_of_sequences(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, value_dim: int
 ) -> float:
-    """The same of a step of several sequences in one pool, by the kernel that takes them."""
+    """The largest relative error in a step of several sequences in one pool, by the kernel that takes them."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:

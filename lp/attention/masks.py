@@ -45,8 +45,8 @@ class StepMasks:
     """Builds the attention masks of a step for one model and backend; transformers hands them on as they are.
 
     Args:
-        config: of the text model.
-        dtype, device: of the model.
+        config: the text model's config.
+        dtype, device: the model's dtype and device, which masks get.
         backend: turns what a step's tokens see into a mask.
     """
 

@@ -311,11 +311,11 @@ def tree_attention(
 
     Args:
         q_1HTD: queries; float16, bfloat16 or float32, as keys and values.
-        k_1GND, v_1GNE: those of the cached tokens, then the step's, N = L + T; the whole cache, N = C, if
+        k_1GND, v_1GNE: keys and values of the cached tokens, then the step's, N = L + T; of the whole cache, N = C, if
             `slot_mapping_T` is given. Any strides, but for the last dimension's.
-        mask_TT: which tokens of the step each one sees: bool, or added to the scores.
+        mask_TT: which tokens of the step each one sees (bool), or numbers that are added to the scores.
         slot_mapping_T: int64, the cache slots of the step's tokens, one behind the other: L, the first, is data.
-        scale: of the scores.
+        scale: factor on the scores.
         sequences_Q4: int64, of a step of several sequences whose caches lie in one pool: of each its first token, its
             tokens, its first slot and its cached tokens. Each token is one of some sequence; a sequence may have none.
 

@@ -71,7 +71,7 @@ class BackOff:
     times longer, up to the longest.
 
     Args:
-        temperature: of sampling from the whole vocabulary, 0 if there is none.
+        temperature: temperature of sampling from the whole vocabulary, 0 if there is none.
 
     Attributes:
         idle: the next step is plain.
@@ -98,9 +98,9 @@ class BackOff:
         """Judge lookahead by a step that was not plain.
 
         Args:
-            new_tokens: that it added.
-            plain_steps: its time, in plain steps.
-            texts: that took the step together.
+            new_tokens: tokens that the step added.
+            plain_steps: the step's time, in plain steps.
+            texts: how many texts took the step together.
         """
         self._repeats.add(new_tokens)
         self._rate.add(len(new_tokens), plain_steps)

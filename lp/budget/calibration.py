@@ -44,7 +44,7 @@ class DraftRecord(NamedTuple):
     """What became of the draft tokens of a step, on all ranks.
 
     Attributes:
-        accept_probs: of all of them, the most likely first.
+        accept_probs: accept probabilities of all draft tokens, the most likely first.
         expected: how many the probabilities expected to be accepted along the text, each given the ones before it.
         accepted: how many of them the text has.
     """

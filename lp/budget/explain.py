@@ -31,7 +31,7 @@ def describe_budget(config: LookaheadConfig, step_times: StepTimes | None) -> st
     """One line: what a step may take, and how long steps are.
 
     Args:
-        config: of the decoder.
+        config: the decoder's config.
         step_times: None for a fixed budget.
     """
     shape = f"W={config.window_size} N={config.ngram_size} G={config.guess_set_size}"
@@ -44,9 +44,9 @@ def describe_origin(path: Path, estimate: Estimate, threads: int) -> str:
     """How surely step times are known, where they are stored, and what they hold for.
 
     Args:
-        path: of their file.
-        estimate: of which they are.
-        threads: that a step is computed by, on a CPU; 0 on another device.
+        path: file that the step times are kept in.
+        estimate: estimate that the step times are taken from.
+        threads: CPU threads that compute a step; 0 on another device.
     """
     sure = [size for size, doubt in zip(estimate.num_tokens, estimate.doubts, strict=True) if doubt <= SURE]
     known = f"known to {100 * SURE:.0f} % up to {sure[-1]} tokens" if sure else "guessed from one layer"

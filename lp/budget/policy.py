@@ -37,7 +37,7 @@ class Company:
     Attributes:
         texts: how many.
         other_tokens: step tokens of a rank that the others take, about.
-        tokens_per_s: that all of them gain, about; 0 where nothing is known yet.
+        tokens_per_s: tokens a second that all of the texts gain, about; 0 where nothing is known yet.
     """
 
     texts: int = 1
@@ -49,9 +49,9 @@ class Budget(Protocol):
     """Decides what the next step computes, alike on every rank.
 
     Attributes:
-        columns: of the lookahead window, on all ranks together.
+        columns: columns of the lookahead window, on all ranks together.
         step_tokens: B, the most step tokens of a rank.
-        ranks: that share a step.
+        ranks: how many ranks share a step.
         uses_prompt_logits: the pool may learn from the prompt's logits, if the config has it so.
         max_padded_tokens: the most tokens that `padded_size` may raise a step to; 0 if it never pads.
         learns: `record_step` is to be called.
@@ -67,7 +67,7 @@ class Budget(Protocol):
 
     @property
     def tokens_per_step(self) -> float:
-        """That the last steps gained, about."""
+        """How many tokens each of the last steps gained, about."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class Budget(Protocol):
         """What the next step's draft tokens cost a rank; None: nothing.
 
         Args:
-            base_tokens, least_tokens: as in TokenPrice.
+            base_tokens, least_tokens: see `TokenPrice`.
         """
         ...
 
@@ -92,7 +92,7 @@ class Budget(Protocol):
 
         Args:
             num_tokens: computed, without padding; 0 of a plain step.
-            seconds: that it took.
+            seconds: how long the step took.
         """
         ...
 
@@ -112,7 +112,7 @@ class FixedBudget:
 
     Args:
         config: W, N and G, of the whole step.
-        ranks: that divide them.
+        ranks: how many ranks divide them.
 
     Raises:
         ValueError: a rank's part is more than a step can have.
@@ -158,15 +158,15 @@ class AdaptiveBudget:
     accept probabilities, and a back-off.
 
     Args:
-        config: its W and G are bounds, of a rank.
-        step_times: by the tokens of a rank.
-        ranks: that share a step.
-        temperature: of sampling from the whole vocabulary, 0 if there is none.
-        texts: that a step may compute together, at most.
+        config: the shape of steps; its W and G are bounds, for one rank.
+        step_times: seconds of a step, by the tokens of a rank.
+        ranks: how many ranks share a step.
+        temperature: temperature of sampling from the whole vocabulary, 0 if there is none.
+        texts: most texts that a step may compute together.
         clock: told how long steps took; gives the step times by which the text goes on, or None.
 
     Attributes:
-        company: of the next step.
+        company: the texts that take the next step.
     """
 
     learns = True
@@ -218,7 +218,7 @@ class AdaptiveBudget:
 
     @property
     def tokens_per_step(self) -> float:
-        """That the last steps gained, about."""
+        """How many tokens each of the last steps gained, about."""
         return self._accepted.ratio + 1
 
     @property

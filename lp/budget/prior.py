@@ -27,7 +27,7 @@ def prior_times(pass_s: Mapping[int, float], max_tokens: int) -> StepTimes:
 
     Args:
         pass_s: seconds of a pass, by its tokens, ascending from 1.
-        max_tokens: of the largest step.
+        max_tokens: tokens of the largest step that times are wanted for.
     """
     timed, seconds = [*pass_s], [*pass_s.values()]
     sizes = [*(size for size in SIZES if size < max_tokens), max_tokens]

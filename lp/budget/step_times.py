@@ -29,8 +29,8 @@ class StepTimes:
 
     Args:
         num_tokens: sizes measured, ascending, the first 1.
-        seconds: of each.
-        plain_s: of a plain step, which guesses nothing and learns nothing.
+        seconds: seconds of a step of each size.
+        plain_s: seconds of a plain step, which guesses nothing and learns nothing.
 
     Raises:
         ValueError: sizes or seconds that cannot be those of steps.
@@ -153,7 +153,7 @@ def extended(times: StepTimes, max_tokens: int) -> StepTimes:
 
 
 def scaled(times: StepTimes, plain_s: float) -> StepTimes:
-    """The same ratios, with plain steps of so many seconds."""
+    """Step times with the ratios of `times`, where a plain step takes `plain_s` seconds."""
     share = plain_s / times.plain_s
     return StepTimes(times.num_tokens, tuple(share * each for each in times.seconds), plain_s)
 

@@ -66,7 +66,7 @@ class StepTimesFile:
 
 
 def read_estimate(text: str) -> Estimate | None:
-    """That of a file's text; None if it was cut, or edited into something else."""
+    """The estimate that a file's text holds; None if it was cut, or edited into something else."""
     try:
         return Estimate.from_json(json.loads(text))
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RecursionError, AttributeError):

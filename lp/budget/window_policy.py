@@ -30,7 +30,7 @@ class WindowPolicy:
         step_times: by the tokens of a rank. A window gets at most half of the tokens that they know, or one that costs
             nothing would leave no room for draft tokens.
         price_per_s: tokens that a second is worth before the first step.
-        ranks: that divide the draft tokens; the window lies on one of them.
+        ranks: how many ranks divide the draft tokens; the window lies on one of them.
     """
 
     def __init__(self, config: LookaheadConfig, step_times: StepTimes, price_per_s: float, ranks: int = 1) -> None:
@@ -64,9 +64,9 @@ class WindowPolicy:
         """Learn from a step's draft tree.
 
         Args:
-            accept_probs: of its draft tokens, the most likely first.
+            accept_probs: accept probabilities of the step's draft tokens, the most likely first.
             price_per_s: tokens that a second is worth.
-            other_tokens: of a rank, that other texts take.
+            other_tokens: step tokens of a rank that other texts take.
         """
         self._worth.add(self._worths(accept_probs, price_per_s, other_tokens), 1)
 

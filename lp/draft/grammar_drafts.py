@@ -22,8 +22,8 @@ class GrammarDrafts(WrappingSource):
 
     Args:
         inner: the other source.
-        cursor: of the grammar, for this text alone.
-        prompt_tokens: of the prompt, behind which the text begins.
+        cursor: the grammar's cursor, for this text alone.
+        prompt_tokens: how many tokens the prompt has; the text that the grammar rules begins behind them.
     """
 
     def __init__(self, inner: DraftSource, cursor: Cursor, prompt_tokens: int) -> None:
@@ -34,7 +34,7 @@ class GrammarDrafts(WrappingSource):
 
     @property
     def accepted_prediction(self) -> int:  # type: ignore[override]
-        """Of the other source, if it has a prediction."""
+        """The other source's `accepted_prediction`."""
         return self._inner.accepted_prediction
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
@@ -79,9 +79,9 @@ class GrammarDrafts(WrappingSource):
         """A tree without the nodes that the grammar forbids, and with what must follow the others, where it pays.
 
         Args:
-            tree: of this rank.
+            tree: this rank's draft tree.
             step: has its room, and the price of its tokens.
-            prob: of a forced token, that it is accepted.
+            prob: probability that a forced token is accepted.
         """
         tokens, parents = np.asarray(tree.tokens).tolist(), np.asarray(tree.parents).tolist()
         branches: list[list[int]] = []
@@ -125,14 +125,14 @@ class GrownTree:
             self._places[node] = self._child(parent, int(given.tokens[node]), prob)
 
     def prob_of(self, node: int) -> float:
-        """That a node of the given tree is accepted."""
+        """Probability that a node of the given tree is accepted."""
         return self._probs[self._places[node]]
 
     def add_path(self, node: int, path: Sequence[int], prob: float) -> None:
         """Add tokens behind a node of the given tree, as far as there is room and they pay.
 
         Args:
-            prob: of each, that it is accepted if those before it are.
+            prob: probability that each token is accepted if those before it are.
         """
         place = self._places[node]
         for token in path:

@@ -24,7 +24,7 @@ class JacobiConfig:
     """Jacobi decoding.
 
     Args:
-        num_tokens: of the block, which are the draft tokens of a step.
+        num_tokens: tokens of the block, which are the draft tokens of a step.
         kv_sync: how ranks get each other's accepted KV.
 
     Raises:

@@ -18,7 +18,7 @@ def paying_length(step: ShareInput, accept_probs: Sequence[float]) -> int:
     """How many tokens of a path to draft, the same on every rank: as many as have room, and pay.
 
     Args:
-        step: of any rank.
+        step: what a share is grown from, on any rank.
         accept_probs: by token of the path, the probability that it is accepted with those before it.
     """
     most = min(int(step.rooms[0]), len(accept_probs))
@@ -40,10 +40,10 @@ def share_with_path(
     Nodes that repeat the path's share its nodes in the step.
 
     Args:
-        propose_share: of the other source.
-        text, step: its arguments.
+        propose_share: the other source's `propose_share`.
+        text, step: arguments of `propose_share`.
         path: tokens, no more than there is room for.
-        probs: by token, that it is accepted with those before it.
+        probs: by token, the probability that it is accepted with those before it.
     """
     if not path:
         return propose_share(text, step)

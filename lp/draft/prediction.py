@@ -20,8 +20,8 @@ class Prediction(WrappingSource):
 
     Args:
         inner: the other source.
-        tokens: of the prediction.
-        prompt_tokens: of the prompt, behind which the prediction begins.
+        tokens: the predicted text.
+        prompt_tokens: how many tokens the prompt has; the prediction begins behind them.
 
     Attributes:
         accepted_prediction: tokens of the prediction that were accepted as drafts.

@@ -45,13 +45,13 @@ class Call:
 
     Attributes:
         prompt: token ids.
-        vocabulary_size: of the model.
+        vocabulary_size: size of the model's vocabulary.
         max_length: tokens that the text may reach, the prompt included.
         noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
         step_tokens: most tokens of a step, on all ranks, that an adaptive budget finds worth their time; None: the
             budget is fixed.
-        temperature: of the sampler; 1 where it has none.
-        model_folder: that the model was loaded from, or its name; may be empty.
+        temperature: the sampler's temperature; 1 where it has none.
+        model_folder: folder that the model was loaded from, or its name; may be empty.
         check_same: refuses digests, by name, that differ among ranks.
     """
 

@@ -58,7 +58,7 @@ def cut_tree(tree: DraftTree, budget: int, base_tokens: Sequence[int], rank: int
         tree: the same on every rank.
         budget: B.
         base_tokens: by rank, step tokens that it has without a draft.
-        rank: whose share is wanted.
+        rank: the rank whose share is wanted.
 
     Raises:
         ValueError: as `DraftTree.check`.
@@ -83,7 +83,7 @@ def cut_tree(tree: DraftTree, budget: int, base_tokens: Sequence[int], rank: int
 
 
 def _preorder_paths(parents: Sequence[int]) -> list[tuple[int, ...]]:
-    """Of every node, the nodes from the root's child down to it, in preorder."""
+    """The path of every node, from the root's child down to the node itself, in preorder."""
     paths: list[tuple[int, ...]] = []
     for node, parent in enumerate(parents):
         paths.append((*paths[parent], node) if parent >= 0 else (node,))

@@ -30,10 +30,11 @@ class StepSamples:
     The next step overwrites the arrays: a source that keeps some copies them.
 
     Attributes:
-        tokens, positions, parents: of all nodes, in topological order; node 0 is `c`, whose parent is -1.
-        sampled: of all nodes, the token that each sampled; INVALID_TOKEN where it sampled none.
+        tokens, positions, parents: all nodes, in topological order: their tokens, positions and parents; node 0 is `c`,
+            whose parent is -1.
+        sampled: the token that each node sampled; INVALID_TOKEN where it sampled none.
         packed: int64, one-dimensional: has the nodes' top-k logits, packed.
-        starts: of all nodes, where in `packed` theirs begin.
+        starts: where in `packed` each node's top-k logits begin.
         num_logits: K.
         ngrams: the window's new n-grams, of N tokens, one a column.
     """
@@ -57,7 +58,7 @@ class StepSamples:
         top_logits: TopLogits,
         ngrams: Sequence[tuple[int, ...]] = (),
     ) -> StepSamples:
-        """Of nodes with these top-k logits, one row a node."""
+        """Samples of nodes with these top-k logits, one row a node."""
         packed = pack_again(top_logits)
         count, num_logits = packed.shape
         starts = np.arange(count) * num_logits
@@ -70,7 +71,7 @@ class StepSamples:
 
     @property
     def top_logits(self) -> TopLogits:
-        """Of `nodes`: (n, K)."""
+        """Top-k logits of `nodes`: (n, K)."""
         starts = np.asarray(self.starts)[self.nodes]
         return unpack_top_logits(self.packed[starts[:, None] + np.arange(self.num_logits)])
 
@@ -84,10 +85,10 @@ class TokenPrice(NamedTuple):
         seconds: float64, the time of a step by its tokens, at least up to base_tokens + budget.
         marginal_seconds: float64, by step tokens, the least that one more costs, as in StepTimes.
         exploration_bonus: what a draft token is worth even if it is rejected, for the logits that it leaves.
-        exploration_tokens: as many draft tokens of a step have that bonus.
+        exploration_tokens: how many draft tokens of a step have that bonus.
         calibration: factor on the probability that a token is accepted, given that its parent is.
         depth_discount: factor 1 / (1 + depth_discount x d) on the probability that a path of d tokens is accepted.
-        least_tokens: of the step, which another rank computes anyway: up to here a rank's tokens cost nothing.
+        least_tokens: tokens of the step that another rank computes anyway: up to here a rank's tokens cost nothing.
     """
 
     tokens_per_s: float
@@ -102,7 +103,7 @@ class TokenPrice(NamedTuple):
 
     @classmethod
     def free(cls, num_tokens: int) -> TokenPrice:
-        """Of so many step tokens that cost nothing."""
+        """A price at which so many step tokens cost nothing."""
         nothing = compiled_array(np.zeros(num_tokens + 1))
         return cls(tokens_per_s=0.0, base_tokens=0, seconds=nothing, marginal_seconds=nothing)
 
@@ -111,11 +112,11 @@ class ShareInput(NamedTuple):
     """What one rank's share of a step is grown from.
 
     Attributes:
-        rank: whose share it is.
+        rank: the rank whose share it is.
         budget: B, the most step tokens of every rank.
         base_tokens: by rank, (R,), step tokens without a draft: catch-up tokens, `c`, the rank's part of the window.
         window: what the rank's part of the window proposes at no cost.
-        price: of the rank's step tokens; None: they cost nothing.
+        price: what the rank's step tokens cost; None: nothing.
         max_draft: the most draft tokens of every rank.
     """
 
@@ -156,7 +157,7 @@ class DraftSource(ABC):
             text: prompt and generated tokens.
             budget: most nodes, not counting those that repeat the window's drafts.
             window: what the window proposes at no cost.
-            price: of step tokens, for sources that state probabilities; None: they cost nothing.
+            price: what step tokens cost, for sources that state probabilities; None: nothing.
         """
 
     def propose_share(self, text: Sequence[int], step: ShareInput) -> Share:
@@ -170,8 +171,8 @@ class DraftSource(ABC):
         """Learn from the logits of the prompt's tokens but the last, (L - 1, K). Called where they are computed.
 
         Args:
-            prompt: its last L tokens; those before them were cached by an earlier text, and have no logits.
-            top_logits: of its tokens.
+            prompt: the prompt's last L tokens; those before them were cached by an earlier text, and have no logits.
+            top_logits: top-k logits of these tokens but the last, (L - 1, K).
         """
 
     def observe(self, text: Sequence[int], num_new: int, samples: StepSamples) -> None:  # noqa: B027

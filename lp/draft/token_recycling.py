@@ -20,8 +20,8 @@ class RecyclingConfig:
     """Token recycling (arXiv 2408.08696): a static tree over the successors that every token was last seen with.
 
     Args:
-        successors: stored for every token.
-        nodes: of the tree, which are the draft tokens of a step.
+        successors: how many successors are stored for every token.
+        nodes: nodes of the tree, which are the draft tokens of a step.
         kv_sync: how ranks get each other's accepted KV.
 
     Raises:

@@ -17,10 +17,9 @@ class DraftTree:
     Nodes are in topological order: a parent comes before its children.
 
     Attributes:
-        tokens: of every node.
-        parents: of every node, its parent's index; -1 is the root.
-        accept_probs: of every node, the probability that it is accepted with all its ancestors; empty where the source
-            states none.
+        tokens: token of every node.
+        parents: index of every node's parent; -1 is the root.
+        accept_probs: probability that each node is accepted with all its ancestors; empty where the source states none.
         merge: a node that repeats a sibling or a draft of the window shares its node in the step. False is the paper's
             layout: paths lie side by side, and no two nodes are shared.
     """
@@ -55,7 +54,7 @@ class DraftTreeBuilder:
 
     Args:
         budget: most nodes the tree may have.
-        merge: as in DraftTree.
+        merge: see `DraftTree`.
     """
 
     budget: int

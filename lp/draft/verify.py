@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
         tokens: the accepted tokens and the bonus token, (P,).
         accepted: how many were accepted: all but the bonus token.
         held: by rank, how many nodes of the path it computed; they are the first ones.
-        own_path: these nodes of one rank, as it numbers them.
+        own_path: the nodes of the path that one rank computed, as that rank numbers them.
         expected: draft tokens that the stated probabilities expected along the path, each given the one before it.
         accepted_drafts: accepted tokens that had a stated probability.
     """
@@ -78,8 +78,8 @@ class UnionTree:
         budget: B.
 
     Attributes:
-        num_nodes: of the union.
-        num_draft: of these, nodes that are no rank's window.
+        num_nodes: how many nodes the union has.
+        num_draft: how many of these are no rank's window.
         tokens, parents, depths: int64 (num_nodes,), like the next three; the parent of `c`, the first node, is -1, and
             the depth is the distance from it.
         sampled: what the rank that speaks sampled; INVALID_TOKEN where it sampled nothing.
@@ -99,7 +99,7 @@ class UnionTree:
         """Take in the trees of all ranks.
 
         Args:
-            trees: of the step.
+            trees: the step's trees, one a rank.
             slices: by rank, its columns of the window.
             window_drafts: level 0 and column 0 are drafts.
         """
@@ -117,7 +117,7 @@ class UnionTree:
         sample has the model's own distribution given the node's path, so the walked tokens have it too.
 
         Args:
-            rank: whose own nodes are wanted.
+            rank: the rank whose own nodes are wanted.
             most: accept at most so many tokens.
         """
         found = self._found

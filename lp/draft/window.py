@@ -101,7 +101,7 @@ class WindowSlices(tuple[WindowSlice, ...]):
 
     @cached_property
     def num_columns(self) -> int:
-        """Of all ranks."""
+        """Columns of all ranks together."""
         return sum(own.num_columns for own in self)
 
     @cached_property

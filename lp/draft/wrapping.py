@@ -31,7 +31,7 @@ class WrappingSource(DraftSource):
 
     @property
     def added_prob(self) -> float:
-        """That an added token is accepted, if those before it are."""
+        """Probability that an added token is accepted, if those before it are."""
         accepted, tried = self._accepted_tried
         return accepted / tried
 
@@ -63,6 +63,6 @@ class WrappingSource(DraftSource):
         self._inner.observe(text, num_new, samples)
 
     def observe_part(self, text: Sequence[int], num_new: int, samples: StepSamples) -> Callable[[], None] | None:
-        """The same, where the other source learns in parts."""
+        """Learn what the next proposal needs, and leave the rest for later, as the other source does."""
         self.follow(text)
         return self._inner.observe_part(text, num_new, samples)

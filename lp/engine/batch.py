@@ -42,11 +42,11 @@ class BatchDecoder(StepDecoder):
 
         Args:
             inputs: prompts, each as in `generate`.
-            max_new_tokens, sampling: as in `generate`, for all prompts or one for each. Where they are sampled with one
-                seed, the noise of each is that of its index, as `sequence` of `generate`.
+            max_new_tokens, sampling: see `generate`; one for all prompts, or one for each. Where they are sampled with
+                one seed, the noise of each is that of its index, as `sequence` of `generate`.
             on_tokens: called with (index of the prompt, new tokens, step of its text).
-            max_sequences: that take a step together; the others wait.
-            options: as in `generate`, for all prompts.
+            max_sequences: most texts that take a step together; the others wait.
+            options: other arguments of `generate`, for all prompts.
 
         Returns:
             The outputs, in the order of the prompts.
@@ -88,7 +88,7 @@ def calls_of_batch(
     """The arguments of `generate` for each prompt of a batch, by name.
 
     Args:
-        inputs, max_new_tokens, sampling, on_tokens, options: as in `BatchDecoder.generate_batch`.
+        inputs, max_new_tokens, sampling, on_tokens, options: see `BatchDecoder.generate_batch`.
 
     Raises:
         ValueError: as many values as prompts are wanted, and there are more or fewer.
@@ -116,7 +116,7 @@ def generate_together(
 
     Args:
         calls: arguments of `generate`, by name.
-        max_sequences: that take a step together.
+        max_sequences: most texts that take a step together.
 
     Raises:
         Interrupted: as of `BatchDecoder.generate_batch`; where a text has failed too, that is the cause.

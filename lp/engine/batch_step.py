@@ -60,8 +60,8 @@ class BatchStep:
         """Compute a step of every text, and a chunk of every prompt.
 
         Args:
-            texts: whose prompts are cached; the same, in the same order, on every rank, like the next ones.
-            prompts: others, and how many tokens of theirs to cache.
+            texts: texts whose prompts are cached; the same, in the same order, on every rank, like `prompts`.
+            prompts: texts whose prompts are not cached yet, and how many of their tokens to cache now.
 
         Returns:
             By text, the reason to stop, or NONE.

@@ -100,7 +100,7 @@ class TextCaches:
         goes on there if steps of several texts are captured, else with this cache, uncaptured.
 
         Args:
-            cache: in the pool; what it has is copied.
+            cache: the text's cache in the pool; what it has is copied.
         """
         runner = self.runner
         if runner.captured is None or runner.captured.reserved:
@@ -130,9 +130,9 @@ class TextCaches:
         """Take back the cache of a text that has ended.
 
         Args:
-            cache: that the text had, which may be that of captured steps.
-            tokens: to keep, the first ones of the text; none: the slots are free again.
-            error: that the text ended with.
+            cache: the cache that the text had, which may be that of captured steps.
+            tokens: first tokens of the text, whose slots are kept; none: the slots are free again.
+            error: what the text ended with, if it failed.
         """
         borrowed = self._borrowed
         if borrowed is not None and cache in (borrowed.cache, borrowed.in_pool):

@@ -147,9 +147,9 @@ class CapturedTail:
     """Samples the nodes of one bucket's step, and writes the messages.
 
     Args:
-        recorder: of the step.
+        recorder: records the work of the step.
         step: what the step reads.
-        logits_BV: that it leaves.
+        logits_BV: logits that the step leaves.
         rules: what its call does to scores.
         functions: one text's rules, for the functions that all texts have alike.
         memory: where noise and counts are kept.
@@ -159,7 +159,7 @@ class CapturedTail:
     Attributes:
         messages: (Q, P) int64, on the device.
         on_host: the same in pinned memory, once the device is done; None if they are not copied.
-        heads: as of `ShardedSampling`, on the device; None without one.
+        heads: see `ShardedSampling`; they lie on the device; None without one.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ def noise_rows(sampler: Sampler, positions: Sequence[int], reachable: np.ndarray
     """The rows of noise that a text's sampled nodes are sampled with.
 
     Args:
-        sampler: which has noise.
+        sampler: the text's sampler, which has noise.
         positions: where the tokens to be sampled will be.
         reachable: bool, whether a walk may reach the node.
     """

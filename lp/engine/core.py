@@ -107,7 +107,7 @@ class EngineCore:
     Args:
         decoder: begins texts, and says which ranks share their steps.
         pool: the cache slots that all texts share.
-        max_sequences: that take a step together.
+        max_sequences: most texts that take a step together.
         prefill_chunk: tokens of prompts in a step that other texts take part in.
         reuse_prefixes: keep the caches of texts that have ended, for prompts that begin like them.
         signals: SIGINT and SIGTERM, which end the texts of a step.

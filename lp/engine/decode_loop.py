@@ -63,9 +63,9 @@ class StepPart(NamedTuple):
 
     Attributes:
         layout: the nodes.
-        header: of the message.
+        header: what this rank's message begins with.
         slices: the window's columns of every rank.
-        merges: nodes that repeat others share theirs, as of DraftTree.
+        merges: whether nodes that repeat others share theirs; see `DraftTree`.
         num_logits: top-k logits of every node.
         plain: the step computes `c` alone: nothing is drafted or learned.
     """
@@ -88,9 +88,9 @@ class Generation:
         config: shape and policies.
         context: the ranks.
         runner: runs the forward pass of a step.
-        source, budget: as of `Beginning`.
+        source, budget: see `Beginning`.
         request: the checked call.
-        cache: of at least `cache_slots` slots; empty, or with the first tokens of the prompt.
+        cache: has at least `cache_slots` slots; it is empty, or has the first tokens of the prompt.
         merges_late: let the source learn a part of a step while the next one is computed, if it can.
         timer: splits the time of steps into forward passes, all-gathers and the host.
     """
@@ -185,7 +185,7 @@ class Generation:
         """What a pass computes of this text.
 
         Args:
-            padded: to the number of tokens that the budget names.
+            padded: whether to pad the pass to the number of tokens that the budget names.
         """
         layout = part.layout
         step = layout.step_tokens, layout.step_positions, layout.step_parents
@@ -200,7 +200,7 @@ class Generation:
         Args:
             logits: what the pass gave for the sampled nodes, (T, V); None where the text has failed before.
             failure: why there are none.
-            sampled: of these nodes, if they are sampled already.
+            sampled: what these nodes sampled, if they are sampled already.
         """
 
         def sample() -> torch.Tensor:
@@ -248,7 +248,7 @@ class Generation:
         """Take in what all ranks computed; the reason to stop, or NONE.
 
         Args:
-            part: of this rank.
+            part: what the text has in the step on this rank.
             messages: int64 (R, P), of all ranks.
         """
         stop, length = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)

@@ -119,13 +119,13 @@ class Decoder:
             output_logits: return the model's own; on one rank.
             prediction: token ids that are expected, as of a file that is to be changed a little. They are drafted, and
                 change no token. Decoders without draft tokens ignore them.
-            grammar: that the text follows up to an EOS, as lp.GrammarCompiler makes them.
+            grammar: grammar that the text follows up to an EOS, as lp.GrammarCompiler makes it.
             generation_config: "auto" follows what the checkpoint's generation_config.json says of scores (penalties,
                 suppressed and forced tokens, n-grams, bad words, least lengths) and of sampling; `sampling` wins in all
                 its fields, and so does a processor of the same class. "none" does not. None is the decoder's own way,
                 `follows`.
-            seed: of a text that is sampled, where `sampling` names none; None draws one on rank 0.
-            continued: so many of the prompt's last tokens are of the text itself, which an earlier call began.
+            seed: seed of a sampled text where `sampling` names none; None draws one on rank 0.
+            continued: how many of the prompt's last tokens are of the text itself, which an earlier call began.
 
         Returns:
             GenerationOutput.
@@ -190,7 +190,7 @@ class Decoder:
         """The checked call; arguments and errors are those of `generate`.
 
         Args:
-            signals: that end the text.
+            signals: SIGINT and SIGTERM, which end the text.
         """
         check_adapter(self.model)  # again: one may have been added since
         prompt = prompt_ids(self.model, input_ids)

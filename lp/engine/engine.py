@@ -49,8 +49,8 @@ class Engine:
     memory, at the end of the block.
 
     Args:
-        decoder: whose steps the texts take.
-        max_sequences: that take a step together.
+        decoder: the decoder whose steps the texts take.
+        max_sequences: most texts that take a step together.
         cache_tokens: cache slots for all texts; None: for the longest texts there may be, as far as half of the free
             memory goes.
         prefill_chunk: tokens of prompts in a step that other texts take part in: they wait for no more.
@@ -114,7 +114,7 @@ class Engine:
         """Add a text, which begins in one of the next steps.
 
         Args:
-            input_ids, max_new_tokens, sampling, options: as in `generate`. `on_tokens` is called in `step`.
+            input_ids, max_new_tokens, sampling, options: see `generate`. `on_tokens` is called in `step`.
 
         Raises:
             ValueError: as `generate`; a text that needs more cache slots than there are; a model that has another dtype

@@ -108,6 +108,6 @@ def listed_criteria(stopping_criteria: Iterable[StoppingCriteria] | None) -> lis
 
 
 def _elements(value: Any) -> list[Any] | None:
-    """Of a sequence, an array or a tensor, as plain numbers where it has them; None of a single value."""
+    """Elements of a sequence, an array or a tensor, as plain numbers where it has them; None for a single value."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else None

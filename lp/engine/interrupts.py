@@ -20,8 +20,8 @@ class Interrupted(KeyboardInterrupt):
         output: the text up to the end of a step, already given to `on_tokens`. Its `finish_reason` is "interrupted",
             or another one where the text ended with that step.
         signal: number of the signal that this rank got; 0 for none, where it stopped because another rank did.
-        finished: of a batch, the outputs of the sequences that were done.
-        outputs: of a batch, those of all sequences, in their order, as far as they are.
+        finished: outputs of a batch's sequences that were done.
+        outputs: outputs of all sequences of a batch, in their order, as far as they are.
     """
 
     def __init__(self, output: GenerationOutput, signal: int) -> None:
@@ -121,7 +121,7 @@ class DeferredSignals:
 
 
 class SignalsOfSteps(DeferredSignals):
-    """The same for texts that take steps together: one that comes within a step ends none of them before the next."""
+    """Signals for texts that take steps together: one that comes within a step ends none of them before the next."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ class _Text:
     """A text that is generated now.
 
     Attributes:
-        name: in the file.
+        name: the text's name in the file.
         record: what the file had.
         done: the tokens that it goes on behind.
         call: the arguments of `Decoder.generate`, for what is left of it.
@@ -93,7 +93,7 @@ class Journal:
     Where they differ in other objects alone, as in a function, give each a journal of its own.
 
     Args:
-        path: of the file, which is made, or read and added to; by one process at a time.
+        path: the file, which is made, or read and added to; by one process at a time.
         context: the ranks.
         fixed_weights: no model's weights change while it is open; they are read once then, not for every call.
 
@@ -116,7 +116,7 @@ class Journal:
 
     @property
     def seed(self) -> int | None:
-        """Of the first text that was sampled, if any."""
+        """Seed of the first text that was sampled; None if there is none."""
         return next((record.seed for record in self.records.values() if record.seed is not None), None)
 
     def generate(
@@ -134,7 +134,7 @@ class Journal:
         Of a model whose rotary frequencies change with the length of the text, a text that had not ended begins anew.
 
         Args:
-            decoder, ids, max_new_tokens, sampling, on_tokens, options: as in Decoder.generate; a seed of None is the
+            decoder, ids, max_new_tokens, sampling, on_tokens, options: see `Decoder.generate`; a seed of None is the
                 one that the file has for this text.
 
         Returns:
@@ -171,8 +171,8 @@ class Journal:
         """`decoder.generate_batch`, or what is left of it: each text goes on, or not, as in `generate`.
 
         Args:
-            decoder, inputs, max_new_tokens, sampling, on_tokens, max_sequences, options: as in
-                BatchDecoder.generate_batch.
+            decoder, inputs, max_new_tokens, sampling, on_tokens, max_sequences, options: see
+                `BatchDecoder.generate_batch`.
 
         Returns:
             The outputs, in the order of the prompts, as of `generate`.
@@ -207,8 +207,8 @@ class Journal:
         """A text, and what is left to generate of it.
 
         Args:
-            decoder: that generates it.
-            model: its model's name, as of `model_name`.
+            decoder: decoder that generates the text.
+            model: name of the decoder's model, as `model_name` gives it.
             call: the arguments of `decoder.generate`.
         """
         sampling: SamplingParams | None = call["sampling"]
@@ -315,7 +315,7 @@ def model_name(model: PreTrainedModel, context: ParallelContext) -> str:
     """A digest of a model, of which each rank may have a part; the same on all ranks, which call this together.
 
     Args:
-        model: of this rank, or its part.
+        model: this rank's model, or its part of one.
         context: the ranks; how many of them share steps changes nothing.
     """
     digests = exchange(context, "naming a model", [*model_digests(model).values()]).tolist()

@@ -53,8 +53,9 @@ class LookaheadDecoder(BatchDecoder):
         attention: "auto", or a backend's name: "sdpa", "eager", "flash", "flex", "by_position"; the model itself stays
             as it was loaded.
         capture: "auto", "off", "graph" or "compile": whether steps have a few fixed shapes whose kernels are replayed.
-        step_times: for an adaptive config; None takes those that the user's cache folder has, or begins with a guess by
-            one layer, and corrects them by the steps of every text; "measure" begins anew, whatever is known.
+        step_times: step times for an adaptive config; None takes those that the user's cache folder has, or begins with
+            a guess by one layer, and corrects them by the steps of every text; "measure" begins anew, whatever is
+            known.
         exact: "auto", "tokens" or "bitwise": whether logits are plain decoding's up to rounding, or bit for bit
             (`lp.models.bitwise` has what that takes).
 
@@ -113,9 +114,9 @@ class LookaheadDecoder(BatchDecoder):
         which cannot be divided: there every rank may have as many tokens as one alone.
 
         Args:
-            source: of the text.
-            temperature: of sampling from the whole vocabulary, 0 if there is none.
-            texts: that a step may compute together, at most.
+            source: the text's draft source.
+            temperature: temperature of sampling from the whole vocabulary, 0 if there is none.
+            texts: most texts that a step may compute together.
         """
         if self.step_times is None:
             return FixedBudget(self.config, self.context.lp.world_size if source.divides else 1)
@@ -133,7 +134,7 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Of an adaptive config, as far as they are known."""
+        """Step times of an adaptive config, as far as they are known; None for a fixed budget."""
         return self._step_times.times if self._step_times else None
 
     @property
@@ -188,7 +189,7 @@ class LookaheadDecoder(BatchDecoder):
 
     @property
     def most_step_tokens(self) -> int:
-        """Of a rank and a text, with padding."""
+        """Most tokens that one rank computes of one text in a step, with padding."""
         own = self.step_times.max_tokens if self.step_times else step_tokens(self.config)
         return own + self.runner.most_padding
 

@@ -54,10 +54,10 @@ def too_large(
     """The error for the user: needed and free memory, and a smaller shape or length that fits.
 
     Args:
-        error: of the cache.
-        config, budget: of the generation.
-        prompt_tokens, new_tokens: of the generation.
-        device: the cache's.
+        error: what the cache raised.
+        config, budget: shape and budget of the generation.
+        prompt_tokens, new_tokens: how many tokens the prompt has, and how many were to be generated.
+        device: device that the cache was to be on.
     """
     free = free_bytes(device)
     a_rank = " a rank" if budget.ranks > 1 else ""

@@ -56,7 +56,7 @@ class StepTimer:
         return THREAD_CLOCK() - self._thread_started
 
     def count_as_exchange(self, seconds: float) -> None:
-        """Of the time in the model, so much was the exchange: a GPU's queue holds both, and the host waits once."""
+        """Count seconds in the model as the exchange's: a GPU's queue holds both, and the host waits once."""
         self.forward.total_s -= seconds
         self.exchange.total_s += seconds
 
@@ -76,9 +76,9 @@ class StepStats(NamedTuple):
         accepted: accepted tokens, without the bonus.
         forward_s, exchange_s, host_s: seconds in the model, in the collectives, and in everything else but the caller's
             own `on_tokens` and criteria.
-        columns: of the window.
+        columns: columns of the lookahead window.
         idle: the token budget left the step plain: nothing was drafted, nothing learned.
-        most_tokens: that some rank computed; without padding, like `num_tokens`.
+        most_tokens: most tokens that some rank computed; without padding, like `num_tokens`.
     """
 
     num_tokens: int
@@ -116,7 +116,7 @@ class GenerationOutput:
             decoding; empty where nothing was computed.
         exact: "bitwise" where the logits are bit for bit those of plain decoding in that mode, else "tokens".
         threads: how many CPU threads computed the text, to repeat it bit for bit with as many; 0 on another device.
-        seed: of a text that was sampled, given or drawn; None of a greedy one.
+        seed: seed that the text was sampled with, given or drawn; None for a greedy text.
     """
 
     tokens: list[int]

@@ -32,7 +32,7 @@ class PlainDecoder(BatchDecoder):
 
     Args:
         model: an HF causal LM, loaded and on its device.
-        context: whose rank 0 draws the seed, if none is given; None is this process alone.
+        context: the ranks, of which rank 0 draws the seed if none is given; None is this process alone.
         attention, capture, exact: see `LookaheadDecoder`; with exact="bitwise" both give the same logits bit for bit.
 
     Raises:

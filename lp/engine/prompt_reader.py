@@ -71,7 +71,7 @@ class PromptReader:
         """Take in so many tokens.
 
         Args:
-            cache: that the pass has written to.
+            cache: the cache that the pass has written to.
             count: how many.
             logits: (count, V), where the source learns from them.
             failure: why there are none.

@@ -21,12 +21,12 @@ class Request:
     Attributes:
         prompt: token ids.
         limit: positions below it may be used: a node at or behind it samples no token that is needed and fits.
-        max_new_tokens, sampler, stopping, on_tokens, prefill_chunk: of the call.
+        max_new_tokens, sampler, stopping, on_tokens, prefill_chunk: what the call asks for, checked.
         signals: SIGINT and SIGTERM, deferred to the end of a step.
         boundary: where the model's rotary frequencies change; None if nowhere.
         prediction: tokens that the caller expects; draft tokens.
-        grammar: that the text follows; None for none.
-        seed: of its noise or draws; None where nothing is drawn.
+        grammar: grammar that the text follows; None for none.
+        seed: seed of the text's noise or draws; None where nothing is drawn.
     """
 
     prompt: list[int]

@@ -30,7 +30,7 @@ class ShardedSampling:
     """Samples the steps of one generation on the ranks of a replica.
 
     Args:
-        head: of the model.
+        head: the model's LM head.
         context: the ranks that share steps.
     """
 
@@ -59,7 +59,7 @@ class ShardedSampling:
             by_host: scores and tokens of logits (n, V), where `sampling` is None.
             sampling: how nodes are sampled by tensors alone; None where the host has a part in it.
             num_logits: K.
-            header: of this rank's message.
+            header: what this rank's message begins with.
 
         Raises:
             Exception: what a processor raised on this rank, once the others know of it.

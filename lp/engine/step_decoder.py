@@ -57,7 +57,7 @@ class StepDecoder(Decoder, ABC):
         """What a text begins with: the same on every rank.
 
         Args:
-            texts: that a step may compute together, at most.
+            texts: most texts that a step may compute together.
         """
 
     @abstractmethod

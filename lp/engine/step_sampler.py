@@ -33,7 +33,7 @@ class StepSampler:
         runner: computes forward passes, and knows the model.
         sampler: says what the text asks for.
         context: the ranks that share steps.
-        shape: of the messages.
+        shape: the messages' shape.
 
     Attributes:
         sharded: samples on the ranks of a replica; None where the model is whole.
@@ -67,12 +67,12 @@ class StepSampler:
         """This rank's message (P,), on its device.
 
         Args:
-            logits: of the sampled nodes, (n, V).
+            logits: logits of the sampled nodes, (n, V).
             layout: the nodes of the step.
             header: what the message begins with.
             text: prompt and generated tokens.
             num_logits: top-k logits that are taken of every node, at most K.
-            sampled: of these nodes, if they are sampled already.
+            sampled: what these nodes sampled, if they are sampled already.
         """
         if sampled is not None:
             return pack(header, layout, sampled, self.shape)
@@ -160,7 +160,7 @@ def node_sampling(texts: Sequence[SampledText], device: torch.device) -> NodeSam
     """How the sampled nodes of texts with one `joint_key` are sampled.
 
     Args:
-        texts: in the order of their logits.
+        texts: the texts, ordered as their logits are.
         device: where the logits are.
     """
     rules = [own.sampler.rules for own in texts if own.sampler.rules is not None]

@@ -62,7 +62,7 @@ class StepTails:
     Args:
         runner: has the captured steps.
         compared: ranks compare the best logits of each `c`.
-        most_texts: that a step may have.
+        most_texts: most texts that a step may have.
         alone: texts take steps by themselves, one text after another: their samplers' memory is that of the model's
             captured steps, and a tail is captured as soon as it is needed. Else this object's texts have memory of
             their own, and what they ask for together is sampled uncaptured, or by a tail that does more, until it has
@@ -96,7 +96,7 @@ class StepTails:
         Args:
             step: has run, and has left the logits.
             logits_BV: what it left.
-            texts: which `go_together`.
+            texts: texts that `go_together`.
             num_logits: top-k logits that are taken of every node.
             running: the samplers of all texts that take steps, at most `most_texts`; each keeps its place.
             on_host: the caller can read them there.

@@ -37,11 +37,11 @@ class StepTimesTable:
     """What is known of a model's step times in this process, whatever decoders it has.
 
     Args:
-        file: where it is kept.
-        estimate: to begin with.
+        file: where the estimate is kept.
+        estimate: the estimate to begin with.
 
     Attributes:
-        estimate: as it is now; other threads may replace it by a later one.
+        estimate: the estimate as it is now; other threads may replace it by a later one.
     """
 
     def __init__(self, file: StepTimesFile, estimate: Estimate) -> None:

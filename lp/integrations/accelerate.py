@@ -61,7 +61,7 @@ def accelerate(
 
     Args:
         model: an HF causal LM, or one with a LoRA adapter of PEFT.
-        config: as of `lp.LookaheadDecoder`; None takes what pays on this machine.
+        config: see `lp.LookaheadDecoder`; None takes what pays on this machine.
         context: the ranks to share steps with, all of which accelerate their model and make the same calls; None is
             this process alone. All go through lp, or none does.
         exact: "bitwise" gives the logits of `lp.PlainDecoder(model, exact="bitwise")` bit for bit, in all calls but
@@ -108,8 +108,8 @@ class Accelerated:
     """`generate` of one model: through this package, or through transformers.
 
     Args:
-        model: whose attribute it is.
-        config, context: as of `accelerate`.
+        model: the model whose attribute this is.
+        config, context: see `accelerate`.
         original: what the attribute was before; None where there was none.
         exact: whether logits are plain decoding's bit for bit, as `accelerate` was asked.
     """
@@ -135,7 +135,7 @@ class Accelerated:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of transformers' own, which programs look at."""
+        """Signature of transformers' own `generate`, which programs look at."""
         return inspect.signature(self._transformers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -333,7 +333,7 @@ class _Refused(Exception):
     """What lp does not do; transformers does it.
 
     Args:
-        reason: in one line.
+        reason: what lp does not do, in one line.
         kind: what such reasons are logged once by; empty: the reason without its numbers.
     """
 

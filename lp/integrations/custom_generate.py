@@ -76,10 +76,10 @@ def generate(
       `stopping_criteria=[transformers.StopStringCriteria(tokenizer, stop_strings)]`.
 
     Args:
-        model, input_ids, logits_processor, stopping_criteria, generation_config: as transformers hands them over.
+        model, input_ids, logits_processor, stopping_criteria, generation_config: what transformers hands over.
         window_size, ngram_size, guess_set_size: W, N, G, given to `model.generate` by keyword; with none of them every
             step takes what pays on this machine.
-        seed: of sampling; None draws one from torch's generator.
+        seed: seed of the sampling; None draws one from torch's generator.
         streamer: gets the prompt, then the tokens as they come; for one prompt.
         exact: "bitwise" gives the logits of `lp.PlainDecoder(model, exact="bitwise")` bit for bit; "auto" and "tokens"
             give plain decoding's up to rounding.
@@ -110,11 +110,11 @@ class Plan:
 
     Attributes:
         input_ids: (B, L), padded on the left.
-        config: of the call.
-        processors: of each prompt.
+        config: the call's generation config.
+        processors: logits processors of each prompt.
         stops: when texts end.
-        paddings: of each prompt.
-        streamer: that shows the text.
+        paddings: how many tokens each prompt is padded with on the left.
+        streamer: streamer that shows the text; None for none.
     """
 
     input_ids: torch.Tensor
@@ -154,8 +154,8 @@ class Plan:
         """What `generate` returns, by this decoder's steps.
 
         Args:
-            decoder: of the model.
-            seed: as of `generate`.
+            decoder: decoder of the model.
+            seed: see `generate`.
         """
         input_ids, config, stops, streamer = self.input_ids, self.config, self.stops, self.streamer
         asked = config.return_dict_in_generate
@@ -225,7 +225,7 @@ class _Stops:
 
     Attributes:
         eos: token ids.
-        max_length: of the prompt, padding included, and what is generated.
+        max_length: most tokens of a text: the prompt, padding included, and what is generated.
         criteria: all others, subclasses of transformers' criteria among them.
         pads: a sequence that has ended is padded, as transformers does where a criterion has an `eos_token_id`.
     """

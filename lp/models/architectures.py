@@ -31,7 +31,7 @@ class Architecture:
     """The layers of one architecture. Biases and the norms of queries and keys are seen on the modules themselves.
 
     Attributes:
-        prefix: of the names of transformers' classes: LlamaForCausalLM, LlamaDecoderLayer.
+        prefix: what the names of transformers' classes begin with, as Llama in LlamaForCausalLM and LlamaDecoderLayer.
         base: name of the class inside the causal LM, without the prefix.
         norm: the rule of all its norms.
         attention_norms, mlp_norms: names of the layer's norms before and after the block; None where it has none.

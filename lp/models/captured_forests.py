@@ -30,9 +30,9 @@ class CapturedForests:
     """Runs passes over several sequences as captured steps, where they are; else as `ModelRunner.forward_trees`.
 
     Args:
-        runner: of the model.
-        pool: as `pool_for` makes it.
-        most_sequences: of a pass.
+        runner: runs the model's passes.
+        pool: the cache slots of all sequences, as `pool_for` makes them.
+        most_sequences: most sequences of a pass.
     """
 
     def __init__(self, runner: ModelRunner, pool: KVPool, most_sequences: int) -> None:

@@ -150,8 +150,8 @@ class CapturedStep:
     Attributes:
         cache: all that it reads and writes: one sequence's, or all slots of a pool.
         host: the block in (pinned) host memory, which the step begins by copying.
-        inputs: its parts, as arrays.
-        tensors: on the device.
+        inputs: the block's parts, as arrays.
+        tensors: what the step reads on the device.
         run: the step; returns logits (B, V), overwritten by the next run.
         tails: what was captured to run behind it, by what it depends on; kept as long as the step.
     """

@@ -74,22 +74,22 @@ class CapturedSteps:
     Generations take turns: one that starts within another has a cache of its own, and its steps are not captured.
 
     Args:
-        model: on its device; or its fused layers.
-        masks: of its backend.
+        model: the model on its device, or its fused layers.
+        masks: builds the masks for its attention backend.
         mode: GRAPH records the model's own kernels, COMPILE what torch.compile makes of them (recorded on a GPU); OFF
             runs them over the same buffers, as they are: for the probe, and where there is no GPU.
-        known: as of `StaticKVCache`.
-        recurrent: as `shapes` of `HybridCache`; empty: the model has no recurrent layers.
+        known: see `StaticKVCache`.
+        recurrent: see `shapes` of `HybridCache`; empty: the model has no recurrent layers.
         replica: the ranks that the model is divided among; None: it is whole.
-        cache_keyword: under which the model takes its cache.
+        cache_keyword: keyword under which the model takes its cache.
         buckets: tokens that a step may have, ascending.
         may_round: steps may run kernels that round otherwise than the operations of uncaptured passes do.
 
     Attributes:
-        cache: of the generation that is running, or of the last one.
+        cache: cache of the generation that is running, or of the last one; None before the first.
         reserved: a running generation has the cache.
         shared: other memory of the device that captured work reads, by what it is for and what depends on its size.
-        kernels: in the place of torch's operations, where layers are fused.
+        kernels: kernels that run in the place of torch's operations, where layers are fused.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class CapturedSteps:
         """The logits (B, V) of a step's tokens.
 
         Args:
-            inputs: on the device.
+            inputs: the step's inputs, on the device.
             visible_BB: bool, the tokens of the step that each one sees.
             cache: all that the step reads and writes.
         """

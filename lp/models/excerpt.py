@@ -36,15 +36,16 @@ class Excerpt(FewLayers):
     """A view of a model with few layers, in float32 where its weights can be copied.
 
     Args:
-        original: left as it is.
+        original: the model, which is left as it is.
         in_float32: or in the model's own dtype, sharing its weights.
-        form: of what layers return; None: the first pass finds it out.
-        whole: with all layers and the LM head, in its own dtype: for a model whose code does not run otherwise.
+        form: what layers return besides hidden states; None: the first pass finds it out.
+        whole: whether it has all layers and the LM head, in its own dtype: for a model whose code does not run
+            otherwise.
 
     Attributes:
         model: the excerpt. Its sliding window is short, so that a few tokens cross it, and Mamba-2's time steps have no
             limits, which hold for some tokens alone.
-        whole: as given.
+        whole: whether it has all layers, as given.
         rounded: some of its weights stayed in the model's dtype.
         noise: the embeddings of tokens are off by this much of their size: set it to learn what rounding does.
     """

@@ -21,8 +21,8 @@ class Stretch(NamedTuple):
     """The tokens of one sequence, side by side in the pass.
 
     Attributes:
-        start, end: among the tokens of the pass.
-        cache: of the sequence.
+        start, end: its first token among those of the pass, and the one behind its last.
+        cache: the sequence's cache.
     """
 
     start: int
@@ -43,9 +43,9 @@ class ForestLayer(CacheLayerMixin):
     """One layer: hands out the keys and values of all sequences.
 
     Args:
-        stretches, in_parts: as of `ForestCache`.
-        index: of the layer.
-        slots_T: as `pool_slots` gives them.
+        stretches, in_parts: see `ForestCache`.
+        index: index of the layer.
+        slots_T: int64, the slot of the pool that each token is written to; None without a pool.
     """
 
     is_sliding = False
@@ -110,10 +110,10 @@ class ForestCache(Cache):
     """What a pass over several sequences takes for its cache.
 
     Args:
-        stretches: of the sequences, in the order of their tokens.
-        num_layers: of the model.
+        stretches: the sequences' stretches, in the order of their tokens.
+        num_layers: how many layers the model has.
         in_parts: the attention function takes `InParts`.
-        device: of the model.
+        device: the model's device.
     """
 
     def __init__(self, stretches: Sequence[Stretch], num_layers: int, in_parts: bool, device: torch.device) -> None:

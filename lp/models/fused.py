@@ -94,7 +94,7 @@ class FusedModel:
     """A causal LM that is called as transformers' own, with the keywords that a step uses, batch 1.
 
     Args:
-        model: in eval mode; what is called is its own modules and weights, as they are at the call.
+        model: the model, in eval mode; what is called is its own modules and weights, as they are at the call.
 
     Raises:
         Unknown: it has something whose effect is not known; names it.
@@ -128,11 +128,12 @@ class FusedModel:
         logits_to_keep: int | torch.Tensor = 0,
         **keywords: Any,
     ) -> Any:
-        """As transformers' models.
+        """Run a pass; called as transformers' models are.
 
         Args:
             input_ids, position_ids: (1, T) int64.
-            attention_mask: of a step, one for all layers or by kind of layer; None: one token that sees everything.
+            attention_mask: mask of a step, one for all layers or by kind of layer; None: one token that sees
+                everything.
             logits_to_keep: the last so many tokens, 0 for all; or the indices of tokens.
             keywords: the cache, which the KV is written to, under the model's own name for it; others are for the
                 attention function.
@@ -202,7 +203,7 @@ class FusedModel:
         return shallow
 
     def _rotation(self, x_TE: torch.Tensor, position_ids: torch.Tensor, kind: str | None) -> _Rotation:
-        """Of the model's own frequencies."""
+        """Cosines and signed sines of the model's own frequencies, (T, 1, D) each."""
         given = () if kind is None else (kind,)
         cos_1TD, sin_1TD = self._decoder.rotary_emb(x_TE[None], position_ids, *given)
         wide = torch.promote_types(x_TE.dtype, cos_1TD.dtype)
@@ -227,9 +228,9 @@ class _Attend:
     Attributes:
         function: computes attention.
         cache: takes keys and values.
-        keywords: for the attention function, beside those of a layer.
+        keywords: arguments of the attention function, beside those of a layer.
         slots_T: int64, where a captured step writes its KV; None: it is no such step.
-        kernels: that take the place of torch's operations in this step.
+        kernels: kernels that take the place of torch's operations in this step.
     """
 
     function: Callable[..., Any]
@@ -354,7 +355,7 @@ class _Projection:
     """Linear layers of one input, (tokens, inputs), as one: (tokens, all their outputs), summed over ranks if need be.
 
     Attributes:
-        num_outputs: of all of them.
+        num_outputs: outputs of all these layers together.
     """
 
     def __init__(self, module: nn.Module, *names: str) -> None:

@@ -26,7 +26,7 @@ class GraphRecorder:
     What a graph returns is overwritten when it is replayed again, or when another graph of the recorder is.
 
     Args:
-        device: of the work.
+        device: device that the work runs on.
         recording: False: work runs as it is, as it must without a GPU.
         replica: ranks that record the same work at the same time; None: this one alone.
     """

@@ -41,8 +41,8 @@ class HybridCache(StaticKVCache):
     """The KV and the recurrent states of one sequence.
 
     Args:
-        shapes: by layer, what recurrent layers keep.
-        args: as of `StaticKVCache`.
+        shapes: what recurrent layers keep, by layer.
+        args: see `StaticKVCache`.
 
     Raises:
         CacheTooLarge: the device has no room for the states.

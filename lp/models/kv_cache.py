@@ -22,12 +22,12 @@ class CacheTooLarge(RuntimeError):
     """The device has no room for a cache.
 
     Args:
-        slot_bytes: of one slot in all layers.
-        capacity: slots.
+        slot_bytes: bytes of one slot in all layers.
+        capacity: how many slots were asked for.
 
     Attributes:
-        slot_bytes: as given.
-        nbytes: needed for all slots.
+        slot_bytes: bytes of one slot in all layers.
+        nbytes: bytes of all slots.
     """
 
     def __init__(self, slot_bytes: int, capacity: int) -> None:
@@ -43,7 +43,7 @@ class StatesKind:
     Attributes:
         heads: G.
         dim: D.
-        dtype, device: of the states.
+        dtype, device: dtype and device of the states.
     """
 
     heads: int
@@ -53,7 +53,7 @@ class StatesKind:
 
     @classmethod
     def of(cls, states_1GTD: torch.Tensor) -> StatesKind:
-        """That of such states."""
+        """The kind of these states."""
         return cls(states_1GTD.shape[1], states_1GTD.shape[3], states_1GTD.dtype, states_1GTD.device)
 
 
@@ -63,7 +63,7 @@ class _Extent:
     cycles.
 
     Attributes:
-        layers: of the model.
+        layers: how many layers the model has.
         capacity: C.
         zeroed: slots hold zeros until something is written.
         known: how many keys and values of each kind the model has; the first cache of a model finds out.
@@ -212,7 +212,7 @@ class StaticKVCache(Cache):
 
     @property
     def length(self) -> int:
-        """L."""
+        """L, how many tokens are committed."""
         return self._extent.length
 
     @length.setter
@@ -248,7 +248,7 @@ class StaticKVCache(Cache):
 
         Args:
             pool: one tensor of each known kind, (n, G, slots, D).
-            first_slot, num_slots: of this cache; what is cached lies there already.
+            first_slot, num_slots: slots of the pool that this cache takes; what is cached lies there already.
         """
         extent = self._extent
         extent.buffers = {kind: [buffer[:, :, first_slot : first_slot + num_slots]] for kind, buffer in pool.items()}

@@ -162,7 +162,7 @@ class KVPool:
                 states.zero_()
 
     def check(self) -> None:
-        """That every slot is free or of one cache: an invariant, for tests."""
+        """Assert that every slot is free or of one cache: an invariant, for tests."""
         runs = sorted([*self._runs._free, *self._caches.values()])
         ends = [0, *(run.end for run in runs)]
         assert [run.start for run in runs] == ends[:-1], f"slots are lost or had twice: {runs}"

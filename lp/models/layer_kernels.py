@@ -109,7 +109,7 @@ def normalize(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, rounded: b
 
     Args:
         x_TE: rows without gaps.
-        rounded: before the product with the weight, else after it.
+        rounded: whether to round before the product with the weight, else after it.
         offset: the factor is 1 + weight.
     """
     num_tokens, size = x_TE.shape
@@ -137,8 +137,9 @@ def rotate_and_store(
 
     Args:
         rotated_THD: queries, then keys, (T, H + G, D); heads without gaps.
-        values_TGD: likewise.
-        cos_T1D, sin_T1D: without gaps; the sine has the sign of the half that it multiplies.
+        values_TGD: values, (T, G, D); heads without gaps.
+        cos_T1D, sin_T1D: the rotation's cosines and sines, without gaps; the sine has the sign of the half that it
+            multiplies.
         k_1GCD, v_1GCD: keys and values of the layer in all slots.
         slots_T: int64.
     """

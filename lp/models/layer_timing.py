@@ -30,7 +30,7 @@ def time_passes(runner: ModelRunner, sizes: tuple[int, ...] = TIMED_SIZES) -> di
     """Seconds of a pass of the whole model by its tokens; every rank of a divided model calls it.
 
     Args:
-        runner: of the model, which other threads may use meanwhile.
+        runner: the model's runner; other threads may use the model meanwhile.
         sizes: numbers of tokens.
     """
     clock = clock_of(runner.device)
@@ -53,8 +53,8 @@ class _Shallow:
     """A model with its first layer alone, over the same weights.
 
     Args:
-        runner: of the model.
-        clock: as of `clock_of`.
+        runner: the model's runner.
+        clock: the device's clock, as `clock_of` gives it.
     """
 
     def __init__(self, runner: ModelRunner, clock: Callable[[], float]) -> None:

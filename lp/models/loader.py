@@ -36,7 +36,7 @@ class Checkpoint(NamedTuple):
     Attributes:
         shown: what the user named, for messages.
         place: a folder, or a name on the hub.
-        options: for every `from_pretrained`: the GGUF file of the folder, where it is one.
+        options: arguments of every `from_pretrained`: the GGUF file of the folder, where it is one.
     """
 
     shown: str
@@ -173,9 +173,9 @@ def cast_on(device: str | torch.device, model: PreTrainedModel, dtype: torch.dty
     """Move a model to a device and cast it there, tensor by tensor, as if it had been loaded in that dtype.
 
     Args:
-        device: of the weights.
+        device: where to move the weights.
         model: loaded in the dtype of its checkpoint.
-        dtype: of its parameters from now on.
+        dtype: dtype that its parameters have from now on.
 
     Returns:
         Whether that was done; False where the model computes buffers of its own in its dtype: load it in that dtype.

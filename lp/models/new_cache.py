@@ -19,8 +19,8 @@ def new_cache(
     """An empty cache, of KV alone where no layer is recurrent.
 
     Args:
-        num_layers, capacity, zeroed, deferred, known: as of `StaticKVCache`.
-        shapes: as of `HybridCache`.
+        num_layers, capacity, zeroed, deferred, known: see `StaticKVCache`.
+        shapes: see `HybridCache`.
     """
     if not shapes:
         return StaticKVCache(num_layers, capacity, zeroed, deferred, known)

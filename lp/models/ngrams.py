@@ -63,14 +63,14 @@ def measure_ngrams(
     them and a token of the vocabulary, each token once until all were.
 
     Args:
-        model: on its device.
+        model: the model, on its device.
         beginnings: tokens to begin a text with, alike in nothing but that anything may follow them.
-        num_tokens: that the model writes, about; 0: none, and there are contexts of one token alone.
-        max_contexts: of every length above 1.
+        num_tokens: tokens that the model writes, about; 0: none, and there are contexts of one token alone.
+        max_contexts: most contexts of every length above 1.
         num_logits: K.
         batch: B.
-        seed: of what the model writes.
-        folder: for what was observed so far; a call that finds such a folder of an equal call goes on with it. None:
+        seed: seed of what the model writes.
+        folder: keeps what was observed so far; a call that finds such a folder of an equal call goes on with it. None:
             memory.
 
     Returns:
@@ -113,13 +113,13 @@ class Observations:
     """What was observed, in arrays that are made once: many small ones would keep a model's memory between them.
 
     Args:
-        most: so many, or fewer.
+        most: most observations there may be.
         folder: where they lie, so that another process can go on; None: memory.
         asked: what they are of.
 
     Attributes:
         count: how many there are.
-        units: of work that are done.
+        units: units of work that are done.
 
     Raises:
         ValueError: the folder has those of something else.
@@ -265,14 +265,14 @@ def _observed(contexts: torch.Tensor, logits: torch.Tensor) -> Observed:
 
 
 def _of_length(observed: Observed, length: int) -> Observed:
-    """The same behind the last `length` tokens alone, where there are so many."""
+    """The observations behind the last `length` tokens alone, where there are so many."""
     contexts = observed.contexts[:, -length:]
     there = contexts[:, 0] != NO_TOKEN
     return Observed(contexts[there], observed.tokens[there], observed.probs[there])
 
 
 def _means(observed: Sequence[Observed], vocabulary: int, max_contexts: int, num_logits: int) -> Contexts:
-    """Of the contexts that came most often the logits of their mean probabilities, the most frequent first."""
+    """Logits of the mean probabilities behind the contexts that came most often, the most frequent first."""
     all_contexts, tokens, probs = (np.concatenate(each) for each in zip(*observed, strict=True))
     contexts, of_context, counts = np.unique(all_contexts, axis=0, return_inverse=True, return_counts=True)
     often = np.argsort(-counts, kind="stable")[:max_contexts]

@@ -22,10 +22,10 @@ def fault_in_own_dtype(runner: StepRunner, excerpt: Excerpt, trial: Trial, step:
     """What is off by more than rounding is, in the words of an error; None: nothing.
 
     Args:
-        runner: of the model.
-        excerpt: in float32.
-        trial: over it.
-        step: what that gave.
+        runner: the model's runner.
+        excerpt: the excerpt in float32.
+        trial: the trial over that excerpt.
+        step: what the trial's step gave.
     """
     own = Excerpt(runner.original, in_float32=False, form=excerpt.form)
     tried = Trial(runner.over(own.model), trial.prefix, trial.nodes)
@@ -55,5 +55,5 @@ def _step_and_calls(trial: Trial) -> tuple[torch.Tensor, list[Call]]:
 
 
 def _errors(trial: Trial, calls: list[Call]) -> list[tuple[float, float]]:
-    """Of each call, and its limit. A function that fails in float32 computes something else than attention alone."""
+    """Error and limit of each call. A function that fails in float32 computes something else than attention alone."""
     return [call.errors(trial.visible_keys(call.layer)) for call in calls]

@@ -147,7 +147,7 @@ def probed(runner: StepRunner, nodes: Sequence[int] = PLANTED) -> Findings:
     model, if its code does not run with some of its layers.
 
     Args:
-        nodes: that faults are planted at.
+        nodes: nodes that faults are planted at.
 
     Raises:
         ValueError: nor does that run.

@@ -45,7 +45,7 @@ class RecurrentLayer:
 
 
 def _shape(conv: nn.Module, **state: int) -> RecurrentShape:
-    """That of a layer with this convolution, whose weight is (C, 1, K)."""
+    """Shape of a layer with this convolution, whose weight is (C, 1, K)."""
     weight: Any = conv.weight
     return RecurrentShape(len(weight), weight.shape[2], weight.dtype, weight.device, **state)
 
@@ -255,7 +255,7 @@ def recurrent_shapes(model: nn.Module, kinds: list[str]) -> dict[int, RecurrentS
     """What the recurrent layers of a model keep, by layer.
 
     Args:
-        kinds: of its layers, as the config names them.
+        kinds: each layer's kind, as the config names it.
 
     Raises:
         ValueError: a recurrent layer of a class that is not known, or with weights that are offloaded.

@@ -29,7 +29,7 @@ class RecurrentShape:
 
     Attributes:
         channels, taps: C and K.
-        dtype, device: of the convolution's inputs.
+        dtype, device: dtype and device of the convolution's inputs.
         heads, rows, columns: H, R and D; no heads: it is a convolution alone.
         left_heads, right_heads: heads of the two vectors of an outer product, of which several may share one.
     """
@@ -53,13 +53,13 @@ class RecurrentShape:
 
 
 class Stash(NamedTuple):
-    """Of every token, by index 2; of n layers, or of one without n.
+    """What a step leaves of every token, index 2 of the tensors; of n layers, or of one without n.
 
     Attributes:
         left: (n, left heads, T, R).
         right: (n, right heads, T, D).
         g: log decays, (n, H, T).
-        inputs: of the convolution, (n, 1, T, C).
+        inputs: inputs of the convolution, (n, 1, T, C).
     """
 
     left: torch.Tensor
@@ -69,14 +69,14 @@ class Stash(NamedTuple):
 
     @classmethod
     def room(cls, shape: RecurrentShape, layers: int, tokens: int) -> Stash:
-        """For so many tokens."""
+        """A stash of zeros, with room for so many tokens."""
         *products, inputs = cls.sizes(shape, layers, tokens)
         left, right, g = (torch.zeros(size, dtype=DTYPE, device=shape.device) for size in products)
         return cls(left, right, g, torch.zeros(inputs, dtype=shape.dtype, device=shape.device))
 
     @staticmethod
     def sizes(shape: RecurrentShape, layers: int, tokens: int) -> list[tuple[int, ...]]:
-        """Of its tensors."""
+        """Shapes of a stash's tensors, in their order."""
         return [
             (layers, shape.left_heads, tokens, shape.rows),
             (layers, shape.right_heads, tokens, shape.columns),
@@ -126,12 +126,12 @@ class _Group:
     """The layers of one shape, in tensors that have them all.
 
     Args:
-        shape: theirs.
+        shape: the layers' shape.
         layers: n.
 
     Attributes:
-        stash: of the last step. Steps whose sizes round up to the same power of two share one, and it stays where it
-            is, since captured steps of these sizes write to it.
+        stash: what the last step left. Steps whose sizes round up to the same power of two share one, and it stays
+            where it is, since captured steps of these sizes write to it.
     """
 
     def __init__(self, shape: RecurrentShape, layers: int) -> None:
@@ -165,10 +165,10 @@ class RecurrentStates:
     """The states of one sequence.
 
     Args:
-        shapes: by layer.
+        shapes: what each recurrent layer keeps, by layer.
 
     Attributes:
-        tree: of the pass that runs; None: it is of a chain, which layers follow by the model's own code.
+        tree: tree of the pass that runs; None: the pass is of a chain, which layers follow by the model's own code.
         started: by layer, whether it has a state, as transformers' cache layers have it.
     """
 

@@ -64,7 +64,7 @@ def runner_of(
     """The model's runner with these settings: one for all its decoders, so that steps are captured once.
 
     Args:
-        model, attention, capture: as of `ModelRunner`.
+        model, attention, capture: see `ModelRunner`.
         exact: runners of different modes are different ones.
 
     Raises:
@@ -116,7 +116,7 @@ class ModelRunner:
         original: the model as it was given.
         model: the runner's own view of it, with the same weights and the attention that was chosen.
         network: what steps call: `model`, or fused layers over its weights.
-        backend: of attention, the one that `auto` or the caller chose.
+        backend: the attention backend that `auto` or the caller chose.
         captured: runs captured steps; None where they are not.
         widths: how many tokens a pass may have, ascending: others are padded (`lp.models.bitwise`); empty: any number.
         step_times: what decoders know of them, by all that they depend on (`lp.engine.step_timing`).
@@ -227,7 +227,7 @@ class ModelRunner:
         """A runner like this one of another model, which it does not ask whether it honours a tree mask.
 
         Args:
-            fused: with fused layers, if this one has.
+            fused: whether to run fused layers, if this one does.
         """
         name, fused = self.backend.name, fused and self.fused
         runner = type(self)(model, name, Capture.OFF, probe=False, fused=fused, same_bits=self._same_bits)
@@ -331,13 +331,13 @@ class ModelRunner:
         """An empty cache of so many slots, which takes buffers of its own in its first pass unless it is given some.
 
         Args:
-            capacity, deferred: as of `StaticKVCache`.
+            capacity, deferred: see `StaticKVCache`.
         """
         layers = self.config.num_hidden_layers
         return new_cache(layers, capacity, deferred=deferred, known=self._known, shapes=self.recurrent)
 
     def forget_kinds(self) -> None:
-        """Of keys and values, for a runner of other layers: this one's own are left to whom it was copied from."""
+        """Forget known kinds of keys and values, for a runner of other layers; its original keeps its own."""
         self._known, self._knows_all = {}, False
 
     @property
@@ -352,7 +352,7 @@ class ModelRunner:
 
     @contextmanager
     def borrowed_cache(self, capacity: int) -> Iterator[StaticKVCache]:
-        """The same for one generation: no other gets this cache within the block."""
+        """A new cache for one generation: no other gets this cache within the block."""
         with self._lock:
             cache = self.new_cache(capacity)
             captured = self.captured if self.captures(cache) else None
@@ -518,7 +518,8 @@ class ModelRunner:
             logits_indices: tokens whose logits are computed; only these go through the LM head.
             capture: it is a step, of which there will be many.
             chain: each token sees all before it, and all are committed.
-            whole: of the whole vocabulary; False: this rank's part of it may do, where ranks divide it.
+            whole: whether logits are to be of the whole vocabulary; False: this rank's part may do, where ranks divide
+                it.
 
         Returns:
             (len(logits_indices), V), valid until the next step.
@@ -559,7 +560,7 @@ class ModelRunner:
         """Logits of a pass that is not captured: (n, V), those of the first sequence first; one if none is asked for.
 
         Args:
-            visible: which tokens those of a single sequence see, where that is no tree's.
+            visible: (T, T) bool, which tokens each one of a single sequence sees, where that is no tree's.
         """
         if self.widths:
             num_tokens = sum(len(tree.tokens) for tree in trees)
@@ -641,7 +642,7 @@ def _joined(rows: Sequence[Sequence[int] | np.ndarray]) -> Sequence[int] | np.nd
 
 
 def _parents_of(visible: np.ndarray) -> np.ndarray:
-    """Of each token of a tree, the last one before it that it sees; -1 for none."""
+    """For each token of a tree, the last one before it that it sees; -1 for none."""
     tokens = np.arange(len(visible))
     parents: np.ndarray = np.where(visible & (tokens < tokens[:, None]), tokens, -1).max(1)
     return parents

@@ -19,8 +19,8 @@ class RowWiseLinear(nn.Module):
     """A linear layer of which every rank has a part of the inputs: its outputs are summed over the ranks.
 
     Args:
-        linear: this rank's part, without a bias.
-        bias: of the whole; added once, after the sum.
+        linear: this rank's part of the layer, without a bias.
+        bias: bias of the whole layer; added once, after the sum.
         replica: the ranks.
     """
 
@@ -93,7 +93,7 @@ class ShardedHead(nn.Module):
     """An LM head of which every rank has a part of the vocabulary; called as a module, it gathers all logits.
 
     Args:
-        linear: this rank's rows.
+        linear: this rank's rows of the LM head.
         out_features: V.
         replica: the ranks.
     """

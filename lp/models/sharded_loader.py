@@ -46,11 +46,11 @@ def load_divided(
 
     Args:
         source: folder, or hub name.
-        config: of the checkpoint.
+        config: the checkpoint's config.
         replica: the ranks.
-        device: of the weights.
-        dtype: of the weights; "auto" is the checkpoint's.
-        plan: of the user; None takes the model's own.
+        device: where to load the weights.
+        dtype: dtype of the weights; "auto" is the checkpoint's.
+        plan: the user's plan; None takes the model's own.
         kwargs: `attn_implementation`, `trust_remote_code`, `local_files_only`.
 
     Raises:
@@ -207,7 +207,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first weight of real numbers in the first file, as transformers takes it where a config names none."""
+        """Dtype of the first weight of real numbers in the first file, which counts where a config names none."""
         if not self._file_of:
             return torch.float32
         first = min(self._file_of, key=self._file_of.__getitem__)
@@ -324,7 +324,7 @@ class Checkpoint:
 
 
 def _sizes(shape: tuple[int, ...], part: Part | None) -> tuple[int, ...]:
-    """Of a part."""
+    """Sizes of a part of a tensor of this shape; None: of all of it."""
     sizes = [*shape]
     if part is not None:
         sizes[part.dimension] = sum(last - first for first, last in part.ranges)

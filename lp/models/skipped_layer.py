@@ -14,7 +14,7 @@ class OutputForm:
     """What the layers of a model return besides hidden states.
 
     Attributes:
-        rest: behind them in a tuple; None: they return hidden states alone.
+        rest: what comes behind hidden states in a tuple; None: layers return hidden states alone.
     """
 
     rest: tuple[Any, ...] | None = None
@@ -28,9 +28,9 @@ class SkippedLayer(nn.Module):
     """A decoder layer that hands on what it is given; it has the attributes of the one in whose place it is.
 
     Args:
-        layer: that one, which is no part of this module.
-        index: its own among all layers.
-        form: of what it returns.
+        layer: the layer in whose place it is, which is no part of this module.
+        index: index of that layer among all.
+        form: what the layer returns besides hidden states.
     """
 
     def __init__(self, layer: nn.Module, index: int, form: OutputForm) -> None:
@@ -52,7 +52,7 @@ class NoHead(nn.Module):
     """In place of the LM head: what it is given are the logits.
 
     Args:
-        dtype: of a weight, which some models ask for.
+        dtype: dtype of a weight, which some models ask for.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

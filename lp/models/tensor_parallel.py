@@ -48,7 +48,7 @@ class Part(NamedTuple):
     """The part of a weight that a rank holds: ranges of one dimension, one behind the other.
 
     Attributes:
-        dimension: which.
+        dimension: the dimension.
         ranges: [first, last) each.
     """
 
@@ -70,7 +70,7 @@ def plan_of(model: PreTrainedModel, given: Plan | None = None) -> dict[str, str]
     """What is done with the modules of a model, by pattern of their full names.
 
     Args:
-        model: whose config's class has the plan.
+        model: the model whose config's class has the plan.
         given: a user's plan in its place.
 
     Raises:
@@ -102,7 +102,7 @@ def divide(model: PreTrainedModel, replica: Replica, plan: Plan | None = None) -
 
 
 def divided(model: PreTrainedModel, replica: Replica, plan: Plan | None, fetch: Fetch) -> PreTrainedModel:
-    """The same, with this rank's part of every parameter from `fetch(name, whole parameter, part)`.
+    """The model, with this rank's part of every parameter from `fetch(name, whole parameter, part)`.
 
     The whole parameters may be on torch's meta device.
     """
@@ -184,7 +184,7 @@ def _check_linear(name: str, module: nn.Module) -> None:
 
 
 def _experts(name: str, module: nn.Module, replica: Replica, styles: Mapping[str, str]) -> Parts:
-    """Of the experts of a layer, (experts, rows, columns): gate and up projections by rows, down by columns."""
+    """Parts of a layer's experts, (experts, rows, columns): gate and up projections by rows, down by columns."""
     parts: Parts = {}
     for each, weight in module.named_parameters(recurse=False):
         style = style_of(f"{name}.{each}", styles)

@@ -18,7 +18,7 @@ class TreePass(NamedTuple):
         tokens, positions: (T,).
         parents: (T,), of each token the last one before it that it sees; -1 for none.
         cache: holds the prefix.
-        logits_indices: among its own tokens; may be none.
+        logits_indices: indices of the sequence's tokens whose logits are computed; may be empty.
         chain: each token sees all before it, and all are committed.
     """
 

@@ -55,7 +55,7 @@ class StepTree:
         return cls(visible_TT, parent_T < 0, torch.stack(earlier[::-1], 1) - offset)
 
     def to(self, device: torch.device) -> StepTree:
-        """The same on a device."""
+        """This tree, on a device."""
         return StepTree(self.visible_TT.to(device), self.roots_T.to(device), self.earlier_TK.to(device))
 
 

@@ -64,9 +64,9 @@ class Fault:
 
     Attributes:
         kind: "sees one too many", "sees one too few" or "has another position".
-        node: whose it is.
-        visible: of the step, with the fault.
-        positions: likewise.
+        node: the node that has the fault.
+        visible: which tokens of the step each one sees, bool, with the fault.
+        positions: positions of the step's tokens, with the fault.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class Trial:
     """Steps of a runner over an excerpt, behind a prefix.
 
     Args:
-        runner: of the excerpt.
+        runner: runs passes over the excerpt.
         prefix, nodes: tokens.
     """
 

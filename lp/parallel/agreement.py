@@ -103,7 +103,7 @@ def check_same(context: Ranks, call: str, items: Mapping[str, int]) -> None:
     """Compare named digests over the ranks.
 
     Args:
-        context, call: as in `exchange`.
+        context, call: see `exchange`.
         items: the same names on every rank that makes this call.
 
     Raises:
@@ -123,8 +123,8 @@ def shared_seed(context: Ranks, call: str, wanted: bool = True) -> int:
     """A seed that rank 0 draws from torch's generator for all.
 
     Args:
-        context, call: as in `exchange`.
-        wanted: by this rank; ranks that need none take part too, and draw none.
+        context, call: see `exchange`.
+        wanted: whether this rank needs one; ranks that need none take part too, and draw none.
     """
     seed = int(torch.randint(2**63 - 1, (1,))) if wanted else 0
     return int(exchange(context, call, [seed])[0])

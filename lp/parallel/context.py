@@ -38,7 +38,7 @@ class ParallelContext:
     """One rank among the ranks of a job; this base class is the single rank.
 
     Attributes:
-        rank, world_size, local_rank: as torchrun has them.
+        rank, world_size, local_rank: what torchrun calls so.
         device: where this rank computes.
         backend: "nccl", "gloo", or "none" for a single rank.
         mesh: DeviceMesh with dimensions ("lp", "tp"), None for a single rank.
@@ -46,8 +46,8 @@ class ParallelContext:
         replica: the ranks that hold a replica of the model with this one; itself alone without tp.
         dimensions: the ranks along a dimension of the mesh, where there is more than one: "lp", those that share steps
             with this one; "tp", those of its replica, which is by itself there.
-        names: of the ranks, in messages; empty: their numbers.
-        leads: this rank's results count for all, where that is not rank 0 of these ranks.
+        names: what messages call the ranks; empty: their numbers.
+        leads: whether this rank's results count for all, where that is not rank 0 of these ranks.
     """
 
     rank: int = 0
@@ -186,7 +186,7 @@ class ParallelContext:
         """Rank 0's text, or None, on every rank; ranks wait for it as long as a person takes to type.
 
         Args:
-            text: on rank 0; the others' is not looked at.
+            text: rank 0's text; the others' is not looked at.
             call: what it is for, the same on every rank.
 
         Raises:
@@ -215,7 +215,7 @@ class _ProcessContext(ParallelContext):
         messages: the group of messages between steps, on the host, where waiting keeps no GPU busy. A message and a
             step's message, which differ in size, would abort the process where they meet in one group.
         timeouts: seconds that a collective may wait, and within `setting_up`.
-        group: of steps; None: the mesh's dimension lp.
+        group: group that the steps use; None: the mesh's dimension lp.
         home: rank and size of the whole job, where these ranks are a part of it.
     """
 
@@ -232,7 +232,7 @@ class _ProcessContext(ParallelContext):
         return self.mesh.get_group("lp")
 
     def divided(self, one_shot_sums: bool) -> ParallelContext:
-        """The same ranks with the dimensions of the mesh, which has more than one rank a replica."""
+        """These ranks with the dimensions of the mesh, which has more than one rank a replica."""
         assert self.mesh is not None
         replicas, size = self.mesh.shape
         grid = [[lp * size + tp for tp in range(size)] for lp in range(replicas)]
@@ -307,7 +307,7 @@ class _ProcessContext(ParallelContext):
             set_timeout(usual, *self._groups())
 
     def _groups(self) -> list[dist.ProcessGroup]:
-        """Of these ranks, and along the dimensions."""
+        """Groups of these ranks, and of the ranks along the dimensions."""
         assert self.messages is not None
         parts = [each for each in self.dimensions.values() if isinstance(each, _ProcessContext)]
         return [self._group, self.messages, *(group for each in parts for group in each._groups())]

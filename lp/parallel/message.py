@@ -65,7 +65,7 @@ class Header(NamedTuple):
     """The first int64s of a message.
 
     Attributes:
-        digest: of everything that ranks must have alike.
+        digest: digest of everything that ranks must have alike.
         stop: why this rank wants all to stop.
         length: generated tokens to return then.
     """
@@ -252,8 +252,8 @@ def unpack(
 
     Args:
         messages: int64 (R, P), of all ranks.
-        trees: gets theirs: room for it, of `MessageShape.room`.
-        step: for errors.
+        trees: gets the ranks' trees; it is made by `MessageShape.room`.
+        step: number of the decode step, for errors.
         rounding: by what share logits may differ among ranks.
         name_of: what errors call a rank.
 
@@ -315,7 +315,7 @@ def check_digests(messages: np.ndarray, step: int, name_of: Callable[[int], str]
 
     Args:
         messages: (R, P).
-        step: for the error.
+        step: number of the decode step, for the error.
 
     Raises:
         RuntimeError: names the ranks that differ, and the step.
@@ -336,7 +336,7 @@ def check_best(best: np.ndarray, step: int, rounding: float, name_of: Callable[[
 
     Args:
         best: int64 (R, NUM_BEST), the best logits of `c`, packed.
-        step: for the error.
+        step: number of the decode step, for the error.
         rounding: by what share of the largest logit they may differ.
 
     Raises:

@@ -88,9 +88,9 @@ def one_shot_sum(
     Every rank of the group calls it at the same time.
 
     Args:
-        group: of the ranks of a replica.
-        device: of this rank's tensors.
-        make: without a check of its sums.
+        group: the ranks of a replica.
+        device: device of this rank's tensors.
+        make: makes what sums, without a check of its sums.
     """
     failure = "another rank of the replica cannot"
 

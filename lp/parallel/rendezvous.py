@@ -107,7 +107,7 @@ def choose_backend(backend: str, devices: Sequence[str]) -> str:
 
     Args:
         backend: checked.
-        devices: of every rank, as `device_id` names them.
+        devices: every rank's device, as `device_id` names it.
 
     Raises:
         ValueError: nccl for ranks that share GPUs.

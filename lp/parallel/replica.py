@@ -20,8 +20,8 @@ class Replica:
     Its collectives are on the device of the model, in the order in which the model computes.
 
     Attributes:
-        rank: of this rank in the replica.
-        size: T.
+        rank: this rank's number in the replica.
+        size: T, how many ranks it has.
     """
 
     rank: int = 0
@@ -97,7 +97,7 @@ class ProcessReplica(Replica):
     """Ranks that are processes.
 
     Attributes:
-        group: of torch.distributed.
+        group: the ranks' group of torch.distributed.
         answered: within it an error of a collective names the ranks that do not answer.
         one_shot: what sums small tensors; None where `group` sums all.
         graphs: CUDA graphs in which collectives of the group may be captured.

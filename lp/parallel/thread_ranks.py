@@ -52,12 +52,12 @@ class LockstepContext(ParallelContext):
         return torch.stack(self._trade(call, message))
 
     def divided(self, size: int, column: _Lockstep, replica: _Lockstep, tensors: _Lockstep) -> LockstepContext:
-        """The same ranks with replicas of `size` of them.
+        """These ranks, in replicas of `size` of them.
 
         Args:
             size: ranks of a replica.
-            column: of the ranks that share steps with this one.
-            replica, tensors: of the ranks of its replica, for messages and for the model's own collectives.
+            column: joins the ranks that share steps with this one.
+            replica, tensors: join the ranks of its replica, for messages and for the model's own collectives.
         """
         lp, tp = divmod(self.rank, size)
         names = tuple(coordinates(rank, size) for rank in range(self.world_size))

@@ -67,7 +67,7 @@ class Cursor:
     """A matcher that goes to a text, and to branches behind it.
 
     Args:
-        matcher: at the beginning.
+        matcher: a matcher at the beginning of a text.
 
     Attributes:
         text: the tokens behind which it is.

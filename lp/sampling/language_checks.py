@@ -45,7 +45,7 @@ class Language:
     """The texts of an expression.
 
     Args:
-        node: that.
+        node: the expression.
     """
 
     def __init__(self, node: Node) -> None:

@@ -99,10 +99,10 @@ class ScoreRules:
 
     @classmethod
     def of(cls, processors: Iterable[LogitsProcessor], padding: int = 0) -> ScoreRules | None:
-        """Those of a text; None where one of them can't be said so.
+        """Rules for a text; None where one of its processors can't be said so.
 
         Args:
-            processors: in the order in which they are applied.
+            processors: the text's processors, in the order in which they are applied.
             padding: tokens of left padding, which penalties count and positions do not.
         """
         before: list[LogitsProcessor] = []

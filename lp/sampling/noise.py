@@ -147,7 +147,7 @@ class NoiseCache:
     """The noise of the positions that a text's step may need, computed once each: a ring buffer by position.
 
     Args:
-        seed, sequence, vocabulary, device: as in `gumbel`.
+        seed, sequence, vocabulary, device: see `gumbel`.
         capacity: C, positions held, at least as many as a step spans.
         dtype: the dtype of the noise that is given out.
 

@@ -38,7 +38,7 @@ class SamplingParams:
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
         min_p: drop tokens less likely than this share of the likeliest token's probability; 0 keeps all.
         typical_p: locally typical sampling; 1 keeps all.
-        repetition_penalty: in [1e-6, 1e6]; 1 is none.
+        repetition_penalty: transformers' penalty of tokens that the text has, in [1e-6, 1e6]; 1 is none.
         seed: 0 <= seed < 2**63; None draws one from torch's generator, rank 0's for all.
         verifier: "coupled", or "rejection", which is equal to plain sampling in distribution only, and draws: it
             needs a temperature > 0.

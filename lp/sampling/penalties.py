@@ -16,7 +16,7 @@ class CountPenalty(LogitsProcessor):
         prompt_tokens: length of the prompt, whose tokens do not count.
         presence: subtracted once.
         frequency: subtracted for each time.
-        last: so many last tokens count; None for all.
+        last: how many last tokens count; None for all.
     """
 
     per_branch = True

@@ -131,7 +131,7 @@ ANYTHING = Repeat(ANY, 0, None)
 
 
 def literal(text: str) -> Node:
-    """That text."""
+    """An expression that only this text matches."""
     return Seq(tuple(Chars(((ord(each), ord(each)),)) for each in text))
 
 

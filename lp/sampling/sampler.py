@@ -46,7 +46,7 @@ class Sampler:
             warpers leave tokens out.
         rules: what it does to scores, for `lp.sampling.node_sampling`, which samples the nodes of all texts that have
             some by one call; None: the host has a part in every step, by `scores` and `sample`.
-        noise: that it samples under; None for none.
+        noise: noise that the text is sampled under; None for none.
         counts: what penalties count; None where there are none, or the host counts.
         noisy_guesses: nodes that no walk can reach are sampled under the noise too, as the text they guess will be.
     """
@@ -101,7 +101,7 @@ class Sampler:
         Args:
             scores: (n, V).
             positions: where the nodes are; a node's token is for the position behind it.
-            branches: as in `scores`; None for a node that no walk can reach.
+            branches: see `scores`; None for a node that no walk can reach.
             drafts: the draft tokens behind every node, in order; may be empty unless `uses_drafts`.
         """
         return finite_argmax(scores)
@@ -199,9 +199,9 @@ def build_sampler(
         sequence: index in the batch.
         rank: the rank that draws, for rejection sampling.
         span: positions that a step may span.
-        noisy_guesses: as in `CoupledSampler`.
+        noisy_guesses: see `CoupledSampler`.
         vocabulary: V, of the LM head.
-        dtype, device: those of the logits.
+        dtype, device: dtype and device of the logits.
 
     Raises:
         ValueError: a processor that can't be used branch by branch.
@@ -250,7 +250,7 @@ def check_sampled(token: int, step: int, position: int, sampler: Sampler) -> Non
     Args:
         token: sampled.
         step: number of the decode step.
-        position: whose scores they are.
+        position: position whose scores they are.
         sampler: the request's, whose processors may have made them so.
 
     Raises:

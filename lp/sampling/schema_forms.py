@@ -50,10 +50,10 @@ class Number:
     """Numbers of a range.
 
     Attributes:
-        low: at least that.
-        above: more than that.
-        high: at most that.
-        below: less than that.
+        low: every number is at least this.
+        above: every number is more than this.
+        high: every number is at most this.
+        below: every number is less than this.
         multiples: every number is a multiple of each.
         places: parts of the schema that say so.
     """
@@ -130,7 +130,7 @@ class Contained:
 
 @dataclass(frozen=True)
 class List:
-    """Lists.
+    """Lists that follow a schema.
 
     Attributes:
         first: what the first items follow.
@@ -180,7 +180,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Object:
-    """Objects.
+    """Objects that follow a schema.
 
     Attributes:
         layers: what is said of properties, which follow every layer.

@@ -57,7 +57,7 @@ class Rewriting:
     """Rewrites one schema.
 
     Args:
-        document: that.
+        document: the schema.
     """
 
     def __init__(self, document: Document) -> None:
@@ -73,7 +73,7 @@ class Rewriting:
     # --- demands
 
     def demand(self, pointer: str) -> Demand:
-        """That a value follows the schema at a place."""
+        """The demand that a value follows the schema at a place."""
         part = self.document.at(pointer)
         if part is True or part == {}:
             return ANYTHING
@@ -471,12 +471,12 @@ def _objects(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Uni
 
 
 def _constant(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
-    """`const`."""
+    """What `const` allows."""
     return (value_form(part["const"]),)
 
 
 def _enumeration(rewriting: Rewriting, pointer: str, part: Mapping[str, Any]) -> Union:
-    """`enum`."""
+    """What `enum` allows."""
     if not isinstance(part["enum"], list):
         raise _bad("enum", pointer, part["enum"], "a list")
     return tuple(dict.fromkeys(map(value_form, part["enum"])))

@@ -65,7 +65,7 @@ class TokenCounts:
 
         Args:
             text: prompt and generated tokens.
-            num_tokens: that are to be counted.
+            num_tokens: how many first tokens of the text are to be counted.
             most: pairs that the caller has room for.
         """
         if self._counts_QV is None:

@@ -42,7 +42,7 @@ def pack_top_logits(scores: torch.Tensor, k: int) -> torch.Tensor:
 
     Args:
         scores: (n, V).
-        k: at most V are taken.
+        k: how many tokens to take of every node; at most V are taken.
 
     Returns:
         int64 (n, min(k, V)).

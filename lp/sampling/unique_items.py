@@ -106,7 +106,7 @@ class _State(NamedTuple):
     Attributes:
         within: TEXT, QUOTED or ESCAPED.
         depth: lists and objects around it.
-        lists: those of different items, by the depth of their items, the outermost first.
+        lists: the lists of different items around it, by the depth of their items, the outermost first.
     """
 
     within: int = TEXT

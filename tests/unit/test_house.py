@@ -48,6 +48,9 @@ KEEPERS = {
     "accelerate": "launch.bench.baselines",
 }
 FORBIDDEN = {"lp.draft": ["transformers", "torch.distributed"]}
+# Fragments that are glued to a line above them, or to another docstring.
+DOCSTRING_FRAGMENT = re.compile(r"(The same|As above|Of|That|L\.)(?!\w)|\S*$")
+ENTRY_FRAGMENT = re.compile(r"(?i:of|as|that|those|in|from|among|likewise|for|on|to|behind|before|so many|so long)\b")
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -165,6 +168,30 @@ def test_the_import_graph_has_no_circle() -> None:
         tuple(TopologicalSorter(graph).static_order())
     except CycleError as error:
         pytest.fail(f"these modules import each other: {' -> '.join(error.args[1])}")
+
+
+def fragments(path: Path) -> list[str]:
+    """Docstrings of a file, and entries of their Args and Attributes, that do not stand alone: with their lines."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        section = ""
+        for i, line in enumerate((ast.get_docstring(node) or "").splitlines()):
+            if line and not line.startswith(" "):
+                section = line
+            entry = re.match(r" {4}\*{0,2}\w+(?:, \*{0,2}\w+)*: (.*)", line)
+            glued = entry and section in ("Args:", "Attributes:") and ENTRY_FRAGMENT.match(entry[1])
+            if glued or (i == 0 and DOCSTRING_FRAGMENT.match(line)):
+                found.append(f"{path.name}:{node.body[0].lineno + i}: {line.strip()}")
+    return found
+
+
+def test_docstrings_stand_alone() -> None:
+    """A line such as "runner: of the model" says nothing to a reader of that line, as in an editor's hint."""
+    bench = ROOT / "launch" / "bench"
+    paths = [path for path in python_files("lp", "launch") if bench not in path.parents]
+    assert not [fragment for path in paths for fragment in fragments(path)]
 
 
 def test_packages_have_an_init() -> None:

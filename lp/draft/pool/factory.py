@@ -34,7 +34,7 @@ class PoolFactory(SourceFactory):
     """Makes a pool for every call: with new tables, or for scope "session" with those of the decoder's last call.
 
     Args:
-        config: of the pools.
+        config: the pools' config.
     """
 
     def __init__(self, config: LookaheadConfig) -> None:
@@ -64,7 +64,7 @@ class PoolFactory(SourceFactory):
         return NGramPool(self.config, call.prompt, call.noise, self.tables, *of_model)
 
     def digests(self, model_folder: str, vocabulary_size: int) -> dict[str, int]:
-        """Of what the pools of all ranks begin with alike.
+        """Digests, by name, of what the pools of all ranks begin with alike.
 
         Raises:
             ValueError: no file of model n-grams where one is asked for.
@@ -106,10 +106,10 @@ class PoolFactory(SourceFactory):
 
 
 def fresh_tables(config: LookaheadConfig, vocabulary_size: int, mebibytes: int | None = None) -> Tables:
-    """Empty, with the weights that scripts/train_pool_weights.py learned.
+    """Empty tables, with the weights that scripts/train_pool_weights.py learned.
 
     Args:
-        mebibytes: at most so many; None: the config's.
+        mebibytes: most memory that they may take, MiB; None: the config's.
     """
     shipped = _shipped_weights()
     squares = 1 + np.minimum(shipped["squares"], MAX_SQUARES)

@@ -282,7 +282,7 @@ def add_best_choice(tables, predictor, tree, parent, node, step, price):
 
 @jit
 def likeliest_trunk_node(tree, trunk, rank):
-    """Of the trunk nodes in the rank's block that it does not compute yet, the likeliest; 0 if there is none."""
+    """The likeliest trunk node in the rank's block that it does not compute yet; 0 if there is none."""
     best = 0
     for node in range(1, trunk):
         likelier = best == 0 or tree.accept_probs[node] > tree.accept_probs[best]

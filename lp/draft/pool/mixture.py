@@ -98,7 +98,7 @@ def new_predictor(
 
     Args:
         model_ngrams: a file's array; None: none.
-        temperature: of the sampler.
+        temperature: the sampler's temperature.
     """
     of_model = ModelNgrams.of(model_ngrams)
     votes = 2 * (len(ORDERS) * M + 5 * M + num_logits + of_model.num_logits + 1)
@@ -285,7 +285,7 @@ def vote_model(tables, predictor, known, logits_order, key, choices, votes):
     """Votes of the model's n-grams behind the longest context that they know, under the noise of this position.
 
     Args:
-        logits_order: of the context whose logits voted; a context that is no longer has no say.
+        logits_order: order of the context whose logits voted; only longer contexts have a say here.
 
     Returns:
         The order of that context, 0 if there is none, and how many tokens and votes there are.

@@ -139,7 +139,7 @@ def read_file(choice: str, folder: str, vocabulary_size: int) -> np.ndarray | No
 
     Args:
         choice: AUTO, OFF, or a path.
-        folder: of the model; not of this machine where it was loaded by its name.
+        folder: the model's folder; where the model was loaded by its name, none of this machine.
         vocabulary_size: V.
 
     Raises:

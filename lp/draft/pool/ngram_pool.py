@@ -34,12 +34,12 @@ class NGramPool(DraftSource):
     """The main draft source: text and window n-grams, guesses by position and top-k logits, in one mixture.
 
     Args:
-        config: its kinds of memory, depth and shape.
+        config: the pool's kinds of memory, depth and shape.
         prompt: the text so far.
         noise: (seed, sequence) of the sampler's noise; None where tokens are not sampled under it.
         tables: what it remembers, new or of an earlier text.
         model_ngrams: the array of a file of `lp.draft.pool.model_ngrams`; None: none.
-        temperature: of the sampler.
+        temperature: the sampler's temperature.
     """
 
     divides = True
