@@ -34,6 +34,7 @@ make() { # NAME: the environment, unless it is there
   local arguments=(-e "$root[dev,serve,grammar,quantized]")
   if [ "$(cat "$folder/lp-recipe" 2>/dev/null)" = "$(recipe "$1")" ]; then
     say "$1: $folder is there"
+    "$folder/bin/python" -m pip install --quiet --no-deps --disable-pip-version-check -e "$root" # of this clone, not of the last one
     return
   fi
   base=$(find_python) || exit
