@@ -18,12 +18,12 @@ from lp.errors import UserError
 
 from .bench.compare import Measured, alternate, warm_up
 from .bench.machine import PeakMemory
-from .bench.prompts import Prompt
 from .bench.records import Record, RecordFile, digest
 from .bench.session import Bench, ModelCache, on_main, open_bench
 from .bench.summary import totals
 from .bench.table import ProgressBar, console_on, print_totals, summary
 from .cli import start
+from .data.prompts import Prompt
 from .errors import INTERRUPTED
 from .schema import BenchmarkConfig, Output
 from .session import WARM_UP_TOKENS

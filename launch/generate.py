@@ -19,10 +19,10 @@ from lp.engine.output import GenerationOutput
 from lp.waits import waiting
 
 from .bench.compare import alternate, differences, warm_up
-from .bench.prompts import Prompt
 from .bench.table import console_on
 from .builders import ORACLE
 from .cli import start
+from .data.prompts import Prompt
 from .report import Report, Result, as_json, describe, print_table
 from .schema import Config, TextOutput
 from .session import WARM_UP_TOKENS, Session, open_session

@@ -18,10 +18,10 @@ from lp.sampling.params import is_greedy
 from .bench.ceilings import device_name
 from .bench.compare import Difference, Measured
 from .bench.machine import machine_now, remarks
-from .bench.prompts import Prompt
 from .bench.summary import spread, verdict
 from .bench.table import empty_table, put
 from .builders import ORACLE, PLAIN
+from .data.prompts import Prompt
 from .session import Session
 
 

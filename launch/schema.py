@@ -24,7 +24,7 @@ from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
 from .arguments import closest
-from .bench.shapes import SHAPES
+from .data.shapes import SHAPES
 
 T = TypeVar("T")
 # Fields that a draft source's config takes from top-level keys, where it has them. One that is null is the config's own

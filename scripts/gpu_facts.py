@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 import lp
 from launch.bench.ceilings import Call, Work, alternated, device_name
 from launch.bench.passes import Passes
-from launch.bench.shapes import build_shape, shape_config
+from launch.data.shapes import build_shape, shape_config
 from lp.attention.merging import masked_attention
 from lp.attention.registry import AUTO
 from lp.config import Capture, Exact

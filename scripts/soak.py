@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from launch.bench.prompts import load_builtin
+from launch.data.prompts import load_builtin
 from lp.errors import UserError
 from scripts.studies.parts.load import draw_requests, send_all
 from scripts.studies.parts.soak import Sample, check_count, take_sample, verdict

@@ -22,7 +22,7 @@ from rich.progress import track
 from safetensors.numpy import save_file
 
 import lp
-from launch.bench.prompts import load_builtin, load_jsonl
+from launch.data.prompts import load_builtin, load_jsonl
 from lp.draft.pool import ngram_pool
 from lp.draft.pool.factory import _shipped_weights
 from lp.draft.pool.mixture import FEATURES, MODEL_0

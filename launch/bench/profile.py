@@ -33,11 +33,11 @@ from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 from lp.sampling.params import SamplingParams
 
+from ..data.shapes import check_memory
 from .ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
 from .gpu_calls import GpuCalls, calls_per_step
 from .one_rank import Build, record, replayed
 from .passes import HEAD_CALLS, Passes, head_call, sampled_of
-from .shapes import check_memory
 
 PREFILL_CHUNK = 512  # tokens of a pass, as `generate` has it
 

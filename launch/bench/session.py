@@ -27,17 +27,17 @@ from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
 from ..builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes, has_pool
+from ..data.long_prompts import lengthened
+from ..data.prompts import Prompt
 from ..detokenizer import decoded
 from ..schema import BenchmarkConfig, PoolSchema
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences
-from .long_prompts import lengthened
 from .machine import machine_now
 from .origin import origin
 from .pass_at_1 import check_limits, check_prompts, judge
-from .prompts import Prompt
 from .quality import assess, check_rouge
 from .records import Record, digest, slug
 

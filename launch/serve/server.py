@@ -28,8 +28,8 @@ from lp.optional import is_installed
 from lp.sampling.params import Verifier
 from lp.waits import waiting
 
-from ..bench.prompts import read_text
 from ..builders import ORACLE, PLAIN, decoder_builders
+from ..data.prompts import read_text
 from ..once import rank
 from ..report import describe_sampling
 from ..schema import ServeConfig

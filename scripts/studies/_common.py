@@ -14,7 +14,7 @@ import torch
 from rich.progress import track
 
 import lp
-from launch.bench.prompts import Prompt, load_builtin, load_jsonl
+from launch.data.prompts import Prompt, load_builtin, load_jsonl
 from lp.models.loader import Loaded, load
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ import torch
 
 import lp
 from launch.bench.compare import Prediction, first_difference
-from launch.bench.prompts import Prompt, load_builtin, load_jsonl
 from launch.bench.summary import markdown
+from launch.data.prompts import Prompt, load_builtin, load_jsonl
 from lp.models.loader import load
 from lp.waits import waiting
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import lp
-from launch.bench.prompts import load_builtin
+from launch.data.prompts import load_builtin
 from lp.engine.journal import Journal
 
 from ._common import add_model_arguments, load_model, median_and_range

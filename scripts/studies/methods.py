@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import lp
-from launch.bench.prompts import load_jsonl
 from launch.bench.summary import markdown
 from launch.builders import ORACLE, PLAIN
+from launch.data.prompts import load_jsonl
 from lp.errors import UserError
 
 from ._common import add_model_arguments, append_result, load_model, median_and_range, read_results, sampling_at

@@ -30,9 +30,9 @@ import lp
 from launch.app import CONF
 from launch.bench.ceilings import Work
 from launch.bench.projection import Link, Projection
-from launch.bench.shapes import SHAPES, shape_config, sketch
 from launch.bench.summary import markdown
 from launch.builders import PLAIN
+from launch.data.shapes import SHAPES, shape_config, sketch
 from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.thread_ranks import run_lockstep

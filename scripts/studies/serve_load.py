@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from launch import cli
-from launch.bench.prompts import Prompt
 from launch.bench.summary import markdown
+from launch.data.prompts import Prompt
 from lp.errors import UserError
 from lp.models.loader import DEMO_MODEL
 from lp.optional import is_installed

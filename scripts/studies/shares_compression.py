@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import lp
-from launch.bench.prompts import load_builtin, load_jsonl
 from launch.bench.summary import markdown
+from launch.data.prompts import load_builtin, load_jsonl
 from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
 from lp.parallel.thread_ranks import run_lockstep

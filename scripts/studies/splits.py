@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 
 from launch.app import CONF
 from launch.bench.ceilings import Work
-from launch.bench.shapes import SHAPES, shape_config, sketch
 from launch.bench.summary import markdown
+from launch.data.shapes import SHAPES, shape_config, sketch
 from lp.errors import UserError
 
 from ._common import read_results

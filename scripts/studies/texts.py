@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lp
-from launch.bench.prompts import load_jsonl
+from launch.data.prompts import load_jsonl
 from lp.models.loader import Loaded
 
 from ._common import add_model_arguments, load_model, progress, sampling_at

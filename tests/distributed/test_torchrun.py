@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import lp
-from launch.bench.prompts import load_builtin
+from launch.data.prompts import load_builtin
 from tests.conftest import LONG, ROOT, Processes
 from tests.tiny_models import plain_greedy
 from tests.unit.conftest import save_tiny_model

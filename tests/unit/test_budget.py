@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lp
-from launch.bench.prompts import load_builtin
+from launch.data.prompts import load_builtin
 from lp.budget.calibration import DraftRecord
 from lp.budget.policy import AdaptiveBudget, Company, FixedBudget
 from lp.budget.step_times import StepTimes

@@ -10,7 +10,7 @@ import torch
 
 import lp
 from launch.bench.compare import first_difference, logit_gap
-from launch.bench.prompts import load_builtin, load_jsonl
+from launch.data.prompts import load_builtin, load_jsonl
 from lp.models.loader import DEMO_MODEL, Loaded, load
 from lp.parallel.thread_ranks import run_lockstep
 from tests.tiny_models import plain_greedy

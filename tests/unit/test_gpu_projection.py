@@ -12,7 +12,7 @@ import pytest
 import lp
 from launch.bench.ceilings import Work
 from launch.bench.projection import Projection
-from launch.bench.shapes import shape_config, sketch
+from launch.data.shapes import shape_config, sketch
 from lp.engine.output import StepStats
 from scripts.studies import main, scaling_projection
 from scripts.studies.parts.arithmetic import GPUS, Gpu, StepTime

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from launch.bench.hub import load_hub
-from launch.bench.prompts import Prompt
+from launch.data.hub import load_hub
+from launch.data.prompts import Prompt
 
 RECORDS = [{"article": f"text {i} {{brace}}", "turns": [f"first {i}", "second"], "gold": i} for i in range(4)]
 

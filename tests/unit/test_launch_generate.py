@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 import launch.generate
 import lp
-from launch.bench.prompts import load_builtin
+from launch.data.prompts import load_builtin
 from launch.schema import AttentionSchema, Config, ModelSchema, settings
 from launch.stream import STEP_COLOURS, Pen
 from lp.models.loader import DEMO_MODEL

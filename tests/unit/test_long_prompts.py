@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launch.bench.long_prompts import lengthened
+from launch.data.long_prompts import lengthened
 
 
 def test_other_prompts_stand_in_front() -> None:

@@ -17,8 +17,8 @@ from launch.bench.ceilings import WARM_UP, CeilingCalls, Ceilings, Work, alterna
 from launch.bench.one_rank import Build, record, replayed
 from launch.bench.passes import sampled_of
 from launch.bench.profile import Plan, largest_step, profile, step_budget
-from launch.bench.shapes import build_shape, shape_config
 from launch.bench.speed import speeds, transformers_greedy
+from launch.data.shapes import build_shape, shape_config
 from lp.attention import flash
 from lp.attention.ablation import WithoutAttention
 from lp.budget.policy import FixedBudget

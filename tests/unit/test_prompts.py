@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from launch.bench.prompts import Prompt, load_builtin, load_jsonl, read_text
+from launch.data.prompts import Prompt, load_builtin, load_jsonl, read_text
 from lp.models.loader import DEMO_MODEL
 
 

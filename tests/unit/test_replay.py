@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lp
-from launch.bench.prompts import load_builtin
+from launch.data.prompts import load_builtin
 from lp.draft.prompt_lookup import PromptLookup
 from lp.draft.source import DraftSource, StepSamples
 from lp.draft.tree import DraftTree, DraftTreeBuilder

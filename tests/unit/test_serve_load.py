@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.bench.prompts import load_builtin
+from launch.data.prompts import load_builtin
 from scripts.studies import main
 from scripts.studies.parts.endurance import resident_bytes
 from scripts.studies.parts.load import MALFORMED, Answer, Request, draw_requests, send, send_all

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.bench.shapes import SHAPES, build_shape, check_memory, shape_config, sketch, weight_bytes
+from launch.data.shapes import SHAPES, build_shape, check_memory, shape_config, sketch, weight_bytes
 
 CPU = torch.device("cpu")
 # Parameters that the checkpoints' own metadata states.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lp.errors import UserError
 
-from ..prompts import Prompt
+from ...data.prompts import Prompt
 from .execution import PASSED, run_program
 
 FENCE = re.compile(r"^```[\w+-]*[ \t]*\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL)

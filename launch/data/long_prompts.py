@@ -10,10 +10,10 @@ def lengthened(ids: list[int], others: Sequence[list[int]], num_tokens: int, bos
     """A prompt of `num_tokens` tokens that ends with this one.
 
     Args:
-        ids: of the prompt, (L,); as it is if L is `num_tokens` or more.
+        ids: the prompt's token ids, (L,); returned as they are if L is `num_tokens` or more.
         others: token ids of other texts, put in front in turn, the nearest first, and again from the start; at least
             one that is not empty. The first of the texts in front is cut at its beginning.
-        num_tokens: of the result.
+        num_tokens: how many tokens the result has.
         bos: begins the result if it begins the prompt; None for none.
     """
     if len(ids) >= num_tokens:

@@ -18,13 +18,13 @@ def load_hub(
     task_id: str | None = None,
     limit: int | None = None,
 ) -> list[Prompt]:
-    """The records of a split, in their order.
+    """The prompts in a split of a data set, in the order of its records.
 
     Args:
-        name, subset, split: of the data set; a folder of JSONL files is one too.
+        name, subset, split: which part of which data set; a folder of JSONL files is one too.
         prompt, reference, task_id: a field, or a template of fields, as in "Sum up: {article}"; without a task_id, the
             record's number.
-        limit: of prompts, the first ones; None is all.
+        limit: read only so many records, the first ones; None reads all.
 
     Raises:
         ValueError: no `datasets`, no such data set, or a field that it does not have.

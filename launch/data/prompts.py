@@ -91,8 +91,8 @@ def load_jsonl(path: str | Path, limit: int | None = None, fields: Fields | None
 
     Args:
         path: the file; blank lines are skipped.
-        limit: of prompts, the first ones; None is all.
-        fields: of the data set, whose records may stand there as they were published.
+        limit: read only so many prompts, the first ones; None reads all.
+        fields: names that the data set gives its fields, so that its file can be read as it was published.
 
     Raises:
         ValueError: no such file, no prompt in it, or a bad line, named by its number.

@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str, layers: int | None = None, divide: int = 1) -> Any:
-    """The config of a shape, whole or scaled down.
+    """transformers' config of a published model's shape, whole or scaled down.
 
     Args:
         name: one of SHAPES.
@@ -89,8 +89,8 @@ def build_shape(config: Any, dtype: str, device: torch.device) -> PreTrainedMode
     """A causal LM of this config with weights of transformers' own initialisation, drawn on the device.
 
     Args:
-        config: of `shape_config`.
-        dtype: of the weights, as `load` takes it, but for "auto".
+        config: what `shape_config` returned.
+        dtype: the weights' type, as `load` takes it, but for "auto".
         device: where they are made.
 
     Raises:

@@ -1,0 +1,1 @@
+"""What is decoded: prompts, from the package, files and the hub, and shapes of published models."""
