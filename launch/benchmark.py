@@ -27,7 +27,7 @@ from .data.prompts import Prompt
 from .errors import INTERRUPTED
 from .schema import BenchmarkConfig, Output
 from .session import WARM_UP_TOKENS
-from .stream import on_rank_0
+from .text.stream import on_rank_0
 
 
 def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> float | None:

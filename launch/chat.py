@@ -31,7 +31,7 @@ from .report import describe_sampling
 from .schema import ChatConfig
 from .session import check_common, grammar_of, open_model, say_how_it_runs, schema_text
 from .settings import Settings
-from .stream import Pen, on_rank_0, show, shows_colours
+from .text.stream import Pen, on_rank_0, show, shows_colours
 
 COMMAND = re.compile(r"/\w")
 HELP = '''\

@@ -26,7 +26,7 @@ from .data.prompts import Prompt
 from .report import Report, Result, as_json, describe, print_table
 from .schema import Config, TextOutput
 from .session import WARM_UP_TOKENS, Session, open_session
-from .stream import Pen, on_rank_0, show, shows_colours
+from .text.stream import Pen, on_rank_0, show, shows_colours
 
 SHOWN_PROMPT_LINES = 8
 

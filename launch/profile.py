@@ -39,7 +39,7 @@ from .data.prompts import load_builtin
 from .data.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .schema import Output, ProfileConfig
 from .session import check_common, load_model, open_context, sampling_of, seeded
-from .stream import on_rank_0
+from .text.stream import on_rank_0
 
 TRANSFORMERS = "transformers generate"
 

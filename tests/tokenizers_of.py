@@ -10,7 +10,7 @@ import transformers as tf
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from launch.decoder_steps import BYTE_OF
+from launch.text.decoder_steps import BYTE_OF
 
 SPECIAL = ["<s>", "</s>", "<file_sep>"]
 ADDED = ["  ", "<tool>", "\u00e9t\u00e9", "<\uff5cend\u2581of\u2581turn\uff5c>"]  # that are text

@@ -29,10 +29,10 @@ from lp.parallel.agreement import exchange
 from ..builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes, has_pool
 from ..data.long_prompts import lengthened
 from ..data.prompts import Prompt
-from ..detokenizer import decoded
 from ..schema import BenchmarkConfig, PoolSchema
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
+from ..text.detokenizer import decoded
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences
 from .machine import machine_now

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import lp
 
-from ..chat_tokens import LiteralCopy, chat_tokens, text_tokens
+from ..text.chat_tokens import LiteralCopy, chat_tokens, text_tokens
 from .bodies import ChatBody, Message, plain_text
 from .errors import SHOWN, ApiError
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lp.sampling.logprob_sampler import Logprob
 
-from ..detokenizer import TokenWalk
+from ..text.detokenizer import TokenWalk
 
 
 class LegacyLogprobs:

@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from lp.sampling.logprob_sampler import Logprob
 
-from ..detokenizer import Detokenizer, TokenWalk
+from ..text.detokenizer import Detokenizer, TokenWalk
 from .bodies import ChatBody, CompletionBody, OpenAI, plain_text
 from .chat_template import answer, chat_prompt, tool_format, uses_tools
 from .engine_loop import Ending, Piece

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lp.errors import UserError
 from lp.sampling.reasoning import ReasoningBlock
 
-from ..detokenizer import Detokenizer, Vocabulary
+from ..text.detokenizer import Detokenizer, Vocabulary
 from .watch import TextWatch
 
 AUTO = "auto"

@@ -21,8 +21,8 @@ from lp.sampling.grammar import GrammarError
 from lp.sampling.logprob_sampler import Logprob
 from lp.sampling.reasoning import ReasoningBlock
 
-from ..chat_tokens import LiteralCopy, text_tokens
-from ..detokenizer import Vocabulary
+from ..text.chat_tokens import LiteralCopy, text_tokens
+from ..text.detokenizer import Vocabulary
 from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
 from .errors import SHOWN, ApiError
 from .fim import FimPrompts

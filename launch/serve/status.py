@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 import lp
 
-from ..detokenizer import decoded
+from ..text.detokenizer import decoded
 from .bodies import DetokenizeBody, TokenizeBody
 from .docs_page import docs_page
 from .errors import ApiError

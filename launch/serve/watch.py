@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..decoder_steps import beginning_length
-from ..detokenizer import Detokenizer, Vocabulary
+from ..text.decoder_steps import beginning_length
+from ..text.detokenizer import Detokenizer, Vocabulary
 
 
 class TextWatch:

@@ -10,11 +10,11 @@ import pytest
 from transformers import AutoTokenizer
 
 import lp
-from launch.chat_tokens import LiteralCopy, chat_tokens, text_tokens
 from launch.history import History
 from launch.serve.bodies import ChatBody
 from launch.serve.chat_template import chat_prompt
 from launch.serve.errors import ApiError
+from launch.text.chat_tokens import LiteralCopy, chat_tokens, text_tokens
 from lp.models.loader import DEMO_MODEL
 from tests.serving import serving
 

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from launch.decoder_steps import BYTE_OF, decoder_steps
-from launch.detokenizer import Detokenizer, Vocabulary, decoded
+from launch.text.decoder_steps import BYTE_OF, decoder_steps
+from launch.text.detokenizer import Detokenizer, Vocabulary, decoded
 from lp.models.loader import DEMO_MODEL
 from tests.tokenizers_of import BYTES, DECODERS, drawn_decoder, drawn_tokens, tokenizer_with
 

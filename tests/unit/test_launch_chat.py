@@ -18,7 +18,7 @@ from launch.chat import Chat
 from launch.history import History
 from launch.schema import AutoregressiveSchema, ChatConfig, GreedySchema
 from launch.settings import Settings
-from launch.stream import Pen
+from launch.text.stream import Pen
 from lp.checks import check_int
 from lp.models.loader import load
 from lp.parallel.context import ParallelContext

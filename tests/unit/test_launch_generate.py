@@ -19,7 +19,7 @@ import launch.generate
 import lp
 from launch.data.prompts import load_builtin
 from launch.schema import AttentionSchema, Config, ModelSchema, settings
-from launch.stream import STEP_COLOURS, Pen
+from launch.text.stream import STEP_COLOURS, Pen
 from lp.models.loader import DEMO_MODEL
 from tests.conftest import Processes, read_until
 from tests.unit.conftest import Ran, save_tiny_model

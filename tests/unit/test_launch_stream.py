@@ -8,8 +8,8 @@ import random
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from launch.detokenizer import Detokenizer
-from launch.stream import RESET, STEP_COLOURS, Pen, shows_colours
+from launch.text.detokenizer import Detokenizer
+from launch.text.stream import RESET, STEP_COLOURS, Pen, shows_colours
 from lp.models.loader import DEMO_MODEL
 
 TEXTS = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.detokenizer import TokenWalk, Vocabulary
+from launch.text.detokenizer import TokenWalk, Vocabulary
 from lp.sampling.logprob_sampler import Logprob
 from tests.serving import Running, serving
 from tests.tokenizers_of import llama_2, model_with
