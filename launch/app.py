@@ -19,9 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from lp.errors import UserError
 
+from .config.schema import register, settings
 from .errors import reported
 from .once import rank
-from .schema import register, settings
 from .sweep import leave_objective, relaunch, surviving
 
 CONF = Path(__file__).resolve().parent.parent / "conf"  # beside launch/, in a clone as in site-packages/lp

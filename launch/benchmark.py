@@ -23,9 +23,9 @@ from .bench.session import Bench, ModelCache, on_main, open_bench
 from .bench.summary import totals
 from .bench.table import ProgressBar, console_on, print_totals, summary
 from .cli import start
+from .config.schema import BenchmarkConfig, Output
 from .data.prompts import Prompt
 from .errors import INTERRUPTED
-from .schema import BenchmarkConfig, Output
 from .session import WARM_UP_TOKENS
 from .text.stream import on_rank_0
 

@@ -22,13 +22,13 @@ from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
 from lp.sampling.grammar import Grammar
 
-from .builders import decoder_builders
 from .chat_input import Keyboard
 from .cli import start
+from .config.builders import decoder_builders
+from .config.schema import ChatConfig
 from .errors import explain
 from .history import History
 from .report import describe_sampling
-from .schema import ChatConfig
 from .session import check_common, grammar_of, open_model, say_how_it_runs, schema_text
 from .settings import Settings
 from .text.stream import Pen, on_rank_0, show, shows_colours

@@ -26,7 +26,7 @@ from lp.errors import UserError
 from lp.waits import waiting
 
 from .apps import APPS, TOOLS, App
-from .arguments import closest, overrides_first, take_prompt
+from .config.arguments import closest, overrides_first, take_prompt
 from .wait_line import waits_shown
 
 # Options of Hydra with which no job runs.

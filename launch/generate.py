@@ -20,11 +20,11 @@ from lp.waits import waiting
 
 from .bench.compare import alternate, differences, warm_up
 from .bench.table import console_on
-from .builders import ORACLE
 from .cli import start
+from .config.builders import ORACLE
+from .config.schema import Config, TextOutput
 from .data.prompts import Prompt
 from .report import Report, Result, as_json, describe, print_table
-from .schema import Config, TextOutput
 from .session import WARM_UP_TOKENS, Session, open_session
 from .text.stream import Pen, on_rank_0, show, shows_colours
 

@@ -12,9 +12,9 @@ from lp.sampling.params import SamplingParams
 
 from .app import register_resolvers
 from .apps import APPS
-from .arguments import closest
+from .config.arguments import closest
+from .config.schema import Common, decoder_choices, register
 from .keys import Key, app_keys, choices, config_keys
-from .schema import Common, decoder_choices, register
 
 WIDTH = 100  # a line that is longer is hard to read
 GROUPS = ("model", "decoder", "attention", "sampling", "parallel", "task", "experiment")

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from lp.errors import UserError
 
 from .app import CONF
-from .schema import LinkSchema
+from .config.schema import LinkSchema
 
 GROUPS = ("decoder", "sampling")  # groups whose keys depend on the choice: sections of their own
 

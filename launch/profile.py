@@ -33,11 +33,11 @@ from .bench.profile import Plan, profile
 from .bench.profile_report import Report, as_json, draw, print_tables
 from .bench.speed import speeds, transformers_greedy
 from .bench.table import console_on
-from .builders import ORACLE, PLAIN, decoder_builders, measured
 from .cli import start
+from .config.builders import ORACLE, PLAIN, decoder_builders, measured
+from .config.schema import Output, ProfileConfig
 from .data.prompts import load_builtin
 from .data.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
-from .schema import Output, ProfileConfig
 from .session import check_common, load_model, open_context, sampling_of, seeded
 from .text.stream import on_rank_0
 

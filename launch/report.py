@@ -20,7 +20,7 @@ from .bench.compare import Difference, Measured
 from .bench.machine import machine_now, remarks
 from .bench.summary import spread, verdict
 from .bench.table import empty_table, put
-from .builders import ORACLE, PLAIN
+from .config.builders import ORACLE, PLAIN
 from .data.prompts import Prompt
 from .session import Session
 

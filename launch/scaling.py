@@ -66,10 +66,10 @@ from .bench.session import (
 )
 from .bench.summary import markdown, short
 from .bench.table import PipeConsole
-from .builders import ALONE, ORACLE, PLAIN, measured
 from .cli import start
+from .config.builders import ALONE, ORACLE, PLAIN, measured
+from .config.schema import SHAPE_KEYS, Output, ScalingConfig, frozen
 from .nodes import Leader, Nodes, follow, leading
-from .schema import SHAPE_KEYS, Output, ScalingConfig, frozen
 from .session import checked, sampling_of
 from .sweep import folder_of_run, goes_on, relaunch
 

@@ -13,7 +13,7 @@ from lp.errors import UserError
 from lp.sampling.generation_config import Checkpoint
 from lp.sampling.params import is_greedy
 
-from .schema import ChatConfig, frozen, mirror
+from .config.schema import ChatConfig, frozen, mirror
 from .session import sampled_by_checkpoint, sampling_of
 
 

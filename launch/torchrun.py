@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lp.errors import UserError
 
-from .arguments import STDIN, read_stdin
+from .config.arguments import STDIN, read_stdin
 
 USER_ERROR = 2
 # A rank that hangs in a collective ends no other way: a launch must end within 30 s of losing another rank.

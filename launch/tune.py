@@ -27,10 +27,10 @@ from .bench.compare import warm_up
 from .bench.plots import tune_plot
 from .bench.table import console_on, empty_table, put
 from .bench.tune import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
-from .builders import PLAIN, measured, shape_and_pool
 from .cli import start
+from .config.builders import PLAIN, measured, shape_and_pool
+from .config.schema import POOL_KEYS, Output, TuneConfig
 from .report import describe_sampling
-from .schema import POOL_KEYS, Output, TuneConfig
 from .session import WARM_UP_TOKENS, Session, checked, open_model, seeded
 
 

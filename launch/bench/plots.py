@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from lp.budget.step_times import StepTimes
 
-from ..builders import ORACLE, PLAIN
+from ..config.builders import ORACLE, PLAIN
 from .scaling import PROJECTED, Line
 from .summary import Total
 

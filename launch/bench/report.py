@@ -17,7 +17,7 @@ from pathlib import Path
 from lp.commands import module_command
 from lp.errors import UserError
 
-from ..builders import ORACLE, PLAIN
+from ..config.builders import ORACLE, PLAIN
 from .plots import accepted_plot, dataset_plot, heat_map, scaling_plots, time_plot, tokens_plot
 from .records import load_records
 from .scaling import Line, scaling_table

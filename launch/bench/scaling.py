@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from ..builders import ALONE, ORACLE, PLAIN
+from ..config.builders import ALONE, ORACLE, PLAIN
 from .projection import Link, Projected
 from .records import Record
 from .summary import Total, spread, totals

@@ -26,10 +26,10 @@ from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
-from ..builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes, has_pool
+from ..config.builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes, has_pool
+from ..config.schema import BenchmarkConfig, PoolSchema
 from ..data.long_prompts import lengthened
 from ..data.prompts import Prompt
-from ..schema import BenchmarkConfig, PoolSchema
 from ..session import Session, checked, open_model, seeded
 from ..sweep import folder_of_run
 from ..text.detokenizer import decoded

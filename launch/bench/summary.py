@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from ..builders import ORACLE, PLAIN
-from ..schema import SHAPE_KEYS
+from ..config.builders import ORACLE, PLAIN
+from ..config.schema import SHAPE_KEYS
 from .machine import remarks
 from .records import Record, digest
 

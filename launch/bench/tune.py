@@ -16,7 +16,7 @@ from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.waits import Wait, waiting
 
-from ..builders import PLAIN
+from ..config.builders import PLAIN
 from .compare import alternate
 
 ADAPTIVE = "adaptive"

@@ -28,11 +28,11 @@ from lp.optional import is_installed
 from lp.sampling.params import Verifier
 from lp.waits import waiting
 
-from ..builders import ORACLE, PLAIN, decoder_builders
+from ..config.builders import ORACLE, PLAIN, decoder_builders
+from ..config.schema import ServeConfig
 from ..data.prompts import read_text
 from ..once import rank
 from ..report import describe_sampling
-from ..schema import ServeConfig
 from ..session import check_common, open_model, sampling_of, say_how_it_runs
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format

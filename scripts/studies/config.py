@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from launch.app import CONF, register_resolvers
 from launch.apps import APPS
+from launch.config.schema import decoder_choices, register
 from launch.data.shapes import SHAPES
 from launch.keys import Key, app_keys, choices, config_keys, summary
-from launch.schema import decoder_choices, register
 from lp.config import LookaheadConfig
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams

@@ -21,7 +21,7 @@ import torch
 
 import lp
 from launch.bench.summary import markdown
-from launch.builders import ORACLE, PLAIN
+from launch.config.builders import ORACLE, PLAIN
 from launch.data.prompts import load_jsonl
 from lp.errors import UserError
 

@@ -31,7 +31,7 @@ from launch.app import CONF
 from launch.bench.ceilings import Work
 from launch.bench.projection import Link, Projection
 from launch.bench.summary import markdown
-from launch.builders import PLAIN
+from launch.config.builders import PLAIN
 from launch.data.shapes import SHAPES, shape_config, sketch
 from lp.errors import UserError
 from lp.models.loader import Loaded

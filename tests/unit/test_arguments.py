@@ -15,7 +15,7 @@ import pytest
 import launch.apps
 import launch.cli
 import lp
-from launch.arguments import PROMPT, STDIN, overrides_first, take_prompt
+from launch.config.arguments import PROMPT, STDIN, overrides_first, take_prompt
 from tests.conftest import ROOT
 
 CODE = "def f(a, b=2): return '${x}' # \u65e5\u672c"

@@ -14,9 +14,9 @@ from transformers.masking_utils import eager_mask
 
 import lp
 from launch.app import CONF
-from launch.builders import decoder_builders
-from launch.schema import register as register_configs
-from launch.schema import settings
+from launch.config.builders import decoder_builders
+from launch.config.schema import register as register_configs
+from launch.config.schema import settings
 from lp.attention import registry
 from lp.attention.base import AttentionBackend
 from lp.attention.registry import attention_choices, backend_named

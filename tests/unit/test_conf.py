@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from launch.app import CONF, register_resolvers
-from launch.schema import Common, register, settings
+from launch.config.schema import Common, register, settings
 
 GROUPS = [*sorted(CONF.glob("*/*.yaml"))]
 PLUGINS = {"optuna": "hydra_plugins.hydra_optuna_sweeper", "joblib": "hydra_plugins.hydra_joblib_launcher"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import lp
-from launch.schema import decoder_choices, frozen, mirror
+from launch.config.schema import decoder_choices, frozen, mirror
 from lp.budget.policy import FixedBudget
 from tests.tiny_models import tiny_model
 

@@ -18,8 +18,8 @@ from hydra.errors import MissingConfigException
 
 from launch.app import CONF, import_plugins, register_resolvers
 from launch.apps import APPS
-from launch.arguments import take_prompt
-from launch.schema import register, settings
+from launch.config.arguments import take_prompt
+from launch.config.schema import register, settings
 from lp.attention import registry as attention_registry
 from lp.draft import registry as source_registry
 from lp.draft.registry import sources

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import lp
-from launch.schema import ChatConfig
+from launch.config.schema import ChatConfig
 from launch.session import sampled_by_checkpoint
 from launch.settings import Settings
 from lp.sampling.generation_config import Checkpoint

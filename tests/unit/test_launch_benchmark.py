@@ -26,8 +26,8 @@ from launch.bench.records import load_records
 from launch.bench.session import ModelCache, on_main, open_bench, settings_of
 from launch.bench.summary import caption, totals
 from launch.benchmark import benchmark
-from launch.builders import draft_configs
-from launch.schema import BenchmarkConfig
+from launch.config.builders import draft_configs
+from launch.config.schema import BenchmarkConfig
 from lp.engine.decoder import Decoder
 from lp.engine.interrupts import Terminated
 from lp.models.loader import Loaded, load

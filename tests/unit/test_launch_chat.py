@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import lp
 from launch.chat import Chat
+from launch.config.schema import AutoregressiveSchema, ChatConfig, GreedySchema
 from launch.history import History
-from launch.schema import AutoregressiveSchema, ChatConfig, GreedySchema
 from launch.settings import Settings
 from launch.text.stream import Pen
 from lp.checks import check_int

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 import launch.generate
 import lp
+from launch.config.schema import AttentionSchema, Config, ModelSchema, settings
 from launch.data.prompts import load_builtin
-from launch.schema import AttentionSchema, Config, ModelSchema, settings
 from launch.text.stream import STEP_COLOURS, Pen
 from lp.models.loader import DEMO_MODEL
 from tests.conftest import Processes, read_until

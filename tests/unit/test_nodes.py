@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from launch.config.schema import NodesSchema
 from launch.nodes import STANDALONE, Nodes, code_of, follow, leading
-from launch.schema import NodesSchema
 from lp.errors import RankLost, UserError
 
 ARGUMENTS = ["W=4", "ranks=[1,4]"]

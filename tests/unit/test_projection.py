@@ -18,7 +18,7 @@ from launch.bench.projection import Link, Projected, Projection
 from launch.bench.report import read_lines
 from launch.bench.scaling import MEASURED, Line, errors, errors_of_runs, medians, projected_lines, with_efficiency
 from launch.bench.session import Bench, settings_of
-from launch.schema import ScalingConfig
+from launch.config.schema import ScalingConfig
 from lp.commands import app_command
 from lp.engine.batch_step import BatchStep
 from lp.engine.output import StepStats

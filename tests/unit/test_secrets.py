@@ -14,7 +14,7 @@ import lp
 from launch.bench.session import ModelCache
 from launch.benchmark import benchmark
 from launch.cli import main
-from launch.schema import ServeConfig
+from launch.config.schema import ServeConfig
 from launch.serve import serve
 from tests.serving import serving
 from tests.unit.conftest import Ran

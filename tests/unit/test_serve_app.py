@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import launch.serve.server
-from launch.schema import ServeConfig
+from launch.config.schema import ServeConfig
 from launch.serve import serve
 from launch.serve.server import PACKAGES, bind, unfinished_requests
 from launch.serve.unfinished import UnfinishedRequests, only_server

@@ -23,8 +23,8 @@ from lp.draft.registry import sources
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
+from ..data.shapes import SHAPES
 from .arguments import closest
-from .data.shapes import SHAPES
 
 T = TypeVar("T")
 # Fields that a draft source's config takes from top-level keys, where it has them. One that is null is the config's own
