@@ -25,9 +25,9 @@ from .bench.table import ProgressBar, console_on, print_totals, summary
 from .cli import start
 from .config.schema import BenchmarkConfig, Output
 from .data.prompts import Prompt
-from .errors import INTERRUPTED
-from .session import WARM_UP_TOKENS
-from .text.stream import on_rank_0
+from .running.errors import INTERRUPTED
+from .running.once import on_rank_0
+from .running.session import WARM_UP_TOKENS
 
 
 def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> float | None:

@@ -26,12 +26,13 @@ from .chat_input import Keyboard
 from .cli import start
 from .config.builders import decoder_builders
 from .config.schema import ChatConfig
-from .errors import explain
 from .history import History
 from .report import describe_sampling
-from .session import check_common, grammar_of, open_model, say_how_it_runs, schema_text
+from .running.errors import explain
+from .running.once import on_rank_0
+from .running.session import check_common, grammar_of, open_model, say_how_it_runs, schema_text
 from .settings import Settings
-from .text.stream import Pen, on_rank_0, show, shows_colours
+from .text.stream import Pen, show, shows_colours
 
 COMMAND = re.compile(r"/\w")
 HELP = '''\

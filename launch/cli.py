@@ -25,9 +25,10 @@ from lp.compile_cache import complete, imported_too_early
 from lp.errors import UserError
 from lp.waits import waiting
 
+from . import PACKAGE
 from .apps import APPS, TOOLS, App
 from .config.arguments import closest, overrides_first, take_prompt
-from .wait_line import waits_shown
+from .running.wait_line import waits_shown
 
 # Options of Hydra with which no job runs.
 SHOWS_ONLY = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--version"}
@@ -40,7 +41,7 @@ def main(args: Sequence[str] | None = None) -> None:
         args: None takes those of the command line.
 
     Raises:
-        SystemExit: 2 after a user error; launch/errors.py has the other codes.
+        SystemExit: 2 after a user error; launch/running/errors.py has the other codes.
     """
     args = sys.argv[1:] if args is None else args
     if not args or args[0] in ("-h", "--help"):
@@ -71,9 +72,9 @@ def run_tool(name: str, args: Sequence[str]) -> None:
     atexit.register(gc.freeze)  # else Python looks through a million objects when it ends, for seconds
     with waits_shown():
         with waiting("importing torch and transformers"):
-            from .errors import reported
+            from .running.errors import reported
 
-            tool = import_module(f".{name}", __package__)
+            tool = import_module(f"{PACKAGE}.{name}")
         parser = argparse.ArgumentParser(
             prog=f"lp {name}", description=tool.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -93,11 +94,11 @@ def _start(name: str, args: Sequence[str]) -> None:
     app = APPS[name]
     starting = contextlib.ExitStack()
     starting.enter_context(waiting("importing Hydra"))
-    from .errors import names_key, reported
+    from .running.errors import names_key, reported
 
     def task(config: Any) -> float | None:
         with waiting("importing torch and transformers"):
-            module = import_module(f".{name}", __package__)
+            module = import_module(f"{PACKAGE}.{name}")
         return getattr(module, app.function)(config)
 
     with reported(), starting:  # its line is erased before an error is reported
@@ -114,7 +115,7 @@ def _start(name: str, args: Sequence[str]) -> None:
             return
         if needs_compiled(app, overrides):
             _compile(args)
-        from .app import run  # imports lp's functions: behind the compiling, so that they are the compiled ones
+        from .running.hydra_app import run  # imports lp's functions, which are compiled by now
     sys.argv = [f"lp {name}", *overrides_first(overrides)]  # where Hydra reads them
     run(task, name)
 

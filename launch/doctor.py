@@ -35,7 +35,7 @@ from lp.waits import waiting
 
 from .bench.ceilings import device_name
 from .bench.machine import machine_now, remarks
-from .weights_bar import tensors_counted
+from .running.weights_bar import tensors_counted
 
 WHY_NOT_FUSED = "lp.models.fused"  # the logger
 NEEDED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "numba", "hydra-core")

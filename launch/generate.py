@@ -25,8 +25,9 @@ from .config.builders import ORACLE
 from .config.schema import Config, TextOutput
 from .data.prompts import Prompt
 from .report import Report, Result, as_json, describe, print_table
-from .session import WARM_UP_TOKENS, Session, open_session
-from .text.stream import Pen, on_rank_0, show, shows_colours
+from .running.once import on_rank_0
+from .running.session import WARM_UP_TOKENS, Session, open_session
+from .text.stream import Pen, show, shows_colours
 
 SHOWN_PROMPT_LINES = 8
 

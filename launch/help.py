@@ -10,11 +10,11 @@ from dataclasses import fields
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
-from .app import register_resolvers
 from .apps import APPS
 from .config.arguments import closest
 from .config.schema import Common, decoder_choices, register
 from .keys import Key, app_keys, choices, config_keys
+from .running.hydra_app import register_resolvers
 
 WIDTH = 100  # a line that is longer is hard to read
 GROUPS = ("model", "decoder", "attention", "sampling", "parallel", "task", "experiment")

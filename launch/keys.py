@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 
 from lp.errors import UserError
 
-from .app import CONF
 from .config.schema import LinkSchema
+from .running.hydra_app import CONF
 
 GROUPS = ("decoder", "sampling")  # groups whose keys depend on the choice: sections of their own
 

@@ -22,7 +22,7 @@ from lp.models.loader import checkpoint_of, load, vocabulary_size
 from lp.models.ngrams import BATCH, NUM_LOGITS, measure_ngrams
 from lp.waits import waiting
 
-from .weights_bar import tensors_counted
+from .running.weights_bar import tensors_counted
 
 BEGINNINGS = (
     "\n",

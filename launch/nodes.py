@@ -22,7 +22,7 @@ from lp.checks import check_int
 from lp.errors import RankLost, UserError
 
 from .config.schema import NodesSchema
-from .errors import INTERRUPTED, USER_ERROR
+from .running.errors import INTERRUPTED, USER_ERROR
 from .torchrun import GRACE_S, of_ranks
 
 # A launch on this node: the ranks of all nodes, those of this one, and torchrun's options for meeting the others.

@@ -38,8 +38,8 @@ from .config.builders import ORACLE, PLAIN, decoder_builders, measured
 from .config.schema import Output, ProfileConfig
 from .data.prompts import load_builtin
 from .data.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
-from .session import check_common, load_model, open_context, sampling_of, seeded
-from .text.stream import on_rank_0
+from .running.once import on_rank_0
+from .running.session import check_common, load_model, open_context, sampling_of, seeded
 
 TRANSFORMERS = "transformers generate"
 

@@ -22,7 +22,7 @@ from .bench.summary import spread, verdict
 from .bench.table import empty_table, put
 from .config.builders import ORACLE, PLAIN
 from .data.prompts import Prompt
-from .session import Session
+from .running.session import Session
 
 
 @dataclass

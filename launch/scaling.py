@@ -70,8 +70,8 @@ from .cli import start
 from .config.builders import ALONE, ORACLE, PLAIN, measured
 from .config.schema import SHAPE_KEYS, Output, ScalingConfig, frozen
 from .nodes import Leader, Nodes, follow, leading
-from .session import checked, sampling_of
-from .sweep import folder_of_run, goes_on, relaunch
+from .running.jobs import folder_of_run, goes_on, relaunch
+from .running.session import checked, sampling_of
 
 T = TypeVar("T")
 LATE = ("parameters", "threads", "sampling")  # of a record's settings: the launch itself finds them

@@ -14,7 +14,7 @@ from lp.sampling.generation_config import Checkpoint
 from lp.sampling.params import is_greedy
 
 from .config.schema import ChatConfig, frozen, mirror
-from .session import sampled_by_checkpoint, sampling_of
+from .running.session import sampled_by_checkpoint, sampling_of
 
 
 @dataclass(frozen=True, kw_only=True)

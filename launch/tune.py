@@ -31,7 +31,7 @@ from .cli import start
 from .config.builders import PLAIN, measured, shape_and_pool
 from .config.schema import POOL_KEYS, Output, TuneConfig
 from .report import describe_sampling
-from .session import WARM_UP_TOKENS, Session, checked, open_model, seeded
+from .running.session import WARM_UP_TOKENS, Session, checked, open_model, seeded
 
 
 def tune(config: TuneConfig) -> None:

@@ -30,8 +30,8 @@ from ..config.builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draf
 from ..config.schema import BenchmarkConfig, PoolSchema
 from ..data.long_prompts import lengthened
 from ..data.prompts import Prompt
-from ..session import Session, checked, open_model, seeded
-from ..sweep import folder_of_run
+from ..running.jobs import folder_of_run
+from ..running.session import Session, checked, open_model, seeded
 from ..text.detokenizer import decoded
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences

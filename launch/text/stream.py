@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TextIO
 
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
-from lp.parallel.context import ParallelContext
 from lp.waits import waiting
 
 from .detokenizer import Detokenizer
@@ -123,13 +122,3 @@ def show(
     pen.step(parts[-1] if stream else "".join(parts), 1)
     pen.step("\n", 1)
     return Shown("".join(parts), output, interruption)
-
-
-@contextlib.contextmanager
-def on_rank_0(context: ParallelContext, file: TextIO) -> Iterator[TextIO]:
-    """The file on rank 0, which alone prints, and nowhere on the others."""
-    if context.is_main:
-        yield file
-        return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        yield nowhere

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from launch.app import CONF, register_resolvers
 from launch.apps import APPS
 from launch.config.schema import decoder_choices, register
 from launch.data.shapes import SHAPES
 from launch.keys import Key, app_keys, choices, config_keys, summary
+from launch.running.hydra_app import CONF, register_resolvers
 from lp.config import LookaheadConfig
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import lp
-from launch.threads import settle_threads
+from launch.running.threads import settle_threads
 from lp.models.runner import runner_of
 
 from ._common import add_model_arguments, add_prompt_arguments, load_model, load_prompts

@@ -27,12 +27,12 @@ import torch
 from omegaconf import OmegaConf
 
 import lp
-from launch.app import CONF
 from launch.bench.ceilings import Work
 from launch.bench.projection import Link, Projection
 from launch.bench.summary import markdown
 from launch.config.builders import PLAIN
 from launch.data.shapes import SHAPES, shape_config, sketch
+from launch.running.hydra_app import CONF
 from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.thread_ranks import run_lockstep

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 from omegaconf import OmegaConf
 
-from launch.app import CONF
 from launch.bench.ceilings import Work
 from launch.bench.summary import markdown
 from launch.data.shapes import SHAPES, shape_config, sketch
+from launch.running.hydra_app import CONF
 from lp.errors import UserError
 
 from ._common import read_results

@@ -142,7 +142,7 @@ class Ran:
 @pytest.fixture
 def start_app(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """Run an app in this process, since a start of its own costs seconds."""
-    import launch.app
+    import launch.running.hydra_app
 
     def start(task: Callable[..., None], config_name: str, *overrides: str) -> Ran:
         monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -150,7 +150,7 @@ def start_app(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
         capfd.readouterr()
         code = 0
         try:
-            launch.app.run(task, config_name)
+            launch.running.hydra_app.run(task, config_name)
         except SystemExit as end:
             code = int(end.code or 0)
         return Ran(code, *capfd.readouterr())

@@ -13,10 +13,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import eager_mask
 
 import lp
-from launch.app import CONF
 from launch.config.builders import decoder_builders
 from launch.config.schema import register as register_configs
 from launch.config.schema import settings
+from launch.running.hydra_app import CONF
 from lp.attention import registry
 from lp.attention.base import AttentionBackend
 from lp.attention.registry import attention_choices, backend_named

@@ -204,7 +204,7 @@ def test_a_bad_environment(
     monkeypatch.chdir(tmp_path)  # of ranks but the first, which name it, and of a run folder
     for name, value in environment.items():
         monkeypatch.setenv(name, value.format(used_port))
-    monkeypatch.setattr("launch.once.RANK_0_FIRST_S", 0)
+    monkeypatch.setattr("launch.running.once.RANK_0_FIRST_S", 0)
     ran = launch_generate(*overrides)
     said = ran.err.splitlines()[-1]
     assert ran.code == 2 and "Traceback" not in ran.err, ran.err

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from launch.app import CONF, register_resolvers
 from launch.config.schema import Common, register, settings
+from launch.running.hydra_app import CONF, register_resolvers
 
 GROUPS = [*sorted(CONF.glob("*/*.yaml"))]
 PLUGINS = {"optuna": "hydra_plugins.hydra_optuna_sweeper", "joblib": "hydra_plugins.hydra_joblib_launcher"}

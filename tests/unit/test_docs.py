@@ -16,10 +16,10 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException
 
-from launch.app import CONF, import_plugins, register_resolvers
 from launch.apps import APPS
 from launch.config.arguments import take_prompt
 from launch.config.schema import register, settings
+from launch.running.hydra_app import CONF, import_plugins, register_resolvers
 from lp.attention import registry as attention_registry
 from lp.draft import registry as source_registry
 from lp.draft.registry import sources
@@ -161,7 +161,7 @@ def test_extending_with_a_baseline(configs: None) -> None:
 
 def test_extending_with_a_task(configs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's prompts are read, by path and by name."""
-    from launch.session import read_prompts
+    from launch.running.session import read_prompts
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "haiku.jsonl").write_text(blocks(EXTENDING, "json", "A task")[0])

@@ -18,7 +18,7 @@ import pytest
 import lp
 from launch.bench.plots import figure
 from launch.bench.records import RecordFile
-from launch.errors import DISK_FULL
+from launch.running.errors import DISK_FULL
 from launch.serve.spec import TextSpec
 from launch.serve.unfinished import UnfinishedRequests
 from lp.budget.observed_times import Estimate

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import lp
 from launch.config.schema import ChatConfig
-from launch.session import sampled_by_checkpoint
+from launch.running.session import sampled_by_checkpoint
 from launch.settings import Settings
 from lp.sampling.generation_config import Checkpoint
 from tests.unit.conftest import Ran

@@ -19,7 +19,7 @@ import transformers as tf
 from packaging.version import Version
 from transformers import AutoTokenizer, PreTrainedModel
 
-import launch.app
+import launch.running.hydra_app
 import lp
 from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.records import load_records
@@ -216,7 +216,7 @@ def _benchmark(arguments: list[str]) -> None:
     torch.set_num_threads(1)  # as in the process of the tests: records of another number are other records
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["app", *arguments])
-        launch.app.run(partial(benchmark, models=ModelCache()), "benchmark")
+        launch.running.hydra_app.run(partial(benchmark, models=ModelCache()), "benchmark")
 
 
 @pytest.mark.parametrize("kills", [3 if LONG else 1])

@@ -16,15 +16,15 @@ import pytest
 import torch.distributed as dist
 
 import launch.generate
-import launch.once
 import launch.profile
+import launch.running.once
 import launch.scaling
 import launch.tune
 import lp
-from launch import app
-from launch.errors import explain, reported
-from launch.once import print_once
-from launch.session import journal_path
+from launch.running import hydra_app
+from launch.running.errors import explain, reported
+from launch.running.once import print_once
+from launch.running.session import journal_path
 from lp.checks import check_int
 from tests.conftest import ROOT
 from tests.unit.conftest import CONTEXT, Ran, save_tiny_model
@@ -118,12 +118,12 @@ def test_runs_that_begin_in_the_same_second(tmp_path: Path, monkeypatch: pytest.
     folders = []
     for number in (1, 2):
         monkeypatch.setattr(os, "getpid", lambda number=number: number)
-        folders.append(Path(app._run_dir("outputs/now")).resolve())
+        folders.append(Path(hydra_app._run_dir("outputs/now")).resolve())
     first, second = folders
     (second / "0").mkdir(parents=True)
     first.mkdir()
     for each in (first, second / "0"):
-        app._remove_if_empty(each)
+        hydra_app._remove_if_empty(each)
     assert [*tmp_path.rglob("*")] == [tmp_path / "outputs"], "where a third run may be making its folder"
 
 
@@ -214,7 +214,7 @@ def test_a_missing_file_of_ours_is_a_bug(launch_generate: Launch, monkeypatch: p
 
 def test_other_ranks_say_who_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A model may be missing on one node alone, where rank 0 sees nothing wrong."""
-    monkeypatch.setattr(launch.once, "RANK_0_FIRST_S", 0.05)
+    monkeypatch.setattr(launch.running.once, "RANK_0_FIRST_S", 0.05)
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit, match="2"), reported():
         check_int("W", -1, 0, 9, "try 3")
@@ -228,7 +228,7 @@ def agent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for name, value in where.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch.once, "RANK_0_FIRST_S", 0.05)
+    monkeypatch.setattr(launch.running.once, "RANK_0_FIRST_S", 0.05)
     yield
     del store
 

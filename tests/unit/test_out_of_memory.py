@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lp
-from launch.errors import reported
+from launch.running.errors import reported
 from lp.engine.memory import REMEDY, with_remedy
 from tests.allocations import MESSAGE, Allocations
 from tests.conftest import LONG

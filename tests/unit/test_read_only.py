@@ -14,7 +14,7 @@ from launch.bench.scaling import MEASURED, Line
 from launch.bench.session import ModelCache
 from launch.benchmark import benchmark
 from launch.profile import profile_model
-from launch.sweep import folder_of_run
+from launch.running.jobs import folder_of_run
 from launch.tune import tune
 from tests.conftest import LONG
 from tests.read_only import read_only

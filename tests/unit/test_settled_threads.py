@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch import threads
-from launch.threads import fastest, settle_threads
+from launch.running import threads
+from launch.running.threads import fastest, settle_threads
 from tests.tiny_models import tiny_model
 
 

@@ -12,7 +12,7 @@ from hydra._internal.callbacks import Callbacks
 from omegaconf import OmegaConf
 
 from launch.bench.table import console_on
-from launch.errors import INTERRUPTED, LOST, READER_LEFT, USER_ERROR, reported
+from launch.running.errors import INTERRUPTED, LOST, READER_LEFT, USER_ERROR, reported
 from launch.sweep import SweepEnd
 
 FAILURES: dict[str, tuple[BaseException, int, str]] = {

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 
 import lp
-from launch import wait_line
-from launch.wait_line import ERASE_LINE, WaitLine, describe, duration, shown_of
+from launch.running import wait_line
+from launch.running.wait_line import ERASE_LINE, WaitLine, describe, duration, shown_of
 from lp.waits import Wait, heard_by, waiting
 from tests.conftest import Processes
 from tests.tiny_models import tiny_model

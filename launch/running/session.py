@@ -29,13 +29,13 @@ from lp.sampling.generation_config import AUTO, NONE, Checkpoint
 from lp.sampling.grammar import Grammar
 from lp.waits import waiting
 
-from .config.arguments import closest
-from .config.builders import METHODS, ORACLE, Builders, decoder_builders
-from .config.schema import Common, Config, Tasked, frozen
-from .data.hub import load_hub
-from .data.prompts import Fields, Prompt, check_whole, load_builtin, load_jsonl, read_text
-from .data.shapes import SHAPES
-from .text.chat_tokens import chat_tokens
+from ..config.arguments import closest
+from ..config.builders import METHODS, ORACLE, Builders, decoder_builders
+from ..config.schema import Common, Config, Tasked, frozen
+from ..data.hub import load_hub
+from ..data.prompts import Fields, Prompt, check_whole, load_builtin, load_jsonl, read_text
+from ..data.shapes import SHAPES
+from ..text.chat_tokens import chat_tokens
 from .threads import settle_threads
 from .weights_bar import tensors_counted
 

@@ -20,7 +20,7 @@ from omegaconf.errors import ConfigAttributeError, MissingMandatoryValue, OmegaC
 from lp.engine.interrupts import asked_to_end
 from lp.errors import RankLost, UserError
 
-from .config.arguments import closest
+from ..config.arguments import closest
 from .once import print_once
 
 LOST = 1
@@ -87,7 +87,7 @@ def explain(error: Exception) -> str:
     """One line that names the key and the remedy."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigAttributeError) and cause.full_key and cause.object_type:
-        from .config.schema import unknown_key  # imports lp's functions, which launch/cli.py may have to compile first
+        from ..config.schema import unknown_key  # imports lp's functions, which launch/cli.py may have to compile first
 
         return unknown_key(str(cause.full_key), cause.object_type)  # without a value
     if _is_of_key(error, cause):

@@ -1,7 +1,7 @@
-"""An error that several ranks have is printed by one of them.
+"""What all ranks would print is printed by one of them.
 
-They agree through the store that torchrun has for its ranks, from before the first starts until the last has ended.
-So it matters neither how much later one rank fails than another, nor how soon torchrun ends the others.
+For an error they agree through the store that torchrun has for its ranks, from before the first starts until the last
+has ended. So it matters neither how much later one rank fails than another, nor how soon torchrun ends the others.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from lp.parallel.context import ParallelContext
 
 RANK_0_FIRST_S = 3.0  # so long the others leave it to rank 0, whose line names no rank
 PATIENCE_S = 30.0  # for the store, or a rank that has begun to print: on a busy machine both may be slow
@@ -79,3 +82,13 @@ def _torchrun_store() -> dist.Store | None:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         return dist.TCPStore(*address, timeout=timedelta(seconds=PATIENCE_S), wait_for_workers=False)
     return None
+
+
+@contextlib.contextmanager
+def on_rank_0(context: ParallelContext, file: TextIO) -> Iterator[TextIO]:
+    """The file on rank 0, which alone prints, and nowhere on the others."""
+    if context.is_main:
+        yield file
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        yield nowhere

@@ -19,12 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from lp.errors import UserError
 
-from .config.schema import register, settings
+from .. import PACKAGE
+from ..config.schema import register, settings
 from .errors import reported
+from .jobs import leave_objective, relaunch, surviving
 from .once import rank
-from .sweep import leave_objective, relaunch, surviving
 
-CONF = Path(__file__).resolve().parent.parent / "conf"  # beside launch/, in a clone as in site-packages/lp
+CONF = Path(__file__).resolve().parents[2] / "conf"  # beside launch/, in a clone as in site-packages/lp
 PLUGINS = "LP_PLUGINS"  # an environment variable: modules of the user's, separated by commas
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise, instead of printing and exiting with 1
 
@@ -75,7 +76,7 @@ def register_resolvers() -> None:
     """What conf/ asks for: the folders of a run, and the package of the apps, lp.launch where installed."""
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
     OmegaConf.register_new_resolver("sweep_dir", _sweep_dir, replace=True)
-    OmegaConf.register_new_resolver("app_package", lambda: __package__, replace=True)
+    OmegaConf.register_new_resolver("app_package", lambda: PACKAGE, replace=True)
 
 
 def _job(task: Callable[[Any], float | None]) -> Callable[[DictConfig], float | None]:
