@@ -35,11 +35,12 @@ from .bench.speed import speeds, transformers_greedy
 from .bench.table import console_on
 from .cli import start
 from .config.builders import ORACLE, PLAIN, decoder_builders, measured
+from .config.sampling import sampling_of, seeded
 from .config.schema import Output, ProfileConfig
 from .data.prompts import load_builtin
 from .data.shapes import SHAPES, build_shape, shape_config, sketch, weight_bytes
 from .running.once import on_rank_0
-from .running.session import check_common, load_model, open_context, sampling_of, seeded
+from .running.session import check_common, load_model, open_context
 
 TRANSFORMERS = "transformers generate"
 

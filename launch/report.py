@@ -21,6 +21,7 @@ from .bench.machine import machine_now, remarks
 from .bench.summary import spread, verdict
 from .bench.table import empty_table, put
 from .config.builders import ORACLE, PLAIN
+from .config.sampling import describe_sampling
 from .data.prompts import Prompt
 from .running.session import Session
 
@@ -166,19 +167,6 @@ def describe(session: Session[Any]) -> dict[str, Any]:
         "repeats": config.repeats if config.compare else 1,
         "machine": machine_now(session.context.device, session.context.world_size),
     }
-
-
-def describe_sampling(sampling: lp.SamplingParams | None) -> str:
-    """The temperature, the seed, the verifier, and what else is not as by default."""
-    if sampling is None:
-        return "greedy"
-    if sampling.greedy:
-        penalty = sampling.repetition_penalty
-        return "greedy" if penalty == 1 else f"greedy with repetition_penalty={penalty}"
-    always = ("temperature", "seed", "verifier")
-    values = asdict(sampling)
-    shown = [name for name in values if name in always or values[name] != asdict(lp.SamplingParams())[name]]
-    return "sampled with " + " ".join(f"{name}={'null' if values[name] is None else values[name]}" for name in shown)
 
 
 def as_table(report: Report) -> Table:

@@ -68,10 +68,11 @@ from .bench.summary import markdown, short
 from .bench.table import PipeConsole
 from .cli import start
 from .config.builders import ALONE, ORACLE, PLAIN, measured
+from .config.sampling import sampling_of
 from .config.schema import SHAPE_KEYS, Output, ScalingConfig, frozen
 from .nodes import Leader, Nodes, follow, leading
 from .running.jobs import folder_of_run, goes_on, relaunch
-from .running.session import checked, sampling_of
+from .running.session import checked
 
 T = TypeVar("T")
 LATE = ("parameters", "threads", "sampling")  # of a record's settings: the launch itself finds them

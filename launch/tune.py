@@ -29,9 +29,9 @@ from .bench.table import console_on, empty_table, put
 from .bench.tune import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
 from .cli import start
 from .config.builders import PLAIN, measured, shape_and_pool
+from .config.sampling import describe_sampling, seeded
 from .config.schema import POOL_KEYS, Output, TuneConfig
-from .report import describe_sampling
-from .running.session import WARM_UP_TOKENS, Session, checked, open_model, seeded
+from .running.session import WARM_UP_TOKENS, Session, checked, open_model
 
 
 def tune(config: TuneConfig) -> None:

@@ -27,11 +27,12 @@ from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
 from ..config.builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes, has_pool
+from ..config.sampling import seeded
 from ..config.schema import BenchmarkConfig, PoolSchema
 from ..data.long_prompts import lengthened
 from ..data.prompts import Prompt
 from ..running.jobs import folder_of_run
-from ..running.session import Session, checked, open_model, seeded
+from ..running.session import Session, checked, open_model
 from ..text.detokenizer import decoded
 from .baselines import BASELINES, BaselineOptions
 from .compare import Measured, differences

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,16 +24,15 @@ from lp.engine.request import OnTokens
 from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit, load, vocabulary_size
 from lp.optional import is_installed
-from lp.parallel.agreement import shared_seed
-from lp.sampling.generation_config import AUTO, NONE, Checkpoint
+from lp.sampling.generation_config import AUTO, NONE
 from lp.sampling.grammar import Grammar
 from lp.waits import waiting
 
-from ..config.arguments import closest
 from ..config.builders import METHODS, ORACLE, Builders, decoder_builders
-from ..config.schema import Common, Config, Tasked, frozen
-from ..data.hub import load_hub
-from ..data.prompts import Fields, Prompt, check_whole, load_builtin, load_jsonl, read_text
+from ..config.sampling import sampled_by_checkpoint, sampling_of, seeded
+from ..config.schema import Common, Config, Tasked
+from ..config.task import read_prompts
+from ..data.prompts import Prompt, read_text
 from ..data.shapes import SHAPES
 from ..text.chat_tokens import chat_tokens
 from .threads import settle_threads
@@ -266,51 +265,6 @@ def load_model(config: Common, context: lp.ParallelContext) -> Loaded:
         return load(model.name, model.dtype, context.device, implementation, model.trust_remote_code, context)
 
 
-def seeded(
-    sampling: lp.SamplingParams | None, context: lp.ParallelContext, before: int | None = None
-) -> lp.SamplingParams | None:
-    """Sampling with its seed known on every rank and for every run, or they could not be compared.
-
-    Args:
-        sampling: sampling as the user gave it.
-        context: the ranks, of which rank 0 draws a seed if none was given.
-        before: the seed of a run that goes on.
-    """
-    if sampling is None or sampling.greedy or sampling.seed is not None:
-        return sampling
-    drawn = shared_seed(context, "drawing the seed of a run")
-    return replace(sampling, seed=drawn if before is None else before)
-
-
-def sampled_by_checkpoint(
-    sampling: lp.SamplingParams | None, checkpoint: Checkpoint, seed: int | None
-) -> lp.SamplingParams | None:
-    """The run's sampling; where it is not set and the checkpoint samples, the checkpoint's.
-
-    Args:
-        sampling: the run's sampling; None is greedy, the apps' default.
-        checkpoint: what is followed of the model's.
-        seed: the run's seed.
-    """
-    if sampling is not None or not checkpoint.samples:
-        return sampling
-    return lp.SamplingParams(**checkpoint.sampling, seed=seed)
-
-
-def sampling_of(config: Common) -> lp.SamplingParams | None:
-    """How tokens are sampled; None is greedy.
-
-    Raises:
-        ValueError: a value out of range.
-    """
-    name = config.sampling.name
-    if name == "sample":
-        return frozen(lp.SamplingParams, config.sampling)
-    if name != "greedy":
-        raise UserError(f"sampling.name is {name!r}; choose with sampling=<one of greedy, sample>")
-    return None
-
-
 def check(config: Tasked) -> None:
     """Refuse counts below one and a prompt given twice.
 
@@ -339,50 +293,6 @@ def check_common(config: Common) -> None:
         raise UserError(f"generation_config is {follows!r}; it must be {AUTO} or {NONE}")
     if "" in config.stop_strings:
         raise UserError("stop_strings has an empty string, which every text ends with; leave it out")
-
-
-def read_prompts(config: Tasked) -> list[Prompt]:
-    """The prompt, the prompt file, or the first prompts of the task.
-
-    Raises:
-        ValueError: an empty prompt, or a file that is missing or malformed.
-    """
-    if config.prompt is not None:
-        return [_not_empty(Prompt(task_id="prompt", text=config.prompt), "write one, as in prompt='import os'")]
-    if config.prompt_file is not None:
-        text = read_text(config.prompt_file, "prompt_file")
-        return [_not_empty(Prompt(task_id=Path(config.prompt_file).name, text=text), "put a text into the prompt_file")]
-    task = config.task
-    if task.path is not None and not Path(task.path).is_file():
-        remedy = "set LP_DATA to its folder, or give task.path=..."
-        hub = f", or task.path=null to take {task.hub} from the hub" if task.hub is not None else ""
-        raise UserError(f"task {task.name} has no file {task.path}; {remedy}{hub}")
-    limit = config.limit if task.ids is None else None
-    if task.path is not None:
-        fields = Fields(prompt=task.prompt, reference=task.reference, task_id=task.id)
-        prompts = load_jsonl(task.path, limit, fields)
-    elif task.hub is not None:
-        prompts = load_hub(task.hub, task.subset, task.split, task.prompt, task.reference, task.id, limit)
-    else:
-        prompts = load_builtin(limit)
-    return prompts if task.ids is None else _by_id(prompts, task.ids)[: config.limit]
-
-
-def _by_id(prompts: list[Prompt], ids: list[str]) -> list[Prompt]:
-    if not ids:
-        raise UserError("task.ids is [], which leaves no prompt; name at least one, or task.ids=null for all")
-    by_id = {prompt.task_id: prompt for prompt in prompts}
-    for task_id in ids:
-        if task_id not in by_id:
-            raise UserError(f"task.ids has {task_id!r}, which the task does not{closest(task_id, by_id)}")
-    return [by_id[task_id] for task_id in ids]
-
-
-def _not_empty(prompt: Prompt, remedy: str) -> Prompt:
-    if not prompt.text:
-        raise UserError(f"the prompt is empty; {remedy}")
-    check_whole(prompt.text, "the prompt has half a character")
-    return prompt
 
 
 def known_device(device: str) -> str:

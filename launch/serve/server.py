@@ -29,11 +29,11 @@ from lp.sampling.params import Verifier
 from lp.waits import waiting
 
 from ..config.builders import ORACLE, PLAIN, decoder_builders
+from ..config.sampling import describe_sampling, sampling_of
 from ..config.schema import ServeConfig
 from ..data.prompts import read_text
-from ..report import describe_sampling
 from ..running.once import rank
-from ..running.session import check_common, open_model, sampling_of, say_how_it_runs
+from ..running.session import check_common, open_model, say_how_it_runs
 from .engine_loop import EngineLoop
 from .fim import FimFormat, FimPrompts, fim_format, given_format
 from .grammars import Grammars

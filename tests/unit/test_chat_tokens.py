@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import lp
-from launch.history import History
+from launch.chat.history import History
 from launch.serve.bodies import ChatBody
 from launch.serve.chat_template import chat_prompt
 from launch.serve.errors import ApiError

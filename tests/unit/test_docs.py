@@ -161,7 +161,7 @@ def test_extending_with_a_baseline(configs: None) -> None:
 
 def test_extending_with_a_task(configs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's prompts are read, by path and by name."""
-    from launch.running.session import read_prompts
+    from launch.config.task import read_prompts
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "haiku.jsonl").write_text(blocks(EXTENDING, "json", "A task")[0])

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import lp
+from launch.chat.settings import Settings
+from launch.config.sampling import sampled_by_checkpoint
 from launch.config.schema import ChatConfig
-from launch.running.session import sampled_by_checkpoint
-from launch.settings import Settings
 from lp.sampling.generation_config import Checkpoint
 from tests.unit.conftest import Ran
 

@@ -14,10 +14,10 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import lp
-from launch.chat import Chat
+from launch.chat.conversation import Chat
+from launch.chat.history import History
+from launch.chat.settings import Settings
 from launch.config.schema import AutoregressiveSchema, ChatConfig, GreedySchema
-from launch.history import History
-from launch.settings import Settings
 from launch.text.stream import Pen
 from lp.checks import check_int
 from lp.models.loader import load

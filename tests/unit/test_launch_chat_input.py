@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launch.chat_input import Keyboard
+from launch.chat.keyboard import Keyboard
 from lp.errors import RankLost
 from lp.parallel.context import ParallelContext, _ProcessContext
 from lp.parallel.thread_ranks import run_lockstep
@@ -140,7 +140,7 @@ PASTING = """
 import sys
 if {without}:
     sys.modules["readline"] = None
-from launch.chat_input import Keyboard
+from launch.chat.keyboard import Keyboard
 keyboard = Keyboard()
 text = ""
 while text is not None:

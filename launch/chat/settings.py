@@ -13,8 +13,8 @@ from lp.errors import UserError
 from lp.sampling.generation_config import Checkpoint
 from lp.sampling.params import is_greedy
 
-from .config.schema import ChatConfig, frozen, mirror
-from .running.session import sampled_by_checkpoint, sampling_of
+from ..config.sampling import sampled_by_checkpoint, sampling_of
+from ..config.schema import ChatConfig, frozen, mirror
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,4 @@
-"""`lp chat`: talk to a model at a terminal, or through a pipe.
-
-Among ranks, rank 0 reads and prints; every rank gets each line and does the same with it, so that all have one history.
-`--cfg job` shows the keys.
-"""
+"""A conversation with a model: each line is a command, or a turn that the model answers."""
 
 from __future__ import annotations
 
@@ -22,17 +18,16 @@ from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
 from lp.sampling.grammar import Grammar
 
-from .chat_input import Keyboard
-from .cli import start
-from .config.builders import decoder_builders
-from .config.schema import ChatConfig
+from ..config.builders import decoder_builders
+from ..config.sampling import describe_sampling
+from ..config.schema import ChatConfig
+from ..running.errors import explain
+from ..running.once import on_rank_0
+from ..running.session import check_common, grammar_of, open_model, say_how_it_runs, schema_text
+from ..text.stream import Pen, show, shows_colours
 from .history import History
-from .report import describe_sampling
-from .running.errors import explain
-from .running.once import on_rank_0
-from .running.session import check_common, grammar_of, open_model, say_how_it_runs, schema_text
+from .keyboard import Keyboard
 from .settings import Settings
-from .text.stream import Pen, show, shows_colours
 
 COMMAND = re.compile(r"/\w")
 HELP = '''\
@@ -243,7 +238,3 @@ def chat(config: ChatConfig) -> None:
     finally:
         if keyboard:
             keyboard.close()
-
-
-if __name__ == "__main__":
-    start("chat", sys.argv[1:])

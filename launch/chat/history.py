@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lp.errors import UserError
 
-from .text.chat_tokens import chat_tokens
+from ..text.chat_tokens import chat_tokens
 
 
 @dataclass
