@@ -19,7 +19,7 @@ from lp.errors import UserError
 from .bench.compare import Measured, alternate, warm_up
 from .bench.machine import PeakMemory
 from .bench.records import Record, RecordFile, digest
-from .bench.session import Bench, ModelCache, on_main, open_bench
+from .bench.runs import Bench, ModelCache, open_bench
 from .bench.summary import totals
 from .bench.table import ProgressBar, console_on, print_totals, summary
 from .cli import start
@@ -27,7 +27,7 @@ from .config.schema import BenchmarkConfig, Output
 from .data.prompts import Prompt
 from .running.errors import INTERRUPTED
 from .running.once import on_rank_0
-from .running.session import WARM_UP_TOKENS
+from .running.session import WARM_UP_TOKENS, on_main
 
 
 def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> float | None:

@@ -19,12 +19,12 @@ from lp.engine.output import GenerationOutput
 from lp.waits import waiting
 
 from .bench.compare import alternate, differences, warm_up
+from .bench.comparison import Report, Result, as_json, describe, print_table
 from .bench.table import console_on
 from .cli import start
 from .config.builders import ORACLE
 from .config.schema import Config, TextOutput
 from .data.prompts import Prompt
-from .report import Report, Result, as_json, describe, print_table
 from .running.once import on_rank_0
 from .running.session import WARM_UP_TOKENS, Session, open_session
 from .text.stream import Pen, show, shows_colours

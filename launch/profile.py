@@ -29,9 +29,9 @@ from lp.errors import UserError
 from lp.waits import waiting
 
 from .bench.ceilings import device_name
-from .bench.profile import Plan, profile
-from .bench.profile_report import Report, as_json, draw, print_tables
 from .bench.speed import speeds, transformers_greedy
+from .bench.step_profile import Plan, profile
+from .bench.step_tables import Report, as_json, draw, print_tables
 from .bench.table import console_on
 from .cli import start
 from .config.builders import ORACLE, PLAIN, decoder_builders, measured

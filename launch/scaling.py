@@ -35,11 +35,13 @@ from lp.waits import Wait, waiting
 
 from .bench.baselines import BASELINES
 from .bench.machine import remarks
+from .bench.methods import check_divisible, check_pass_at_1, methods_of, missing_methods, own_names
 from .bench.plots import scaling_plots
 from .bench.projection import Link, Projection, Run, check_projectable
 from .bench.quality import check_rouge
 from .bench.records import Record, digest, load_records
-from .bench.scaling import (
+from .bench.runs import Bench, ModelCache, open_bench
+from .bench.scaling_lines import (
     IN_LAUNCH,
     MEASURED,
     PROJECTED,
@@ -53,17 +55,7 @@ from .bench.scaling import (
     scaling_table,
     with_efficiency,
 )
-from .bench.session import (
-    Bench,
-    ModelCache,
-    check_divisible,
-    check_pass_at_1,
-    methods_of,
-    missing_methods,
-    open_bench,
-    own_names,
-    settings_of,
-)
+from .bench.settings import settings_of
 from .bench.summary import markdown, short
 from .bench.table import PipeConsole
 from .cli import start

@@ -1,17 +1,22 @@
-"""Where a record comes from: the command that measured it, and the commit of the code."""
+"""Where a record comes from: the command that measured it, the commit of the code, versions and the machine."""
 
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 
+import lp
 from lp.commands import in_clone
 
 ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
 
 
 def origin() -> dict[str, str | None]:
@@ -43,3 +48,15 @@ def commit(root: Path = ROOT) -> str | None:
         return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def hardware(context: lp.ParallelContext) -> str:
+    """The machine of rank 0 in words."""
+    if context.device.type == "cuda":
+        return f"{context.world_size} x {torch.cuda.get_device_name(context.device)}"
+    return f"{os.cpu_count()} {platform.machine().replace('_', '-')} cores"
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that figures depend on."""
+    return {"lp": lp.__version__, "python": platform.python_version()} | {name: version(name) for name in VERSIONS}

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from lp.budget.step_times import StepTimes
 
 from ..config.builders import ORACLE, PLAIN
-from .scaling import PROJECTED, Line
+from .scaling_lines import PROJECTED, Line
 from .summary import Total
 
 WIDTH_IN, DPI = 3.3, 300  # a column of a two-column paper

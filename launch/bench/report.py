@@ -20,7 +20,7 @@ from lp.errors import UserError
 from ..config.builders import ORACLE, PLAIN
 from .plots import accepted_plot, dataset_plot, heat_map, scaling_plots, time_plot, tokens_plot
 from .records import load_records
-from .scaling import Line, scaling_table
+from .scaling_lines import Line, scaling_table
 from .summary import Total, caption, common, notes, ordered, spread, table_of, totals, varying
 
 STYLE = """:root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --best: #e8f1fb }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,6 +18,7 @@ from lp.commands import install_command
 from lp.compile_cache import why_not_compiled
 from lp.compiled import COMPILED
 from lp.engine.decoder import Decoder
+from lp.engine.interrupts import Terminated
 from lp.engine.journal import Journal
 from lp.engine.output import GenerationOutput
 from lp.engine.request import OnTokens
@@ -40,6 +41,7 @@ from .weights_bar import tensors_counted
 
 WARM_UP_TOKENS = 8  # enough to touch every code path once
 C = TypeVar("C", bound=Tasked)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,28 @@ class Session(Generic[C]):
     def _stops(self) -> dict[str, Any]:
         stops = {"stop_strings": list(self.config.stop_strings), "tokenizer": self.loaded.tokenizer}
         return stops if self.grammar is None else stops | {"grammar": self.grammar}
+
+
+def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
+    """The result of `work` on rank 0, which alone does it; the other ranks wait, and get None.
+
+    Raises:
+        Exception: it failed, on every rank: others would go on with this job, and rank 0 with the next one of a sweep.
+        KeyboardInterrupt: rank 0 was interrupted.
+    """
+    result: T | None = None
+    failure: BaseException | None = None
+    if context.is_main:
+        try:
+            result = work()
+        except (Exception, KeyboardInterrupt) as error:
+            failure = error
+    message = context.share_text(f"{isinstance(failure, KeyboardInterrupt):d}{failure}" if failure else None)
+    if failure:
+        raise failure
+    if message is not None:
+        raise Terminated if message[0] == "1" else UserError(message[1:])
+    return result
 
 
 def open_session(config: Config) -> Session[Config]:

@@ -17,7 +17,7 @@ import torch
 
 import lp
 from launch.bench.gpu_calls import GpuCalls, calls_per_step, count
-from launch.bench.session import versions
+from launch.bench.origin import versions
 from scripts.gpu_facts import SECTIONS, Place, finishes
 from scripts.studies.gpu import Figure, parity, run
 from tests.conftest import Processes
@@ -254,5 +254,5 @@ def test_records_of_a_clone_have_its_version(monkeypatch: pytest.MonkeyPatch) ->
             raise PackageNotFoundError(name)
         return "1.0"
 
-    monkeypatch.setattr("launch.bench.session.version", uninstalled)
+    monkeypatch.setattr("launch.bench.origin.version", uninstalled)
     assert versions() | {"lp": lp.__version__, "torch": "1.0"} == versions()

@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 
 import lp
-from launch.bench.profile import Plan
+from launch.bench.step_profile import Plan
 from lp import PaperConfig, PromptLookupConfig, RecyclingConfig, SuffixConfig
 from lp.engine.journal import Journal
 from lp.parallel.thread_ranks import run_lockstep

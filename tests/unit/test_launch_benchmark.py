@@ -23,11 +23,13 @@ import launch.running.hydra_app
 import lp
 from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.records import load_records
-from launch.bench.session import ModelCache, on_main, open_bench, settings_of
+from launch.bench.runs import ModelCache, open_bench
+from launch.bench.settings import settings_of
 from launch.bench.summary import caption, totals
 from launch.benchmark import benchmark
 from launch.config.builders import draft_configs
 from launch.config.schema import BenchmarkConfig
+from launch.running.session import on_main
 from lp.engine.decoder import Decoder
 from lp.engine.interrupts import Terminated
 from lp.models.loader import Loaded, load

@@ -18,7 +18,7 @@ from launch.bench.pass_at_1 import check_prompts, checks, judge
 from launch.bench.pass_at_1.checks import final_number, function_program
 from launch.bench.pass_at_1.execution import PASSED, check_limits, run_program
 from launch.bench.records import load_records
-from launch.bench.session import ModelCache
+from launch.bench.runs import ModelCache
 from launch.bench.summary import table_of, totals
 from launch.benchmark import benchmark
 from launch.data.prompts import Fields, Prompt, load_jsonl

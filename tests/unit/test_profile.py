@@ -16,8 +16,8 @@ import lp
 from launch.bench.ceilings import WARM_UP, CeilingCalls, Ceilings, Work, alternated
 from launch.bench.one_rank import Build, record, replayed
 from launch.bench.passes import sampled_of
-from launch.bench.profile import Plan, largest_step, profile, step_budget
 from launch.bench.speed import speeds, transformers_greedy
+from launch.bench.step_profile import Plan, largest_step, profile, step_budget
 from launch.data.shapes import build_shape, shape_config
 from lp.attention import flash
 from lp.attention.ablation import WithoutAttention
@@ -128,7 +128,7 @@ def test_a_profile_times_a_pass_without_attention(monkeypatch: pytest.MonkeyPatc
         running = "after"
         return dict.fromkeys(calls, 1.0)
 
-    monkeypatch.setattr("launch.bench.profile.alternated", once)
+    monkeypatch.setattr("launch.bench.step_profile.alternated", once)
     plan = Plan(prefix=len(IDS) - 1, sizes=(1, 4), max_new_tokens=6, rounds=2)
     profile(model, _build(model), _build(model), IDS, plan, ParallelContext())
     layers = model.config.num_hidden_layers

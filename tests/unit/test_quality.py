@@ -12,7 +12,7 @@ import torch
 
 from launch.bench.compare import Difference
 from launch.bench.quality import assess, distinct, perplexity, rouge
-from launch.bench.session import ModelCache
+from launch.bench.runs import ModelCache
 from launch.benchmark import benchmark
 from launch.scaling import scaling
 from tests.tiny_models import VOCABULARY, tiny_model

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import launch.scaling
-from launch.bench.scaling import MEASURED, Line
-from launch.bench.session import ModelCache
+from launch.bench.runs import ModelCache
+from launch.bench.scaling_lines import MEASURED, Line
 from launch.benchmark import benchmark
 from launch.profile import profile_model
 from launch.running.jobs import folder_of_run

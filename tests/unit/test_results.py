@@ -14,7 +14,7 @@ import pytest
 from launch.bench.plots import _colours, _is_line, _without_overlaps, heat_map
 from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import main, read_lines, write_report
-from launch.bench.scaling import PROJECTED, Line, errors, measured_lines
+from launch.bench.scaling_lines import PROJECTED, Line, errors, measured_lines
 from launch.bench.summary import HEADS, Total, caption, cells, notes, ordered, table_of, totals, varying
 from scripts.studies import results
 from tests.conftest import ROOT

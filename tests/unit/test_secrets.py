@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lp
-from launch.bench.session import ModelCache
+from launch.bench.runs import ModelCache
 from launch.benchmark import benchmark
 from launch.cli import main
 from launch.config.schema import ServeConfig

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import lp
-from launch.bench.tune import (
+from launch.bench.search import (
     ADAPTIVE,
     BUDGETS,
     PLAIN,

@@ -11,8 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .profile import Point, Profile
 from .speed import Speed
+from .step_profile import Point, Profile
 from .table import put
 
 PICTURE = "profile.png"

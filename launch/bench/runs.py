@@ -1,50 +1,53 @@
-"""What a benchmark runs on: its methods behind one call, the file of its records, and what a record holds."""
+"""A benchmark's session: its methods behind one call, the file of its records, and what a record holds."""
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 import lp
 from lp.checks import check_int
 from lp.engine.decoder import Decoder
-from lp.engine.interrupts import Terminated
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.models.loader import Loaded
 from lp.parallel.agreement import exchange
 
-from ..config.builders import ALONE, METHODS, ORACLE, PLAIN, decoder_names, draft_configs, guess_set_sizes, has_pool
+from ..config.builders import ORACLE, PLAIN
 from ..config.sampling import seeded
-from ..config.schema import BenchmarkConfig, PoolSchema
+from ..config.schema import BenchmarkConfig
 from ..data.long_prompts import lengthened
 from ..data.prompts import Prompt
 from ..running.jobs import folder_of_run
-from ..running.session import Session, checked, open_model
+from ..running.session import Session, checked, on_main, open_model
 from ..text.detokenizer import decoded
-from .baselines import BASELINES, BaselineOptions
+from .baselines import BASELINES
 from .compare import Measured, differences
 from .machine import machine_now
-from .origin import origin
-from .pass_at_1 import check_limits, check_prompts, judge
+from .methods import (
+    bare_name,
+    baseline_options,
+    check_divisible,
+    check_pass_at_1,
+    check_sessions,
+    methods_of,
+    missing_methods,
+    own_names,
+    shares_steps,
+)
+from .origin import hardware, origin, versions
+from .pass_at_1 import judge
 from .quality import assess, check_rouge
 from .records import Record, digest, slug
+from .settings import settings_of
 
-T = TypeVar("T")
 Once = Callable[[list[int], int], GenerationOutput]
-VERSIONS = ("torch", "transformers", "tokenizers", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ class Bench(Session[BenchmarkConfig]):
         units = {"num_tokens": 1e9, "forward_ms": 1e6, "exchange_ms": 1e6, "host_ms": 1e6, "peak_bytes": 1}
         return [
             {name: mean / unit for mean, (name, unit) in zip(of_rank, units.items(), strict=True)}
-            for of_rank in (by_rank if _together(method) else by_rank[: self.context.replica.size])
+            for of_rank in (by_rank if shares_steps(method) else by_rank[: self.context.replica.size])
         ]
 
     def records(
@@ -121,8 +124,9 @@ class Bench(Session[BenchmarkConfig]):
             if self.config.pass_at_1:
                 assert self.config.task.check
                 record["check"] = asdict(judge(self.config.task.check, prompt, record["text"]))
-            records.append(record | {"settings": self.settings, "hardware": hardware(self), "versions": versions()})
-            records[-1]["origin"] = self.origin
+            records.append(
+                record | {"settings": self.settings, "hardware": hardware(self.context), "versions": versions()}
+            )
         return records
 
 
@@ -130,28 +134,6 @@ def captured(decoder: Decoder | None) -> str | None:
     """How a decoder of ours captures its steps; None for one that does not."""
     runner = getattr(decoder, "runner", None)
     return str(runner.captured.mode) if runner is not None and runner.captured else None
-
-
-def on_main(context: lp.ParallelContext, work: Callable[[], T]) -> T | None:
-    """The result of `work` on rank 0, which alone does it; the other ranks wait, and get None.
-
-    Raises:
-        Exception: it failed, on every rank: others would go on with this job, and rank 0 with the next one of a sweep.
-        KeyboardInterrupt: rank 0 was interrupted.
-    """
-    result: T | None = None
-    failure: BaseException | None = None
-    if context.is_main:
-        try:
-            result = work()
-        except (Exception, KeyboardInterrupt) as error:
-            failure = error
-    message = context.share_text(f"{isinstance(failure, KeyboardInterrupt):d}{failure}" if failure else None)
-    if failure:
-        raise failure
-    if message is not None:
-        raise Terminated if message[0] == "1" else UserError(message[1:])
-    return result
 
 
 class ModelCache:
@@ -207,11 +189,11 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     settings = settings_of(config, methods, sampling, context.world_size, loaded.model.num_parameters())
     decoders: dict[str, Decoder] = {}
     for name in methods:
-        own_context = context if _together(name) else context.tp
+        own_context = context if shares_steps(name) else context.tp
         options = baseline_options(config)
-        builder = builders.get(_bare(name)) or partial(BASELINES[name].build, options=options)
+        builder = builders.get(bare_name(name)) or partial(BASELINES[name].build, options=options)
         build = partial(builder, loaded.model, own_context)
-        if decoder := build() if _together(name) or context.replica.size > 1 else on_main(context, build):
+        if decoder := build() if shares_steps(name) or context.replica.size > 1 else on_main(context, build):
             decoders[name] = decoder
     bench = Bench(
         config=config,
@@ -237,160 +219,12 @@ def _once(bench: Bench, name: str) -> Once:
         return on_main(bench.context, partial(together, ids, tokens)) or GenerationOutput([], "", [])
 
     # Replicas that span ranks decode all at once, each for itself, where they share no steps.
-    return together if _together(name) or bench.context.replica.size > 1 else alone
-
-
-def _bare(name: str) -> str:
-    return name.removesuffix(ALONE)
-
-
-def own_names(methods: Iterable[str]) -> list[str]:
-    """The decoders of ours among the methods."""
-    return [_bare(name) for name in methods if _bare(name) in decoder_names()]
-
-
-def _together(name: str) -> bool:
-    """Whether all ranks share its steps."""
-    if name.endswith(ALONE) or name in (PLAIN, ORACLE):
-        return False
-    return BASELINES[name].all_ranks if name in BASELINES else True
-
-
-def baseline_options(config: BenchmarkConfig) -> BaselineOptions:
-    """What the config has of them."""
-    return BaselineOptions(draft=config.draft, gguf=config.gguf, greedy=config.sampling.name == "greedy")
-
-
-def missing_methods(config: BenchmarkConfig, methods: Iterable[str]) -> dict[str, str]:
-    """What baselines among the methods lack here: a package, GPUs, an option; each with its remedy."""
-    options = baseline_options(config)
-    found = {name: BASELINES[name].missing(options) for name in methods if name in BASELINES}
-    return {name: lacking for name, lacking in found.items() if lacking}
-
-
-def check_divisible(config: BenchmarkConfig, methods: list[str]) -> None:
-    """Refuse what needs the whole model on one rank where ranks hold parts of it.
-
-    Raises:
-        ValueError: names it.
-    """
-    if config.parallel.tp == 1:
-        return
-    whole = [name for name in methods if name in BASELINES]
-    if whole or config.quality:
-        what = f"method {whole[0]!r}" if whole else "quality=true"
-        raise UserError(
-            f"{what} needs the whole model on a rank, and parallel.tp is {config.parallel.tp}; leave it out"
-        )
-
-
-def check_sessions(config: BenchmarkConfig, methods: Iterable[str]) -> None:
-    """Refuse a pool that has a text before its method is measured on it.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    own = draft_configs(config, map(_bare, methods))
-    keeping = [
-        name
-        for name in methods
-        if isinstance(each := own.get(_bare(name)), lp.LookaheadConfig) and each.pool_scope is lp.PoolScope.SESSION
-    ]
-    if config.repeats > 1 and keeping:
-        raise UserError(
-            f"repeats is {config.repeats} with pool.scope=session, whose pool has the text from the first one on; "
-            "take repeats=1, or pool.scope=request"
-        )
-    if config.pool.file is not None and len(keeping) > 1:
-        raise UserError(
-            f"pool.file is {config.pool.file!r} for {' and '.join(keeping)}, each of which would begin with what the "
-            "other wrote; name one of them in methods, or take pool.file=null"
-        )
-
-
-def check_pass_at_1(config: BenchmarkConfig, prompts: list[Prompt]) -> None:
-    """Refuse prompts whose texts cannot be judged, and machines that cannot run a program within limits.
-
-    Raises:
-        ValueError: names what is missing.
-    """
-    task = config.task
-    given = config.prompt is not None or config.prompt_file is not None
-    where = "the prompt that was given" if given else str(task.path or task.hub)
-    check_prompts(task.check, task.name, where, prompts)
-    if task.check != "number" and not check_limits():
-        print("no Landlock here: programs that the model writes may write where you may", file=sys.stderr)
-
-
-def methods_of(config: BenchmarkConfig) -> list[str]:
-    """The methods of the config, or the decoder with plain decoding and prompt lookup beside it.
-
-    Raises:
-        ValueError: one that does not exist, or twice the same.
-    """
-    methods = config.methods or list(dict.fromkeys([config.decoder.name, *METHODS[1:]]))
-    known = [*decoder_names(), *BASELINES]
-    for name in methods:
-        if _bare(name) not in known or (name.endswith(ALONE) and _bare(name) in BASELINES):
-            names = ", ".join(known)
-            raise UserError(f"methods has {name!r}; it must be one of {names}; {ALONE} behind ours runs it on one rank")
-    if len(set(methods)) < len(methods):
-        raise UserError(f"methods is {methods}, with one of them twice; name each once")
-    return methods
-
-
-def settings_of(
-    config: BenchmarkConfig, methods: list[str], sampling: lp.SamplingParams | None, ranks: int, parameters: int
-) -> dict[str, Any]:
-    """All that a figure depends on beside prompt and machine.
-
-    G is the one that was used; by method where these have their own defaults.
-    """
-    model = config.model
-    decoder = dict(vars(config.decoder))
-    for size in guess_set_sizes(config, [config.decoder.name]).values():
-        decoder["guess_set_size"] = size
-    sizes = guess_set_sizes(config, map(_bare, methods))
-    guess_set_size: dict[str, int] | int | None = sizes
-    if len({*sizes.values()}) < 2:
-        guess_set_size = next(iter(sizes.values()), config.G)
-    settings: dict[str, Any] = {
-        "model": model.name,
-        "parameters": parameters,
-        "dtype": model.dtype,
-        "attention": config.attention.name,
-        "capture": config.attention.capture,
-    }
-    settings |= {"task": config.task.name, "chat": config.task.chat, "W": config.W, "N": config.N, "G": guess_set_size}
-    settings |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
-    settings |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
-    settings |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
-    settings |= {"prompt_tokens": config.prompt_tokens} if config.prompt_tokens else {}
-    settings |= {"gguf": config.gguf} if config.gguf else {}
-    settings |= {"pass_at_1": True} if config.pass_at_1 else {}
-    settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
-    pool = asdict(config.pool)
-    named = {f"pool_{name}": value for name, value in pool.items()}.items() <= decoder.items()
-    if pool != asdict(PoolSchema()) and not named and has_pool(map(_bare, methods)):
-        settings |= {"pool": pool}
-    return settings | {"threads": torch.get_num_threads()}
+    return together if shares_steps(name) or bench.context.replica.size > 1 else alone
 
 
 def folder_of(config: BenchmarkConfig) -> Path:
     """The folder of the records: `out`, or this run's folder, which the jobs of a sweep share."""
     return Path(config.out) if config.out else folder_of_run()
-
-
-def hardware(bench: Bench) -> str:
-    """The machine of rank 0 in words."""
-    if bench.context.device.type == "cuda":
-        return f"{bench.context.world_size} x {torch.cuda.get_device_name(bench.context.device)}"
-    return f"{os.cpu_count()} {platform.machine().replace('_', '-')} cores"
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that figures depend on."""
-    return {"lp": lp.__version__, "python": platform.python_version()} | {name: version(name) for name in VERSIONS}
 
 
 def _figures(result: Measured) -> dict[str, Any]:

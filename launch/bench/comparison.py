@@ -15,15 +15,15 @@ import lp
 from lp.engine.output import GenerationOutput
 from lp.sampling.params import is_greedy
 
-from .bench.ceilings import device_name
-from .bench.compare import Difference, Measured
-from .bench.machine import machine_now, remarks
-from .bench.summary import spread, verdict
-from .bench.table import empty_table, put
-from .config.builders import ORACLE, PLAIN
-from .config.sampling import describe_sampling
-from .data.prompts import Prompt
-from .running.session import Session
+from ..config.builders import ORACLE, PLAIN
+from ..config.sampling import describe_sampling
+from ..data.prompts import Prompt
+from ..running.session import Session
+from .ceilings import device_name
+from .compare import Difference, Measured
+from .machine import machine_now, remarks
+from .summary import spread, verdict
+from .table import empty_table, put
 
 
 @dataclass

@@ -1,0 +1,51 @@
+"""The settings that a record was measured with, by which records of different runs are told apart."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import lp
+
+from ..config.builders import guess_set_sizes, has_pool
+from ..config.schema import BenchmarkConfig, PoolSchema
+from .methods import bare_name
+
+
+def settings_of(
+    config: BenchmarkConfig, methods: list[str], sampling: lp.SamplingParams | None, ranks: int, parameters: int
+) -> dict[str, Any]:
+    """All that a figure depends on beside prompt and machine.
+
+    G is the one that was used; by method where these have their own defaults.
+    """
+    model = config.model
+    decoder = dict(vars(config.decoder))
+    for size in guess_set_sizes(config, [config.decoder.name]).values():
+        decoder["guess_set_size"] = size
+    sizes = guess_set_sizes(config, map(bare_name, methods))
+    guess_set_size: dict[str, int] | int | None = sizes
+    if len({*sizes.values()}) < 2:
+        guess_set_size = next(iter(sizes.values()), config.G)
+    settings: dict[str, Any] = {
+        "model": model.name,
+        "parameters": parameters,
+        "dtype": model.dtype,
+        "attention": config.attention.name,
+        "capture": config.attention.capture,
+    }
+    settings |= {"task": config.task.name, "chat": config.task.chat, "W": config.W, "N": config.N, "G": guess_set_size}
+    settings |= {"decoder": decoder, "methods": methods, "draft": config.draft, "ranks": ranks}
+    settings |= {"sampling": asdict(sampling) if sampling else None, "max_new_tokens": config.max_new_tokens}
+    settings |= {"stop_strings": config.stop_strings, "repeats": config.repeats, "quality": config.quality}
+    settings |= {"prompt_tokens": config.prompt_tokens} if config.prompt_tokens else {}
+    settings |= {"gguf": config.gguf} if config.gguf else {}
+    settings |= {"pass_at_1": True} if config.pass_at_1 else {}
+    settings |= {"tp": config.parallel.tp} if config.parallel.tp > 1 else {}
+    pool = asdict(config.pool)
+    named = {f"pool_{name}": value for name, value in pool.items()}.items() <= decoder.items()
+    if pool != asdict(PoolSchema()) and not named and has_pool(map(bare_name, methods)):
+        settings |= {"pool": pool}
+    return settings | {"threads": torch.get_num_threads()}
