@@ -20,8 +20,8 @@ from .bench.compare import Measured, alternate, warm_up
 from .bench.machine import PeakMemory
 from .bench.records import Record, RecordFile, digest
 from .bench.runs import Bench, ModelCache, open_bench
-from .bench.summary import totals
 from .bench.table import ProgressBar, console_on, print_totals, summary
+from .bench.totals import totals
 from .cli import start
 from .config.schema import BenchmarkConfig, Output
 from .data.prompts import Prompt

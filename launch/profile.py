@@ -24,15 +24,18 @@ from transformers import PreTrainedModel
 
 import lp
 from lp.compiled import COMPILED
+from lp.engine.decoder import Decoder
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.waits import waiting
 
+from .bench.baselines import BASELINES, BaselineOptions
 from .bench.ceilings import device_name
-from .bench.speed import speeds, transformers_greedy
+from .bench.compare import alternate, warm_up
 from .bench.step_profile import Plan, profile
 from .bench.step_tables import Report, as_json, draw, print_tables
 from .bench.table import console_on
+from .bench.totals import Total
 from .cli import start
 from .config.builders import ORACLE, PLAIN, decoder_builders, measured
 from .config.sampling import sampling_of, seeded
@@ -138,24 +141,37 @@ def _builder(config: ProfileConfig) -> Callable[[PreTrainedModel, lp.ParallelCon
     return cast("Callable[[PreTrainedModel, lp.ParallelContext], lp.LookaheadDecoder]", built)
 
 
+def speeds(methods: Mapping[str, Callable[[], GenerationOutput]], rounds: int) -> dict[str, Total]:
+    """How fast each method decodes the same text, by medians of `rounds` rounds after a warm-up.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came meanwhile.
+    """
+    warm_up(methods)
+    with waiting("comparing speeds in alternation", len(methods) * rounds, "runs") as wait:
+        measured = alternate(methods, rounds, wait=wait)
+    return {name: Total.of_runs(name, [run]) for name, run in measured.items()}
+
+
 def _methods(
     model: PreTrainedModel, ids: list[int], config: ProfileConfig
 ) -> Mapping[str, Callable[[], GenerationOutput]]:
     """Ways to decode the same text, by name; those that capture steps without that too."""
     context = lp.ParallelContext(device=model.device)
     tokens = config.max_new_tokens
-    decoders: dict[str, lp.LookaheadDecoder | lp.PlainDecoder] = {}
+    decoders: dict[str, Decoder] = {TRANSFORMERS: BASELINES["hf_generate"].build(model, context, BaselineOptions())}
+    captured = False
     for variant, suffix in ((config, ""), (_uncaptured(config), ", not captured")):
         decoder = _builder(variant)(model, context)
-        if suffix and not decoders[config.decoder.name].runner.captured:
+        if suffix and not captured:
             break
+        captured = bool(decoder.runner.captured)
         decoders[config.decoder.name + suffix] = decoder
         backend = variant.attention
         decoders[PLAIN + suffix] = measured(
             lp.PlainDecoder(model, context, backend.name, backend.capture, config.exact)
         )
-    methods = {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
-    return {TRANSFORMERS: partial(transformers_greedy, model, ids, tokens), **methods}
+    return {name: partial(decoder.generate, ids, tokens, eos_token_id=()) for name, decoder in decoders.items()}
 
 
 def _setting(

@@ -128,7 +128,9 @@ def _table(tried: list[SettingResult], title: str) -> Table:
         if index == len(tried) - 3:
             table.add_section()
         speed = t.tokens_per_s
-        table.add_row(t.name, f"{t.tokens_a_step:.1f}", f"{t.compression:.2f}", f"{speed:.1f}", f"{speed / plain:.2f}x")
+        table.add_row(
+            t.method, f"{t.tokens_a_step:.1f}", f"{t.compression:.2f}", f"{speed:.1f}", f"{speed / plain:.2f}x"
+        )
     return table
 
 
@@ -136,7 +138,7 @@ def _conclusions(adaptive: lp.LookaheadDecoder, tried: list[SettingResult], spee
     best, free, _ = tried[-3:]
     lines = [
         adaptive.explain().splitlines()[0],
-        f"best fixed: {best.name}; adaptive reaches {free.tokens_per_s / best.tokens_per_s:.3f} of it, side by side",
+        f"best fixed: {best.method}; adaptive reaches {free.tokens_per_s / best.tokens_per_s:.3f} of it, side by side",
     ]
     if speeds:
         count = ranks_that_pay(speeds)

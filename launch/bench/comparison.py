@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from .compare import Difference, Measured
 from .machine import machine_now, remarks
 from .summary import spread, verdict
 from .table import empty_table, put
+from .totals import Total
 
 
 @dataclass
@@ -83,62 +83,20 @@ class Report:
         """Whether texts are equal in distribution only: nothing follows from tokens that differ."""
         return self.sampling is not None and self.sampling.verifier is lp.Verifier.REJECTION
 
-    def totals(self) -> list[MethodTotals]:
+    def totals(self) -> list[Total]:
         """Totals of each method over the measured prompts, and of a run that Ctrl-C cut short."""
         names = dict.fromkeys(name for result in self.finished for name in result.measured)
-        found = [self._totals_of(name) for name in names]
-        unfinished = [(result.shown, result.shown.decode_s) for result in self.results if not result.measured]
-        if unfinished:
-            found.append(_total(self.method, unfinished, interrupted=True))
-        return found
-
-    def _totals_of(self, name: str) -> MethodTotals:
-        runs = [result.measured[name] for result in self.finished]
-        own = [difference for _, difference in self.differences if difference.method == name]
-        counts = {"differing": len(own), "near_ties": sum(difference.near_tie for difference in own)}
-        rounds_s = [sum(times) for times in zip(*(run.rounds_s for run in runs), strict=False)]
-        return _total(name, [(run.output, run.decode_s) for run in runs], **counts, rounds_s=rounds_s)
-
-
-@dataclass
-class MethodTotals:
-    """A method's totals over prompts."""
-
-    method: str
-    prompts: int
-    tokens: int
-    steps: int
-    decode_s: float
-    differing: int = 0
-    near_ties: int = 0  # of those that differ, where rounding lets either token win
-    interrupted: bool = False
-    rounds_s: list[float] = field(default_factory=list)  # of all prompts, by round
-
-    def speedups(self, plain: MethodTotals) -> list[float]:
-        """Against plain decoding, round by round."""
-        return [other / own for own, other in zip(self.rounds_s, plain.rounds_s, strict=False)]
-
-    @property
-    def compression(self) -> float:
-        """S: tokens a step."""
-        return self.tokens / self.steps if self.steps else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Decode speed, without the prefill."""
-        return self.tokens / self.decode_s if self.decode_s else 0.0
-
-
-def _total(method: str, runs: Iterable[tuple[GenerationOutput, float]], **verdict: Any) -> MethodTotals:
-    outputs, times_s = zip(*runs, strict=True)
-    return MethodTotals(
-        method=method,
-        prompts=len(outputs),
-        tokens=sum(len(output.tokens) - output.resumed for output in outputs),
-        steps=sum(output.steps for output in outputs),
-        decode_s=sum(times_s),
-        **verdict,
-    )
+        differences = None if self.equal is None else [difference for _, difference in self.differences]
+        found = {
+            name: Total.of_runs(name, [result.measured[name] for result in self.finished], differences)
+            for name in names
+        }
+        found = {name: replace(total, plain=found.get(PLAIN)) for name, total in found.items()}
+        unfinished = [result.shown for result in self.results if not result.measured]
+        if not unfinished:
+            return [*found.values()]
+        cut = Total.of_runs(self.method, [Measured(output=output, decode_s=output.decode_s) for output in unfinished])
+        return [*found.values(), replace(cut, interrupted=True)]
 
 
 def describe(session: Session[Any]) -> dict[str, Any]:
@@ -176,17 +134,15 @@ def as_table(report: Report) -> Table:
     title = f"{prompts}, {'greedy' if is_greedy(report.sampling) else 'sampled'}, decoding only"
     heads = ("method", "tokens", "steps", "S", "tokens/s", "vs plain", "output")
     table = empty_table(heads, ("method", "output"), title=title, title_style="bold")
-    found = report.totals()
-    plain = next((totals for totals in found if totals.method == PLAIN), None)
-    for totals in found:
-        speed = f"{totals.tokens_per_s / plain.tokens_per_s:.2f}x" if plain and plain.decode_s else "-"
+    for totals in report.totals():
+        speed = "-" if totals.speedup is None else f"{totals.speedup:.2f}x"
         counts = (str(totals.tokens), str(totals.steps))
         rates = (f"{totals.compression:.2f}", f"{totals.tokens_per_s:.1f}", speed)
         table.add_row(totals.method, *counts, *rates, _verdict(report, totals))
     return table
 
 
-def _verdict(report: Report, totals: MethodTotals) -> str:
+def _verdict(report: Report, totals: Total) -> str:
     if totals.interrupted:
         return "interrupted"
     if not report.compared:
@@ -195,7 +151,7 @@ def _verdict(report: Report, totals: MethodTotals) -> str:
         return "the reference"
     if report.in_distribution:
         return "equal in distribution only"
-    return verdict(totals.prompts, totals.differing, totals.near_ties)
+    return verdict(totals.prompts, totals.differing or 0, totals.near_ties)
 
 
 def caption(report: Report) -> str:
@@ -225,11 +181,11 @@ def caption(report: Report) -> str:
 
 def spreads(report: Report) -> list[str]:
     """A line with least and most of every method's speed-up over the rounds; none for one round."""
-    found = {totals.method: totals for totals in report.totals() if not totals.interrupted}
-    if PLAIN not in found or len(found[PLAIN].rounds_s) < 2:
+    several = [totals for totals in report.totals() if len(totals.speedups) > 1]
+    if not several:
         return []
-    each = (f"{name} {spread(totals.speedups(found[PLAIN]))}" for name, totals in found.items() if name != PLAIN)
-    return [f"vs plain, least to most of {len(found[PLAIN].rounds_s)} rounds: {', '.join(each)}"]
+    each = (f"{totals.method} {spread(totals.speedups)}" for totals in several)
+    return [f"vs plain, least to most of {len(several[0].speedups)} rounds: {', '.join(each)}"]
 
 
 def print_table(report: Report, console: Console) -> None:
@@ -264,13 +220,13 @@ def as_json(report: Report) -> str:
         "equal": report.equal,
         "interrupted": report.interrupted,
         "partial": report.partial,
-        "methods": {totals.method: _method(totals, report) for totals in report.totals() if not totals.interrupted},
+        "methods": {totals.method: _method(totals) for totals in report.totals() if not totals.interrupted},
         "prompts": [_prompt(result) for result in report.results],
     }
     return json.dumps(found, ensure_ascii=False)
 
 
-def _method(totals: MethodTotals, report: Report) -> dict[str, Any]:
+def _method(totals: Total) -> dict[str, Any]:
     return {
         "prompts": totals.prompts,
         "tokens": totals.tokens,
@@ -279,9 +235,9 @@ def _method(totals: MethodTotals, report: Report) -> dict[str, Any]:
         "decode_s": totals.decode_s,
         "tokens_per_s": totals.tokens_per_s,
         "rounds_s": totals.rounds_s,
-        "equal": None if report.equal is None else not totals.differing,
-        "differing": None if report.equal is None else totals.differing,
-        "near_ties": None if report.equal is None else totals.near_ties,
+        "equal": None if totals.differing is None else not totals.differing,
+        "differing": totals.differing,
+        "near_ties": None if totals.differing is None else totals.near_ties,
     }
 
 

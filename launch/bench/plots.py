@@ -22,7 +22,7 @@ from lp.budget.step_times import StepTimes
 
 from ..config.builders import ORACLE, PLAIN
 from .scaling_lines import PROJECTED, Line
-from .summary import Total
+from .totals import Total
 
 WIDTH_IN, DPI = 3.3, 300  # a column of a two-column paper
 LINE_IN = 0.085  # of the caption

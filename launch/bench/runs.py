@@ -124,9 +124,8 @@ class Bench(Session[BenchmarkConfig]):
             if self.config.pass_at_1:
                 assert self.config.task.check
                 record["check"] = asdict(judge(self.config.task.check, prompt, record["text"]))
-            records.append(
-                record | {"settings": self.settings, "hardware": hardware(self.context), "versions": versions()}
-            )
+            record |= {"settings": self.settings, "hardware": hardware(self.context), "versions": versions()}
+            records.append(record | {"origin": self.origin})
         return records
 
 

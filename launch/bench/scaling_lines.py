@@ -11,7 +11,8 @@ from typing import Any
 from ..config.builders import ALONE, ORACLE, PLAIN
 from .projection import Link, Projected
 from .records import Record
-from .summary import Total, spread, totals
+from .summary import spread
+from .totals import Total, totals
 
 MEASURED, PROJECTED = "measured", "projected"
 ErrorsOfRuns = dict[tuple[str, int], list[float]]  # by method and ranks
@@ -113,7 +114,8 @@ def scaling_table(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
 
 def plain_rate(records: Sequence[Record]) -> float | None:
     """Tokens/s of plain decoding in one launch, which others are compared with; None where it did not run."""
-    return totals(records)[0].plain_tokens_per_s
+    plain = totals(records)[0].plain
+    return plain.tokens_per_s if plain else None
 
 
 def measured_lines(records: Sequence[Record], alone: float | None = None) -> list[Line]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import ceil
@@ -17,45 +17,36 @@ from lp.engine.output import GenerationOutput
 from lp.waits import Wait, waiting
 
 from ..config.builders import PLAIN
-from .compare import alternate
+from .compare import Measured, alternate
+from .totals import Total
 
 ADAPTIVE = "adaptive"
 BUDGETS = (4, 8, 16, 32, 64, 104)  # G at N = 2
 PAYS = 1.02  # times the speed without it: a further rank that brings less is not worth its power
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SettingResult:
-    """Sums of one setting over all prompts.
+@dataclass(frozen=True, kw_only=True)
+class SettingResult(Total):
+    """Totals of one setting over all prompts, its name as the method.
 
-    Args:
-        name: of the setting.
-        config: None for plain decoding.
-        tokens, steps: generated, and steps taken.
-        tokens_a_step: mean, of all ranks together.
-        seconds: of decoding, medians over rounds, summed over prompts.
+    Attributes:
+        config: the setting; None for plain decoding.
     """
 
-    name: str
     config: LookaheadConfig | None
-    tokens: int
-    steps: int
-    tokens_a_step: float
-    seconds: float
-
-    @property
-    def compression(self) -> float:
-        """S."""
-        return self.tokens / self.steps
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Decode speed."""
-        return self.tokens / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """For a line of JSON."""
-        return {**asdict(self), "S": self.compression, "tokens_per_s": self.tokens_per_s}
+        """The setting and its figures, as tune.json has them."""
+        return {
+            "name": self.method,
+            "config": self.config and asdict(self.config),
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "tokens_a_step": self.tokens_a_step,
+            "seconds": self.decode_s,
+            "S": self.compression,
+            "tokens_per_s": self.tokens_per_s,
+        }
 
 
 Run = Callable[[Decoder, list[int]], GenerationOutput]
@@ -72,25 +63,26 @@ def time_settings(
     Args:
         wait: counts the runs.
     """
-    totals = {name: [0.0] * 4 for name in settings}  # tokens, steps, step tokens, seconds
+    runs: dict[str, list[Measured]] = {name: [] for name in settings}
     for ids in prompts:
         measured = alternate({name: partial(run, decoders[name], ids) for name in settings}, rounds, wait=wait)
         for name, taken in measured.items():
-            output = taken.output
-            config = settings[name]
-            step_tokens = sum(step.num_draft + _window_tokens(config, step.columns) for step in output.step_stats)
-            sums = (len(output.tokens), output.steps, step_tokens, taken.decode_s)
-            totals[name] = [total + value for total, value in zip(totals[name], sums, strict=True)]
+            runs[name].append(taken)
+    totals = {name: Total.of_runs(name, taken) for name, taken in runs.items()}
+    sums = {
+        name: (t.tokens, t.steps, _step_tokens(settings[name], runs[name]), t.decode_s) for name, t in totals.items()
+    }
     return [
         SettingResult(
-            name=name,
+            method=name,
             config=settings[name],
-            tokens=int(tokens),
-            steps=int(steps),
-            tokens_a_step=step_tokens / steps,
-            seconds=seconds,
+            prompts=len(prompts),
+            tokens=tokens,
+            steps=steps,
+            step_tokens=step_tokens,
+            decode_s=decode_s,
         )
-        for name, (tokens, steps, step_tokens, seconds) in from_rank_0(totals).items()
+        for name, (tokens, steps, step_tokens, decode_s) in from_rank_0(sums).items()
     ]
 
 
@@ -150,8 +142,11 @@ def _name(c: LookaheadConfig) -> str:
     return f"W={c.window_size} N={c.ngram_size} G={c.guess_set_size} depth={c.depth} K={c.num_logits}"
 
 
-def _window_tokens(config: LookaheadConfig | None, columns: int) -> int:
-    return max(columns, 1) + columns * (config.ngram_size - 2 if config else 0)
+def _step_tokens(config: LookaheadConfig | None, runs: Iterable[Measured]) -> int:
+    """Tokens of all steps on all ranks together: the root or the window, and the draft."""
+    levels = config.ngram_size - 2 if config else 0
+    steps = (step for run in runs for step in run.output.step_stats)
+    return sum(step.num_draft + max(step.columns, 1) + step.columns * levels for step in steps)
 
 
 def _fastest(tried: Sequence[SettingResult]) -> LookaheadConfig:

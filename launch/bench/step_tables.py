@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .speed import Speed
 from .step_profile import Point, Profile
-from .table import put
+from .table import empty_table, put
+from .totals import Total
 
 PICTURE = "profile.png"
 
@@ -32,14 +31,17 @@ class Report:
 
     setting: dict[str, Any]
     found: Profile
-    speeds: dict[str, Speed]
+    speeds: dict[str, Total]
     picture: Path | None = None
     note: str = ""
 
 
 def as_json(report: Report) -> str:
     """One line."""
-    speeds = {name: asdict(speed) for name, speed in report.speeds.items()}
+    speeds = {
+        name: {"tokens_per_s": total.tokens_per_s, "compression": total.compression}
+        for name, total in report.speeds.items()
+    }
     picture = None if report.picture is None else str(report.picture)
     return json.dumps({**report.setting, **report.found.as_dict(), "speeds": speeds, "picture": picture})
 
@@ -54,10 +56,7 @@ def print_tables(report: Report, console: Console) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
-    return table
+    return empty_table(columns, columns[:1], title=title, title_style="bold")
 
 
 def _step_times(found: Profile) -> Table:
@@ -90,10 +89,10 @@ def _step(report: Report) -> Table:
     return table
 
 
-def _speeds(speeds: dict[str, Speed]) -> Table:
+def _speeds(speeds: dict[str, Total]) -> Table:
     table = _table("Decoding the same text, alternated", "method", "tokens/s", "S")
     for name, speed in speeds.items():
-        table.add_row(name, f"{speed.tokens_per_s:.1f}", f"{speed.compression:.2f}" if speed.compression else "-")
+        table.add_row(name, f"{speed.tokens_per_s:.1f}", f"{speed.compression:.2f}")
     return table
 
 

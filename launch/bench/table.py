@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .records import NoRecordsError, Record, load_records
-from .summary import Total, caption, common, notes, ordered, table_of, totals, varying
+from .summary import caption, common, notes, ordered, table_of, varying
+from .totals import Total, totals
 
 UNLIMITED = 10_000  # columns: more than any table has
 

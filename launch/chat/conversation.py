@@ -7,17 +7,17 @@ import re
 import signal
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import lp
 from lp.engine.decoder import Decoder
 from lp.engine.interrupts import DeferredSignals
-from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.models.loader import Loaded, context_limit
 from lp.sampling.grammar import Grammar
 
+from ..bench.totals import Total
 from ..config.builders import decoder_builders
 from ..config.sampling import describe_sampling
 from ..config.schema import ChatConfig
@@ -47,27 +47,13 @@ ENDINGS = {
 }
 
 
-@dataclass
-class Totals:
-    """What all answers took."""
+NOTHING = Total(method="chat")
 
-    answers: int = 0
-    tokens: int = 0
-    steps: int = 0
-    decode_s: float = 0.0
 
-    def add(self, output: GenerationOutput) -> Totals:
-        """Count an answer."""
-        self.answers += 1
-        self.tokens += len(output.tokens)
-        self.steps += output.steps
-        self.decode_s += output.decode_s
-        return self
-
-    def __str__(self) -> str:
-        compression = self.tokens / self.steps if self.steps else 0.0
-        speed = self.tokens / self.decode_s if self.decode_s else 0.0
-        return f"{self.tokens} tokens, {self.steps} steps, S {compression:.2f}, {speed:.1f} tokens/s"
+def figures(total: Total) -> str:
+    """What answers took, in a line."""
+    speed = f"S {total.compression:.2f}, {total.tokens_per_s:.1f} tokens/s"
+    return f"{total.tokens} tokens, {total.steps} steps, {speed}"
 
 
 @dataclass(kw_only=True)
@@ -97,7 +83,7 @@ class Chat:
     keyboard: Keyboard | None
     pen: Pen
     grammar: Grammar | None = None
-    totals: Totals = field(default_factory=Totals)
+    totals: Total = NOTHING
     ended: bool = False
 
     def run(self) -> None:
@@ -141,7 +127,7 @@ class Chat:
             self._say("the conversation is forgotten")
         elif name == "/stats":
             used = len(self.history.ids(""))
-            self._say(f"answers: {self.totals.answers}, {self.totals}; {self._of_context(used)} of history")
+            self._say(f"answers: {self.totals.prompts}, {figures(self.totals)}; {self._of_context(used)} of history")
         elif name == "/help":
             self._say(HELP.rstrip())
         elif name in ("/exit", "/quit"):
@@ -174,10 +160,10 @@ class Chat:
             self._agree(line, None, error)
             raise
         self._agree(line, text if output.tokens else None)
-        self.totals.add(output)
+        self.totals = self.totals.plus(output)
         ending = ENDINGS.get(output.finish_reason)
-        figures = str(Totals().add(output))
-        self._say(f"{figures} ({ending})" if ending else figures)
+        took = figures(NOTHING.plus(output))
+        self._say(f"{took} ({ending})" if ending else took)
         if interruption and interruption.signal == signal.SIGTERM:
             signal.raise_signal(signal.SIGTERM)  # which `run` holds
 

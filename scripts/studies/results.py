@@ -19,7 +19,8 @@ from pathlib import Path
 from launch.bench.records import load_records
 from launch.bench.report import read_lines
 from launch.bench.scaling_lines import errors, scaling_table
-from launch.bench.summary import Total, caption, markdown, notes, ordered, short, table_of, totals
+from launch.bench.summary import caption, markdown, notes, ordered, short, table_of
+from launch.bench.totals import Total, totals
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"

@@ -10,7 +10,7 @@ import pytest
 
 from launch.bench.records import load_records
 from launch.bench.report import read_lines
-from launch.bench.summary import totals
+from launch.bench.totals import totals
 from tests.conftest import Processes
 from tests.distributed.launches import ON_CPU
 from tests.unit.conftest import save_tiny_model

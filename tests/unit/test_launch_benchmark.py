@@ -25,7 +25,8 @@ from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
 from launch.bench.records import load_records
 from launch.bench.runs import ModelCache, open_bench
 from launch.bench.settings import settings_of
-from launch.bench.summary import caption, totals
+from launch.bench.summary import caption
+from launch.bench.totals import totals
 from launch.benchmark import benchmark
 from launch.config.builders import draft_configs
 from launch.config.schema import BenchmarkConfig

@@ -15,7 +15,8 @@ from launch.bench.plots import _colours, _is_line, _without_overlaps, heat_map
 from launch.bench.records import RecordFile, digest, load_records
 from launch.bench.report import main, read_lines, write_report
 from launch.bench.scaling_lines import PROJECTED, Line, errors, measured_lines
-from launch.bench.summary import HEADS, Total, caption, cells, notes, ordered, table_of, totals, varying
+from launch.bench.summary import HEADS, caption, cells, notes, ordered, table_of, varying
+from launch.bench.totals import Total, totals
 from scripts.studies import results
 from tests.conftest import ROOT
 
@@ -294,7 +295,8 @@ def test_a_heat_map_shows_the_best_of_several_sizes(monkeypatch: pytest.MonkeyPa
     records = [
         _record(0, "lookahead", {"task": "a", "W": 2, "N": 2, "G": g}, 50, s) for g, s in ((2, 2.0), (4, 1.0), (8, 4.0))
     ]
-    heat_map([Total(records=[record], plain_tokens_per_s=25.0) for record in records], "", tmp_path / "map.png")
+    plain = Total(method="plain", tokens=25, decode_s=1.0)
+    heat_map([Total.of_records([record], plain) for record in records], "", tmp_path / "map.png")
     assert texts == ["4.00\nG=4"] * 2, "in the PNG and the SVG"
 
 

@@ -123,7 +123,7 @@ def test_of_several_ranks_nothing_is_said_of_more() -> None:
     """Step times of two ranks, read as those of one rank, promise speeds that one rank never had."""
     config = lp.LookaheadConfig()
     tried = [
-        SettingResult(name=f"{n}", config=config, tokens=9, steps=3, tokens_a_step=8.0, seconds=1.0)
+        SettingResult(method=f"{n}", config=config, tokens=9, steps=3, step_tokens=24.0, decode_s=1.0)
         for n in range(len(BUDGETS))
     ]
     one, two = (_speeds(StepTimes.constant(0.01, 128), tried, ranks) for ranks in (1, 2))
