@@ -31,7 +31,7 @@ from .running.session import WARM_UP_TOKENS, on_main
 
 
 def benchmark(config: BenchmarkConfig, models: ModelCache | None = None) -> float | None:
-    """The app.
+    """Measure methods on the prompts of a task, and show their totals.
 
     Args:
         config: this job's config.

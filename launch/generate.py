@@ -33,7 +33,7 @@ SHOWN_PROMPT_LINES = 8
 
 
 def generate(config: Config) -> None:
-    """The app.
+    """Continue prompts, show each text as it comes, and with compare=true how methods compare.
 
     Raises:
         KeyboardInterrupt: Ctrl-C or SIGTERM came; everything that was generated has been shown.

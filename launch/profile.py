@@ -49,7 +49,7 @@ TRANSFORMERS = "transformers generate"
 
 
 def profile_model(config: ProfileConfig) -> None:
-    """The app.
+    """Measure where a step's time goes, and show it beside what the device can do.
 
     Raises:
         ValueError: a user error.

@@ -88,7 +88,7 @@ OWN_KEYS = (
 
 
 def scaling(config: ScalingConfig) -> None:
-    """The app.
+    """Measure or project methods over numbers of ranks, and write the table and its plots.
 
     Raises:
         ValueError: a user error.

@@ -35,7 +35,7 @@ from .running.session import WARM_UP_TOKENS, Session, checked, open_model
 
 
 def tune(config: TuneConfig) -> None:
-    """The app.
+    """Search the fastest W, N, G on this machine, show it, and write it where `lp generate` finds it.
 
     Raises:
         ValueError: a user error.

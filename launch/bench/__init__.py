@@ -1,1 +1,1 @@
-"""Prompts and measurements."""
+"""Measuring: methods in alternation, their records, totals, tables, plots and reports, and baselines beside them."""

@@ -41,9 +41,9 @@ def alternated(
     """Median seconds of every call, run in turn, each round beginning with another one.
 
     Args:
-        calls: by name.
-        rounds: counted ones, after WARM_UP others.
-        device: that they keep busy.
+        calls: what to time, by name.
+        rounds: how many rounds are counted, after WARM_UP others.
+        device: the device that the calls keep busy.
     """
     names = list(calls)
     taken = {name: list[float]() for name in calls}
@@ -58,8 +58,8 @@ class Ceilings:
     """Speeds of the device, measured in this run.
 
     Args:
-        bytes_per_s: of a copy, read and written bytes together.
-        flop_per_s: of a matrix product in the model's dtype, on random data.
+        bytes_per_s: speed of a copy, read and written bytes together.
+        flop_per_s: speed of a matrix product in the model's dtype, on random data.
     """
 
     bytes_per_s: float
@@ -70,8 +70,8 @@ class CeilingCalls:
     """The calls to time for the ceilings, and what their seconds mean.
 
     Args:
-        device: to be measured.
-        dtype: of the product.
+        device: the device to measure.
+        dtype: the matrices' type, the model's.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -97,7 +97,7 @@ class CeilingCalls:
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it, where torch knows."""
+    """A device's name for tables: as its maker calls it, where torch knows."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
@@ -113,9 +113,9 @@ class Work:
     Args:
         weight_bytes: read once, but for an embedding that is no LM head: of that a step reads a few vectors.
         kv_token_bytes: keys and values of one cached token, all layers.
-        token_flop: of the layers' matrices, for one token.
-        head_flop: of the LM head, for one token that is sampled.
-        key_flop: of attention, for one token and one key it sees.
+        token_flop: FLOP in the layers' matrices, for one token.
+        head_flop: FLOP in the LM head, for one token that is sampled.
+        key_flop: FLOP in attention, for one token and one key it sees.
     """
 
     weight_bytes: int
@@ -126,7 +126,7 @@ class Work:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Work:
-        """Counted from parameters and config."""
+        """The work of a model, counted from its parameters and config."""
         config = model.config.get_text_config()
         embedding = model.get_input_embeddings().weight
         head = model.get_output_embeddings().weight
@@ -152,6 +152,6 @@ class Work:
         return self.weight_bytes + self.kv_token_bytes * (prefix + num_tokens)
 
     def floor_s(self, num_tokens: int, prefix: int, ceilings: Ceilings) -> float:
-        """The least seconds that the ceilings allow for the same."""
+        """The least seconds that the ceilings allow for a pass of `num_tokens` tokens behind `prefix` cached ones."""
         moved_s = self.moved_bytes(num_tokens, prefix) / ceilings.bytes_per_s
         return max(moved_s, self.flop(num_tokens, prefix) / ceilings.flop_per_s)

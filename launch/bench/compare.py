@@ -35,7 +35,7 @@ class Measured:
     """The run of one method on one prompt.
 
     Args:
-        output: of its first round.
+        output: what the first round gave.
         decode_s: median of the rounds, in seconds.
         rounds_s: seconds of every round.
         peak_bytes: most memory of any round on this rank; 0 where nobody asked.
@@ -55,7 +55,7 @@ class Difference:
         method: its name.
         position: index among the new tokens.
         token: the method's token there; None where its text had ended.
-        plain_token: plain decoding's; None likewise.
+        plain_token: plain decoding's token there; None where its text had ended.
         gap: difference of the two best scores there, from one forward of the common prefix; None where the warpers
             leave one token. Scores are the logits, warped and with the noise of sampling if there is any.
         near_tie: whether logits as close as kernels may differ explain both tokens.
@@ -80,8 +80,8 @@ def alternate(
     """Run every method once a round, each round beginning with another one, so that drift of the machine hits all.
 
     Args:
-        methods: by name.
-        rounds: of all of them.
+        methods: what runs a method once, by name.
+        rounds: how often every method runs.
         peak: asked for the memory of every run.
         wait: counts the runs.
     """
@@ -130,8 +130,8 @@ def differences(
         prompt: the prompt's tokens.
         tokens: the new tokens of each method.
         plain: new tokens of the oracle, `lp.AutoregressiveDecoder`.
-        sampling: of all of them; None is greedy. Rejection sampling promises equal distributions, not equal tokens,
-            so nothing counts as a difference.
+        sampling: how all of them were sampled; None is greedy. Rejection sampling promises equal distributions, not
+            equal tokens, so nothing counts as a difference.
     """
     if sampling is not None and sampling.verifier is Verifier.REJECTION:
         return []
@@ -168,7 +168,7 @@ class Prediction:
 
     Args:
         prefix: its tokens.
-        logits: (V,) float64, of one forward pass.
+        logits: (V,) float64, from one forward pass.
         near_tie: two logits this close may swap ranks when a kernel adds in another order.
         sampling: None is greedy; the seed of what draws must be known.
     """
@@ -228,7 +228,7 @@ def _comparable(model: Any, length: int) -> list[int]:
     """Those of WIDTHS with which two passes differ from one by rounding alone: both have the same rotary frequencies.
 
     Args:
-        length: L.
+        length: tokens of the prefix, L.
     """
     boundary = rope_boundary(model.config.get_text_config())
     least = boundary.length + 1 if boundary and length > boundary.length else 1  # tokens of the first pass

@@ -1,4 +1,4 @@
-"""What a run found, as a table for people and as one JSON object for programs."""
+"""What `lp generate` found: texts, and how methods compare on them, as a table or as one JSON object."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .totals import Total
 
 @dataclass
 class Result:
-    """One prompt.
+    """What came of one prompt: its text, and with compare=true the runs of all methods.
 
     Args:
         prompt: what was continued.
         prompt_tokens: its length.
         text: the continuation, as far as it got.
         shown: the run that gave it.
-        measured: by method; empty if Ctrl-C came before the last one had ended.
+        measured: the runs by method; empty if Ctrl-C came before the last one had ended.
         differences: where methods left plain decoding.
     """
 
@@ -65,7 +65,7 @@ class Report:
 
     @property
     def differences(self) -> list[tuple[Result, Difference]]:
-        """All of them, with their prompts."""
+        """Every place where a method left plain decoding, with its prompt."""
         return [(result, difference) for result in self.results for difference in result.differences]
 
     @property
@@ -128,7 +128,7 @@ def describe(session: Session[Any]) -> dict[str, Any]:
 
 
 def as_table(report: Report) -> Table:
-    """The totals, a line a method."""
+    """The totals as a table with a line for each method."""
     count = len(report.results)
     prompts = "1 prompt" if count == 1 else f"{count} prompts"
     title = f"{prompts}, {'greedy' if is_greedy(report.sampling) else 'sampled'}, decoding only"
@@ -155,7 +155,7 @@ def _verdict(report: Report, totals: Total) -> str:
 
 
 def caption(report: Report) -> str:
-    """The setting in one line."""
+    """The setting in one line, as it stands under the table."""
     s = report.setting
     model = f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters), {s['dtype']}, {s['device']}"
     parts = [model, f"threads: {s['threads']}", f"ranks: {s['ranks']}"]

@@ -20,7 +20,7 @@ class GpuCalls:
 
     Args:
         launches: calls of the host that start kernels; the replay of a graph is one.
-        kernels: that the GPU ran, those of graphs among them.
+        kernels: kernels that the GPU ran, those of graphs among them.
         waits: calls in which the host waits for the GPU.
     """
 
@@ -45,7 +45,7 @@ def calls_per_step(decode: Callable[[int], GenerationOutput], tokens: int) -> Gp
 
     Args:
         decode: makes a text of so many tokens on a GPU, by steps that are captured already.
-        tokens: of the longer text.
+        tokens: how many tokens the longer text has.
 
     Returns:
         None where it takes no more steps.

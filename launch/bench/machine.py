@@ -62,7 +62,7 @@ def machine_now(device: torch.device, world_size: int) -> dict[str, Any]:
 
     Args:
         device: the model's.
-        world_size: ranks of all machines.
+        world_size: how many ranks there are on all machines together.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return {
@@ -78,7 +78,7 @@ def remarks(records: Sequence[dict[str, Any]]) -> list[str]:
     """Lines about a machine that looked busy, and ranks that shared cores; none in records that do not say.
 
     Args:
-        records: of a benchmark, whose `machine` is one of machine_now.
+        records: a benchmark's records, whose `machine` comes from machine_now.
     """
     machines = [record["machine"] for record in records if record.get("machine")]
     lines = []

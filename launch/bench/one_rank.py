@@ -35,7 +35,7 @@ class RecordedCollectives:
     """Results of the collectives of a run, in order: the same on every rank, so that one recording serves them all.
 
     Attributes:
-        results: those of the decoder's construction first.
+        results: what every collective returned, the decoder's construction first.
         num_construction: how many those are.
         position: index of the next result.
     """
@@ -45,7 +45,7 @@ class RecordedCollectives:
     position: int = 0
 
     def next(self) -> torch.Tensor:
-        """The next result."""
+        """What the next collective returned in the recorded run."""
         self.position += 1
         return self.results[self.position - 1]
 
@@ -149,14 +149,14 @@ class IdleModel:
     """Computes nothing: what a model is to a CPU beside a GPU that runs it.
 
     Args:
-        vocabulary: of the logits, which are zeros.
+        vocabulary: how many logits a token has; all are zero.
     """
 
     def __init__(self, vocabulary: int) -> None:
         self.zeros_1V = torch.zeros(1, vocabulary)
 
     def __call__(self, input_ids: torch.Tensor, logits_to_keep: int | torch.Tensor, **keywords: object) -> Output:
-        """Logits as of `FusedModel`."""
+        """Zeros in the shape of `FusedModel`'s logits."""
         kept = logits_to_keep if isinstance(logits_to_keep, int) else len(logits_to_keep)
         return Output(self.zeros_1V.expand(1, kept or input_ids.shape[1], -1))
 

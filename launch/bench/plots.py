@@ -179,11 +179,11 @@ def tune_plot(
     """Step times as measured and as used; S of fixed settings by their step tokens, and that of the adaptive one.
 
     Args:
-        step_times: of whole steps.
+        step_times: seconds of whole steps by their tokens.
         by_budget: step tokens and S of each setting.
         adaptive: its step tokens and S.
         caption: model, hardware and task.
-        path: of the PNG.
+        path: where the PNG goes.
     """
     with figure(path, caption, 4.2, 2) as (_, (times, brought)):
         times.plot(step_times.num_tokens, [1e3 * s for s in step_times.seconds], **look(0, "measured") | {"ls": "none"})

@@ -29,8 +29,8 @@ class Link:
     """The alpha-beta model of a ring all-gather.
 
     Args:
-        base_us: of any collective, in microseconds.
-        hop_us: of each of its R - 1 steps.
+        base_us: what any collective takes, in microseconds.
+        hop_us: what each of its R - 1 steps takes, in microseconds.
         gb_s: bandwidth between neighbours, in 10^9 bytes a second.
         source: where the figures are from.
     """
@@ -69,11 +69,11 @@ class Projected:
 
     Args:
         ranks: R.
-        tokens, steps: that all of them take alike.
-        compute_s: of all steps, each as long as its slowest rank.
-        forward_s, host_s: of that, of the slowest rank.
+        tokens, steps: new tokens and steps, which all ranks have alike.
+        compute_s: seconds of all steps, each as long as its slowest rank.
+        forward_s, host_s: the forward passes' and the host's parts of these seconds.
         num_tokens: mean step tokens of the largest rank.
-        payload_bytes: of a rank's message in a step's all-gather.
+        payload_bytes: bytes of a rank's message in a step's all-gather.
     """
 
     ranks: int
@@ -98,8 +98,8 @@ class Projection:
     """Decodes a text as each of R ranks would, on this one device.
 
     Args:
-        decoder: of all ranks, in turn; it is left in the context of one of them.
-        decode: one call of it, its seed known if it samples.
+        decoder: runs as every rank in turn; it is left in the context of one of them.
+        decode: calls the decoder once, its seed known if it samples.
         ranks: R.
 
     Raises:

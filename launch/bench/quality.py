@@ -27,7 +27,7 @@ def perplexity(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> floa
     Args:
         model: a causal LM.
         prompt: its tokens, at least one.
-        tokens: of the text, at least one.
+        tokens: the text's tokens, at least one.
     """
     ids = torch.tensor([[*prompt, *tokens]], device=model.device)  # (1, L)
     logits = model(ids[:, :-1], use_cache=False, logits_to_keep=len(tokens)).logits[0].float()  # (tokens, V)

@@ -71,7 +71,7 @@ class RecordFile:
 
     Args:
         path: made if it is not there, with its folder; a torn tail, or a last prompt without all methods, is cut off.
-        methods: that every prompt has a record of.
+        methods: the methods that every prompt has a record of.
 
     Raises:
         ValueError: another process has the file open, it cannot be written, or it holds something else.
@@ -121,5 +121,5 @@ class RecordFile:
         self.records += added
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Close the file, so that another process can extend it."""
         self._file.close()

@@ -39,10 +39,10 @@ def write_report(folder: Path) -> list[Path]:
     """Make the plots that the results allow, and report.html with these, the tables and the settings.
 
     Args:
-        folder: of launch.benchmark or launch.scaling; subfolders count.
+        folder: what launch.benchmark or launch.scaling wrote to; subfolders count.
 
     Returns:
-        The files written.
+        The files that were written.
 
     Raises:
         ValueError: no results there.

@@ -55,10 +55,10 @@ class Bench(Session[BenchmarkConfig]):
     """A session whose methods are called alike, whichever ranks run them.
 
     Args:
-        runs: by method, continues a prompt by this many tokens; every rank calls it.
-        path: of the records.
-        settings: tells these records from those of other settings.
-        origin: of the records: command and commit.
+        runs: by method, what continues a prompt by so many tokens; every rank calls it.
+        path: the file of the records.
+        settings: what tells these records from those of other settings.
+        origin: command and commit, which every record names.
     """
 
     runs: Mapping[str, Once]
@@ -160,8 +160,8 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     """Check everything that can be checked without the model, then load it.
 
     Args:
-        config: of this job.
-        models: holds the model of the last one.
+        config: this job's config.
+        models: holds the model of the job before.
 
     Raises:
         ValueError: a user error, with its remedy.

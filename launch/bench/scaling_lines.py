@@ -31,18 +31,18 @@ class Line:
 
     Args:
         method, ranks: its name, and R.
-        least, most: of the speed-ups of several rounds, or of several runs; None for one.
-        tp: of these, ranks that hold a model between them.
+        least, most: range of the speed-ups over several rounds or runs; None for one.
+        tp: how many of the ranks hold a model between them.
         kind: MEASURED or PROJECTED.
-        link: of a projection, with "weak" behind it where every rank has the same shape; None where it was measured.
-        W, G: of all ranks together; None for methods without.
-        tokens_per_s: of decoding.
+        link: the link of a projection, and "weak" where every rank has the same shape; None where it was measured.
+        W, G: window and guess set of all ranks together; None for methods without.
+        tokens_per_s: decode speed.
         speedup: against plain decoding on one device, or on one replica, with nothing else running.
         launch: ranks of the launch that it was measured in; None where it was projected.
         speedup_in_launch: against plain decoding on one device, or replica, of the same launch, whose ranks may share
             cores; None where it was projected.
         compression: S.
-        num_tokens: of a step, of the largest rank.
+        num_tokens: tokens of a step on the rank that has most.
         forward_ms, exchange_ms, host_ms: a step; of several ranks the slowest's, or of measured ones their mean.
         efficiency: speed over as many times that of the method on one replica as there are; of plain decoding where
             there is none.
@@ -81,11 +81,11 @@ class Line:
         return self.method if self.link is None else f"{self.method}, {self.link} (projected)"
 
     def figures(self) -> dict[str, Any]:
-        """For a line of CSV or JSON."""
+        """All figures as data, for a line of CSV or JSON."""
         return asdict(self)
 
     def cells(self) -> list[str]:
-        """For a table with HEADS."""
+        """The cells of a table with HEADS."""
         kind = self.kind if self.link is None else f"**{self.kind}**, {self.link}"
         shape = ["-" if value is None else str(value) for value in (self.W, self.G)]
         speeds = ["-" if self.speedup is None else f"{self.speedup:.2f}x"]
@@ -122,7 +122,7 @@ def measured_lines(records: Sequence[Record], alone: float | None = None) -> lis
     """Measured lines of one launch, from its records.
 
     Args:
-        records: of the launch.
+        records: what the launch measured.
         alone: tokens/s of plain decoding with nothing else running; None takes that of this launch.
     """
     lines = []

@@ -159,9 +159,9 @@ def speed_of_ranks(step_times: StepTimes, points: Sequence[tuple[float, float]],
     """Tokens a second that 1, 2, ... ranks would reach, each with its share of the step, without exchange.
 
     Args:
-        step_times: of one rank.
+        step_times: seconds of one rank's step by its tokens.
         points: (step tokens, S) as measured.
-        most: ranks.
+        most: how many ranks to go up to.
     """
     step_tokens, measured = zip(*sorted([(1.0, 1.0), *points]), strict=True)
     sizes = np.arange(1, int(max(step_tokens)) + 1)

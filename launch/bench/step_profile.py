@@ -48,11 +48,11 @@ class Plan:
 
     Args:
         prefix: L, cached tokens.
-        sizes: the T of t(T).
-        max_new_tokens: of every decode.
-        rounds: of every measurement, whose medians count.
+        sizes: the numbers of tokens T for which t(T) is measured.
+        max_new_tokens: how many tokens every decode writes.
+        rounds: how often everything is measured; medians count.
         ranks, rank: R, and which of them runs here.
-        sampling: of the decodes, its seed known; None is greedy.
+        sampling: how the decodes sample, its seed known; None is greedy.
 
     Raises:
         ValueError: a value out of range, with the limit and the remedy.
@@ -81,8 +81,8 @@ class Plan:
         """Refuse a plan that the model's context or the free memory of the device has no room for.
 
         Args:
-            model: to be profiled, or its sketch.
-            step: B.
+            model: the model to be profiled, or its sketch.
+            step: most step tokens of a rank, B.
             weights: bytes of weights that are still to be allocated there.
 
         Raises:
@@ -109,10 +109,10 @@ class Point:
 
     Args:
         num_tokens: T.
-        seconds: of the forward pass.
-        ratio: to the least T measured.
-        floor: seconds over the least that the device's ceilings allow.
-        bytes_per_s, flop_per_s: achieved.
+        seconds: how long the forward pass takes.
+        ratio: these seconds over those of the least T measured.
+        floor: these seconds over the least that the device's ceilings allow.
+        bytes_per_s, flop_per_s: memory traffic and arithmetic that the pass achieves.
     """
 
     num_tokens: int
@@ -128,14 +128,15 @@ class Step:
     """Where a step of the decode loop goes, as medians over its steps.
 
     Args:
-        num_tokens: that this rank computed, its catch-up among them.
+        num_tokens: step tokens that this rank computed, its catch-up among them.
         max_tokens: B, catch-up among them.
-        steps, compression: of a decode, and its S; of random weights S says nothing.
-        seconds: of a step.
+        steps: how many steps a decode took.
+        compression: S of that decode, which says nothing where weights are random.
+        seconds: how long a step takes.
         parts: seconds by name, which add up to `seconds`. Exchange, host and forward are the loop's own; of the last,
             attention is what a pass of these tokens takes beyond the same without attention (nothing where a model
             does not let it be left out), the LM head is timed alone, the rest is other layers and sampling.
-        pass_s: of a forward pass of these tokens outside the loop.
+        pass_s: seconds of a forward pass of these tokens outside the loop.
         real_exchange: whether R ranks ran; if not, the exchange is a single rank's.
     """
 
@@ -150,19 +151,19 @@ class Step:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The parts over the whole."""
+        """Each part's share of a step."""
         return {name: took / self.seconds for name, took in self.parts.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """All that was measured of one model.
+    """Everything that was measured of one model.
 
     Args:
-        ceilings: the device's.
+        ceilings: what the device can do at most.
         work: the least that a pass must do.
         step_times: t(T) by T, ascending.
-        step: of the decode loop.
+        step: where a step of the decode loop goes.
         first_call_s: by how much the first decode took longer than later ones: captures, allocations, compilations.
         calls: what a step asks of the GPU; None on a CPU, and where no step was measured alone.
     """
@@ -180,7 +181,7 @@ class Profile:
         return self.step_times[0].seconds * self.ceilings.bytes_per_s / self.work.weight_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """For a line of JSON."""
+        """All figures as data, for a line of JSON."""
         return asdict(self) | {"over_weights": self.over_weights, "shares": self.step.shares}
 
 
@@ -188,8 +189,8 @@ def largest_step(config: LookaheadConfig, budget: int, ranks: int, rank: int, ca
     """A rank's step of B tokens: catch-up, its columns of the window, and draft paths that share nothing.
 
     Args:
-        config: of the decoder.
-        budget: B.
+        config: the decoder's config.
+        budget: most step tokens, B.
         ranks, rank: R, and whose step it is.
         catch_up: accepted tokens that every rank lacks; fewer than B.
     """

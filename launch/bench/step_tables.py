@@ -19,14 +19,14 @@ PICTURE = "profile.png"
 
 @dataclass(kw_only=True)
 class Report:
-    """A run.
+    """What `lp profile` measured, with its setting.
 
     Args:
-        setting: of the run.
+        setting: what was measured, and how, by name.
         found: the measurements.
-        speeds: by method; empty where they were not compared.
-        picture: its path.
-        note: about the picture.
+        speeds: totals of one text by method; empty where speeds were not compared.
+        picture: path of the picture; None while there is none.
+        note: a line about the picture, or about why there is none.
     """
 
     setting: dict[str, Any]
@@ -37,7 +37,7 @@ class Report:
 
 
 def as_json(report: Report) -> str:
-    """One line."""
+    """The measurements and their setting as JSON on one line."""
     speeds = {
         name: {"tokens_per_s": total.tokens_per_s, "compression": total.compression}
         for name, total in report.speeds.items()

@@ -13,7 +13,7 @@ HIDDEN = ("methods", "chat", "parameters")  # settings that tables leave out: lo
 
 
 def varying(found: Sequence[Total]) -> list[str]:
-    """The settings in which they differ, which a table has to show."""
+    """The settings in which totals differ, which a table has to show."""
     settings = [total.setting for total in found]
     names = dict.fromkeys(name for setting in settings for name in setting)
     # What one decoder has and another has not is said by their names.
@@ -41,7 +41,7 @@ def ordered(found: Sequence[Total]) -> list[Total]:
 
 
 def common(found: Sequence[Total]) -> dict[str, Any]:
-    """The settings that all of them share."""
+    """The settings that all totals share."""
     differ = varying(found)
     return {name: value for name, value in found[0].setting.items() if name not in differ}
 
@@ -59,7 +59,7 @@ def verdict(prompts: int, differing: int, near_ties: int) -> str:
     """The cell of a table: how many texts are not plain decoding's, and for how many of them rounding is no excuse.
 
     Args:
-        prompts: that were compared.
+        prompts: how many prompts were compared.
         differing: how many outputs part from plain decoding's.
         near_ties: how many of the differing outputs part where the two best scores tie within rounding.
     """
@@ -77,7 +77,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def peak(total: Total) -> str:
-    """Most memory in a cell."""
+    """The cell with the most memory of a rank, in MiB."""
     return "-" if total.peak_bytes is None else f"{total.peak_bytes / (1 << 20):,.0f}"
 
 
@@ -117,7 +117,7 @@ HEADS = ("method", "prompts", "tokens", "S", "tokens a step", "tokens/s", "vs pl
 
 
 def short(value: Any) -> str:
-    """A setting in a cell."""
+    """A setting as a table's cell shows it."""
     if isinstance(value, dict):
         return " ".join(f"{key}={short(each)}" for key, each in value.items())
     if isinstance(value, list):
@@ -126,7 +126,7 @@ def short(value: Any) -> str:
 
 
 def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """A table in Markdown."""
     head = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
     return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 

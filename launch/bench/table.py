@@ -29,8 +29,8 @@ class ProgressBar:
 
     Args:
         visible: whether this rank shows anything.
-        prompts: still to do.
-        records: of those that are done already.
+        prompts: how many prompts are still to do.
+        records: records of the prompts that are done already.
     """
 
     def __init__(self, visible: bool, prompts: int, records: Sequence[Record]) -> None:

@@ -67,7 +67,7 @@ def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def write_gguf(model: PreTrainedModel, path: str) -> None:
-    """Write the weights in float32."""
+    """Write a Llama's weights to a GGUF file, in float32."""
     import gguf
 
     tensors = tensors_of(model)

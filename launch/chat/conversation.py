@@ -190,7 +190,7 @@ class Chat:
 
 
 def chat(config: ChatConfig) -> None:
-    """The app.
+    """Talk to a model until the input ends.
 
     Raises:
         ValueError: a user error.

@@ -50,7 +50,7 @@ KEEP_ALIVE_S = 75
 
 
 def serve(config: ServeConfig) -> None:
-    """The app.
+    """Serve a model over HTTP until the process is asked to end.
 
     Raises:
         Terminated: Ctrl-C or SIGTERM came, and the texts have ended.

@@ -15,7 +15,7 @@ from .weights import with_shared_weights
 
 
 def missing(options: BaselineOptions) -> str | None:
-    """Two GPUs, or the package."""
+    """What a pipeline lacks here: two GPUs, or the package."""
     gpus = torch.cuda.device_count()
     if gpus < 2:
         return f"spreads layers over GPUs and needs two; torch sees {gpus}: leave it out here"

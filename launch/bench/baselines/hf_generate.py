@@ -49,7 +49,7 @@ def build_static(model: PreTrainedModel, context: ParallelContext, options: Base
 
 
 def missing_release(options: BaselineOptions) -> str | None:
-    """Before 5.18 transformers asks stopping criteria about draft tokens that it has not accepted yet."""
+    """Refuse transformers before 5.18, which asks stopping criteria about draft tokens that are not accepted yet."""
     if Version(tf.__version__) >= Version("5.18"):
         return None
     return f"needs transformers 5.18 or newer, and {tf.__version__} is installed; upgrade it"
@@ -62,7 +62,7 @@ def build_prompt_lookup(model: PreTrainedModel, context: ParallelContext, option
 
 
 def missing_draft(options: BaselineOptions) -> str | None:
-    """Nothing says which model drafts, or transformers is too old."""
+    """What assisted generation lacks here: a model that drafts, or a new enough transformers."""
     return missing_release(options) if options.draft else "needs a draft model; give draft=<folder or hub name>"
 
 
@@ -154,7 +154,7 @@ class HFGenerateDecoder(Decoder):
         return cache
 
     def _config(self, request: Request) -> GenerationConfig:
-        """Complete: transformers takes from the model's own config what this one leaves out."""
+        """A complete config: transformers takes from the model's own what this one leaves out."""
         # An id that no token has: the stopping criterion ends the text.
         no_token = self.model.get_input_embeddings().weight.shape[0]
         drafts: dict[str, Any] = {"prompt_lookup_num_tokens": self.prompt_lookup} if self.prompt_lookup else {}

@@ -31,7 +31,7 @@ GGML_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
 
 
 def missing(options: BaselineOptions) -> str | None:
-    """The package, the model's GGUF file, or greedy decoding, which alone gives tokens that compare."""
+    """What llama.cpp lacks here: its package, the model as GGUF, or greedy decoding, whose tokens alone compare."""
     if not is_installed("llama_cpp"):
         return (
             f"needs the package llama-cpp-python; {install_command('llama-cpp')}, which compiles it: "
@@ -50,7 +50,7 @@ def missing(options: BaselineOptions) -> str | None:
 
 @register_baseline("llama_cpp", missing=missing)
 def build_plain(model: PreTrainedModel, context: ParallelContext, options: BaselineOptions) -> Decoder:
-    """One token a step."""
+    """llama.cpp's plain decoding, one token a step."""
     return LlamaCppDecoder(model, _gguf(options))
 
 
@@ -86,7 +86,7 @@ class LlamaCppDecoder(Decoder):
 
     @property
     def attention(self) -> str:
-        """llama.cpp's own."""
+        """What computes attention, for tables: llama.cpp's own."""
         return "llama.cpp's"
 
     def _decode(self, request: Request) -> GenerationOutput:

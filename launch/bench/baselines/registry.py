@@ -47,7 +47,7 @@ class Baseline:
     """How a baseline is built, and on which ranks it runs.
 
     Args:
-        build: from the model, the ranks and the options.
+        build: makes the decoder, given the model, the ranks and the options.
         all_ranks: whether all ranks build and run it together; without, rank 0 alone.
         missing: says before anything is loaded what it lacks, with the remedy; None if it lacks nothing.
     """
@@ -73,8 +73,9 @@ def register_baseline(
     """Decorate the function that builds a baseline's decoder: from then on `methods=[NAME]` runs it.
 
     Args:
-        name: in `methods` and in every table.
-        all_ranks, missing: as in Baseline.
+        name: what `methods` and every table call it.
+        all_ranks: whether all ranks build and run it together; without, rank 0 alone.
+        missing: says what the baseline lacks here, with the remedy; None if it lacks nothing.
 
     Raises:
         UserError: the name is taken.

@@ -126,7 +126,7 @@ def check_prompts(kind: str | None, task: str, where: str, prompts: Sequence[Pro
     """Refuse prompts whose texts cannot be judged.
 
     Args:
-        kind: of the task.
+        kind: how the task is judged, one of CHECKS; None where it says nothing of that.
         task: its name.
         where: the prompts come from, a file or a data set.
         prompts: all of them.

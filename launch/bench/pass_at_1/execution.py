@@ -36,8 +36,8 @@ def run_program(program: str, seconds: float = TIME_LIMIT_S, memory_bytes: int =
 
     Args:
         program: source of Python; it passes if its last line is reached.
-        seconds: of wall-clock time, and of CPU time.
-        memory_bytes: of address space.
+        seconds: most wall-clock time, and most CPU time.
+        memory_bytes: most address space.
     """
     # A word that the program cannot know: neither its output nor an early exit looks like the end of its tests.
     passed = secrets.token_hex(16)
