@@ -49,7 +49,7 @@ EXTRAS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of `lp doctor` to its parser."""
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a name on the hub, or demo")
     parser.add_argument("--dtype", default="auto", help="of the weights; auto: as the checkpoint says (auto)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (a GPU if there is one)")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what is found.
+    """Print what this machine can do, and where a model is named, what it can do there.
 
     Raises:
         SystemExit: 1 where the model cannot be decoded.

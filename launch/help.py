@@ -21,7 +21,7 @@ GROUPS = ("model", "decoder", "attention", "sampling", "parallel", "task", "expe
 
 
 def app_help(app: str, overrides: Sequence[str]) -> str:
-    """The help of an app.
+    """What `lp APP --help` prints: options, keys with their defaults, and groups.
 
     Args:
         app: its name.

@@ -29,7 +29,7 @@ GROUPS = ("decoder", "sampling")  # groups whose keys depend on the choice: sect
 
 
 class Key(NamedTuple):
-    """One line of a table."""
+    """A key of an app: a line of `--help` and of the page of keys."""
 
     name: str
     kind: str

@@ -36,7 +36,7 @@ GPU_TOKENS = 300_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of `lp ngrams` to its parser."""
     parser.add_argument("model", metavar="MODEL", help="a folder, a name on the hub, or demo")
     parser.add_argument("--dtype", default="float32", help="of the weights (float32)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1")
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure and write.
+    """Measure what the model writes, and write it to the file that the pool reads.
 
     Raises:
         UserError: an option out of range, or nowhere to write: before anything is measured.

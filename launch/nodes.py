@@ -51,7 +51,7 @@ class Nodes:
 
     @classmethod
     def of(cls, config: NodesSchema) -> Nodes:
-        """Nodes by the keys.
+        """The nodes that the keys `nodes.*` describe.
 
         Raises:
             ValueError: a value out of range, or a missing endpoint.
@@ -99,7 +99,7 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class Leader:
-    """Node 0.
+    """Node 0, which tells the other nodes what to launch.
 
     Args:
         nodes: the run's nodes.

@@ -111,7 +111,7 @@ def _plan(config: ProfileConfig, context: lp.ParallelContext) -> Plan:
 
 
 def _shape(config: ProfileConfig, plan: Plan, context: lp.ParallelContext) -> tuple[PreTrainedModel, list[int]]:
-    """Random weights and random text."""
+    """A shape's model with random weights, and a random text to profile it on."""
     model = config.model
     shape = shape_config(model.name, config.shape.layers, config.shape.divide)
     sketched = sketch(shape, model.dtype)

@@ -53,14 +53,14 @@ class SweepEnd(Callback):
             note.unlink()
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Before every job."""
+        """Before every job of a sweep: say its number and what is its own."""
         hydra = HydraConfig.get()
         if hydra.mode == RunMode.MULTIRUN and rank() == 0:
             count = f" of {self.jobs}" if self.jobs else ""
             print(f"job {hydra.job.num + 1}{count}: {hydra.job.override_dirname}", file=sys.stderr, flush=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """After the last job.
+        """After the last job: show the table, list the jobs that failed, and end with their exit code.
 
         Raises:
             SystemExit: 2 where all jobs that failed did so by user errors, 1 where a job failed otherwise; where none

@@ -63,7 +63,7 @@ def end_with(asked: set[str], number: int) -> None:
 
 
 def children() -> set[str]:
-    """Process ids of the ranks."""
+    """The process ids of the ranks that torchrun has started."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children")  # Linux only
     return {*listed.read_text().split()} if listed.exists() else set()
 

@@ -60,7 +60,7 @@ class Report:
 
     @property
     def finished(self) -> list[Result]:
-        """The prompts that were measured."""
+        """The prompts whose methods were all measured."""
         return [result for result in self.results if result.measured]
 
     @property
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def compared(self) -> bool:
-        """Whether several methods ran."""
+        """Whether several methods ran, so that their tokens were compared."""
         return any(len(result.measured) > 1 for result in self.results)
 
     @property

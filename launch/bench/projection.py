@@ -128,7 +128,7 @@ class Projection:
         return record(build, self.decode, self.ranks)
 
     def run(self) -> Run:
-        """Every rank once, alone.
+        """Decode the text as every rank in turn, each alone on this device.
 
         Raises:
             KeyboardInterrupt: a signal came meanwhile.

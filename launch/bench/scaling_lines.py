@@ -27,7 +27,7 @@ HEADS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A method on R ranks.
+    """A line of the scaling table: a method on R ranks, measured or projected.
 
     Args:
         method, ranks: its name, and R.
@@ -153,7 +153,7 @@ def measured_lines(records: Sequence[Record], alone: float | None = None) -> lis
 
 
 def _range(speedups: Sequence[float]) -> dict[str, float]:
-    """Least and most of several."""
+    """Least and most of several speed-ups; nothing for one."""
     return {"least": min(speedups), "most": max(speedups)} if len(speedups) > 1 else {}
 
 

@@ -44,7 +44,7 @@ PREFILL_CHUNK = 512  # tokens of a pass, as `generate` has it
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The measurements to take.
+    """What a profile is to measure: prefix, sizes of passes, rounds, and which rank of how many.
 
     Args:
         prefix: L, cached tokens.

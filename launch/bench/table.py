@@ -52,7 +52,7 @@ class ProgressBar:
         self._bar.stop()
 
     def advance(self, records: Sequence[Record]) -> None:
-        """One prompt is done."""
+        """Move the bar on by one prompt, whose records count for S."""
         self._count(records)
         self._bar.update(self._task, advance=1, description=self._description())
 

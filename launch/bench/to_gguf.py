@@ -36,7 +36,7 @@ def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """GGUF's names and weights.
+    """A Llama's weights by the names that GGUF gives them.
 
     Raises:
         UserError: not a Llama without biases and scaled rotary frequencies.

@@ -35,7 +35,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: ChatConfig) -> Settings:
-        """As the config has them.
+        """The settings with which a chat begins, as its config has them.
 
         Raises:
             ValueError: a value out of range.
@@ -56,7 +56,7 @@ class Settings:
 
     @property
     def chosen(self) -> lp.SamplingParams | None:
-        """For a decoder."""
+        """How a decoder is to sample; None is greedy."""
         if not self.greedy:
             return self.sampling
         if self.sampling.repetition_penalty == 1:

@@ -87,7 +87,7 @@ def overrides_first(args: Sequence[str]) -> list[str]:
 
 
 def read_stdin() -> str:
-    """All of standard input.
+    """The text that standard input holds, up to its end.
 
     Raises:
         UserError: it is closed, or not text.

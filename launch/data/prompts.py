@@ -16,7 +16,7 @@ BUILTIN = Path(__file__).parent / "builtin"  # one unfinished piece of Python a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A text to continue.
+    """A text to continue, and what is known of it.
 
     Args:
         task_id: names it in tables and files.
@@ -60,7 +60,7 @@ class Fields:
     task_id: str | None = None
 
     def read(self, record: Mapping[str, Any], number: str, source: str | None) -> Prompt:
-        """The prompt of a record.
+        """Make a prompt of a data set's record.
 
         Raises:
             ValueError: it lacks a field.

@@ -60,7 +60,7 @@ class WaitLine:
             self._erase()
 
     def close(self) -> None:
-        """Nothing is shown any more."""
+        """Stop showing waits, for good."""
         self._ended.set()
         if self._thread:
             self._thread.join()

@@ -34,7 +34,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def build_app(
     served: Served, api_key: str | None = None, max_body_bytes: int = 4 << 20, host: str = LOOPBACK[0]
 ) -> Any:
-    """The ASGI application.
+    """The ASGI application: all endpoints behind the checks of key, host and size.
 
     Args:
         served: the model.

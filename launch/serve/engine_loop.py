@@ -41,7 +41,7 @@ class Abandoned(Exception):
 
 
 class Piece(NamedTuple):
-    """What one step brought.
+    """What one step brought to a text.
 
     Attributes:
         text: the characters that may be shown.
@@ -92,7 +92,7 @@ class Ending(NamedTuple):
 
     @property
     def generated(self) -> int:
-        """Tokens of the steps."""
+        """How many tokens steps have generated, without those that a journal had."""
         return max(self.num_tokens - self.resumed, 0)
 
 
@@ -102,7 +102,7 @@ Commands = list[dict[str, Any]]
 
 @dataclass(eq=False)
 class LiveText:
-    """A text under way.
+    """A text that the engine generates, as its client sees it.
 
     Args:
         spec: what it is generated from.
@@ -167,7 +167,7 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Run on a new thread."""
+        """Run the loop on a thread of its own."""
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self._thread.start()
 
@@ -189,7 +189,7 @@ class EngineLoop:
 
     @property
     def takes_texts(self) -> bool:
-        """Whether `submit` does."""
+        """Whether `submit` takes another text now."""
         return not (self._closing or self.failure)
 
     def abandon(self) -> None:
@@ -200,7 +200,7 @@ class EngineLoop:
 
     @property
     def texts(self) -> int:
-        """Texts that have not ended."""
+        """How many texts have not ended."""
         return len(self._texts)
 
     def submit(self, texts: list[LiveText]) -> list[int]:

@@ -74,7 +74,7 @@ FILE_TOKEN = {"codegemma": "<|file_separator|>"}  # a family that its gap's toke
 
 @dataclass(frozen=True)
 class Extra:
-    """A piece of another file.
+    """A piece of another file, which the model sees before the one with the gap.
 
     Args:
         name: the file's name.
@@ -86,7 +86,7 @@ class Extra:
 
 
 class FimPrompts:
-    """Makes prompts of a gap.
+    """Makes the prompt that asks a model to fill a gap.
 
     Args:
         tokenizer: the model's tokenizer.

@@ -20,7 +20,7 @@ from .spec import TextSpec
 
 
 def llamacpp_routes(served: Served) -> APIRouter:
-    """The routes."""
+    """The routes of llama.cpp's own endpoints."""
     router = APIRouter()
 
     async def respond(request: Request, completion: LlamaCompletion) -> Response:
@@ -123,7 +123,7 @@ class LlamaCompletion:
                 yield self._chosen({"content": "", "tokens": [], **self._last(event)})
 
     def _last(self, ending: Ending) -> dict[str, Any]:
-        """What comes with the end."""
+        """The fields that come with the end of an answer."""
         predicted = 0 if self.nothing else ending.num_tokens
         generated = 0 if self.nothing else ending.generated
         sampling = self.spec.sampling or {}

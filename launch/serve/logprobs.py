@@ -46,7 +46,7 @@ class LegacyLogprobs:
             self._offsets = [*offsets]
 
     def add(self, logprobs: Sequence[Logprob]) -> None:
-        """More tokens."""
+        """Add more tokens with their log-probabilities."""
         for each in logprobs:
             self._add(each.token, each.logprob, each)
 

@@ -16,7 +16,7 @@ VLLM = "vllm:spec_decode_num_"
 
 
 class Metrics:
-    """Counts of one server.
+    """Counts of one server, in Prometheus' form.
 
     Args:
         loop: the loop whose state is looked at when it is asked for.
@@ -45,7 +45,7 @@ class Metrics:
         self._token = Histogram("lp_time_per_token_seconds", "", buckets=TOKEN_SECONDS, registry=registry)
 
     def request(self, path: str, status: int) -> None:
-        """Count a response."""
+        """Count a response by endpoint and status."""
         self._requests.labels(path, str(status)).inc()
 
     def first_token(self, seconds: float) -> None:
@@ -53,7 +53,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def ended(self, ending: Ending) -> None:
-        """Count a text."""
+        """Count a text that has ended, its tokens and its times."""
         self._ended.labels("failed" if ending.error else ending.reason).inc()
         self._tokens.inc(ending.generated)
         if ending.steps:  # else it has waited, and its client has left
@@ -69,7 +69,7 @@ class Metrics:
             self._token.observe(ending.decode_s / ending.generated)
 
     def text(self) -> bytes:
-        """All of them."""
+        """All counts in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

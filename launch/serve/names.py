@@ -16,7 +16,7 @@ SNAPSHOT = re.compile(r"(?:^|[/\\])models--(?P<name>[^/\\]+)[/\\]snapshots[/\\][
 
 @dataclass(frozen=True)
 class ModelNames:
-    """The names of a model.
+    """The names that clients may call the model by.
 
     Attributes:
         shown: name that answers give.

@@ -30,7 +30,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 
 
 def openai_routes(served: Served) -> APIRouter:
-    """The routes."""
+    """The routes of OpenAI's endpoints."""
     router = APIRouter()
     timeout_s = served.limits.timeout_s
 
@@ -95,12 +95,12 @@ class _Answer:
         self.predicted = 0
 
     def response(self, choices: list[dict[str, Any]], endings: Sequence[Ending]) -> dict[str, Any]:
-        """The whole response."""
+        """The whole answer in one response."""
         figures = usage(self.prompts, endings, self.predicted)
         return {**self.head, "object": self.kind, "choices": choices, "usage": figures, **self._seed()}
 
     def chunk(self, choice: dict[str, Any], step_tokens: int = 0) -> dict[str, Any]:
-        """An event of a stream.
+        """A part of the answer as an event of a stream.
 
         Args:
             choice: the event's only choice.
@@ -403,7 +403,7 @@ def _thought(text: str) -> dict[str, str]:
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
-    """All of them as one."""
+    """Several pieces of a text as one."""
     return Piece(
         "".join(piece.text for piece in pieces),
         [token for piece in pieces for token in piece.tokens],

@@ -18,7 +18,7 @@ DONE = "data: [DONE]\n\n"
 
 
 class ClientLeft(Exception):
-    """There is nobody to answer."""
+    """The client has left: there is nobody to answer."""
 
 
 async def while_connected(request: Request, work: Awaitable[T], timeout_s: float) -> T:

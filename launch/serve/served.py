@@ -40,7 +40,7 @@ FINISH_REASON = {"eos": "stop", "stop_string": "stop"}  # the others are cut: "l
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a client may take.
+    """How much a client may take: tokens and time of a text.
 
     Args:
         max_new_tokens: most tokens of a text whose client names no limit.
@@ -53,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model that is served.
+    """A model that is served: what endpoints ask for, and how texts are handed to the engine.
 
     Args:
         name: the model's name, as the user gave it.
@@ -105,7 +105,7 @@ class Served:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Size of the vocabulary: token ids are below it."""
         return embedded_tokens(self.model)
 
     def check_model(self, name: str | None) -> None:
@@ -120,7 +120,7 @@ class Served:
             raise ApiError(404, message, "model", "model_not_found")
 
     def encode(self, text: str, special: bool = True, parsed: bool = True) -> list[int]:
-        """Token ids of a text.
+        """The token ids of a text that a client sent.
 
         Args:
             text: the text.
@@ -210,7 +210,7 @@ class Served:
         return [*([own] if isinstance(own, int) else own or ()), *others] if others else None
 
     def biases(self, given: dict[str, float] | None) -> list[tuple[int, float]]:
-        """logit_bias by token id.
+        """A request's logit_bias by token id.
 
         Raises:
             ApiError: 400: a token that there is not.
@@ -432,12 +432,12 @@ def busy(waiting: str) -> ApiError:
 
 
 def closing(loop: EngineLoop) -> ApiError:
-    """The server takes nothing more."""
+    """The refusal of a server that is about to end, or whose engine has failed."""
     return ApiError(503, f"the engine has failed: {loop.failure}" if loop.failure else "the server is about to end")
 
 
 def failed(error: BaseException, grammar_field: str = "") -> ApiError:
-    """What a text failed with.
+    """The error that a text failed with, as its client sees it.
 
     Args:
         error: raised by the engine.

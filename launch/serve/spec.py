@@ -18,7 +18,7 @@ from .grammars import Grammars
 
 @dataclass(frozen=True, kw_only=True)
 class TextSpec:
-    """One text.
+    """What is asked of one text: its prompt, and how it is generated and ends.
 
     Args:
         prompt: token ids.
@@ -68,7 +68,7 @@ class TextSpec:
         return self.grammar is None and self.logprobs is None
 
     def arguments(self, grammars: Grammars) -> dict[str, Any]:
-        """The arguments of `Engine.submit`.
+        """The arguments with which `Engine.submit` takes this text.
 
         Args:
             grammars: compiles the grammar.

@@ -23,7 +23,7 @@ POLICY = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 def status_routes(served: Served) -> APIRouter:
-    """The routes."""
+    """The routes that generate nothing: health, metrics, models, properties, tokenizing, pages."""
     router = APIRouter()
     tokenizer = served.tokenizer
 

@@ -156,7 +156,7 @@ class _Held:
         self._shown: list[int] = []  # places of the characters that are
 
     def add(self, text: str, shown: bool = True) -> None:
-        """More of them."""
+        """Add characters, or the name of a special token, which is not shown."""
         if shown:
             self._shown += range(len(self._all), len(self._all) + len(text))
         self._all += text

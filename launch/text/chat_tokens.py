@@ -32,7 +32,7 @@ class LiteralCopy:
         self._lock = threading.Lock()
 
     def get(self) -> PreTrainedTokenizerBase:
-        """The copy.
+        """The copy, which is made by the first call.
 
         Raises:
             ValueError: there is none of this tokenizer.

@@ -31,7 +31,7 @@ class TokenText(NamedTuple):
 
 
 class NamedToken(NamedTuple):
-    """A token of a text.
+    """A token of a text with its place there.
 
     Attributes:
         name: what it is called.
@@ -192,7 +192,7 @@ class _Window:
         self._shown = ""
 
     def add(self, token: int) -> str:
-        """The text that it completes."""
+        """Take one more token, and return the characters that it completes."""
         self._tokens.append(token)
         text = self._decoded()
         marks = len(text) - len(text.rstrip(UNFINISHED))
@@ -206,7 +206,7 @@ class _Window:
         return new
 
     def finish(self) -> str:
-        """What is left."""
+        """The characters that were still held back."""
         return self._decoded()[len(self._shown) :]
 
     def _forget(self) -> None:

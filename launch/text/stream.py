@@ -46,11 +46,11 @@ class Pen:
         self._write(self._file, text, STEP_COLOURS.get(min(tokens, max(STEP_COLOURS)), ""), self.colour)
 
     def aside(self, text: str) -> None:
-        """Text that was not generated."""
+        """Write what was not generated, dimmed on a terminal."""
         self._write(self._aside, text, DIM, self._dims)
 
     def legend(self) -> None:
-        """Say what the colours mean."""
+        """Write a line that says what the colours mean."""
         if self.colour:
             *fewer, most = [f"{code}{count}{RESET}" for count, code in STEP_COLOURS.items()]
             legend = f"tokens that came in one step:{RESET} 1 {' '.join(fewer)} {most} or more\n"

@@ -29,7 +29,7 @@ NEXT_QUESTION = re.compile(r"\n\s*(?:Question|Q):")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The verdict on one text.
+    """Whether one text solves its task, and why not.
 
     Args:
         passed: whether it solves its task.

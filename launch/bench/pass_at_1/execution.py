@@ -20,7 +20,7 @@ FILE_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of a program.
+    """How a program ended that a model wrote.
 
     Args:
         outcome: PASSED, or in words what ended it.
