@@ -33,8 +33,7 @@ from lp.models.loader import Loaded, checkpoint_of, context_limit, load
 from lp.optional import is_installed
 from lp.waits import waiting
 
-from .bench.ceilings import device_name
-from .bench.machine import machine_now, remarks
+from .bench.machine import device_name, machine_now, remarks
 from .running.weights_bar import tensors_counted
 
 WHY_NOT_FUSED = "lp.models.fused"  # the logger

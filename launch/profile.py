@@ -30,8 +30,8 @@ from lp.errors import UserError
 from lp.waits import waiting
 
 from .bench.baselines import BASELINES, BaselineOptions
-from .bench.ceilings import device_name
 from .bench.compare import alternate, warm_up
+from .bench.machine import device_name
 from .bench.step_profile import Plan, profile
 from .bench.step_tables import Report, as_json, draw, print_tables
 from .bench.table import console_on

@@ -40,7 +40,8 @@ import torch
 from transformers import PreTrainedModel
 
 import lp
-from launch.bench.ceilings import Call, Work, alternated, device_name
+from launch.bench.ceilings import Call, Work, alternated
+from launch.bench.machine import device_name
 from launch.bench.passes import Passes
 from launch.data.shapes import build_shape, shape_config
 from lp.attention.merging import masked_attention

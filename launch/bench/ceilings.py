@@ -96,11 +96,6 @@ class CeilingCalls:
         )
 
 
-def device_name(device: torch.device) -> str:
-    """A device's name for tables: as its maker calls it, where torch knows."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
 def copy_bytes(device: torch.device) -> int:
     """Bytes of the copied tensor; its copy needs as much again."""
     return COPY_BYTES.get(device.type, COPY_BYTES["cpu"])

@@ -18,9 +18,8 @@ from ..config.builders import ORACLE, PLAIN
 from ..config.sampling import describe_sampling
 from ..data.prompts import Prompt
 from ..running.session import Session
-from .ceilings import device_name
 from .compare import Difference, Measured
-from .machine import machine_now, remarks
+from .machine import device_name, machine_now, remarks
 from .summary import spread, verdict
 from .table import empty_table, put
 from .totals import Total

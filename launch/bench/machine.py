@@ -1,4 +1,4 @@
-"""What a run took of its machine, and what others took meanwhile: peak memory, load average."""
+"""A run's machine: the device's name, the memory that the run took, and what others took meanwhile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"  # what Linux takes as: forget the peak of the resident memory
 # Cores that others may keep busy before times are doubted: as many as on a machine at rest, and a share of all.
 OTHERS, OTHERS_OF_CORES = 0.5, 0.02
+
+
+def device_name(device: torch.device) -> str:
+    """A device's name for tables: as its maker calls it, where torch knows."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 class PeakMemory:
