@@ -33,7 +33,7 @@ from .bench.baselines import BASELINES, BaselineOptions
 from .bench.compare import alternate, warm_up
 from .bench.machine import device_name
 from .bench.step_profile import Plan, profile
-from .bench.step_tables import Report, as_json, draw, print_tables
+from .bench.step_tables import ProfileResult, as_json, draw, print_tables
 from .bench.table import console_on
 from .bench.totals import Total
 from .cli import start
@@ -76,7 +76,7 @@ def profile_model(config: ProfileConfig) -> None:
     methods = _methods(model, ids, config) if compared else {}
     compared_speeds = speeds(methods, plan.rounds) if methods else {}
     setting = _setting(config, plan, model, build(lp.ParallelContext(device=model.device)))
-    report = Report(setting=setting, found=found, speeds=compared_speeds)
+    report = ProfileResult(setting=setting, found=found, speeds=compared_speeds)
     try:
         if config.plot and context.is_main:
             with waiting("drawing"):

@@ -244,10 +244,3 @@ def _in_two_passes(model: Any, ids: torch.Tensor, width: int) -> torch.Tensor:
     second = model(ids[:, -width:], position_ids=positions[:, -width:], use_cache=True, logits_to_keep=1, **cache)
     logits: torch.Tensor = second.logits[0, -1].double().cpu()
     return logits
-
-
-def logit_gap(model: Any, tokens: Sequence[int]) -> float:
-    """Difference of the two best logits behind `tokens`, from one forward of the model."""
-    gap = Prediction.behind(model, tokens).gap()
-    assert gap is not None  # nothing is dropped where nothing is sampled
-    return gap

@@ -18,7 +18,7 @@ PICTURE = "profile.png"
 
 
 @dataclass(kw_only=True)
-class Report:
+class ProfileResult:
     """What `lp profile` measured, with its setting.
 
     Args:
@@ -36,7 +36,7 @@ class Report:
     note: str = ""
 
 
-def as_json(report: Report) -> str:
+def as_json(report: ProfileResult) -> str:
     """The measurements and their setting as JSON on one line."""
     speeds = {
         name: {"tokens_per_s": total.tokens_per_s, "compression": total.compression}
@@ -46,7 +46,7 @@ def as_json(report: Report) -> str:
     return json.dumps({**report.setting, **report.found.as_dict(), "speeds": speeds, "picture": picture})
 
 
-def print_tables(report: Report, console: Console) -> None:
+def print_tables(report: ProfileResult, console: Console) -> None:
     """t(T), the parts of a step, tokens a second, and the setting."""
     put(_step_times(report.found), console)
     put(_step(report), console)
@@ -77,7 +77,7 @@ def _step_times(found: Profile) -> Table:
     return table
 
 
-def _step(report: Report) -> Table:
+def _step(report: ProfileResult) -> Table:
     step = report.found.step
     setting = report.setting
     table = _table(
@@ -96,7 +96,7 @@ def _speeds(speeds: dict[str, Total]) -> Table:
     return table
 
 
-def caption(report: Report) -> str:
+def caption(report: ProfileResult) -> str:
     """The setting, and how the shares of the step are defined."""
     s = report.setting
     found = report.found
@@ -124,7 +124,7 @@ def caption(report: Report) -> str:
     return "\n".join(lines)
 
 
-def draw(report: Report, folder: Path) -> None:
+def draw(report: ProfileResult, folder: Path) -> None:
     """A picture of t(T) with its floor and of the parts of a step, into the folder."""
     try:
         from .plots import figure, look

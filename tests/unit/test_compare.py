@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lp
-from launch.bench.compare import MARGIN, WIDTHS, Prediction, alternate, differences, first_difference, logit_gap
+from launch.bench.compare import MARGIN, WIDTHS, Prediction, alternate, differences, first_difference
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from tests.tiny_models import BOUNDARY, drawn_text, tiny_model
@@ -65,7 +65,7 @@ def model() -> LlamaForCausalLM:
 def test_gap_is_that_of_the_common_prefix(model: LlamaForCausalLM) -> None:
     with torch.inference_mode():
         best = model(torch.tensor([[1, 2, 3, 4]])).logits[0, -1].topk(2).values
-    assert logit_gap(model, [1, 2, 3, 4]) == pytest.approx(float(best[0] - best[1]), abs=1e-6)
+    assert Prediction.behind(model, [1, 2, 3, 4]).gap() == pytest.approx(float(best[0] - best[1]), abs=1e-6)
     tokens = {"plain": [4, 5, 6], "same": [4, 5, 6], "early": [4, 9], "short": [4]}
     found = differences(model, [1, 2, 3], tokens, tokens["plain"])
     assert [(d.method, d.position, d.token, d.plain_token) for d in found] == [
@@ -144,7 +144,7 @@ def test_a_near_tie_is_one_of_scores(model: LlamaForCausalLM) -> None:
     drawn, other = int(noise.argmax()), int(noise.argmin())
     assert not _prediction([0.5, 0.5]).may_be(other, drawn)
     logits = -noise  # the noise makes up for it
-    assert logit_gap(model, [1]) > 0 and abs(float(logits[0] - logits[1])) > 0.01
+    assert Prediction.behind(model, [1]).gap() > 0 and abs(float(logits[0] - logits[1])) > 0.01
     tied = Prediction(prefix=[1], logits=logits, near_tie=1e-4, sampling=lp.SamplingParams(seed=0))
     assert tied.may_be(0, 1) and tied.may_be(1, 0)
     assert tied.gap() == pytest.approx(0.0, abs=1e-12)

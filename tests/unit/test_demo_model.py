@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lp
-from launch.bench.compare import first_difference, logit_gap
+from launch.bench.compare import Prediction, first_difference
 from launch.data.prompts import load_builtin, load_jsonl
 from lp.models.loader import DEMO_MODEL, Loaded, load
 from lp.parallel.thread_ranks import run_lockstep
@@ -46,7 +46,7 @@ def test_float32_equals_generate_on_builtin_prompts(demo: Loaded) -> None:
         output = decoder.generate(ids, new)
         at = first_difference(output.tokens, expected)
         if at is not None:
-            gap = logit_gap(exact, [*ids, *expected[:at]])
+            gap = Prediction.behind(exact, [*ids, *expected[:at]]).gap()
             assert gap < NEAR_TIE, f"{prompt.task_id} differs at {at}, where the gap is {gap}"
             excused.append((prompt.task_id, at, gap))
         assert output.compression > 1.2
