@@ -19,8 +19,8 @@ from lp.engine.output import GenerationOutput
 from lp.waits import waiting
 
 from .bench.compare import alternate, differences, warm_up
-from .bench.comparison import Comparison, Result, as_json, describe, print_table
 from .bench.table import console_on
+from .bench.text_report import Result, TextReport, as_json, describe, print_table
 from .cli import start
 from .config.builders import ORACLE
 from .config.schema import Config, TextOutput
@@ -40,7 +40,7 @@ def generate(config: Config) -> None:
         ValueError: a user error.
     """
     session = open_session(config)
-    report = Comparison(setting=describe(session), method=next(iter(session.decoders)), sampling=session.sampling)
+    report = TextReport(setting=describe(session), method=next(iter(session.decoders)), sampling=session.sampling)
     output = config.output
     files = {
         "text": sys.stderr if output is TextOutput.json else sys.stdout,
@@ -62,7 +62,7 @@ def generate(config: Config) -> None:
                 _show(report, config, table)
 
 
-def _continue_all(session: Session[Config], pen: Pen, report: Comparison) -> None:
+def _continue_all(session: Session[Config], pen: Pen, report: TextReport) -> None:
     if session.config.stream:
         pen.legend()
     if len(session.prompts) > 1:
@@ -79,7 +79,7 @@ def _continue_all(session: Session[Config], pen: Pen, report: Comparison) -> Non
 
 
 @contextlib.contextmanager
-def _marked(pen: Pen, report: Comparison) -> Iterator[None]:
+def _marked(pen: Pen, report: TextReport) -> Iterator[None]:
     """A text that an error cuts off must not look like a finished one."""
     try:
         yield
@@ -93,7 +93,7 @@ def _runs(session: Session, ids: list[int], tokens: int) -> dict[str, Callable[[
     return {name: partial(session.run, decoder, ids, tokens) for name, decoder in session.decoders.items()}
 
 
-def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: Comparison) -> None:
+def _continue(session: Session[Config], prompt: Prompt, pen: Pen, report: TextReport) -> None:
     """Show one prompt's continuation, then measure it."""
     config, ids = session.config, session.encode(prompt)
     chosen = session.decoders[report.method]
@@ -144,7 +144,7 @@ def _compare(session: Session[Config], ids: list[int], result: Result) -> None:
     result.measured = measured  # last: what Ctrl-C leaves uncompared must not be taken for equal
 
 
-def _show(report: Comparison, config: Config, file: TextIO) -> None:
+def _show(report: TextReport, config: Config, file: TextIO) -> None:
     if config.output is TextOutput.json:
         print(as_json(report), file=file)
     else:

@@ -47,7 +47,7 @@ class Result:
 
 
 @dataclass
-class Comparison:
+class TextReport:
     """A run of `lp generate`: its setting, and what came of each prompt."""
 
     setting: dict[str, Any]
@@ -126,7 +126,7 @@ def describe(session: Session[Any]) -> dict[str, Any]:
     }
 
 
-def as_table(report: Comparison) -> Table:
+def as_table(report: TextReport) -> Table:
     """The totals as a table with a line for each method."""
     count = len(report.results)
     prompts = "1 prompt" if count == 1 else f"{count} prompts"
@@ -141,7 +141,7 @@ def as_table(report: Comparison) -> Table:
     return table
 
 
-def _verdict(report: Comparison, totals: Total) -> str:
+def _verdict(report: TextReport, totals: Total) -> str:
     if totals.interrupted:
         return "interrupted"
     if not report.compared:
@@ -153,7 +153,7 @@ def _verdict(report: Comparison, totals: Total) -> str:
     return verdict(totals.prompts, totals.differing or 0, totals.near_ties)
 
 
-def caption(report: Comparison) -> str:
+def caption(report: TextReport) -> str:
     """The setting in one line, as it stands under the table."""
     s = report.setting
     model = f"model {s['model']} ({s['parameters'] / 1e6:.1f} M parameters), {s['dtype']}, {s['device']}"
@@ -178,7 +178,7 @@ def caption(report: Comparison) -> str:
     return ", ".join([*parts, rounds])
 
 
-def spreads(report: Comparison) -> list[str]:
+def spreads(report: TextReport) -> list[str]:
     """A line with least and most of every method's speed-up over the rounds; none for one round."""
     several = [totals for totals in report.totals() if len(totals.speedups) > 1]
     if not several:
@@ -187,7 +187,7 @@ def spreads(report: Comparison) -> list[str]:
     return [f"vs plain, least to most of {len(several[0].speedups)} rounds: {', '.join(each)}"]
 
 
-def print_table(report: Comparison, console: Console) -> None:
+def print_table(report: TextReport, console: Console) -> None:
     """The places where tokens differ, then the table and the setting."""
     for result, at in report.differences:
         _print_line(f"{result.prompt.task_id}: {_sentence(at, report)}", console)
@@ -197,7 +197,7 @@ def print_table(report: Comparison, console: Console) -> None:
         _print_line(line, console)
 
 
-def _sentence(at: Difference, report: Comparison) -> str:
+def _sentence(at: Difference, report: TextReport) -> str:
     drawn = not is_greedy(report.sampling)
     scores = "scores (processed logits with noise)" if drawn else "processed logits" if report.sampling else "logits"
     gap = f"the two best {scores} are {at.gap:.3g} apart" if at.gap is not None else "the warpers leave one token"
@@ -211,7 +211,7 @@ def _print_line(text: str, console: Console) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def as_json(report: Comparison) -> str:
+def as_json(report: TextReport) -> str:
     """The report as one JSON object on one line."""
     found = {
         **report.setting,
