@@ -16,6 +16,7 @@ from .pass_at_1 import check_limits, check_prompts
 
 
 def bare_name(name: str) -> str:
+    """A method's name without the ending by which it runs on rank 0 alone."""
     return name.removesuffix(ALONE)
 
 
@@ -25,14 +26,14 @@ def own_names(methods: Iterable[str]) -> list[str]:
 
 
 def shares_steps(name: str) -> bool:
-    """Whether all ranks share its steps."""
+    """Whether all ranks share a method's steps."""
     if name.endswith(ALONE) or name in (PLAIN, ORACLE):
         return False
     return BASELINES[name].all_ranks if name in BASELINES else True
 
 
 def baseline_options(config: BenchmarkConfig) -> BaselineOptions:
-    """What the config has of them."""
+    """What a config says of baselines: their files, and whether texts are greedy."""
     return BaselineOptions(draft=config.draft, gguf=config.gguf, greedy=config.sampling.name == "greedy")
 
 

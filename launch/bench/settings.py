@@ -19,7 +19,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """All that a figure depends on beside prompt and machine.
 
-    G is the one that was used; by method where these have their own defaults.
+    G is the one that was used, or where methods have defaults of their own, a dict by method.
     """
     model = config.model
     decoder = dict(vars(config.decoder))
