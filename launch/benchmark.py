@@ -16,7 +16,7 @@ from typing import Any
 from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 
-from .bench.compare import Measured, alternate, warm_up
+from .bench.alternation import Measured, alternate, warm_up
 from .bench.machine import PeakMemory
 from .bench.records import Record, RecordFile, digest
 from .bench.runs import Bench, ModelCache, open_bench

@@ -18,7 +18,8 @@ from lp.engine.interrupts import sigterm_raises
 from lp.engine.output import GenerationOutput
 from lp.waits import waiting
 
-from .bench.compare import alternate, differences, warm_up
+from .bench.alternation import alternate, warm_up
+from .bench.compare import differences
 from .bench.table import console_on
 from .bench.text_report import Result, TextReport, as_json, describe, print_table
 from .cli import start

@@ -29,8 +29,8 @@ from lp.engine.output import GenerationOutput
 from lp.errors import UserError
 from lp.waits import waiting
 
+from .bench.alternation import alternate, warm_up
 from .bench.baselines import BASELINES, BaselineOptions
-from .bench.compare import alternate, warm_up
 from .bench.machine import device_name
 from .bench.step_profile import Plan, profile
 from .bench.step_tables import ProfileResult, as_json, draw, print_tables

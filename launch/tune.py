@@ -23,7 +23,7 @@ from lp.engine.lookahead import MEASURE
 from lp.errors import UserError
 from lp.waits import waiting
 
-from .bench.compare import warm_up
+from .bench.alternation import warm_up
 from .bench.plots import tune_plot
 from .bench.search import BUDGETS, SettingResult, ranks_that_pay, search, speed_of_ranks
 from .bench.table import console_on, empty_table, put

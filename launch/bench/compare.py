@@ -1,4 +1,4 @@
-"""Methods side by side on one prompt: measured in alternation, their tokens compared with plain decoding's.
+"""Tokens of methods compared with plain decoding's: where they part, and whether rounding explains it.
 
 V: vocabulary, L: tokens of a prefix.
 """
@@ -6,45 +6,23 @@ V: vocabulary, L: tokens of a prefix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from statistics import median
 from typing import Any
 
 import torch
 
-from lp.engine.output import GenerationOutput
 from lp.models.releases import cache_in, cache_keyword
 from lp.models.rope import rope_boundary
 from lp.sampling.noise import gumbel
 from lp.sampling.params import SamplingParams, Verifier
-from lp.waits import Wait, waiting
-
-from .machine import PeakMemory
 
 # Two logits may swap ranks where each is off by what rounding does. That is asked of the model itself, by passes whose
 # kernels differ because they compute so many of the prefix's last tokens; a kernel may be off by twice as much as these
 # show, and by twice the last rounding of the largest logit, which they may all share.
 WIDTHS = (1, 8, 64)
 MARGIN = 4  # of a near-tie over what one logit is off: two logits, twice
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """The run of one method on one prompt.
-
-    Args:
-        output: what the first round gave.
-        decode_s: median of the rounds, in seconds.
-        rounds_s: seconds of every round.
-        peak_bytes: most memory of any round on this rank; 0 where nobody asked.
-    """
-
-    output: GenerationOutput
-    decode_s: float
-    rounds_s: tuple[float, ...] = ()
-    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,45 +47,6 @@ class Difference:
     near_tie: bool
     logit: float | None = None
     plain_logit: float | None = None
-
-
-def alternate(
-    methods: Mapping[str, Callable[[], GenerationOutput]],
-    rounds: int,
-    peak: PeakMemory | None = None,
-    wait: Wait | None = None,
-) -> dict[str, Measured]:
-    """Run every method once a round, each round beginning with another one, so that drift of the machine hits all.
-
-    Args:
-        methods: what runs a method once, by name.
-        rounds: how often every method runs.
-        peak: asked for the memory of every run.
-        wait: counts the runs.
-    """
-    names = list(methods)
-    outputs: dict[str, list[GenerationOutput]] = {name: [] for name in names}
-    peaks = dict.fromkeys(names, 0)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if peak:
-                peak.restart()
-            outputs[name].append(methods[name]())
-            peaks[name] = max(peaks[name], peak.bytes() if peak else 0)
-            if wait:
-                wait.done += 1
-    return {name: _measured(runs, peaks[name]) for name, runs in outputs.items()}
-
-
-def warm_up(methods: Mapping[str, Callable[[], GenerationOutput]]) -> None:
-    """Run every method once, on few tokens."""
-    with waiting("warming up, so that no figure has what a first run does once", len(methods), "runs") as wait:
-        alternate(methods, 1, wait=wait)
-
-
-def _measured(runs: Sequence[GenerationOutput], peak_bytes: int) -> Measured:
-    times_s = tuple(run.decode_s for run in runs)
-    return Measured(output=runs[0], decode_s=median(times_s), rounds_s=times_s, peak_bytes=peak_bytes)
 
 
 def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> int | None:

@@ -27,8 +27,9 @@ from ..data.prompts import Prompt
 from ..running.jobs import folder_of_run
 from ..running.session import Session, checked, on_main, open_model
 from ..text.detokenizer import decoded
+from .alternation import Measured
 from .baselines import BASELINES
-from .compare import Measured, differences
+from .compare import differences
 from .machine import machine_now
 from .methods import (
     bare_name,

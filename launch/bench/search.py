@@ -17,7 +17,7 @@ from lp.engine.output import GenerationOutput
 from lp.waits import Wait, waiting
 
 from ..config.builders import PLAIN
-from .compare import Measured, alternate
+from .alternation import Measured, alternate
 from .totals import Total
 
 ADAPTIVE = "adaptive"

@@ -18,7 +18,8 @@ from ..config.builders import ORACLE, PLAIN
 from ..config.sampling import describe_sampling
 from ..data.prompts import Prompt
 from ..running.session import Session
-from .compare import Difference, Measured
+from .alternation import Measured
+from .compare import Difference
 from .machine import device_name, machine_now, remarks
 from .summary import spread, verdict
 from .table import empty_table, put

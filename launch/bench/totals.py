@@ -11,7 +11,8 @@ from lp.engine.output import GenerationOutput
 
 from ..config.builders import ORACLE, PLAIN
 from ..config.schema import SHAPE_KEYS
-from .compare import Difference, Measured
+from .alternation import Measured
+from .compare import Difference
 from .records import Record, digest
 
 DECODER = "decoder."  # begins the names of the decoder's own settings

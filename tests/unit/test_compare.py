@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import lp
-from launch.bench.compare import MARGIN, WIDTHS, Prediction, alternate, differences, first_difference
+from launch.bench.alternation import alternate
+from launch.bench.compare import MARGIN, WIDTHS, Prediction, differences, first_difference
 from lp.engine.interrupts import Interrupted
 from lp.engine.output import GenerationOutput
 from tests.tiny_models import BOUNDARY, drawn_text, tiny_model

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from launch.bench.compare import Difference, Measured
+from launch.bench.alternation import Measured
+from launch.bench.compare import Difference
 from launch.bench.totals import Total
 from lp.engine.output import GenerationOutput, StepStats
 
