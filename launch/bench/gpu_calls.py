@@ -41,7 +41,7 @@ def count(events: Iterable[tuple[str, bool]]) -> GpuCalls:
 
 
 def calls_per_step(decode: Callable[[int], GenerationOutput], tokens: int) -> GpuCalls | None:
-    """Means over the steps by which a text is longer than one of a single token: both have the same prefill.
+    """GPU calls a step: means over the steps by which a text is longer than one of a single token.
 
     Args:
         decode: makes a text of so many tokens on a GPU, by steps that are captured already.

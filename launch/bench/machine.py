@@ -44,7 +44,7 @@ class PeakMemory:
             return
 
     def bytes(self) -> int:
-        """Bytes; 0 where the system does not say."""
+        """The peak in bytes; 0 where the system does not say."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         try:

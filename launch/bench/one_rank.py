@@ -175,7 +175,7 @@ def idle_model(runner: ModelRunner) -> Iterator[None]:
 def replayed(
     build: Build, decode: Decode, rank: int, ranks: int, recorded: RecordedCollectives
 ) -> Callable[[], GenerationOutput]:
-    """The decode of that rank alone, to be called any number of times.
+    """A decode as one rank of the recorded run, alone, to be called any number of times.
 
     Raises:
         RuntimeError: when called, it is not the same decode.

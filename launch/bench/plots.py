@@ -108,7 +108,7 @@ def _speedups(lines: Sequence[Line], caption: str, path: Path) -> Path:
 
 
 def _is_line(series: Sequence[Line]) -> bool:
-    """Whether its points differ in ranks alone: between those of other W or G there is nothing that was measured."""
+    """Whether a series' points differ in ranks alone: between those of other W or G nothing was measured."""
     return len({(line.W, line.G) for line in series}) == 1 and len({line.ranks for line in series}) == len(series)
 
 

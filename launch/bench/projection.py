@@ -141,7 +141,7 @@ class Projection:
         return _summed(runs, self.recorded.payload_bytes)
 
     def host_runs(self, rounds: int) -> list[Run]:
-        """As `run`, of a model that computes nothing: host times as beside a GPU, not among forward passes."""
+        """Runs of every rank with a model that computes nothing: host times as beside a GPU."""
         self.recorded  # noqa: B018 - recorded before the model is idle
         with idle_model(self.decoder.runner):
             return [self.run() for _ in range(rounds)]

@@ -70,12 +70,12 @@ class Line:
 
     @property
     def shares_the_machine(self) -> bool:
-        """Whether it was measured on a part of a launch's ranks."""
+        """Whether the line was measured on a part of a launch's ranks."""
         return self.launch is not None and self.launch > self.ranks
 
     @property
     def series(self) -> str:
-        """Names the line of a plot that it lies on."""
+        """The name of the curve in a plot on which this line is a point."""
         if self.tp > 1:
             return f"{self.method}, tp {self.tp}"
         return self.method if self.link is None else f"{self.method}, {self.link} (projected)"
@@ -194,7 +194,7 @@ def projected_lines(
 
 
 def with_efficiency(lines: Sequence[Line]) -> list[Line]:
-    """The lines with it, each against its own series' single rank, or plain decoding."""
+    """Lines with their efficiency, each against its own series' single rank, or plain decoding."""
     of_launches = {line.series: line.speedup for line in lines if line.ranks == line.tp and line.speedup}
     beside: dict[tuple[str, int | None, int | None], list[float]] = defaultdict(list)  # measured in larger launches
     for line in lines:

@@ -58,7 +58,7 @@ def time_settings(
     settings: Mapping[str, LookaheadConfig | None], decoders: Mapping[str, Decoder], run: Run,
     prompts: Sequence[list[int]], rounds: int, from_rank_0: FromRank0, wait: Wait | None = None,
 ) -> list[SettingResult]:  # fmt: skip
-    """Run all of them on every prompt, in alternation; by rank 0's clock, or ranks would choose different ones.
+    """Time settings on every prompt, in alternation; by rank 0's clock, or ranks would choose different ones.
 
     Args:
         wait: counts the runs.
@@ -96,8 +96,10 @@ def search(
     from_rank_0: FromRank0,
     pool: Mapping[str, Any],
 ) -> list[SettingResult]:
-    """The token budget first, without a window; then columns, N, depth and K around the best, one at a time; then the
-    best fixed setting, the adaptive budget and plain decoding once more, side by side.
+    """Find the fastest fixed setting, and what the adaptive budget reaches beside it.
+
+    The token budget comes first, without a window; then columns, N, depth and K around the best, one at a time; then
+    the best fixed setting, the adaptive budget and plain decoding once more, side by side.
 
     Args:
         pool: fields of LookaheadConfig that every setting has.
@@ -174,5 +176,5 @@ def speed_of_ranks(step_times: StepTimes, points: Sequence[tuple[float, float]],
 
 
 def ranks_that_pay(speeds: Sequence[float]) -> int:
-    """How many there are before the first that raises the speed by less than PAYS."""
+    """How many ranks there are before the first that raises the speed by less than PAYS."""
     return next((i for i in range(1, len(speeds)) if speeds[i] < PAYS * speeds[i - 1]), len(speeds))

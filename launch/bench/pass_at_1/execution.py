@@ -32,7 +32,7 @@ class Outcome:
 
 
 def run_program(program: str, seconds: float = TIME_LIMIT_S, memory_bytes: int = MEMORY_BYTES) -> Outcome:
-    """Run it to its end, or until it breaks a limit; see limited.py for what it may do.
+    """Run a program to its end, or until it breaks a limit; see limited.py for what it may do.
 
     Args:
         program: source of Python; it passes if its last line is reached.
