@@ -15,13 +15,12 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -31,16 +30,16 @@ from lp.checks import check_int
 from lp.commands import app_command
 from lp.errors import UserError
 from lp.parallel.context import check_timeouts
-from lp.waits import Wait, waiting
 
 from .bench.baselines import BASELINES
 from .bench.machine import remarks
 from .bench.methods import check_divisible, check_pass_at_1, methods_of, missing_methods, own_names
 from .bench.plots import scaling_plots
-from .bench.projection import Link, Projection, Run, check_projectable
+from .bench.projected_scaling import LOOKAHEAD, project_all
+from .bench.projection import check_projectable
 from .bench.quality import check_rouge
 from .bench.records import Record, digest, load_records
-from .bench.runs import Bench, ModelCache, open_bench
+from .bench.runs import ModelCache, open_bench
 from .bench.scaling_lines import (
     IN_LAUNCH,
     MEASURED,
@@ -51,7 +50,6 @@ from .bench.scaling_lines import (
     measured_lines,
     medians,
     plain_rate,
-    projected_lines,
     scaling_table,
     with_efficiency,
 )
@@ -59,17 +57,14 @@ from .bench.settings import settings_of
 from .bench.summary import markdown, short
 from .bench.table import PipeConsole
 from .cli import start
-from .config.builders import ALONE, ORACLE, PLAIN, measured
+from .config.builders import ALONE, ORACLE, PLAIN
 from .config.sampling import sampling_of
 from .config.schema import SHAPE_KEYS, Output, ScalingConfig, frozen
 from .nodes import Leader, Nodes, follow, leading
 from .running.jobs import folder_of_run, goes_on, relaunch
 from .running.session import checked
 
-T = TypeVar("T")
 LATE = ("parameters", "threads", "sampling")  # of a record's settings: the launch itself finds them
-ROUNDS = 3  # of projections
-LOOKAHEAD = "lookahead"  # with W, N and G as they are, the decoder that is projected
 OWN_KEYS = (
     "ranks",
     "tp",
@@ -309,57 +304,6 @@ def _threads_of_a_rank(config: ScalingConfig) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def project_all(config: ScalingConfig, bench: Bench) -> list[Line]:
-    """Every world size and link, the same total shape and, with `weak`, the same shape a rank.
-
-    World sizes and plain decoding alternate in each of ROUNDS rounds behind a first one that is not counted.
-    """
-    links = {name: Link(**vars(link)) for name, link in config.links.items()}
-    ids = [bench.encode(prompt) for _, prompt in bench.fitting()]
-    texts = [partial(bench.run, ids=one, tokens=config.max_new_tokens) for one in ids]
-    jobs = {
-        (weak, ranks): [Projection(decoder=decoder, decode=text, ranks=ranks) for text in texts]
-        for weak in ((False, True) if config.weak else (False,))
-        for ranks in config.projected_ranks
-        for decoder in [_widened(bench, ranks if weak else 1)]
-    }
-    runs: dict[tuple[bool, int], list[list[Run]]] = {key: [] for key in jobs}  # by round and prompt
-    speeds: list[float] = []
-    total = (1 + ROUNDS) * (1 + len(jobs)) * len(texts)
-    with waiting("timing every rank's share of the steps", total, "texts") as wait:
-        for _ in range(1 + ROUNDS):
-            plain = [_counted(partial(text, bench.decoders[PLAIN]), wait) for text in texts]
-            speeds.append(sum(len(output.tokens) for output in plain) / sum(output.decode_s for output in plain))
-            for key, of_prompts in jobs.items():
-                runs[key].append([_counted(job.run, wait) for job in of_prompts])
-    lines = []
-    for (weak, ranks), of_prompts in jobs.items():
-        rounds = runs[weak, ranks][1:]
-        found = [job.summed([one[number] for one in rounds]) for number, job in enumerate(of_prompts)]
-        shape = of_prompts[0].decoder.config
-        lines += projected_lines(found, links, median(speeds[1:]), weak, (shape.window_size, shape.guess_set_size))
-    return lines
-
-
-def _counted(run: Callable[[], T], wait: Wait) -> T:
-    result = run()
-    wait.done += 1
-    return result
-
-
-def _widened(bench: Bench, factor: int) -> lp.LookaheadDecoder:
-    """The decoder with `factor` times W and G."""
-    decoder = bench.decoders[LOOKAHEAD]
-    attention = bench.config.attention
-    assert isinstance(decoder, lp.LookaheadDecoder)
-    if factor == 1:
-        return decoder
-    shape = decoder.config
-    shape = replace(shape, window_size=shape.window_size * factor, guess_set_size=shape.guess_set_size * factor)
-    settings = attention.name, attention.capture, None, bench.config.exact
-    return measured(lp.LookaheadDecoder(bench.loaded.model, shape, None, *settings))
 
 
 def report(lines: list[Line], off: ErrorsOfRuns, caption: str, folder: Path, table: bool) -> None:
