@@ -38,6 +38,7 @@ from .bench.plots import scaling_plots
 from .bench.projected_scaling import LOOKAHEAD, project_all
 from .bench.projection import check_projectable
 from .bench.quality import check_rouge
+from .bench.record_settings import settings_of
 from .bench.records import Record, digest, load_records
 from .bench.runs import ModelCache, open_bench
 from .bench.scaling_lines import (
@@ -53,7 +54,6 @@ from .bench.scaling_lines import (
     scaling_table,
     with_efficiency,
 )
-from .bench.settings import settings_of
 from .bench.summary import markdown, short
 from .bench.table import PipeConsole
 from .cli import start

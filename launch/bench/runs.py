@@ -45,8 +45,8 @@ from .methods import (
 from .origin import hardware, origin, versions
 from .pass_at_1 import judge
 from .quality import assess, check_rouge
+from .record_settings import settings_of
 from .records import Record, digest, slug
-from .settings import settings_of
 
 Once = Callable[[list[int], int], GenerationOutput]
 

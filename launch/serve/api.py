@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 import lp
 from lp.errors import UserError
 
-from .errors import SHOWN, ApiError, of_validation
+from .api_errors import SHOWN, ApiError, of_validation
 from .llamacpp import llamacpp_routes
 from .openai import openai_routes
 from .served import Served

@@ -25,7 +25,7 @@ from pydantic import (
 from lp.errors import UserError
 from lp.sampling.params import LEAST_TEMPERATURE, MOST_PENALTY, SamplingParams
 
-from .errors import SHOWN, FieldError
+from .api_errors import SHOWN, FieldError
 
 MOST_CHOICES = 128
 MOST_STOPS = 16

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import lp
 
 from ..text.chat_tokens import LiteralCopy, chat_tokens, text_tokens
+from .api_errors import SHOWN, ApiError
 from .bodies import ChatBody, Message, plain_text
-from .errors import SHOWN, ApiError
 
 # How a template is applied, to what, and which one: a client's own could run for ever.
 SET_HERE = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}

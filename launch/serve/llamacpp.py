@@ -10,9 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from .api_errors import ApiError
 from .bodies import InfillBody, LlamaCpp
 from .engine_loop import Ending, Piece
-from .errors import ApiError
 from .fim import Extra
 from .responses import streamed, whole
 from .served import Served, TextGroup, Wanted

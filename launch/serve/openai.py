@@ -16,10 +16,10 @@ from fastapi.responses import Response
 from lp.sampling.logprob_sampler import Logprob
 
 from ..text.detokenizer import Detokenizer, TokenWalk
+from .api_errors import ApiError
 from .bodies import ChatBody, CompletionBody, OpenAI, plain_text
 from .chat_template import answer, chat_prompt, tool_format, uses_tools
 from .engine_loop import Ending, Piece
-from .errors import ApiError
 from .logprobs import LegacyLogprobs, chat_logprobs, prompt_offsets
 from .reasoning import Reasoning
 from .responses import streamed, whole

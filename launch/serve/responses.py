@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from .errors import ApiError
+from .api_errors import ApiError
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"

@@ -23,8 +23,8 @@ from lp.sampling.reasoning import ReasoningBlock
 
 from ..text.chat_tokens import LiteralCopy, text_tokens
 from ..text.detokenizer import Vocabulary
+from .api_errors import SHOWN, ApiError
 from .engine_loop import Abandoned, Busy, Closing, Ending, EngineLoop, Event, LiveText, Scoring
-from .errors import SHOWN, ApiError
 from .fim import FimPrompts
 from .metrics import Metrics
 from .names import ModelNames

@@ -12,9 +12,9 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 import lp
 
 from ..text.detokenizer import decoded
+from .api_errors import ApiError
 from .bodies import DetokenizeBody, TokenizeBody
 from .docs_page import docs_page
-from .errors import ApiError
 from .served import Served, closing
 
 PAGE = Path(__file__).with_name("page.html")

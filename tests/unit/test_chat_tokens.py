@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 import lp
 from launch.chat.history import History
+from launch.serve.api_errors import ApiError
 from launch.serve.bodies import ChatBody
 from launch.serve.chat_template import chat_prompt
-from launch.serve.errors import ApiError
 from launch.text.chat_tokens import LiteralCopy, chat_tokens, text_tokens
 from lp.models.loader import DEMO_MODEL
 from tests.serving import serving

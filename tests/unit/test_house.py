@@ -222,6 +222,12 @@ def test_docstrings_stand_alone() -> None:
     assert not [fragment for path in python_files("lp", "launch") for fragment in fragments(path)]
 
 
+def test_launch_has_no_twins_by_name() -> None:
+    """Two modules of one name: whoever looks for the session, the report or the errors opens the wrong one."""
+    names = [path.stem for path in python_files("launch") if not path.stem.startswith("__")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_packages_have_an_init() -> None:
     """A folder without __init__.py is left out of an installed lp."""
     folders = {path.parent for path in python_files("lp", "launch")}

@@ -22,9 +22,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 import launch.running.hydra_app
 import lp
 from launch.bench.baselines import BASELINES, BaselineOptions, register_baseline
+from launch.bench.record_settings import settings_of
 from launch.bench.records import load_records
 from launch.bench.runs import ModelCache, open_bench
-from launch.bench.settings import settings_of
 from launch.bench.summary import caption
 from launch.bench.totals import totals
 from launch.benchmark import benchmark

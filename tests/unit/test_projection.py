@@ -15,10 +15,10 @@ import torch
 import launch.scaling
 import lp
 from launch.bench.projection import Link, Projected, Projection
+from launch.bench.record_settings import settings_of
 from launch.bench.report import read_lines
 from launch.bench.runs import Bench
 from launch.bench.scaling_lines import MEASURED, Line, errors, errors_of_runs, medians, projected_lines, with_efficiency
-from launch.bench.settings import settings_of
 from launch.config.schema import ScalingConfig
 from lp.commands import app_command
 from lp.engine.batch_step import BatchStep
