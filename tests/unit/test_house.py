@@ -36,11 +36,11 @@ LAYERS = [
     {"lp"},  # lp/__init__.py: the public names
     {"lp.compile_functions"},
     {"launch"},  # launch/__init__.py: the name of the package
-    {"launch.data", "launch.text"},
+    {"launch.apps", "launch.data", "launch.text"},
     {"launch.config"},
     {"launch.running"},
     {"launch.bench"},
-    {"launch.apps", "launch.torchrun", "launch.sweep"},
+    {"launch.torchrun", "launch.sweep"},
     {"launch.nodes", "launch.keys"},
     {"launch.help"},
     {"launch.cli"},  # which imports an app by its name when it starts
