@@ -24,7 +24,7 @@ def seeded(
     """
     if sampling is None or sampling.greedy or sampling.seed is not None:
         return sampling
-    drawn = shared_seed(context, "drawing the seed of a run")
+    drawn = shared_seed(context.ranks, "drawing the seed of a run")
     return replace(sampling, seed=drawn if before is None else before)
 
 

@@ -330,6 +330,8 @@ class ServeConfig(Common):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)  # not in a traceback or a log
+    metrics_key: bool = False
+    models_key: bool = True
     served_name: Any = None  # text, a list of text, or null
     chat_template: str | None = None
     max_sequences: int = 8
