@@ -25,7 +25,7 @@ from lp.draft import registry as source_registry
 from lp.draft.registry import sources
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
 # `lp/draft/tree.py`: a file or a folder of the clone.
@@ -101,7 +101,7 @@ def run_python(page: Path, heading: str) -> dict[str, object]:
     return vars(module)
 
 
-EXTENDING = ROOT / "docs" / "extending.md"
+EXTENDING = ROOT / "docs" / "design" / "extending.md"
 
 
 def run_commands(heading: str) -> list[object]:
