@@ -25,7 +25,7 @@ LEAST_RATE = 0.8
 SHORTEST_BACK_OFF = 4
 LONGEST_BACK_OFF = 64
 # A text that is this many plain steps behind plain decoding takes plain steps only. No text may be more than 5 behind
-# (docs/design/budget.md), and the step that crosses this bound may cost two of them.
+# (docs/experiments/budget.md), and the step that crosses this bound may cost two of them.
 MOST_BEHIND = 3.0
 # After this many plain steps a text may lose one more: it may have changed meanwhile.
 PLAIN_STEPS_PER_LOSS = 256

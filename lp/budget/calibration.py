@@ -37,7 +37,7 @@ DEPTH_DECAY = 0.75
 # Fitted on the demo model at T = 0.8.
 EXPLORATION_BONUS = 0.04
 # How many draft tokens of a rank's step get that bonus. Fitted likewise, on one rank; on eight, one a rank is too few
-# (docs/design/budget.md).
+# (docs/experiments/budget.md).
 EXPLORATION_TOKENS = 8
 
 
