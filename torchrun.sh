@@ -13,7 +13,7 @@
 #   MAX_RESTARTS=3 NPROC=8 bash torchrun.sh ...   # ranks that fail start again, all of them, and go on from a journal
 #
 # PYTHON and LP_SETUP: see scripts/setup.sh. LP_RUN_DIR: where the run writes. OMP_NUM_THREADS: threads of a rank.
-# Exit code: the app's (docs/design/reliability.md has them), or 1 where ranks differ.
+# Exit code: the app's (docs/guide/interrupts-and-restarts.md has them), or 1 where ranks differ.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
 
