@@ -86,7 +86,7 @@ def construction(node: ast.ClassDef) -> Iterator[str]:
     elif any("dataclass" in ast.unparse(each) for each in node.decorator_list) and fields:
         yield code("\n".join([f"{node.name}(", *(f"    {ast.unparse(each)}," for each in fields), ")"]))
     elif any("Enum" in ast.unparse(base) for base in node.bases):
-        yield code("\n".join(ast.unparse(each) for each in members))
+        yield f"One of {', '.join(f'`{ast.unparse(each.value)}`' for each in members)}.\n"
 
 
 def signature(name: str, node: Function) -> str:
