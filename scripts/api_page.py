@@ -95,7 +95,8 @@ def signature(name: str, node: Function) -> str:
     if arguments.args and arguments.args[0].arg in ("self", "cls"):
         del arguments.args[0]
     arrow = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
-    defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + [*arguments.defaults]
+    defaults: list[ast.expr | None] = [None] * (len(arguments.args) - len(arguments.defaults))
+    defaults += arguments.defaults
     parts = [one(argument, default) for argument, default in zip(arguments.args, defaults, strict=True)]
     if arguments.vararg or arguments.kwonlyargs:
         parts.append(f"*{one(arguments.vararg, None) if arguments.vararg else ''}")
