@@ -4,7 +4,7 @@
 #   bash torchrun.sh                              # a demonstration: the demo model, compared with plain decoding
 #   bash torchrun.sh launch.generate W=7 N=5 G=7  # an app and its overrides
 #   bash torchrun.sh launch.generate "def f(a):"  # a prompt as it is; - for standard input
-#   bash torchrun.sh launch.serve model=hf model.name=FOLDER   # endpoints for editors; see docs/serving.md
+#   bash torchrun.sh launch.serve model=hf model.name=FOLDER   # endpoints for editors; see docs/guide/serve.md
 #   bash torchrun.sh launch.chat                  # rank 0 reads the keyboard; Ctrl-C stops an answer, not the ranks
 #   NPROC=2 bash torchrun.sh                      # two ranks; default: one a GPU, or one on the CPU
 #   NNODES=2 NODE_RANK=0 RDZV_ENDPOINT=host0:29500 bash torchrun.sh ...   # on each node, with its own NODE_RANK
@@ -13,7 +13,7 @@
 #   MAX_RESTARTS=3 NPROC=8 bash torchrun.sh ...   # ranks that fail start again, all of them, and go on from a journal
 #
 # PYTHON and LP_SETUP: see scripts/setup.sh. LP_RUN_DIR: where the run writes. OMP_NUM_THREADS: threads of a rank.
-# Exit code: the app's (docs/reliability.md has them), or 1 where ranks differ.
+# Exit code: the app's (docs/guide/interrupts-and-restarts.md has them), or 1 where ranks differ.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/scripts/setup.sh"
 

@@ -1,4 +1,4 @@
-"""Every key of every app with its type, default and text: what `--help` and docs/config.md are made of.
+"""Every key of every app with its type, default and text: what `--help` and docs/reference/config.md are made of.
 
 A key's text is the comment above it in conf/, the file of the app before base.yaml, or else the entry of its field in
 the docstring of its dataclass. A key without a text is an error.

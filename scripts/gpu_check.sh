@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All that needs a GPU, in stages that have nine minutes each, meant for one H100. Nothing is downloaded. docs/gpu.md says
-# what the figures mean.
+# All that needs a GPU, in stages that have nine minutes each, meant for one H100. Nothing is downloaded.
+# docs/guide/gpu.md says what the figures mean.
 #
 #   bash scripts/gpu_check.sh --out DIR            # all stages, in order of worth
 #   bash scripts/gpu_check.sh facts --out DIR      # one of them, or some

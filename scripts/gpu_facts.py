@@ -6,7 +6,7 @@
 
 A fact has `section`, `name`, `value`, `unit`, and what else belongs to it. Times are of CUDA graphs: the host has no
 part in them. Each section is a process of its own: one that fails, hangs or leaves the device unusable takes no other
-with it. Its line then has `failed`, and the exit code is 1. docs/gpu.md says what the figures mean.
+with it. Its line then has `failed`, and the exit code is 1. docs/guide/gpu.md says what the figures mean.
 
 T: step tokens, L: cached tokens, H: query heads, G: KV heads, D: head dimension, C: cache slots, N: keys, L + T,
 E: hidden size, F: intermediate size, V: vocabulary size.

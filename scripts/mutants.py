@@ -3,7 +3,7 @@
     python scripts/mutants.py                           # all that the ledger has not
     python scripts/mutants.py --only lp/draft/          # of these files alone
     python scripts/mutants.py --survivors               # those that survived, again
-    python scripts/mutants.py --report                  # the table of docs/reliability.md, of the ledger alone
+    python scripts/mutants.py --report                  # the table of the ledger alone
 
 Works on a copy of the tree in a temporary folder. A mutant is killed if a test that it names fails or takes too long.
 The result is kept by mutant, and by what its file says, so that a run that is stopped goes on, and one after a change

@@ -1,4 +1,4 @@
-"""The architecture matrix: what lookahead gives on every tiny model, and the table of docs/models.md."""
+"""The architecture matrix: what lookahead gives on every tiny model, and the table of docs/reference/models.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import lp
 from lp.models.support import check_supported
 from tests.tiny_models import MATRIX, drawn_text, plain_greedy, tiny_config, tiny_model
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "models.md"
 CASES = 40 if os.environ.get("LP_TEST_LONG") == "1" else 3
 BACKENDS = ("sdpa", "eager", "flash")
 EXACT, WRONG = "exact", "WRONG"
@@ -168,7 +168,7 @@ def versions() -> str:
 
 
 def page() -> str:
-    """docs/models.md: its text as it stands, around a new table."""
+    """docs/reference/models.md: its text as it stands, around a new table."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- matrix -->\n")
     _, _, after = rest.partition("<!-- end -->\n")
     return f"{before}<!-- matrix -->\nRun with {versions()}.\n\n{table()}<!-- end -->\n{after}"

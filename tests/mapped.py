@@ -192,7 +192,7 @@ def mapped_table() -> str:
 
 
 def mapped_page() -> str:
-    """docs/models.md: its text as it stands, around a new table of mapped types."""
+    """docs/reference/models.md: its text as it stands, around a new table of mapped types."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
     _, _, after = rest.partition(END)
     return f"{before}{START}Run with {versions()}.\n\n{mapped_table()}{END}{after}"

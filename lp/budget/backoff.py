@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lp.budget.running_ratio import RunningRatio
 
-# All constants here were fitted on the demo model (docs/budget.md). Where a measurement is on record, it is named.
+# All constants here were fitted on the demo model (docs/experiments/budget.md).
+# Where a measurement is on record, it is named.
 
 # Steps in which lookahead must show that it pays: at the start of a text, and after a back-off. They were 16 and 3
 # before; fitted on HumanEval prompts at T = 2, where nothing is accepted and every tried step is lost.
@@ -24,7 +25,7 @@ LEAST_RATE = 0.8
 SHORTEST_BACK_OFF = 4
 LONGEST_BACK_OFF = 64
 # A text that is this many plain steps behind plain decoding takes plain steps only. No text may be more than 5 behind
-# (docs/budget.md), and the step that crosses this bound may cost two of them.
+# (docs/experiments/budget.md), and the step that crosses this bound may cost two of them.
 MOST_BEHIND = 3.0
 # After this many plain steps a text may lose one more: it may have changed meanwhile.
 PLAIN_STEPS_PER_LOSS = 256

@@ -13,7 +13,8 @@ import numpy as np
 
 from lp.budget.running_ratio import RunningRatio
 
-# All constants here were fitted on the demo model (docs/budget.md). Where a measurement is on record, it is named.
+# All constants here were fitted on the demo model (docs/experiments/budget.md).
+# Where a measurement is on record, it is named.
 
 # How many of the last steps the calibration looks back. It was 24 when calibration corrected whole paths; since it
 # corrects every token it reacts faster.
@@ -36,7 +37,7 @@ DEPTH_DECAY = 0.75
 # Fitted on the demo model at T = 0.8.
 EXPLORATION_BONUS = 0.04
 # How many draft tokens of a rank's step get that bonus. Fitted likewise, on one rank; on eight, one a rank is too few
-# (docs/budget.md).
+# (docs/experiments/budget.md).
 EXPLORATION_TOKENS = 8
 
 

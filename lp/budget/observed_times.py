@@ -25,7 +25,7 @@ from lp.errors import UserError
 
 # Standard deviations of logarithms, about relative errors. How far the prior may be off: of the level of all sizes, of
 # a step's own host work (a plain step against one of a token), and of twice as many tokens. Set by hand: of the models
-# in docs/budget.md, the prior is off by less.
+# in docs/experiments/budget.md, the prior is off by less.
 LEVEL = 1.0
 HOST_WORK = 0.1
 PER_DOUBLING = 0.12

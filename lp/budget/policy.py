@@ -24,7 +24,7 @@ from lp.draft.source import TokenPrice
 from lp.errors import UserError
 
 # Time is priced above its worth by this factor: of all draft tokens those are taken that look best, and they are less
-# likely than they look. Fitted on the demo model (docs/budget.md).
+# likely than they look. Fitted on the demo model (docs/experiments/budget.md).
 PRICE_MARGIN = 1.25
 
 Clock = Callable[[TimedStep], StepTimes | None]

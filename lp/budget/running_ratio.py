@@ -7,7 +7,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 # How many of the last steps count in the running averages of the budget: of its rate, its accepted tokens and its
-# windows. All constants of this package that name no measurement were fitted on the demo model (docs/budget.md).
+# windows. All constants of this package that name no measurement were fitted on the demo model
+# (docs/experiments/budget.md).
 MEMORY_STEPS = 12.0
 # How many plain steps those averages begin with; the first real steps soon outweigh them.
 PRIOR_STEPS = 4.0

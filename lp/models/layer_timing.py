@@ -18,7 +18,7 @@ from lp.models.shallow import shallow_runner
 from lp.models.sharded_layers import replica_of
 
 # Tokens of the passes. Libraries have kernels of their own for one token and for a few; on some processors bfloat16 is
-# slow below 32 (docs/budget.md).
+# slow below 32 (docs/experiments/budget.md).
 TIMED_SIZES = (1, 2, 8, 48)
 # Passes of each size, the first of which is not counted; a second pass is for what may seem too slow by chance.
 ROUNDS = 3

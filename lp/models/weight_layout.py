@@ -1,10 +1,10 @@
 """The weights of linear layers in memory as products read them fastest.
 
 On a GPU the layers of one input are merged: one product computes all of them. On a CPU each weight is the transpose of
-one that lies row by row: with few tokens the matrix library reads it up to 1.5 times as fast (docs/step-time.md). The
-layers' own weights become views of that memory. None is there twice, what changes a layer's weight in place changes
-what products read, and the layers work as before: on their own, copied, trained, saved by transformers or torch. What
-needs contiguous tensors, as safetensors' own `save_file`, needs `restore` first.
+one that lies row by row: with few tokens the matrix library reads it up to 1.5 times as fast
+(docs/experiments/step-time.md). The layers' own weights become views of that memory. None is there twice, what changes
+a layer's weight in place changes what products read, and the layers work as before: on their own, copied, trained,
+saved by transformers or torch. What needs contiguous tensors, as safetensors' own `save_file`, needs `restore` first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""S and step tokens of variants of the decoder on the same prompts: docs/ablations.md.
+"""S and step tokens of variants of the decoder on the same prompts: docs/experiments/ablations.md.
 
     python scripts/tables.py ablations warmup --task data/humaneval.jsonl --limit 40
     python scripts/tables.py ablations branches --task data/humaneval.jsonl --limit 20

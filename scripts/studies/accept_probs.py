@@ -1,4 +1,4 @@
-"""How well the pool predicts acceptance: predicted probability against accepted share, by decile: docs/pool.md.
+"""How well the pool predicts acceptance: predicted and accepted share, by decile: docs/experiments/pool.md.
 
     python scripts/tables.py accept_probs texts.jsonl --limit 10 --num-tokens 48
 

@@ -1,4 +1,4 @@
-"""Time of a step's attention, transformers' sdpa with a mask against flash, alternated: docs/step-time.md.
+"""Time of a step's attention, transformers' sdpa with a mask against flash, alternated: docs/experiments/step-time.md.
 
 python scripts/tables.py attention_speed --prefix 2048 8192 --num-tokens 61 --heads 32 8 --dim 64 --threads 1
 """

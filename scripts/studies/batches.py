@@ -1,4 +1,4 @@
-"""Texts that take steps together, against transformers' batch, plain batches and one text by one: docs/batches.md.
+"""Texts that take steps together, beside transformers' batch, plain ones, and one by one: docs/experiments/batches.md.
 
 python scripts/tables.py batches --texts 4,8 --temperatures 0,0.8 --task data/humaneval.jsonl
 

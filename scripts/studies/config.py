@@ -1,4 +1,4 @@
-"""docs/config.md: every key of every app, as `launch.keys` has them.
+"""docs/reference/config.md: every key of every app, as `launch.keys` has them.
 
 python scripts/tables.py config
 """
@@ -17,7 +17,7 @@ from lp.config import LookaheadConfig
 from lp.errors import UserError
 from lp.sampling.params import SamplingParams
 
-PAGE = CONF.parent / "docs" / "config.md"
+PAGE = CONF.parent / "docs" / "reference" / "config.md"
 HEAD = """# Configuration
 
 Every key of every app, with its type, its default and what it does. `python scripts/tables.py config` writes this page
@@ -95,4 +95,4 @@ def run(args: argparse.Namespace) -> None:
     if not args.check:
         PAGE.write_text(text, encoding="utf-8")
     elif PAGE.read_text(encoding="utf-8") != text:
-        raise UserError("docs/config.md is not up to date; run python scripts/tables.py config")
+        raise UserError("docs/reference/config.md is not up to date; run python scripts/tables.py config")

@@ -1,4 +1,4 @@
-"""How often rounding makes lookahead and plain decoding differ, by dtype: docs/exactness.md.
+"""How often rounding makes lookahead and plain decoding differ, by dtype: docs/experiments/exactness.md.
 
     python scripts/tables.py exactness --task data/humaneval.jsonl --limit 8 --max-new-tokens 128
     python scripts/tables.py exactness --model FOLDER --builtin 8 --reference plain --temperatures 0,0.8

@@ -1,4 +1,4 @@
-"""What a first use costs before its first token and against plain decoding, beside busy cores: docs/budget.md.
+"""What a first use costs before its first token, and beside plain decoding, on busy cores: docs/experiments/budget.md.
 
 NUMBA_CACHE_DIR=$(mktemp -d) python scripts/tables.py first_contact --model FOLDER --busy 1
 

@@ -1,4 +1,4 @@
-"""Time to the first token of a prompt that begins like an earlier one, against the same anew: docs/batches.md.
+"""Time to the first token of a prompt that begins like an earlier one, and the same anew: docs/experiments/batches.md.
 
 python scripts/tables.py first_token --prompt-tokens 1500 --seen 1450
 

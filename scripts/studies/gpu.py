@@ -4,8 +4,8 @@
     python scripts/tables.py gpu FOLDER --into STAGE.jsonl  # and a line of JSON for every figure
 
 Ends in one line of JSON. A figure past its limit is marked, and is no error; that `attention=auto` did not take flash
-attention is one, and so are texts that differ from plain decoding's by more than rounding. docs/gpu.md says what the
-figures mean.
+attention is one, and so are texts that differ from plain decoding's by more than rounding. docs/guide/gpu.md says what
+the figures mean.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens a step (S) under a grammar, on drawn tasks that ask for JSON: docs/serving.md.
+"""Tokens a step (S) under a grammar, on drawn tasks that ask for JSON: docs/experiments/serving.md.
 
 python scripts/tables.py grammar --tasks 40 --shown 1 --budget 64
 

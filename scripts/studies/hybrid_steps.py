@@ -1,4 +1,4 @@
-"""Time of a step of models with recurrent layers, against the same model with attention alone: docs/models.md.
+"""Step time of models with recurrent layers, against the same with attention alone: docs/experiments/step-time.md.
 
 python scripts/tables.py hybrid_steps --num-tokens 48 --hidden 512 --layers 8 --threads 1
 

@@ -1,4 +1,4 @@
-"""What a journal costs a step: the time of its writes against that of the steps: docs/reliability.md.
+"""What a journal costs a step: the time of its writes against that of the steps: docs/experiments/reliability.md.
 
 python scripts/tables.py journal_cost
 """

@@ -1,6 +1,6 @@
 """One generation of many tokens from a tiny random model: S, step time and memory by thousand tokens.
 
-    python scripts/tables.py long_run                          # 20,000 sampled tokens; docs/reliability.md
+    python scripts/tables.py long_run                          # 20,000 sampled tokens; docs/experiments/reliability.md
     python scripts/tables.py long_run --tokens 5000 --greedy
 
 The model is small, so that the figures are those of the loop: what grows with the text is the cache and the attention

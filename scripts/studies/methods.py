@@ -1,4 +1,4 @@
-"""Tokens a second of the adaptive decoder beside its peers, in alternation, resumable: docs/budget.md.
+"""Tokens a second of the adaptive decoder beside its peers, in alternation, resumable: docs/experiments/budget.md.
 
     python scripts/tables.py methods results.jsonl --tasks data/humaneval.jsonl data/gsm8k.jsonl --limit 10
 

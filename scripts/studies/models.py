@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, which it writes: every tiny model and every mapped type, run as the tests do.
+"""The tables of docs/reference/models.md, which it writes: every tiny model and every mapped type, run as the tests do.
 
     python scripts/tables.py models
 

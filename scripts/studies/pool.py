@@ -1,4 +1,4 @@
-"""S, step tokens and host time of the pool, its ablations and its peers, on replayed texts: docs/pool.md.
+"""S, step tokens and host time of the pool, its ablations and its peers, on replayed texts: docs/experiments/pool.md.
 
     python scripts/tables.py pool texts.jsonl results.jsonl --study equal_budget
     python scripts/tables.py pool texts.jsonl results.jsonl --study ablation --limit 20 --max-new-tokens 128 \

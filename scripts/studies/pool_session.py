@@ -1,4 +1,4 @@
-"""S by number of past requests whose outputs the pool remembers (pool.scope=session): docs/pool.md.
+"""S by number of past requests whose outputs the pool remembers (pool.scope=session): docs/experiments/pool.md.
 
     python scripts/tables.py pool_session texts.jsonl --task humaneval --past 0 1 10 60 --num-tokens 48
 

@@ -1,4 +1,4 @@
-"""S and time a token with a predicted text: the right one, an edited one, and none: docs/serving.md.
+"""S and time a token with a predicted text: the right one, an edited one, and none: docs/experiments/serving.md.
 
     python scripts/tables.py prediction --limit 8 --rounds 3
 

@@ -1,4 +1,4 @@
-"""What the probe of a model finds of planted faults: the smallest fault that it refuses, by model: docs/exactness.md.
+"""The smallest planted fault that the probe of a model refuses, by model: docs/experiments/exactness.md.
 
     python scripts/tables.py probe                            # every architecture of the tests, in bfloat16
     python scripts/tables.py probe --weights 20               # drawn weights of one architecture, outliers among them

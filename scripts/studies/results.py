@@ -1,4 +1,4 @@
-"""docs/results.md, which it writes from the records of the benchmark and the scaling app in docs/results/.
+"""docs/experiments/results.md, made of the records of the benchmark and the scaling app in docs/experiments/results/.
 
     python scripts/tables.py results             # the page
     python scripts/tables.py results --measure   # measure everything again first, about ten minutes on two cores
@@ -23,17 +23,17 @@ from launch.bench.summary import caption, markdown, notes, ordered, short, table
 from launch.bench.totals import Total, totals
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "results.md"
-DATA = ROOT / "docs" / "results"
+PAGE = ROOT / "docs" / "experiments" / "results.md"
+DATA = ROOT / "docs" / "experiments" / "results"
 MEASURED = ("greedy", "sampled", "sweep", "scaling-wide", "scaling-demo")  # folders; the others are of other tables
 QUALITY = ("method", "perplexity", "distinct-1", "distinct-2", "distinct-4", "texts that differ from plain decoding's")
 SWEEP = "NPROC=2 bash torchrun.sh launch.benchmark -m experiment=demo_sweep"
 
 INTRODUCTION = """# Results
 
-Made by `python scripts/tables.py results` from the records in `docs/results/`; a test makes it again and compares.
-With `--measure` it measures them again first. The machine is small and shared, two virtual cores: take ratios within a
-table, which alternates its methods prompt by prompt, and not seconds across tables.
+Made by `python scripts/tables.py results` from the records in `docs/experiments/results/`; a test makes it again and
+compares. With `--measure` it measures them again first. The machine is small and shared, two virtual cores: take ratios
+within a table, which alternates its methods prompt by prompt, and not seconds across tables.
 """
 
 SCALING = """Ranks that wait for each other lose more to other work on the machine than one process does: on a busy one,
@@ -90,10 +90,10 @@ def measure() -> None:
     ours = "lookahead_auto,lookahead,lookahead_paper,token_recycling,prompt_lookup"
     methods = f"methods=[{ours},hf_prompt_lookup,hf_generate,plain]"
     benchmark = [sys.executable, "-m", "launch.benchmark", "output=json", "limit=4", "max_new_tokens=64", "repeats=3"]
-    call(*benchmark, methods, "quality=true", "out=docs/results/greedy")
-    call(*benchmark, methods, "sampling=sample", "sampling.temperature=0.8", "out=docs/results/sampled")
+    call(*benchmark, methods, "quality=true", "out=docs/experiments/results/greedy")
+    call(*benchmark, methods, "sampling=sample", "sampling.temperature=0.8", "out=docs/experiments/results/sampled")
     sweep = SWEEP.removeprefix("NPROC=2 ").split()
-    call(*sweep, "output=json", "out=docs/results/sweep", NPROC="2", PYTHON=sys.executable, LP_SETUP="skip")
+    call(*sweep, "output=json", "out=docs/experiments/results/sweep", NPROC="2", PYTHON=sys.executable, LP_SETUP="skip")
 
     scaling = [sys.executable, "-m", "launch.scaling", "project=true", "ranks=[2]"]
     scaled = "lookahead,lookahead@1,plain"
@@ -104,7 +104,7 @@ def measure() -> None:
         call(*scaling, *options, folder=Path(parent))
         shutil.copytree(Path(parent) / "scaling-wide", DATA / "scaling-wide")
     options = ["limit=2", "max_new_tokens=48", "W=8", "G=40", "repeats=5", "projected_ranks=[1,2,4,8,16]"]
-    call(*scaling, *options, f"methods=[{scaled},transformers_tp]", "out=docs/results/scaling-demo")
+    call(*scaling, *options, f"methods=[{scaled},transformers_tp]", "out=docs/experiments/results/scaling-demo")
     for path in [path for folder in folders for path in folder.rglob("*")]:
         if path.suffix in {".png", ".svg"} or path.name == "report.html":
             path.unlink()

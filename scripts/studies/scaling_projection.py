@@ -8,7 +8,7 @@ a time on the first prompts (--timed), with a model that computes nothing: the s
 R, so that a slow minute of the machine is not one R's. The time of the gather is that of the links in
 conf/scaling.yaml. Beside them S of the paper's method, on one rank with as many tokens. Each line of the file is S or
 the host time of one of these runs at one temperature; what it has is not run again. --page puts the tables into
-docs/scaling.md.
+docs/experiments/scaling.md.
 """
 
 from __future__ import annotations

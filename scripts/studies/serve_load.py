@@ -1,4 +1,4 @@
-"""launch.serve under load, and beside `transformers serve` with the same model: docs/serving.md.
+"""launch.serve under load, and beside `transformers serve` with the same model: docs/experiments/serving.md.
 
     python scripts/tables.py serve_load --requests 500 --clients 16 --rounds 5
 

@@ -1,4 +1,4 @@
-"""How a step is shared among ranks, by their number: docs/lookahead-parallelism.md.
+"""How a step is shared among ranks, by their number: docs/design/lookahead-parallelism.md.
 
     python scripts/tables.py shares 15 5 15             # W N G: the table for 1..64 ranks
     python scripts/tables.py shares 5 4 2 --ranks 2     # which of 2 ranks computes each node of the window

@@ -1,4 +1,4 @@
-"""S of R ranks with B tokens each against S of one rank with R x B: docs/lookahead-parallelism.md.
+"""S of R ranks with B tokens each against S of one rank with R x B: docs/experiments/scaling.md.
 
     python scripts/tables.py shares_compression --data data --sets humaneval,gsm8k --ranks 8 --budget 64
 

@@ -1,7 +1,7 @@
 """The fastest split of 8 GPUs into replicas (lp x tp), for GPUs nobody has run: by arithmetic, no measurement.
 
-    python scripts/tables.py splits docs/results/scaling-projection/runs.jsonl
-    python scripts/tables.py splits docs/results/scaling-projection/runs.jsonl --gpu h100 --memory-gb 80 --temperature 0
+    python scripts/tables.py splits docs/experiments/results/scaling-projection/runs.jsonl
+    python scripts/tables.py splits RUNS --gpu h100 --memory-gb 80 --temperature 0   # of the same runs
 
 Step times are those of scaling_projection, of a part of the model. A sum over a replica is a ring of NCCL's on NVLink,
 by the figures of conf/scaling.yaml; or one step in which each rank reads all others (torch's symmetric memory), whose

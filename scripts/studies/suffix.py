@@ -1,4 +1,4 @@
-"""S and step tokens of suffix decoding by its settings, on replayed texts, without the model: docs/pool.md.
+"""S and step tokens of suffix decoding by its settings, on replayed texts, without the model: docs/experiments/pool.md.
 
     python scripts/tables.py suffix texts.jsonl --num-tokens 50
 

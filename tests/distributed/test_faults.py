@@ -99,7 +99,10 @@ def test_a_frozen_rank_is_named(forked: Forked, tmp_path: Path, victim: int) -> 
 
 @pytest.mark.slow  # test_journal restarts in one process
 def test_a_restarted_launch_says_what_an_undisturbed_one_says(processes: Processes, tmp_path: Path) -> None:
-    """A rank is killed at a drawn step: nothing of a greedy or a sampled text is lost or said twice."""
+    """A rank is killed at a drawn step: nothing of a greedy or a sampled text is lost or said twice.
+
+    torchrun keeps its store, with the addresses of the ranks before: ranks that are started again must not meet there.
+    """
     rng = random.Random(7)
     deaths = [f"{rng.randrange(RANKS)}:{rng.randint(45, 55)}"]  # in the second text, the first being done
     if LONG:

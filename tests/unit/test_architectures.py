@@ -1,4 +1,4 @@
-"""The architecture matrix: exact or refused, never wrong, and docs/models.md is what this run gives."""
+"""The architecture matrix: exact or refused, never wrong, and docs/reference/models.md is what this run gives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_page_is_this_run() -> None:
     """A matrix written by hand would go on promising what no longer holds."""
     written = PAGE.read_text(encoding="utf-8")
     if versions() not in written:
-        pytest.skip(f"docs/models.md was made with other versions than {versions()}")
+        pytest.skip(f"docs/reference/models.md was made with other versions than {versions()}")
     assert page() == written, "run python scripts/tables.py models and look at what changed"
 
 

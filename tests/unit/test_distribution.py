@@ -94,7 +94,7 @@ class _Favours(tf.LogitsProcessor):
 
 @pytest.mark.parametrize("verifier", [COUPLED, REJECTION])
 def test_a_bias_of_the_stated_size_is_seen(verifier: lp.Verifier) -> None:
-    """The test above must be able to tell: docs/reliability.md states which bias it sees."""
+    """The test above must be able to tell: docs/experiments/reliability.md states which bias it sees."""
     model = _model()
     factor = 1.25 if LONG else 2.5
     assert _p(model, _texts(model, verifier, 1, {}, [_Favours(factor)]), {}) < LEVEL

@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import ROOT, Processes
 from tests.unit.conftest import save_tiny_model
 
-PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "reproduce.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "guide" / "benchmark.md", ROOT / "docs" / "experiments" / "reproduce.md"]
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:\w+=\S+ )*(?:bash torchrun\.sh|python -m launch|python scripts)[^`]*)`")
 ELSEWHERE = ("model=hf", "model=codellama", "task.path=null", "pip install")  # of the hub, or too large for a CPU

@@ -119,7 +119,7 @@ def test_one_gpu_is_what_others_are_compared_with(capsys: pytest.CaptureFixture[
 
 def test_the_page_is_made_of_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own command, on a copy: a run, a link or a constant that is new must be so in the page too."""
-    page = ROOT / "docs" / "scaling.md"
+    page = ROOT / "docs" / "experiments" / "scaling.md"
     copy = tmp_path / "scaling.md"
     copy.write_bytes(page.read_bytes())
     (command,) = re.findall(r"scripts/tables.py (scaling_projection (?:.*\\\n)*.*)", page.read_text())

@@ -1,4 +1,4 @@
-"""The structure of docs/architecture.md: layers, no import circles, optional packages, nothing of one machine."""
+"""docs/design/architecture.md holds: layers, no import circles, optional packages, nothing of one machine."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def breaches(path: Path) -> list[str]:
 def test_imports_only_lower_layers(path: Path) -> None:
     """A layer that imports a higher one, or a package that belongs elsewhere, ends the division of the house."""
     part = part_of(module_of(path))
-    assert part is None or part in RANK, f"{part} has no layer: add it to LAYERS, and to docs/architecture.md"
+    assert part is None or part in RANK, f"{part} has no layer: add it to LAYERS, and to docs/design/architecture.md"
     assert not breaches(path)
 
 

@@ -182,7 +182,7 @@ def test_other_recurrent_models_are_refused_by_name(arch: str, reason: str) -> N
 
 
 def test_bytes_of_states_and_stash() -> None:
-    """What docs/models.md states, counted: a state of every head, its last inputs, and of every step token a stash."""
+    """What docs/design/models.md states, counted: a state a head, its last inputs, and a stash a step token."""
     model = tiny_model("qwen3_next")
     runner = lp.LookaheadDecoder(model).runner
     (shape,) = runner.recurrent.values()

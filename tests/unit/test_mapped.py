@@ -1,4 +1,4 @@
-"""Every causal LM type that transformers maps: exact, or refused by name, as docs/models.md has it."""
+"""Every causal LM type that transformers maps: exact, or refused by name, as docs/reference/models.md has it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_page_has_every_mapped_type() -> None:
     """A type without a line would be one that nobody looked at."""
     page = written()
     if not page:
-        pytest.skip("docs/models.md was made with other versions")
+        pytest.skip("docs/reference/models.md was made with other versions")
     assert sorted(page) == MAPPED and WRONG not in page.values()
 
 

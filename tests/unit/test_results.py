@@ -1,4 +1,4 @@
-"""docs/results.md is made of its records; the tables of a report, its plots and its file."""
+"""docs/experiments/results.md is made of its records; the tables of a report, its plots and its file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_page_is_made_of_its_records() -> None:
 @pytest.mark.parametrize("model", ["wide", "demo"])
 def test_a_projection_of_two_ranks_is_near_what_was_measured(model: str) -> None:
     """What the page says of the runs that it shows."""
-    found = errors(read_lines(ROOT / "docs" / "results" / f"scaling-{model}" / "scaling.csv"))
+    found = errors(read_lines(ROOT / "docs" / "experiments" / "results" / f"scaling-{model}" / "scaling.csv"))
     assert found.keys() == {("lookahead", 2)} and all(abs(error) <= 0.2 for error in found.values())
 
 
@@ -220,7 +220,7 @@ def test_a_heat_map_is_white_where_nothing_is_gained(values: list[float]) -> Non
 
 def test_a_report_of_projections_alone(tmp_path: Path) -> None:
     """launch.scaling ranks=[] project=true has no records."""
-    source = ROOT / "docs" / "results" / "scaling-demo"
+    source = ROOT / "docs" / "experiments" / "results" / "scaling-demo"
     for name in ("scaling.csv", "scaling.md"):
         (tmp_path / name).write_text((source / name).read_text(encoding="utf-8"), encoding="utf-8")
     assert [path.name for path in write_report(tmp_path)] == ["speedup.png", "step_time.png", "report.html"]
@@ -302,7 +302,7 @@ def test_a_heat_map_shows_the_best_of_several_sizes(monkeypatch: pytest.MonkeyPa
 
 def test_scaling_lines_survive_their_csv() -> None:
     """A column read as text would be sorted, or plotted, as text."""
-    for path in (ROOT / "docs" / "results").glob("*/scaling.csv"):
+    for path in (ROOT / "docs" / "experiments" / "results").glob("*/scaling.csv"):
         for line in read_lines(path):
             assert isinstance(line.ranks, int) and isinstance(line.tokens_per_s, float) and line.num_tokens > 0
             assert (line.link is None) == (line.kind == "measured") and line.cells()[0] == line.method

@@ -1,6 +1,6 @@
 """Every field of every endpoint, at T = 0 and 0.8: another value gives another answer, or is refused by its name.
 
-A field without an entry here fails, whether it is new in a body or on docs/serving.md.
+A field without an entry here fails, whether it is new in a body or on docs/reference/http.md.
 """
 
 from __future__ import annotations
@@ -411,8 +411,8 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def documented() -> dict[str, set[str]]:
-    """The fields of each endpoint, by the table of docs/serving.md."""
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    """The fields of each endpoint, by the table of docs/reference/http.md."""
+    page = (ROOT / "docs" / "reference" / "http.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `POST (\S+?)`(?:, `(\S+?)`)? \| (.*?) \| .*? \|$", page, re.MULTILINE)
     found: dict[str, set[str]] = {}
     for path, other, takes in rows:

@@ -15,7 +15,7 @@ from scripts.studies.parts.gpu_projection import LogLaw
 from scripts.studies.parts.splits import Machine, Shape, Sum
 from scripts.studies.splits import cells
 
-RUNS = Path(__file__).parents[2] / "docs" / "results" / "scaling-projection" / "runs.jsonl"
+RUNS = Path(__file__).parents[2] / "docs" / "experiments" / "results" / "scaling-projection" / "runs.jsonl"
 WORK = Work(
     weight_bytes=13_000_000_000, kv_token_bytes=500_000, token_flop=13_000_000_000, head_flop=0, key_flop=500_000
 )

@@ -8,14 +8,15 @@ from launch.bench.ceilings import Work
 from lp.models.captured_step import BUCKETS
 
 # Of a data sheet's figures, what the products of a captured step reach: measured on an H100 and an H200, a 7B in
-# bfloat16, 64 rows for the first and 256 for the second (docs/gpu-results.md).
+# bfloat16, 64 rows for the first and 256 for the second (docs/experiments/gpu-results.md).
 BANDWIDTH_SHARE = 0.7
 FLOP_SHARE = 0.5
 # Kernels of a layer of a captured step, fused layers with kernels of our own.
 LAYER_KERNELS = 10
 # What t(64) of that model takes beyond its products, by kernel: measured on both.
 KERNEL_S = 3e-6
-# Calls of the host a step, graphs among them, with sampling (docs/step-time.md), and the time of one: assumed.
+# Calls of the host a step, graphs among them, with sampling (docs/experiments/step-time.md).
+# The time of one is assumed.
 LAUNCHES = 3
 LAUNCH_S = 5e-6
 

@@ -1,4 +1,4 @@
-"""R GPUs as `StepTime` has one: lines of the table and figure of docs/scaling.md, and the law of S fitted to them."""
+"""R GPUs as `StepTime` has one: table and figure of docs/experiments/scaling.md, and the law of S fitted to them."""
 
 from __future__ import annotations
 
