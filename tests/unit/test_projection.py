@@ -425,7 +425,7 @@ def test_plain_decoding_alone_is_launched_where_it_was_not_asked_for(
             row = {
                 "index": 0, "prompt_digest": "x", "method": name, "task": "a", "tokens": 8, "steps": 4, "accepted": {},
                 "settings": setting | {"methods": names, "model": "m", "parameters": 1e6}, "decode_s": seconds,
-                "rounds_s": [seconds, 1.25 * seconds], "versions": {"torch": "1"}, "hardware": "2 cores", "machine": {},
+                "equal": None, "tokens_a_step": 1.0, "rounds_s": [seconds, 1.25 * seconds], "versions": {"torch": "1"}, "hardware": "2 cores", "machine": {},
                 "split": [{"num_tokens": 1.0, "forward_ms": 1.0, "exchange_ms": 0.0, "host_ms": 0.0}],
             }  # fmt: skip
             with (out / "records.jsonl").open("a") as file:
