@@ -133,7 +133,6 @@ def _around(best: LookaheadConfig) -> list[LookaheadConfig]:
         *(replace(best, window_size=w) for w in (2, 8, 16)),
         replace(best, window_size=4, ngram_size=3, guess_set_size=max(best.guess_set_size // 2, 1)),
         replace(best, draft_depth=12),
-        replace(best, num_logits=8),
     ]
 
 
@@ -147,7 +146,7 @@ def _named(settings: Sequence[LookaheadConfig]) -> dict[str, LookaheadConfig]:
 
 
 def _name(c: LookaheadConfig) -> str:
-    return f"W={c.window_size} N={c.ngram_size} G={c.guess_set_size} depth={c.depth} K={c.num_logits}"
+    return f"W={c.window_size} N={c.ngram_size} G={c.guess_set_size} depth={c.depth}"
 
 
 def _window_tokens(config: LookaheadConfig | None, columns: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -33,7 +33,8 @@ def test_a_made_config_never_changes_its_mind() -> None:
     """`replace` passes all fields: read as given, W of an adaptive config would fix it, and a copy would differ."""
     adaptive, fixed = lp.LookaheadConfig(), lp.LookaheadConfig(guess_set_size=9)
     for config in (adaptive, fixed):
-        assert replace(config) == config == lp.LookaheadConfig(**asdict(config))
+        given = {item.name: getattr(config, item.name) for item in fields(config)}
+        assert replace(config) == config == lp.LookaheadConfig(**given)
         assert replace(config, window_size=4).adaptive is config.adaptive
         assert repr(replace(config)) == repr(config) and "None, ngram" not in repr(config)
     assert replace(adaptive, adaptive=None).adaptive is False  # type: ignore[arg-type]

@@ -42,7 +42,6 @@ BAD = {
     "N=x": "N: Value 'x'",
     "G=-2": "guess_set_size (G) is -2",
     "G=[1]": "G: Value '[1]'",
-    "decoder.kv_sync=later": "kv_sync is 'later'; it must be one of ['recompute', 'broadcast']",
     "decoder.draft_depth=0": "draft_depth is 0",
     "max_new_tokens=0": "max_new_tokens is 0; it must be an integer >= 1",
     "limit=0": "limit is 0",

@@ -32,6 +32,7 @@ from lp.engine.output import GenerationOutput
 from lp.models.releases import cache_in, cache_keyword
 from lp.parallel.context import ParallelContext
 from lp.parallel.thread_ranks import run_lockstep
+from tests.switches import lookahead_config
 from tests.tiny_models import plain_greedy, tiny_model
 
 CPU = torch.device("cpu")
@@ -157,7 +158,7 @@ def test_an_old_attention_is_said_not_to_be_left_out() -> None:
 def test_one_rank_alone_does_what_it_did_among_all(rank: int, kv_sync: str) -> None:
     """Another share of the tokens, or another text, would be profiled as that rank's."""
     model = tiny_model()
-    config = lp.LookaheadConfig(window_size=6, ngram_size=4, guess_set_size=6, kv_sync=lp.KVSync(kv_sync))
+    config = lookahead_config(window_size=6, ngram_size=4, guess_set_size=6, kv_sync=kv_sync)
 
     def build(context: ParallelContext) -> lp.LookaheadDecoder:
         return lp.LookaheadDecoder(model, config, context)

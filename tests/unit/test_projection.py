@@ -136,7 +136,9 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 
 def test_a_second_collective_is_refused() -> None:
     with pytest.raises(ValueError, match="project kv_sync=recompute"):
-        _projection(tiny_model(), 2, lp.LookaheadConfig(adaptive=False, kv_sync=lp.KVSync.BROADCAST))
+        _projection(
+            tiny_model(), 2, lp.LookaheadConfig(adaptive=False, ablation=lp.Ablation(kv_sync=lp.KVSync.BROADCAST))
+        )
 
 
 def _projected(ranks: int, compute_s: float) -> Projected:
@@ -248,7 +250,6 @@ def test_a_projection_is_marked_everywhere(scale: Callable[..., Ran], tmp_path: 
             ["ranks=[2,1]", "methods=[transformers_tp]"],
             "ranks has 1, on which none of methods=['transformers_tp'] runs",
         ),
-        (["ranks=[1]", "project=true", "decoder.kv_sync=broadcast"], "project kv_sync=recompute"),
         (["ranks=[1]", "project=true", "pool.scope=session"], "take pool.scope=request"),
     ],
 )
