@@ -19,7 +19,6 @@ from rich.table import Table
 import lp
 from lp.budget.step_times import StepTimes
 from lp.commands import app_command
-from lp.engine.lookahead import MEASURE
 from lp.errors import UserError
 from lp.waits import waiting
 
@@ -47,10 +46,9 @@ def tune(config: TuneConfig) -> None:
     ids = [session.encode(prompt) for _, prompt in session.fitting()]
 
     def build(shape: lp.LookaheadConfig) -> lp.LookaheadDecoder:
-        again = MEASURE if config.measure_step_times and shape.adaptive else None
         attention = config.attention
         decoder = measured(
-            lp.LookaheadDecoder(model, shape, context, attention.name, attention.capture, again, config.exact)
+            lp.LookaheadDecoder(model, shape, context, attention.name, attention.capture, None, config.exact)
         )
         warm_up({"warm-up": partial(session.run, decoder, ids[0], WARM_UP_TOKENS)})  # Ctrl-C ends it too
         return decoder

@@ -346,9 +346,10 @@ def settings_of(
     G is the one that was used; by method where these have their own defaults.
     """
     model = config.model
-    decoder = dict(vars(config.decoder))
-    for size in guess_set_sizes(config, [config.decoder.name]).values():
-        decoder["guess_set_size"] = size
+    decoder: dict[str, Any] = {"name": config.decoder.name}
+    for chosen in draft_configs(config, [config.decoder.name]).values():
+        decoder |= asdict(chosen)
+    decoder.pop("ablation", None)  # which no key sets
     sizes = guess_set_sizes(config, map(_bare, methods))
     guess_set_size: dict[str, int] | int | None = sizes
     if len({*sizes.values()}) < 2:

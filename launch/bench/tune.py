@@ -104,7 +104,7 @@ def search(
     from_rank_0: FromRank0,
     pool: Mapping[str, Any],
 ) -> list[SettingResult]:
-    """The token budget first, without a window; then columns, N, depth and K around the best, one at a time; then the
+    """The token budget first, without a window; then columns, N and depth around the best, one at a time; then the
     best fixed setting, the adaptive budget and plain decoding once more, side by side.
 
     Args:

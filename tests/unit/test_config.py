@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import lp
-from launch.schema import decoder_choices, frozen, mirror
+from launch.schema import decoder_choices, frozen
 from lp.budget.policy import FixedBudget
 from tests.tiny_models import tiny_model
 
@@ -50,13 +50,8 @@ def test_presets_state_what_they_fix() -> None:
     """launch always has a W: the rule above would make both presets fixed."""
     for name, adaptive in (("lookahead", False), ("lookahead_auto", True)):
         choice = decoder_choices()[name]
-        schema = mirror(choice.config, name, choice.values | SHAPE)()
-        assert frozen(lp.LookaheadConfig, schema) == lp.LookaheadConfig(**SHAPE, adaptive=adaptive)
-
-
-def test_a_schema_may_leave_them_out() -> None:
-    """A mirror with the config's own defaults, as a user's YAML may use it, resolves as the config does."""
-    assert frozen(lp.LookaheadConfig, mirror(lp.LookaheadConfig, "x")()) == lp.LookaheadConfig()
+        made = frozen(lp.LookaheadConfig, choice.schema(name)(), **choice.values, **SHAPE)
+        assert made == lp.LookaheadConfig(**SHAPE, adaptive=adaptive)
 
 
 def test_ranks_divide_a_fixed_step_and_not_the_bounds_of_an_adaptive_one() -> None:

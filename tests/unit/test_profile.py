@@ -203,7 +203,7 @@ def test_a_pool_of_other_texts_has_no_tape() -> None:
     session = lp.LookaheadConfig(adaptive=False, pool_scope=lp.PoolScope.SESSION)
     adaptive = lp.LookaheadConfig(adaptive=True)
     model = tiny_model()
-    for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "make it false")):
+    for config, remedy in ((session, r"take pool\.scope=request"), (adaptive, "give W, N or G")):
         with pytest.raises(ValueError, match=remedy):
             record(partial(lp.LookaheadDecoder, model, config, step_times=StepTimes.constant(0.01, 64)), _decode, 2)
 
