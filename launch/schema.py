@@ -431,6 +431,8 @@ class ServeConfig(Common):
         port: the port; 0 takes any free one, and says which.
         api_key: clients must send it, as Authorization: Bearer KEY; null: they need none. In the environment it stays
             out of `ps`.
+        metrics_key: whether /metrics needs the key too: scrapers rarely have one.
+        models_key: whether the list of models needs the key: false lets a router's probes read it.
         served_name: what clients call the model: a name, or several, as in served_name='[a,b]', of which answers have
             the first; '*' among them takes any name. null: its own name, or the last part of it; of a snapshot's folder
             in the hub's cache, ORG/NAME.
@@ -458,6 +460,8 @@ class ServeConfig(Common):
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=II("oc.env:LP_API_KEY,null"), repr=False)  # not in a traceback or a log
+    metrics_key: bool = False
+    models_key: bool = True
     served_name: Any = None  # text, a list of text, or null
     chat_template: str | None = None
     max_sequences: int = 8

@@ -104,7 +104,7 @@ class Session(Generic[C]):
         """What the oracle continues a prompt by: in its run among these outputs, or in one that nobody times."""
         if ORACLE in outputs:
             return outputs[ORACLE].tokens
-        oracle: Decoder = lp.AutoregressiveDecoder(self.loaded.model, self.context.tp)
+        oracle: Decoder = lp.AutoregressiveDecoder(self.loaded.model, self.context.replica_alone())
         if self.config.exact == lp.Exact.BITWISE:  # which promises plain decoding's own bits, and not transformers'
             oracle = lp.PlainDecoder(self.loaded.model, self.context, exact=self.config.exact)
         oracle.follows = next(iter(self.decoders.values())).follows
@@ -279,7 +279,7 @@ def seeded(
     """
     if sampling is None or sampling.greedy or sampling.seed is not None:
         return sampling
-    drawn = shared_seed(context, "drawing the seed of a run")
+    drawn = shared_seed(context.ranks, "drawing the seed of a run")
     return replace(sampling, seed=drawn if before is None else before)
 
 

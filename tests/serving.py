@@ -69,6 +69,8 @@ def serving(
     max_waiting: int = 64,
     max_sequences: int = 8,
     api_key: str | None = None,
+    metrics_key: bool = False,
+    models_key: bool = True,
     max_body_bytes: int = 1 << 20,
     sampling: lp.SamplingParams | None = None,
     decoder: Callable[[], lp.LookaheadDecoder] | None = None,
@@ -106,7 +108,7 @@ def serving(
         fim=FimPrompts(tokenizer, fim) if fim else None,
         reasoning=reasoning_block(tokenizer, reasoning),
     )
-    app = build_app(served, api_key, max_body_bytes)
+    app = build_app(served, api_key, max_body_bytes, metrics_key=metrics_key, models_key=models_key)
     socket = bind("127.0.0.1", 0)
     settings = uvicorn.Config(
         app,

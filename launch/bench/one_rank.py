@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from lp.models.loader import vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
 from lp.parallel.message import BEST, COUNT, DIGEST, HEADER, SAMPLED_SHIFT, TOKEN_BITS
+from lp.parallel.rank_group import RankGroup
 from lp.parallel.thread_ranks import run_lockstep
 
 # The bits of a word that are known before the forward pass.
@@ -56,10 +57,10 @@ class RecordedCollectives:
 
 
 @dataclass(frozen=True)
-class _RecordingContext(ParallelContext):
-    """Another context, whose results it records."""
+class _RecordingGroup(RankGroup):
+    """Another group, whose results it records."""
 
-    inner: ParallelContext = field(default_factory=ParallelContext)
+    inner: RankGroup = field(default_factory=RankGroup)
     recorded: RecordedCollectives = field(default_factory=RecordedCollectives)
 
     def all_gather(self, message: torch.Tensor) -> torch.Tensor:
@@ -76,7 +77,7 @@ class _RecordingContext(ParallelContext):
 
 
 @dataclass(frozen=True)
-class _ReplayContext(ParallelContext):
+class _ReplayGroup(RankGroup):
     """A rank whose collectives return recorded results; they take as long as those of a single rank.
 
     The header of its message is its own, so that a rank whose state is another fails, and Ctrl-C ends the text. Its
@@ -134,7 +135,8 @@ def record(build: Build, decode: Decode, ranks: int) -> RecordedCollectives:
 
     def body(context: ParallelContext) -> None:
         if context.is_main:
-            context = _RecordingContext(0, ranks, inner=context, recorded=recorded)
+            group = _RecordingGroup(0, ranks, inner=context.ranks, recorded=recorded)
+            context = replace(context, ranks=group, steps=group)
         decoder = build(context)
         check_alike(decoder.config)
         if context.is_main:
@@ -182,7 +184,8 @@ def replayed(
         KeyboardInterrupt: when called, a signal ended it.
     """
     recorded.position = 0
-    decoder = build(_ReplayContext(rank, ranks, rank, recorded=recorded))
+    group = _ReplayGroup(rank, ranks, recorded=recorded)
+    decoder = build(ParallelContext(rank, ranks, rank, ranks=group, steps=group))
 
     def again() -> GenerationOutput:
         recorded.position = recorded.num_construction

@@ -31,6 +31,7 @@ from lp.errors import UserError
 from lp.models.loader import context_limit, vocabulary_size
 from lp.models.runner import ModelRunner
 from lp.parallel.context import ParallelContext
+from lp.parallel.rank_group import RankGroup
 from lp.sampling.params import SamplingParams
 
 from .ceilings import WARM_UP, Call, CeilingCalls, Ceilings, Work, alternated, copy_bytes
@@ -213,7 +214,7 @@ def step_budget(decoder: LookaheadDecoder, ids: Sequence[int], ranks: int) -> in
         model_folder="",
         check_same=lambda _: None,
     )
-    decoder.context = ParallelContext(world_size=ranks, device=decoder.model.device)
+    decoder.context = ParallelContext(device=decoder.model.device, steps=RankGroup(size=ranks))
     return decoder.budget(decoder.factory.new_source(call)).step_tokens
 
 

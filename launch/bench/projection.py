@@ -55,7 +55,7 @@ class Link:
         for _ in range(rounds):
             for message, times in zip(messages, seconds, strict=True):
                 start = time.perf_counter()
-                context.all_gather(message)
+                context.steps.all_gather(message)
                 times.append(time.perf_counter() - start)
         small, large = map(median, seconds)
         hops = context.world_size - 1

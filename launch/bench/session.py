@@ -81,7 +81,7 @@ class Bench(Session[BenchmarkConfig]):
         # Nanoseconds and billionths of a token, as the collective carries integers.
         means = [round(1e9 * fmean(getattr(step, name) for step in steps)) if steps else 0 for name in names]
         means.append(result.peak_bytes)
-        by_rank = exchange(self.context, "comparing the step times of ranks", means).tolist()
+        by_rank = exchange(self.context.ranks, "comparing the step times of ranks", means).tolist()
         units = {"num_tokens": 1e9, "forward_ms": 1e6, "exchange_ms": 1e6, "host_ms": 1e6, "peak_bytes": 1}
         return [
             {name: mean / unit for mean, (name, unit) in zip(of_rank, units.items(), strict=True)}
@@ -206,7 +206,7 @@ def open_bench(config: BenchmarkConfig, models: ModelCache) -> Bench:
     settings = settings_of(config, methods, sampling, context.world_size, loaded.model.num_parameters())
     decoders: dict[str, Decoder] = {}
     for name in methods:
-        own_context = context if _together(name) else context.tp
+        own_context = context if _together(name) else context.replica_alone()
         options = baseline_options(config)
         builder = builders.get(_bare(name)) or partial(BASELINES[name].build, options=options)
         build = partial(builder, loaded.model, own_context)

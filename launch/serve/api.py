@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Container, MutableMapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,7 +20,7 @@ from .errors import SHOWN, ApiError, of_validation
 from .llamacpp import llamacpp_routes
 from .openai import openai_routes
 from .served import Served
-from .status import OPEN_PATHS, status_routes
+from .status import open_paths, status_routes
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -32,7 +32,12 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def build_app(
-    served: Served, api_key: str | None = None, max_body_bytes: int = 4 << 20, host: str = LOOPBACK[0]
+    served: Served,
+    api_key: str | None = None,
+    max_body_bytes: int = 4 << 20,
+    host: str = LOOPBACK[0],
+    metrics_key: bool = False,
+    models_key: bool = True,
 ) -> Any:
     """The ASGI application.
 
@@ -41,6 +46,7 @@ def build_app(
         api_key: key that clients must give; None: none.
         max_body_bytes: the largest body of a request, in bytes.
         host: where the server listens. Without a key, a server of LOOPBACK answers to these names alone.
+        metrics_key, models_key: whether /metrics, and the list of models, need the key where there is one.
     """
     app = FastAPI(title="lp", version=lp.__version__, docs_url=None, redoc_url=None)  # theirs need the internet
     for router in (openai_routes(served), llamacpp_routes(served), status_routes(served)):
@@ -51,7 +57,8 @@ def build_app(
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RecursionError, _too_deep)
     app.add_exception_handler(Exception, _failure)
-    return Guard(app, served, api_key, max_body_bytes, by_any_name=api_key is not None or host not in LOOPBACK)
+    by_any_name = api_key is not None or host not in LOOPBACK
+    return Guard(app, served, api_key, max_body_bytes, by_any_name, open_paths(metrics_key, models_key))
 
 
 async def _api_error(request: Request, error: Exception) -> JSONResponse:
@@ -97,17 +104,25 @@ class Guard:
         served: the model, whose metrics count responses.
         api_key, max_body_bytes: see `build_app`.
         by_any_name: whichever name a client calls the server by.
+        open_paths: what is answered without the key.
     """
 
     BODY_TIMEOUT_S = 30.0  # for a whole body: a client that sends it byte by byte must not hold a connection for ever
 
     def __init__(
-        self, app: FastAPI, served: Served, api_key: str | None, max_body_bytes: int, by_any_name: bool
+        self,
+        app: FastAPI,
+        served: Served,
+        api_key: str | None,
+        max_body_bytes: int,
+        by_any_name: bool,
+        open_paths: Container[str],
     ) -> None:
         self.app = app
         self.served = served
         self.max_body_bytes = max_body_bytes
         self.by_any_name = by_any_name
+        self.open_paths = open_paths
         self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -142,7 +157,7 @@ class Guard:
         await self.app(scope, replay, counted)
 
     def _check_key(self, scope: Message) -> None:
-        if self._key is None or scope["path"] in OPEN_PATHS:
+        if self._key is None or scope["path"] in self.open_paths:
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
         if not hmac.compare_digest(given, b"Bearer " + self._key):

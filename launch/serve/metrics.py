@@ -1,4 +1,4 @@
-"""What /metrics reports, in Prometheus' form; draft tokens under vLLM's names too, which dashboards know."""
+"""What /metrics reports, in Prometheus' form; what routers and dashboards read under vLLM's names too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .engine_loop import Ending, EngineLoop
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
-VLLM = "vllm:spec_decode_num_"
+VLLM = "vllm:"
+DRAFTED = f"{VLLM}spec_decode_num_"
 
 
 class Metrics:
@@ -34,12 +35,12 @@ class Metrics:
         self._cached_tokens = counter("lp_cached_prompt_tokens", "tokens of prompts that were cached before")
         self._tokens = counter("lp_generated_tokens", "generated tokens")
         self._steps = counter("lp_steps", "decode steps of all texts; generated tokens by steps is S")
-        self._drafts = [counter("lp_draft_tokens", "draft tokens"), counter(f"{VLLM}draft_tokens", "draft tokens")]
+        self._drafts = [counter("lp_draft_tokens", "draft tokens"), counter(f"{DRAFTED}draft_tokens", "draft tokens")]
         self._accepted = [
             counter("lp_accepted_tokens", "accepted draft tokens"),
-            counter(f"{VLLM}accepted_tokens", "accepted draft tokens"),
+            counter(f"{DRAFTED}accepted_tokens", "accepted draft tokens"),
         ]
-        self._drafted_steps = counter(f"{VLLM}drafts", "steps that had draft tokens")
+        self._drafted_steps = counter(f"{DRAFTED}drafts", "steps that had draft tokens")
         self._ended = counter("lp_texts", "texts by how they ended", "reason")
         self._first = Histogram("lp_time_to_first_token_seconds", "", buckets=SECONDS, registry=registry)
         self._token = Histogram("lp_time_per_token_seconds", "", buckets=TOKEN_SECONDS, registry=registry)
@@ -82,8 +83,14 @@ class _State:
     def collect(self) -> Iterator[Any]:
         loop, engine = self._loop, self._loop.engine
         running = engine.running
+        waiting = max(loop.texts - running, 0)
         pool = engine.pool
+        used = 1 - pool.free / pool.capacity
         yield GaugeMetricFamily("lp_texts_running", "texts that take steps", running)
-        yield GaugeMetricFamily("lp_texts_waiting", "texts that wait", max(loop.texts - running, 0))
+        yield GaugeMetricFamily("lp_texts_waiting", "texts that wait", waiting)
         yield GaugeMetricFamily("lp_cache_slots", "cache slots of all texts", pool.capacity)
         yield GaugeMetricFamily("lp_cache_slots_free", "those that no text has", pool.free)
+        yield GaugeMetricFamily(f"{VLLM}num_requests_running", "texts that take steps", running)
+        yield GaugeMetricFamily(f"{VLLM}num_requests_waiting", "texts that wait", waiting)
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):  # llm-d reads the first, vLLM's stack the second
+            yield GaugeMetricFamily(f"{VLLM}{name}", "share of the cache slots that texts have, 0 to 1", used)

@@ -433,7 +433,8 @@ def busy(waiting: str) -> ApiError:
 
 def closing(loop: EngineLoop) -> ApiError:
     """The server takes nothing more."""
-    return ApiError(503, f"the engine has failed: {loop.failure}" if loop.failure else "the server is about to end")
+    message = f"the engine has failed: {loop.failure}" if loop.failure else "the server is about to end"
+    return ApiError(503, message, headers={"Retry-After": "1"})  # a router has another server by then
 
 
 def failed(error: BaseException, grammar_field: str = "") -> ApiError:

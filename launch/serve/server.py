@@ -178,7 +178,8 @@ def listen(
         fim=FimPrompts(loaded.tokenizer, known) if known else None,
         reasoning=reasoning_block(loaded.tokenizer, config.reasoning),
     )
-    app = build_app(served, config.api_key, config.max_body_bytes, config.host)
+    keys = config.metrics_key, config.models_key
+    app = build_app(served, config.api_key, config.max_body_bytes, config.host, *keys)
     settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
     server = DrainingServer(settings, loop, config.drain_s)
     watcher = threading.Thread(target=_end_after_failure, args=(failed, server), daemon=True)

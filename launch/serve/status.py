@@ -1,4 +1,4 @@
-"""What is not a text: /health, /metrics, /v1/models, /tokenize, /detokenize, /props, /docs and the page."""
+"""What is not a text: /health, /ready, /metrics, /v1/models, /tokenize, /detokenize, /props, /docs and the page."""
 
 from __future__ import annotations
 
@@ -18,8 +18,20 @@ from .errors import ApiError
 from .served import Served, closing
 
 PAGE = Path(__file__).with_name("page.html")
-OPEN_PATHS = ("/", "/health", "/docs", "/openapi.json")  # without the API key: they tell nothing and run nothing
+OPEN_PATHS = ("/", "/health", "/ready", "/docs", "/openapi.json")  # need no API key: they tell nothing and run nothing
 POLICY = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; frame-ancestors 'none'"
+
+
+def open_paths(metrics_key: bool, models_key: bool) -> set[str]:
+    """What is answered without the API key.
+
+    Args:
+        metrics_key: /metrics needs the key, too.
+        models_key: the list of models does.
+    """
+    metrics = [] if metrics_key else ["/metrics"]
+    models = [] if models_key else ["/v1/models", "/models"]
+    return {*OPEN_PATHS, *metrics, *models}
 
 
 def status_routes(served: Served) -> APIRouter:
@@ -34,10 +46,19 @@ def status_routes(served: Served) -> APIRouter:
     @router.get("/health")
     @router.get("/v1/health")
     async def health() -> Response:
-        if served.loop.takes_texts:
-            return JSONResponse({"status": "ok"})
+        """Whether the engine works; a server that finishes its last texts is still healthy."""
+        if served.loop.failure:
+            return not_now()
+        return JSONResponse({"status": "ok" if served.loop.takes_texts else "draining"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """Whether new texts are taken: what a router asks before it sends one."""
+        return JSONResponse({"status": "ready"}) if served.loop.takes_texts else not_now()
+
+    def not_now() -> Response:
         error = closing(served.loop)
-        return JSONResponse({"status": "error", **error.body()}, error.status)
+        return JSONResponse({"status": "error", **error.body()}, error.status, headers=error.headers)
 
     @router.get("/metrics")
     async def metrics() -> Response:

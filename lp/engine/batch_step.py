@@ -35,7 +35,7 @@ class BatchStep:
 
     Args:
         runner: computes forward passes, and knows the model.
-        context: the ranks that share steps.
+        context: who this rank is, and which ranks share its steps.
         pooled: runs passes over texts whose caches lie in a pool; None: there is none.
 
     Attributes:
@@ -49,7 +49,7 @@ class BatchStep:
         self.pooled = pooled
         self.timer = StepTimer()
         self.errors: dict[Generation, Exception] = {}
-        compared = context.world_size > 1
+        compared = context.steps.size > 1
         self._tails = StepTails(runner, compared)
         self._pooled_tails = StepTails(runner, compared, pooled.most_sequences, alone=False) if pooled else None
         self._clock = _Clock() if runner.device.type == "cuda" else None
@@ -225,7 +225,7 @@ class BatchStep:
         num_logits = max(parts[text].num_logits for text in texts)
         packed = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
         counts = [len(logits[text]) for text in texts]
-        compared = self.context.world_size > 1
+        compared = self.context.steps.size > 1
         return {
             text: Sampled(own, top[:, : parts[text].num_logits], best_logits(logits[text]) if compared else None)
             for text, own, top in zip(texts, tokens.split(counts), packed.split(counts), strict=True)
@@ -248,7 +248,7 @@ class BatchStep:
         """What all ranks send: the host waits for the device, once."""
         if self._clock is None:
             with self.timer.exchange:
-                return self.context.all_gather(_joined(own)).numpy()
+                return self.context.steps.all_gather(_joined(own)).numpy()
         with self.timer.forward:
             self._clock.computed.record()
             if own[0].device.type == "cpu":  # a graph copies them there
@@ -256,7 +256,7 @@ class BatchStep:
                 message = torch.cat([*own])  # the next step overwrites them, while the host may still read
             else:
                 message = _joined(own)
-            gathered = self.context.all_gather(message).numpy()
+            gathered = self.context.steps.all_gather(message).numpy()
         self.timer.count_as_exchange(self._clock.since_computed_s())
         return gathered
 

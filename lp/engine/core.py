@@ -296,7 +296,7 @@ class EngineCore:
         stops: dict[Generation, Stop] = {}
         for texts, prompts in self._batches():
             self._tell_company(texts, sum(count for _, count in prompts))
-            with self.decoder.context.stepping(sum(text.message_shape.size for text in texts)):
+            with self.decoder.context.ranks.stepping(sum(text.message_shape.size for text in texts)):
                 stops |= self._steps.run(texts, prompts)
             self._note_first_steps(prompts)
         return stops

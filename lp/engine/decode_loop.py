@@ -119,13 +119,13 @@ class Generation:
         self.propose_share = source.propose_share
         self._vocabulary = embedded_tokens(runner.model)
         self.message_shape = MessageShape(budget.step_tokens, self.num_logits)
-        self.trees = self.message_shape.room(context.world_size)
-        self.union = UnionTree(context.world_size, budget.step_tokens)
+        self.trees = self.message_shape.room(context.steps.size)
+        self.union = UnionTree(context.steps.size, budget.step_tokens)
         bitwise = bool(runner.widths)
         self.rounding = 0.0 if context.alone or bitwise else logit_rounding(runner.model)
         self.cache = cache
         self.catch_up: list[int] = []  # accepted tokens whose KV this rank lacks
-        self.catch_up_counts = np.zeros(context.world_size, np.int64)  # how many every rank lacks
+        self.catch_up_counts = np.zeros(context.steps.size, np.int64)  # how many every rank lacks
         self._some_lack = False  # whether one of these is not 0
         self._no_columns = WindowSlice(0, 0, config.ngram_size - 1)
         self.digest = chain_digest(0, request.prompt)
@@ -179,7 +179,7 @@ class Generation:
         known = self.context.alone or self.stats  # a message has told what failed before it
         if Stop.FAILED in self.delivery.stopped_by or not known:
             return []
-        missing = self.catch_up_counts.max() - self.catch_up_counts[self.context.rank]
+        missing = self.catch_up_counts.max() - self.catch_up_counts[self.context.steps.rank]
         return self.text[: self.cache.length - missing]
 
     def tree_pass(self, part: StepPart, padded: bool) -> TreePass:
@@ -237,7 +237,7 @@ class Generation:
             slices = WindowSlices()
             return StepPart(c_alone, self._header(NO_DRAFT, slices), slices, NO_DRAFT.merge, 0, plain=True)
         slices = self._slice_window()
-        columns = slices[self.context.rank]
+        columns = slices[self.context.steps.rank]
         share = self.failures.attempt(partial(self._propose, slices)) or Share(NO_DRAFT)
         layout = self.failures.attempt(partial(self._layout, columns, share.draft))
         if layout is None:  # this rank has failed, and says so in its message
@@ -252,7 +252,7 @@ class Generation:
             part: what the text has in the step on this rank.
             messages: int64 (R, P), of all ranks.
         """
-        stop, length = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.name_of)
+        stop, length = unpack(messages, self.trees, len(self.stats), self.rounding, self.context.steps.name_of)
         self.step_sampler.check_replicas(stop, len(self.stats))
         if stop:
             return self.delivery.stop(stop, length, self.tokens)
@@ -308,7 +308,7 @@ class Generation:
 
     def _propose(self, slices: WindowSlices) -> Share:
         """This rank's share of the draft tree."""
-        rank = self.context.rank
+        rank = self.context.steps.rank
         base_tokens = self.catch_up_counts + slices.num_nodes
         own_tokens, largest = int(base_tokens[rank]), int(base_tokens.max())
         drafts_nothing = self._warming_up or self.budget.idle
@@ -361,7 +361,7 @@ class Generation:
 
     def _verify(self, layout: StepLayout) -> Outcome:
         """Walk the union of all ranks' trees along what was sampled."""
-        outcome = self.union.walk(self.context.rank, 0 if self._warming_up else self.union.num_nodes)
+        outcome = self.union.walk(self.context.steps.rank, 0 if self._warming_up else self.union.num_nodes)
         position = len(self.text) - 1 + outcome.accepted
         check_sampled(outcome.tokens[-1], len(self.stats), position, self.request.sampler)
         self.request.sampler.record(layout.sampled_nodes.tolist(), outcome.own_path)
@@ -394,7 +394,7 @@ class Generation:
         padding = [0] * (len(path) + 1 - len(computed))
         flat = self.cache.pack([*computed, *padding][1:])
         with self.timer.exchange:
-            self.context.broadcast(flat, self.union.speaker(path[-1]))
+            self.context.steps.broadcast(flat, self.union.speaker(path[-1]))
         self.cache.commit(computed[:1])
         self.cache.append(flat, len(path))
 

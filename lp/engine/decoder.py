@@ -201,9 +201,9 @@ class Decoder:
         sequence = check_int("sequence", sequence, 0, 2**63 - 1, "number the sequences of a batch from 0")
         padding = [check_int("padding", token, 0, math.inf, "give token ids") for token in flat_list(padding)]
         recorded = [name for name, asked in (("scores", output_scores), ("logits", output_logits)) if asked]
-        if recorded and self.context.lp.world_size > 1:
+        if recorded and self.context.steps.size > 1:
             raise UserError(
-                f"output_{recorded[0]} is on among {self.context.lp.world_size} ranks, of which each has only the "
+                f"output_{recorded[0]} is on among {self.context.steps.size} ranks, of which each has only the "
                 "logits of its own nodes; leave it out, or generate on one rank"
             )
         context = context_limit(self.model)
@@ -241,7 +241,7 @@ class Decoder:
             processors,
             padding=padding,
             sequence=sequence,
-            rank=self.context.lp.rank,
+            rank=self.context.steps.rank,
             span=self.span,
             noisy_guesses=self.noisy_guesses,
             vocabulary=vocabulary_size(self.model),
@@ -342,7 +342,7 @@ class Decoder:
         if sampling is not None and sampling.seed is None and seed is not None:
             sampling = replace(sampling, seed=seed)
         wanted = sampling is not None and sampling.seed is None and not sampling.greedy
-        seed = shared_seed(self.context, f"drawing the seed of {self.call}", wanted)
+        seed = shared_seed(self.context.ranks, f"drawing the seed of {self.call}", wanted)
         return replace(sampling, seed=seed) if sampling is not None and wanted else sampling
 
     def _generate(self, request: Request) -> GenerationOutput:

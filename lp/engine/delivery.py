@@ -18,7 +18,7 @@ class Delivery:
 
     Args:
         request: the checked call.
-        context: the ranks that share steps.
+        context: who this rank is, and which ranks share its steps.
         timer: splits the steps' time, and leaves the callbacks' out.
         failures: what fails on this rank alone.
 

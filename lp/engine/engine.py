@@ -89,7 +89,7 @@ class Engine:
                 "prefill_chunk": self.prefill_chunk,
                 "reuse_prefixes": reuse_prefixes,
             }
-            check_same(decoder.context, "making an Engine", settings)
+            check_same(decoder.context.ranks, "making an Engine", settings)
             try:
                 self.pool = pool_for(runner, capacity)
             except CacheTooLarge as error:
@@ -231,7 +231,7 @@ def slots_within_memory(decoder: StepDecoder, slots: int) -> int:
         free, each = free_bytes(runner.device), slot_bytes(runner.known_kinds)
     if free is not None and each:
         slots = min(slots, int(CACHE_SHARE * free) // each)
-    return int(exchange(decoder.context, "making an Engine", [slots]).min())
+    return int(exchange(decoder.context.ranks, "making an Engine", [slots]).min())
 
 
 def _no_room(error: CacheTooLarge, device: torch.device) -> UserError:

@@ -17,7 +17,7 @@ class Failures:
     """Runs a text's work on this rank, and keeps what it failed with.
 
     Args:
-        context: the ranks that share steps.
+        context: who this rank is, and which ranks share its steps.
         announced: whether the ranks of this replica know of an error on this one.
         explained: the error that a user is shown where the device has no room for the cache.
 

@@ -236,7 +236,7 @@ class Journal:
         sampled = checkpoint.samples if sampling is None else not sampling.greedy
         given = sampling.seed if sampling is not None and sampling.seed is not None else call.get("seed")
         if sampled and given is None and record.seed is None:
-            record.seed = shared_seed(self.context, "drawing the seed of a journal's text")
+            record.seed = shared_seed(self.context.ranks, "drawing the seed of a journal's text")
         record.seed = None if not sampled else record.seed if given is None else given
         if sampling is not None:
             sampling = replace(sampling, seed=record.seed)
@@ -318,7 +318,7 @@ def model_name(model: PreTrainedModel, context: ParallelContext) -> str:
         model: this rank's model, or its part of one.
         context: the ranks; how many of them share steps changes nothing.
     """
-    digests = exchange(context, "naming a model", [*model_digests(model).values()]).tolist()
+    digests = exchange(context.ranks, "naming a model", [*model_digests(model).values()]).tolist()
     return json.dumps(sorted({tuple(each) for each in digests}))
 
 

@@ -94,8 +94,8 @@ class LookaheadDecoder(BatchDecoder):
         self._last: list[StepStats] = []
         check_vocabulary(embedded_tokens(model))
         making = f"making a {type(self).__name__}"
-        if self.context.lp.world_size > 1:  # a rank has nobody else to differ from, and the checksum reads every weight
-            check_same(self.context.lp, making, model_digests(model))
+        if self.context.steps.size > 1:  # a rank has nobody else to differ from, and the checksum reads every weight
+            check_same(self.context.steps, making, model_digests(model))
         if not (step_times is None or step_times == MEASURE or isinstance(step_times, StepTimes)):
             raise UserError(f"step_times is {step_times!r}; give StepTimes, {MEASURE!r}, or None for those known")
         self._step_times: GivenStepTimes | None = None
@@ -104,7 +104,7 @@ class LookaheadDecoder(BatchDecoder):
         elif self.config.adaptive:
             self._step_times = KnownStepTimes(self.runner, self.config, self.context, again=step_times == MEASURE)
         else:
-            FixedBudget(self.config, self.context.lp.world_size)  # refused now, not when a text is there
+            FixedBudget(self.config, self.context.steps.size)  # refused now, not when a text is there
         check_step_tokens(self.runner, step_tokens(self.config))
 
     def budget(self, source: DraftSource, temperature: float = 0.0, texts: int = 1) -> Budget:
@@ -119,10 +119,10 @@ class LookaheadDecoder(BatchDecoder):
             texts: most texts that a step may compute together.
         """
         if self.step_times is None:
-            return FixedBudget(self.config, self.context.lp.world_size if source.divides else 1)
+            return FixedBudget(self.config, self.context.steps.size if source.divides else 1)
         assert self._step_times
         times, clock = self._step_times.careful, self._step_times.observe
-        return AdaptiveBudget(self.config, times, self.context.lp.world_size, temperature, texts, clock)
+        return AdaptiveBudget(self.config, times, self.context.steps.size, temperature, texts, clock)
 
     def explain(self) -> str:
         """What steps may take, what they cost, and what those of the last text took: two lines."""
@@ -163,10 +163,10 @@ class LookaheadDecoder(BatchDecoder):
             vocabulary_size=vocabulary_size(self.model),
             max_length=request.limit,
             noise=request.sampler.noise_key,
-            step_tokens=self.step_times.affordable_tokens * self.context.lp.world_size if self.step_times else None,
+            step_tokens=self.step_times.affordable_tokens * self.context.steps.size if self.step_times else None,
             temperature=request.sampler.processors.temperature,
             model_folder=self._model_folder,
-            check_same=partial(check_same, self.context, "beginning a session's pool"),
+            check_same=partial(check_same, self.context.ranks, "beginning a session's pool"),
         )
         return self.factory.new_source(call)
 
@@ -183,11 +183,6 @@ class LookaheadDecoder(BatchDecoder):
         return {"prompt": chain_digest(0, request.prompt), **digests}
 
     @property
-    def steps_with(self) -> ParallelContext:
-        """All replicas."""
-        return self.context.lp
-
-    @property
     def most_step_tokens(self) -> int:
         """Most tokens that one rank computes of one text in a step, with padding."""
         own = self.step_times.max_tokens if self.step_times else step_tokens(self.config)
@@ -195,7 +190,7 @@ class LookaheadDecoder(BatchDecoder):
 
     def check(self, request: Request) -> None:
         if not self.context.alone:
-            check_same(self.context, f"beginning {self.call}", self._asked(request))
+            check_same(self.context.ranks, f"beginning {self.call}", self._asked(request))
         else:
             self.factory.digests(self._model_folder, vocabulary_size(self.model))  # refuses a file that is missing
         if self._step_times:
@@ -212,9 +207,7 @@ class LookaheadDecoder(BatchDecoder):
         return Beginning(source, budget)
 
     def generation(self, request: Request, beginning: Beginning, cache: StaticKVCache, timer: StepTimer) -> Generation:
-        return Generation(
-            self.config, self.context.lp, self.runner, *beginning, request, cache, timer, self.merges_late
-        )
+        return Generation(self.config, self.context, self.runner, *beginning, request, cache, timer, self.merges_late)
 
     def capture_steps(self, capture: Callable[[], None]) -> None:
         on_gpu = self.runner.device.type == "cuda"  # where a rank may capture, and the others wait for it

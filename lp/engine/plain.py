@@ -62,8 +62,8 @@ class PlainDecoder(BatchDecoder):
 
     @property
     def steps_with(self) -> ParallelContext:
-        """The ranks of this replica alone."""
-        return self.context.tp.lp
+        """This replica alone."""
+        return self.context.replica_alone()
 
     @property
     def most_step_tokens(self) -> int:

@@ -25,7 +25,7 @@ class PromptReader:
     Args:
         prompt: token ids; the last one, `c`, is computed by the first step.
         runner: gives the passes.
-        context: the ranks that share steps.
+        context: who this rank is, and which ranks share its steps.
         step_sampler: takes the top-k logits.
         source: learns from them.
         num_logits: K; 0 where the source does not learn from them.
@@ -105,5 +105,5 @@ class PromptReader:
             mine = torch.zeros(count, self.num_logits, dtype=torch.int64, device=self.runner.device)
         else:
             mine = torch.cat(self._packed)
-        logits = unpack_top_logits(self.context.broadcast(mine, 0).cpu().numpy())
+        logits = unpack_top_logits(self.context.steps.broadcast(mine, 0).cpu().numpy())
         self.source.begin(self.prompt[first:], logits)

@@ -31,14 +31,14 @@ class ShardedSampling:
 
     Args:
         head: the model's LM head.
-        context: the ranks that share steps.
+        context: who this rank is, and which ranks share its steps.
     """
 
     def __init__(self, head: ShardedHead, context: ParallelContext) -> None:
         self.head = head
         self.replica = head.replica
         self.context = context
-        self.compared = context.world_size > 1
+        self.compared = context.steps.size > 1
         self.failure: Exception | None = None  # of this rank, which the others know
         self.heads = torch.zeros(1, HEAD, dtype=torch.int64)  # of the last step, of all ranks of the replica
 
@@ -174,10 +174,10 @@ class ShardedSampling:
         digests = self.heads[:, 0].cpu().numpy()
         if (digests != digests[0]).any():
             odd = ", ".join(str(rank) for rank in np.flatnonzero(digests != digests[0]))
+            ranks = self.context.steps
             raise RuntimeError(
-                f"in the replica of rank {self.context.name_of(self.context.rank)}, tp {odd} differs from tp 0 at step "
-                f"{step}: their tokens, windows or draft trees are not the same, so the job stops before a wrong token "
-                "is used"
+                f"in the replica of rank {ranks.name_of(ranks.rank)}, tp {odd} differs from tp 0 at step {step}: their "
+                "tokens, windows or draft trees are not the same, so the job stops before a wrong token is used"
             )
 
 

@@ -26,9 +26,9 @@ class StepDecoder(Decoder, ABC):
     runner: ModelRunner
 
     @property
-    @abstractmethod
     def steps_with(self) -> ParallelContext:
-        """The ranks that share steps."""
+        """The ranks that decode a text together."""
+        return self.context
 
     @property
     @abstractmethod

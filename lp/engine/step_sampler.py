@@ -32,7 +32,7 @@ class StepSampler:
     Args:
         runner: computes forward passes, and knows the model.
         sampler: says what the text asks for.
-        context: the ranks that share steps.
+        context: who this rank is, and which ranks share its steps.
         shape: the messages' shape.
 
     Attributes:
@@ -95,7 +95,7 @@ class StepSampler:
     def of_nodes(self, logits: torch.Tensor, scores: torch.Tensor, tokens: torch.Tensor, num_logits: int) -> Sampled:
         """What a message has of these nodes; arguments as of `message`."""
         top = pack_top_logits(scores, num_logits) if num_logits else tokens.new_zeros(len(tokens), 0)
-        return Sampled(tokens, top, best_logits(logits) if self.context.world_size > 1 else None)
+        return Sampled(tokens, top, best_logits(logits) if self.context.steps.size > 1 else None)
 
     def top_logits(self, logits: torch.Tensor, prompt: Sequence[int], num_logits: int) -> torch.Tensor:
         """The top-k logits of the prompt's tokens, packed: (n, num_logits).

@@ -149,7 +149,7 @@ class KnownStepTimes(GivenStepTimes):
             return
         both = [each for times in (estimate.times, estimate.careful) for each in (times.plain_s, *times.seconds)]
         words = exchange(
-            self._context,
+            self._context.ranks,
             "correcting step times",
             np.frombuffer(struct.pack(f"{len(both)}d", *both), np.int64).tolist(),
         )
@@ -180,7 +180,7 @@ def _prior(runner: ModelRunner, config: LookaheadConfig, context: ParallelContex
     with context.setting_up("timing a layer"):
         pass_s = time_passes(runner)
     mine = torch.tensor([pass_s[size] for size in TIMED_SIZES], dtype=torch.float64)
-    seconds = context.broadcast(mine, 0).tolist()
+    seconds = context.ranks.broadcast(mine, 0).tolist()
     times = prior_times(dict(zip(TIMED_SIZES, seconds, strict=True)), min(step_tokens(config), SIZES[-1]))
     return Estimate.of_prior(times)
 
@@ -192,7 +192,7 @@ def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: Paral
     key_parts = (
         model.config.to_json_string(),
         str(model.dtype),
-        context.lp.world_size,
+        context.steps.size,
         *([context.replica.size] if context.replica.size > 1 else []),
         context.backend,
         env_int("LOCAL_WORLD_SIZE", 1),
@@ -207,7 +207,7 @@ def step_times_file(runner: ModelRunner, config: LookaheadConfig, context: Paral
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(runner.device),
         "threads": torch.get_num_threads(),
-        "ranks": context.lp.world_size,
+        "ranks": context.steps.size,
         "attention": runner.attention,
     }
     return StepTimesFile(about, key_parts, vars(runner.original).setdefault("_lp_step_times", {}))

@@ -287,7 +287,7 @@ class Accelerated:
                 "lower max_new_tokens"
             )
         recorded = plan.config.return_dict_in_generate and (plan.config.output_scores or plan.config.output_logits)
-        if recorded and self.context is not None and self.context.lp.world_size > 1:
+        if recorded and self.context is not None and self.context.steps.size > 1:
             raise UserError(
                 "output_scores or output_logits is on among ranks, of which each has those of its own nodes"
             )
@@ -315,7 +315,7 @@ class Accelerated:
         """
         if self.context is None or self.context.alone:
             return has_decoder
-        words = exchange(self.context, "choosing who generates", [bool(reason), has_decoder])
+        words = exchange(self.context.ranks, "choosing who generates", [bool(reason), has_decoder])
         refused, have = words.T.tolist()
         if any(refused) and not reason:
             raise _Refused(f"rank {refused.index(1)} can't go through lp")

@@ -161,7 +161,7 @@ class Plan:
         asked = config.return_dict_in_generate
         sampling = None
         if config.do_sample:  # its warpers are among the processors; one seed for the whole batch
-            drawn = shared_seed(decoder.context, f"drawing the seed of {decoder.call}", seed is None)
+            drawn = shared_seed(decoder.context.ranks, f"drawing the seed of {decoder.call}", seed is None)
             sampling = SamplingParams(seed=drawn if seed is None else seed)
         if streamer is not None:
             streamer.put(input_ids.cpu())

@@ -9,12 +9,13 @@ R: ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from lp.errors import CallsDiffer, UserError
+from lp.parallel.lost_ranks import differing
+from lp.parallel.rank_group import RankGroup
 
 TAG = -0x6C702D63616C6C  # no digest, with which the messages of steps begin, is negative
 NAME = 7  # int64s of the name
@@ -22,27 +23,11 @@ HEAD = 1 + NAME
 SIZE = 64  # int64s of a message
 
 
-class Ranks(Protocol):
-    """What this module takes of a ParallelContext."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def step_sizes(self) -> Sequence[int]: ...
-
-    def name_of(self, rank: int) -> str: ...
-
-    def all_gather(self, message: torch.Tensor) -> torch.Tensor: ...
-
-    def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor: ...
-
-
-def exchange(context: Ranks, call: str, words: Sequence[int] = (), patient: bool = False) -> torch.Tensor:
+def exchange(ranks: RankGroup, call: str, words: Sequence[int] = (), patient: bool = False) -> torch.Tensor:
     """Every rank's words, by one all-gather.
 
     Args:
-        context: the ranks.
+        ranks: who compares.
         call: what this rank is doing, as in "making a LookaheadDecoder"; of its UTF-8, 56 bytes are compared.
         words: int64s, at most SIZE - HEAD.
         patient: wait for rank 0 however long it takes.
@@ -53,19 +38,19 @@ def exchange(context: Ranks, call: str, words: Sequence[int] = (), patient: bool
     Raises:
         CallsDiffer: another rank is in another call; names both.
     """
-    if context.world_size == 1:
+    if ranks.size == 1:
         return torch.tensor([list(words)], dtype=torch.int64)
     assert len(words) <= SIZE - HEAD, f"{call} compares {len(words)} int64s; a message has room for {SIZE - HEAD}"
     name = np.frombuffer(call.encode()[: 8 * NAME].ljust(8 * NAME, b"\0"), dtype="<i8").tolist()
     message = torch.tensor([TAG, *name, *words] + [0] * (SIZE - HEAD - len(words)))
-    size = context.step_sizes[-1] if context.step_sizes else 0
+    size = ranks.step_sizes[-1] if ranks.step_sizes else 0
     if not size:
-        gathered = context.gather_message(call, message, patient)
+        gathered = ranks.gather_message(call, message, patient)
         check_calls(gathered.numpy())
     else:  # another rank may be in a step, whose message has this size
         parts = []
         for part in message.split(size):
-            parts.append(context.all_gather(torch.nn.functional.pad(part, (0, size - len(part)))))
+            parts.append(ranks.all_gather(torch.nn.functional.pad(part, (0, size - len(part)))))
             if len(parts) == 1:
                 check_calls(parts[0].numpy())
         gathered = torch.cat(parts, dim=1)
@@ -86,45 +71,38 @@ def check_calls(gathered: np.ndarray) -> None:
         raise CallsDiffer(differing(names))
 
 
-def differing(names: Sequence[str]) -> str:
-    """The error of ranks that are in these calls, by rank."""
-    ranks = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
-    doing = ", ".join(f"rank {', '.join(map(str, those))} is {name}" for name, those in ranks.items())
-    return f"{doing}; give every rank the same calls in the same order"
-
-
 def _name(message: np.ndarray) -> str:
     if message[0] != TAG:
         return "in a step of generate"
     return message[1:HEAD].astype("<i8").tobytes().rstrip(b"\0").decode(errors="replace")
 
 
-def check_same(context: Ranks, call: str, items: Mapping[str, int]) -> None:
+def check_same(ranks: RankGroup, call: str, items: Mapping[str, int]) -> None:
     """Compare named digests over the ranks.
 
     Args:
-        context, call: see `exchange`.
+        ranks, call: see `exchange`.
         items: the same names on every rank that makes this call.
 
     Raises:
         ValueError: names the ranks that differ from rank 0 and the first item that does.
         CallsDiffer: as `exchange`.
     """
-    gathered = exchange(context, call, list(items.values()))  # (R, items)
+    gathered = exchange(ranks, call, list(items.values()))  # (R, items)
     for column, item in enumerate(items):
         other = (gathered[:, column] != gathered[0, column]).nonzero().flatten().tolist()
         if other:
-            ranks = ", ".join(map(context.name_of, other))
-            first = context.name_of(0)
-            raise UserError(f"the {item} of rank {ranks} differs from rank {first}'s; give every rank the same {item}")
+            odd = ", ".join(map(ranks.name_of, other))
+            first = ranks.name_of(0)
+            raise UserError(f"the {item} of rank {odd} differs from rank {first}'s; give every rank the same {item}")
 
 
-def shared_seed(context: Ranks, call: str, wanted: bool = True) -> int:
+def shared_seed(ranks: RankGroup, call: str, wanted: bool = True) -> int:
     """A seed that rank 0 draws from torch's generator for all.
 
     Args:
-        context, call: see `exchange`.
+        ranks, call: see `exchange`.
         wanted: whether this rank needs one; ranks that need none take part too, and draw none.
     """
     seed = int(torch.randint(2**63 - 1, (1,))) if wanted else 0
-    return int(exchange(context, call, [seed])[0])
+    return int(exchange(ranks, call, [seed])[0])

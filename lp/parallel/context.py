@@ -1,8 +1,7 @@
-"""ParallelContext: who this rank is and how it talks to the others.
+"""ParallelContext: who this rank is, and which ranks it works with.
 
-One path for 1..N ranks: with one rank every collective is the identity. The mesh has named dimensions, `lp`
-(ranks that share one step) and `tp` (ranks that hold one replica of the model between them).
-R: ranks, P: int64s a rank sends.
+One path for 1..N ranks: with one rank every collective is the identity. The ranks of a job form two kinds of groups:
+those that share steps, one of each replica, and those that hold one replica of the model between them.
 """
 
 from __future__ import annotations
@@ -21,33 +20,31 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lp.checks import check_int, check_real, env_int
 from lp.config import DEFAULT_SETUP_TIMEOUT_S, DEFAULT_TIMEOUT_S
-from lp.errors import RankLost, UserError
+from lp.errors import UserError
 from lp.parallel import agreement
-from lp.parallel.lost_ranks import announce, roll_call
 from lp.parallel.one_shot_sum import one_shot_sum
-from lp.parallel.rendezvous import join, leave, local_device, set_timeout
+from lp.parallel.rank_group import ProcessRankGroup, RankGroup
+from lp.parallel.rendezvous import join, leave, local_device
 from lp.parallel.replica import ProcessReplica, Replica
 
 T = TypeVar("T")
-PATIENCE = timedelta(days=365)
 ENDED = "done with all calls"
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One rank among the ranks of a job; this base class is the single rank.
+    """One rank among the ranks of a job; by default the only one.
 
     Attributes:
-        rank, world_size, local_rank: what torchrun calls so.
+        rank, world_size, local_rank: what torchrun calls so; the world is the whole job.
         device: where this rank computes.
         backend: "nccl", "gloo", or "none" for a single rank.
         mesh: DeviceMesh with dimensions ("lp", "tp"), None for a single rank.
-        step_sizes: int64s of a step's message, of the generations that are under way on this rank, the innermost last.
-        replica: the ranks that hold a replica of the model with this one; itself alone without tp.
-        dimensions: the ranks along a dimension of the mesh, where there is more than one: "lp", those that share steps
-            with this one; "tp", those of its replica, which is by itself there.
-        names: what messages call the ranks; empty: their numbers.
-        leads: whether this rank's results count for all, where that is not rank 0 of these ranks.
+        ranks: all ranks that make the same calls as this one.
+        steps: the ranks that share steps with this one, one of each replica: all of them where a rank holds a replica.
+        replica: the ranks that hold a replica of the model with this one, for the model's own collectives.
+        replica_ranks: these ranks again, for messages.
+        timeouts: seconds that a collective may wait for other ranks: usually, and within `setting_up`.
     """
 
     rank: int = 0
@@ -55,12 +52,12 @@ class ParallelContext:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
-    mesh: DeviceMesh | None = None
-    step_sizes: list[int] = field(default_factory=list, repr=False, compare=False)
+    mesh: DeviceMesh | None = field(default=None, compare=False)
+    ranks: RankGroup = field(default_factory=RankGroup)
+    steps: RankGroup = field(default_factory=RankGroup)
     replica: Replica = field(default_factory=Replica)
-    dimensions: dict[str, ParallelContext] = field(default_factory=dict, repr=False, compare=False)
-    names: tuple[str, ...] = ()
-    leads: bool | None = None
+    replica_ranks: RankGroup = field(default_factory=RankGroup)
+    timeouts: tuple[float, float] = (DEFAULT_TIMEOUT_S, DEFAULT_SETUP_TIMEOUT_S)
 
     @classmethod
     def single(cls, device: str | torch.device = "auto") -> ParallelContext:
@@ -91,6 +88,7 @@ class ParallelContext:
             ValueError: an incomplete environment, a backend that is not available, or ranks that T does not divide.
         """
         timeout_s, setup_timeout_s = check_timeouts(timeout_s, setup_timeout_s)
+        setup_timeout_s = max(timeout_s, setup_timeout_s)
         world_size = env_int("WORLD_SIZE", 1, low=1)
         check_tp(tp, world_size)
         if world_size == 1:
@@ -103,55 +101,64 @@ class ParallelContext:
         if where.type == "cuda":
             torch.cuda.set_device(where)
         backend = join(backend, where, rank, world_size, timeout_s)
-        shape = world_size // tp, tp
-        mesh = init_device_mesh("cpu" if backend == "gloo" else "cuda", shape, mesh_dim_names=("lp", "tp"))
-        messages = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        timeouts = timeout_s, max(timeout_s, setup_timeout_s)
-        world = _ProcessContext(
-            rank, world_size, local_rank, where, backend, mesh, messages=messages, timeouts=timeouts
+        context = cls(rank, world_size, local_rank, where, backend, timeouts=(timeout_s, setup_timeout_s))
+        return context._with_groups(tp, one_shot_sums)
+
+    def _with_groups(self, tp: int, one_shot_sums: bool) -> ParallelContext:
+        """This rank of a job whose processes have met, with its groups: the same call on every rank."""
+        replicas = self.world_size // tp
+        lp_index, tp_index = divmod(self.rank, tp)
+        kind = "cpu" if self.backend == "gloo" else "cuda"
+        mesh = init_device_mesh(kind, (replicas, tp), mesh_dim_names=("lp", "tp"))
+        timeout = timedelta(seconds=self.timeouts[0])
+        names = tuple(coordinates(rank, tp) for rank in range(self.world_size)) if tp > 1 else ()
+        step_sizes: list[int] = []
+
+        def group_of(rank: int, size: int, names: tuple[str, ...], steps: Any, messages: Any) -> RankGroup:
+            if size == 1:
+                return RankGroup(names=names, step_sizes=step_sizes)
+            home = self.rank, self.world_size
+            return ProcessRankGroup(rank, size, names, step_sizes, self.device, self.backend, steps, messages, home)
+
+        everyone = dist.new_group(backend="gloo", timeout=timeout)
+        if tp == 1:
+            ranks = group_of(self.rank, self.world_size, names, mesh.get_group("lp"), everyone)
+            return replace(self, mesh=mesh, ranks=ranks, steps=ranks)
+        grid = [[lp * tp + each for each in range(tp)] for lp in range(replicas)]
+        columns = [[*column] for column in zip(*grid, strict=True)]
+        across = dist.new_subgroups_by_enumeration(columns, timeout, backend="gloo")[0]
+        within = dist.new_subgroups_by_enumeration(grid, timeout, backend="gloo")[0]
+        assert dist.group.WORLD is not None
+        own_names = names[lp_index * tp : (lp_index + 1) * tp]
+        ranks = group_of(self.rank, self.world_size, names, dist.group.WORLD, everyone)
+        replica_ranks = group_of(tp_index, tp, own_names, mesh.get_group("tp"), within)
+        assert isinstance(ranks, ProcessRankGroup)
+        one_shot = one_shot_sum(mesh.get_group("tp"), self.device) if one_shot_sums else None
+        return replace(
+            self,
+            mesh=mesh,
+            ranks=ranks,
+            steps=group_of(lp_index, replicas, names[tp_index::tp], mesh.get_group("lp"), across),
+            replica=ProcessReplica(tp_index, tp, mesh.get_group("tp"), ranks.answered, one_shot),
+            replica_ranks=replica_ranks,
         )
-        return world if tp == 1 else world.divided(one_shot_sums)
 
     @property
     def is_main(self) -> bool:
         """Rank 0 alone prints and writes."""
-        return self.rank == 0 if self.leads is None else self.leads
+        return self.ranks.rank == 0
 
     @property
     def alone(self) -> bool:
         """Whether no other rank has a part in what this one decodes."""
-        return self.world_size == 1 and self.replica.size == 1
+        return self.steps.size == 1 and self.replica.size == 1
 
-    @property
-    def lp(self) -> ParallelContext:
-        """The ranks that share steps, one of each replica: all of them without tp."""
-        return self.dimensions.get("lp", self)
-
-    @property
-    def tp(self) -> ParallelContext:
-        """The ranks of this one's replica, without the others."""
-        return self.dimensions.get("tp") or ParallelContext(device=self.device)
-
-    def name_of(self, rank: int) -> str:
-        """What messages call a rank."""
-        return self.names[rank] if self.names else str(rank)
-
-    def all_gather(self, message: torch.Tensor) -> torch.Tensor:
-        """Every rank's int64 message: (P,) on each rank -> (R, P), on the host."""
-        return message[None].cpu()
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """The source rank's tensor, in place on the others."""
-        return tensor
-
-    @contextlib.contextmanager
-    def stepping(self, size: int) -> Iterator[None]:
-        """While steps send `size` int64s, all messages come in pieces of that size: other ranks may be in a step."""
-        self.step_sizes.append(size)
-        try:
-            yield
-        finally:
-            self.step_sizes.pop()
+    def replica_alone(self) -> ParallelContext:
+        """This rank's replica without the others: it decodes texts of its own, and shares steps with nobody."""
+        ranks = self.replica_ranks
+        own_name = (ranks.name_of(ranks.rank),) if ranks.names else ()
+        steps = RankGroup(names=own_name, step_sizes=ranks.step_sizes)
+        return replace(self, mesh=None, ranks=ranks, steps=steps)
 
     @contextlib.contextmanager
     def setting_up(self, call: str = "setting up") -> Iterator[None]:
@@ -167,20 +174,16 @@ class ParallelContext:
             CallsDiffer: another rank is in another call.
             RankLost: a rank did not come to its end in `setup_timeout_s`.
         """
-        yield
-
-    def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
-        """Every rank's message of `lp.parallel.agreement`, which between generations are all of one size.
-
-        Args:
-            call: what this rank is doing.
-            message: (agreement.SIZE,) int64, on the host.
-            patient: wait for rank 0 however long it takes.
-
-        Returns:
-            (R, agreement.SIZE), on the host.
-        """
-        return self.all_gather(message)
+        groups = self.ranks, self.steps, self.replica_ranks
+        usual, longer = self.timeouts
+        for group in groups:
+            group.set_timeout(longer)
+        try:
+            yield
+            agreement.exchange(self.ranks, call)  # or the first to leave would wait for others with the usual time-out
+        finally:
+            for group in groups:
+                group.set_timeout(usual)
 
     def share_text(self, text: str | None, call: str = "sharing a text") -> str | None:
         """Rank 0's text, or None, on every rank; ranks wait for it as long as a person takes to type.
@@ -193,158 +196,20 @@ class ParallelContext:
             CallsDiffer: another rank is in another call.
         """
         data = [] if text is None else list(text.encode("utf-8", "surrogatepass"))
-        length = int(agreement.exchange(self, call, [-1 if text is None else len(data)], patient=True)[0])
+        words = [-1 if text is None else len(data)]
+        length = int(agreement.exchange(self.ranks, call, words, patient=True)[0])
         if length <= 0:
             return "" if length == 0 else None
         body = torch.tensor(data if self.is_main else [0] * length)
-        return bytes(self._from_main(body).tolist()).decode("utf-8", "surrogatepass")
-
-    def _from_main(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's tensor, of a size that all know, on the host."""
-        return self.broadcast(tensor, 0)
+        return bytes(self.ranks.broadcast_body(body).tolist()).decode("utf-8", "surrogatepass")
 
     def close(self) -> None:
         """Leave the process group, if there is one."""
-
-
-@dataclass(frozen=True)
-class _ProcessContext(ParallelContext):
-    """Ranks that are processes of a torch.distributed group.
-
-    Attributes:
-        messages: the group of messages between steps, on the host, where waiting keeps no GPU busy. A message and a
-            step's message, which differ in size, would abort the process where they meet in one group.
-        timeouts: seconds that a collective may wait, and within `setting_up`.
-        group: group that the steps use; None: the mesh's dimension lp.
-        home: rank and size of the whole job, where these ranks are a part of it.
-    """
-
-    messages: dist.ProcessGroup | None = None
-    timeouts: tuple[float, float] = (DEFAULT_TIMEOUT_S, DEFAULT_SETUP_TIMEOUT_S)
-    group: dist.ProcessGroup | None = None
-    home: tuple[int, int] | None = None
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        if self.group is not None:
-            return self.group
-        assert self.mesh is not None
-        return self.mesh.get_group("lp")
-
-    def divided(self, one_shot_sums: bool) -> ParallelContext:
-        """These ranks with the dimensions of the mesh, which has more than one rank a replica."""
-        assert self.mesh is not None
-        replicas, size = self.mesh.shape
-        grid = [[lp * size + tp for tp in range(size)] for lp in range(replicas)]
-        lp, tp = divmod(self.rank, size)
-        timeout = timedelta(seconds=self.timeouts[0])
-
-        def messages_of(parts: list[list[int]]) -> dist.ProcessGroup:
-            own: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(parts, timeout, backend="gloo")[0]
-            assert own is not None
-            return own
-
-        across, within = messages_of([[*column] for column in zip(*grid, strict=True)]), messages_of(grid)
-        tp_group = self.mesh.get_group("tp")
-        one_shot = one_shot_sum(tp_group, self.device) if one_shot_sums else None
-        replica = ProcessReplica(tp, size, tp_group, self._answered, one_shot)
-        home = self.rank, self.world_size
-        names = tuple(coordinates(rank, size) for rank in range(self.world_size))
-        shared: dict[str, Any] = {"step_sizes": self.step_sizes, "timeouts": self.timeouts, "home": home}
-        here = self.local_rank, self.device, self.backend, None
-        along_lp: ParallelContext = ParallelContext(0, 1, *here, replica=replica, names=names[tp::size], leads=tp == 0)
-        if replicas > 1:
-            along_lp = _ProcessContext(
-                lp, replicas, *here, replica=replica, names=names[tp::size], leads=self.rank == 0,
-                messages=across, group=self.mesh.get_group("lp"), **shared,
-            )  # fmt: skip
-        own_names = names[lp * size : (lp + 1) * size]
-        by_itself = ParallelContext(0, 1, *here, replica=replica, names=own_names[tp : tp + 1], leads=tp == 0)
-        along_tp = _ProcessContext(
-            tp, size, *here, replica=replica, dimensions={"lp": by_itself}, names=own_names,
-            messages=within, group=tp_group, **shared,
-        )  # fmt: skip
-        assert dist.group.WORLD is not None
-        return replace(
-            self, replica=replica, dimensions={"lp": along_lp, "tp": along_tp}, names=names, group=dist.group.WORLD
-        )
-
-    def all_gather(self, message: torch.Tensor) -> torch.Tensor:
-        message = self._carried(message)
-        gathered = message.new_empty(self.world_size, len(message))
-        # torch 2.13 renames the call; older versions know the other name alone.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        with self._answered():
-            gather(gathered.view(-1), message, group=self._group)
-            return gathered.cpu()
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        carried = self._carried(tensor)
-        with self._answered():
-            dist.broadcast(carried.view(torch.uint8), group=self._group, group_src=source)
-            return tensor.copy_(carried)
-
-    def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
-        assert self.messages is not None
-        gathered = [torch.empty_like(message) for _ in range(self.world_size)]
-        options = dist.distributed_c10d.AllgatherOptions()
-        if patient:
-            options.timeout = PATIENCE
-        with self._answered():
-            announce(self.home[0] if self.home else self.rank, call)
-            self.messages.allgather([gathered], [message], options).wait()
-        return torch.stack(gathered)
-
-    @contextlib.contextmanager
-    def setting_up(self, call: str = "setting up") -> Iterator[None]:
-        assert self.messages is not None
-        usual, longer = self.timeouts
-        set_timeout(longer, *self._groups())
-        try:
-            yield
-            agreement.exchange(self, call)  # or the first to leave would wait for the others with the usual time-out
-        finally:
-            set_timeout(usual, *self._groups())
-
-    def _groups(self) -> list[dist.ProcessGroup]:
-        """Groups of these ranks, and of the ranks along the dimensions."""
-        assert self.messages is not None
-        parts = [each for each in self.dimensions.values() if isinstance(each, _ProcessContext)]
-        return [self._group, self.messages, *(group for each in parts for group in each._groups())]
-
-    def _from_main(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._answered():
-            dist.broadcast(tensor, src=0, group=self.messages)
-        return tensor
-
-    @contextlib.contextmanager
-    def _answered(self) -> Iterator[None]:
-        """The error of a collective that fails names the ranks that do not answer a roll call."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            reason = str(error).strip().split("\n")[0]
-            rank, world_size = self.home or (self.rank, self.world_size)
-            raise RankLost(
-                f"{roll_call(rank, world_size)}, so rank {rank} stops ({reason}); see the last "
-                "lines of that rank; parallel.timeout_s is how long a rank is waited for"
-            ) from error
-
-    def _carried(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gloo gathers on the host alone, and ranks that share a GPU have no other; NCCL on the device alone."""
-        return tensor.contiguous().to("cpu" if self.backend == "gloo" else self.device)
-
-    def close(self) -> None:
-        object.__setattr__(self, "mesh", None)  # or the group's threads would go on
-        object.__setattr__(self, "messages", None)
-        object.__setattr__(self, "group", None)
-        self.replica.close()
-        for part in self.dimensions.values():
-            object.__setattr__(part, "messages", None)
-            object.__setattr__(part, "group", None)
-        leave()
+        for part in (self.ranks, self.steps, self.replica_ranks, self.replica):
+            part.close()
+        if self.mesh is not None:
+            object.__setattr__(self, "mesh", None)
+            leave()
 
 
 def check_timeouts(timeout_s: float, setup_timeout_s: float = DEFAULT_SETUP_TIMEOUT_S) -> tuple[float, float]:

@@ -6,13 +6,23 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from lp.parallel.agreement import differing
-
 ROLL_CALL_S = 3.0  # a rank whose collective failed waits so long for the others to find out too
+
+
+def differing(names: Sequence[str]) -> str:
+    """The message of the error where ranks are in different calls.
+
+    Args:
+        names: what each rank is doing.
+    """
+    ranks = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
+    doing = ", ".join(f"rank {', '.join(map(str, those))} is {name}" for name, those in ranks.items())
+    return f"{doing}; give every rank the same calls in the same order"
 
 
 def announce(rank: int, call: str) -> None:

@@ -12,8 +12,9 @@ import torch
 
 from lp.config import DEFAULT_TIMEOUT_S
 from lp.errors import CallsDiffer
-from lp.parallel import agreement
 from lp.parallel.context import ENDED, ParallelContext, T, check_tp, coordinates
+from lp.parallel.lost_ranks import differing
+from lp.parallel.rank_group import RankGroup
 from lp.parallel.replica import Replica
 
 
@@ -37,8 +38,8 @@ class _Lockstep:
 
 
 @dataclass(frozen=True)
-class LockstepContext(ParallelContext):
-    """A rank that is a thread: the same collectives without a process group, for tests and dry runs."""
+class LockstepGroup(RankGroup):
+    """Ranks that are threads: the same collectives without a process group, for tests and dry runs."""
 
     shared: _Lockstep = field(default_factory=lambda: _Lockstep(1))
 
@@ -51,30 +52,6 @@ class LockstepContext(ParallelContext):
     def gather_message(self, call: str, message: torch.Tensor, patient: bool) -> torch.Tensor:
         return torch.stack(self._trade(call, message))
 
-    def divided(self, size: int, column: _Lockstep, replica: _Lockstep, tensors: _Lockstep) -> LockstepContext:
-        """These ranks, in replicas of `size` of them.
-
-        Args:
-            size: ranks of a replica.
-            column: joins the ranks that share steps with this one.
-            replica, tensors: join the ranks of its replica, for messages and for the model's own collectives.
-        """
-        lp, tp = divmod(self.rank, size)
-        names = tuple(coordinates(rank, size) for rank in range(self.world_size))
-        whole = LockstepReplica(tp, size, tensors)
-        step_sizes = self.step_sizes
-        replicas = self.world_size // size
-        along_lp = LockstepContext(
-            rank=lp, world_size=replicas, replica=whole, names=names[tp::size], leads=self.rank == 0,
-            step_sizes=step_sizes, shared=column,
-        )  # fmt: skip
-        by_itself = ParallelContext(replica=whole, names=names[self.rank : self.rank + 1], leads=tp == 0)
-        along_tp = LockstepContext(
-            rank=tp, world_size=size, replica=whole, names=names[lp * size : (lp + 1) * size],
-            dimensions={"lp": by_itself}, step_sizes=step_sizes, shared=replica,
-        )  # fmt: skip
-        return replace(self, replica=whole, dimensions={"lp": along_lp, "tp": along_tp}, names=names)
-
     def end(self) -> None:
         """Stay until the last rank has ended: others may still ask for this one."""
         with contextlib.suppress(threading.BrokenBarrierError):
@@ -84,7 +61,7 @@ class LockstepContext(ParallelContext):
     def _trade(self, call: str, mine: torch.Tensor) -> list[torch.Tensor]:
         everyone = self._traded(call, mine, DEFAULT_TIMEOUT_S)
         if len({tensor.shape for _, tensor in everyone}) > 1:
-            raise CallsDiffer(agreement.differing([call for call, _ in everyone]))
+            raise CallsDiffer(differing([call for call, _ in everyone]))
         return [tensor for _, tensor in everyone]
 
     def _traded(self, call: str, mine: torch.Tensor, timeout_s: float | None) -> list[tuple[str, torch.Tensor]]:
@@ -122,28 +99,37 @@ def run_lockstep(world_size: int, body: Callable[[ParallelContext], T], tp: int 
         BaseException: what the first rank raised that did not only stop because of another one; all are released.
     """
     check_tp(tp, world_size)
-    shared = _Lockstep(world_size)
     results: list[Any] = [None] * world_size
     errors: list[tuple[bool, int, BaseException]] = []
 
+    everyone = _Lockstep(world_size)
     columns = [_Lockstep(world_size // tp) for _ in range(tp)]
     replicas = [_Lockstep(tp) for _ in range(world_size // tp)]
     tensors = [_Lockstep(tp) for _ in range(world_size // tp)]
 
     def run(rank: int) -> None:
-        context = LockstepContext(rank=rank, world_size=world_size, local_rank=rank, shared=shared)
+        lp_index, tp_index = divmod(rank, tp)
+        names = tuple(coordinates(other, tp) for other in range(world_size)) if tp > 1 else ()
+        step_sizes: list[int] = []
+        ranks = LockstepGroup(rank, world_size, names, step_sizes, everyone)
+        context = ParallelContext(rank, world_size, rank, ranks=ranks, steps=ranks)
         if tp > 1:
-            at = divmod(rank, tp)
-            context = context.divided(tp, columns[at[1]], replicas[at[0]], tensors[at[0]])
+            own_names = names[lp_index * tp : (lp_index + 1) * tp]
+            context = replace(
+                context,
+                steps=LockstepGroup(lp_index, world_size // tp, names[tp_index::tp], step_sizes, columns[tp_index]),
+                replica=LockstepReplica(tp_index, tp, tensors[lp_index]),
+                replica_ranks=LockstepGroup(tp_index, tp, own_names, step_sizes, replicas[lp_index]),
+            )
         try:
             results[rank] = body(context)
-            context.end()
+            ranks.end()
         except BaseException as error:
             errors.append((_is_due_to_another(error), rank, error))
             if _is_stopped_by_another(error):
-                context.end()  # the rank that failed may still be telling others
+                ranks.end()  # the rank that failed may still be telling others
                 return
-            for each in (shared, *columns, *replicas, *tensors):
+            for each in (everyone, *columns, *replicas, *tensors):
                 each.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]

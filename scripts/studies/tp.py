@@ -26,6 +26,7 @@ from lp.checks import env_int
 from lp.errors import UserError
 from lp.models.tensor_parallel import divide
 from lp.optional import is_installed
+from lp.parallel.rank_group import RankGroup
 from lp.parallel.replica import Replica
 
 from ._common import median_and_range
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> None:
     }
     missing = [name for name, package in PACKAGES.items() if not is_installed(package)]
     for name in PACKAGES.keys() - {*missing}:
-        undivided = replace(context, replica=Replica(), dimensions={})  # they divide a model themselves
+        # These divide the model themselves.
+        undivided = replace(context, replica=Replica(), replica_ranks=RankGroup(), steps=RankGroup())
         decoders[name] = BASELINES[name].build(whole, undivided, BaselineOptions())
     ids = [int(token) for token in torch.randint(args.vocabulary, (64,), generator=torch.Generator().manual_seed(1))]
     texts = {name: partial(decoder.generate, ids, args.new) for name, decoder in decoders.items()}

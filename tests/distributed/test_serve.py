@@ -45,9 +45,9 @@ def started(process: subprocess.Popen[str]) -> str:
 
 
 def eventually_closing(client: Any) -> bool:
-    """Whether /health says that the server ends, once the signal has come."""
+    """Whether /ready says that the server ends, once the signal has come."""
     end = time.monotonic() + 10
-    while (answer := client.get("/health")).status_code == 200 and time.monotonic() < end:
+    while (answer := client.get("/ready")).status_code == 200 and time.monotonic() < end:
         time.sleep(0.01)
     return bool(answer.status_code == 503)
 

@@ -12,9 +12,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import lp.parallel.context as context_module
+import lp.parallel.rank_group as group_module
 import lp.parallel.replica as replica_module
-from lp.parallel.context import ParallelContext, _ProcessContext
+from lp.parallel.context import ParallelContext
+from lp.parallel.rank_group import ProcessRankGroup, RankGroup
 from lp.parallel.replica import ProcessReplica
 from tests.simulated_cuda.simulation import CudaTensor, SimulatedCuda, simulation
 
@@ -41,14 +42,15 @@ def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda]
 
     def run(rank: int) -> None:
         device = torch.device("cuda", rank)
-        mesh: Any = _Mesh(_Nccl(nccl, rank, device))
+        group: Any = _Nccl(nccl, rank, device)
         messages: Any = _Gloo(gloo, rank)
-        context: ParallelContext = _ProcessContext(rank, world_size, rank, device, "nccl", mesh, messages=messages)
+        home = rank, world_size
+        ranks = ProcessRankGroup(rank, world_size, (), [], device, "nccl", group, messages, home)
+        context = ParallelContext(rank, world_size, rank, device, "nccl", ranks=ranks, steps=ranks)
         if tp:
-            group: Any = _Nccl(model, rank, device)
-            replica = ProcessReplica(rank, world_size, group, nullcontext)
-            by_itself = ParallelContext(device=device, backend="nccl", replica=replica, leads=rank == 0)
-            context = replace(context, replica=replica, dimensions={"lp": by_itself})
+            own: Any = _Nccl(model, rank, device)
+            replica = ProcessReplica(rank, world_size, own, nullcontext)
+            context = replace(context, steps=RankGroup(), replica=replica, replica_ranks=ranks)
         try:
             with SimulatedCuda(rank) as gpu:
                 results[rank] = body(context, gpu)
@@ -61,7 +63,7 @@ def run_on_gpus(world_size: int, body: Callable[[ParallelContext, SimulatedCuda]
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     distributed = _Distributed()
     with (
-        patch.multiple(context_module, dist=distributed, announce=_nothing, roll_call=_nobody, set_timeout=_nothing),
+        patch.multiple(group_module, dist=distributed, announce=_nothing, roll_call=_nobody, set_timeout=_nothing),
         patch.multiple(replica_module, dist=distributed),
     ):
         for thread in threads:
@@ -178,19 +180,8 @@ class _Done:
         """Nothing is left to wait for."""
 
 
-class _Mesh:
-    """In place of a DeviceMesh with the dimensions lp and tp."""
-
-    def __init__(self, group: _Nccl) -> None:
-        self._group = group
-
-    def get_group(self, name: str) -> _Nccl:
-        assert name == "lp"
-        return self._group
-
-
 class _Distributed:
-    """In place of torch.distributed, as lp.parallel.context uses it."""
+    """In place of torch.distributed, as lp.parallel.rank_group uses it."""
 
     distributed_c10d = dist.distributed_c10d
 

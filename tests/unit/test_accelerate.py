@@ -600,9 +600,9 @@ def test_ranks_of_which_one_refuses_its_model(through: Through, monkeypatch: pyt
         for change in (lambda: None, _forgotten, _unfit, unfit.clear, _otherwise):
             if context.is_main:
                 change()
-            exchange(context, "changing a model")
+            exchange(context.ranks, "changing a model")
             call(context)
-            exchange(context, "comparing texts")
+            exchange(context.ranks, "comparing texts")
             taken.append(len(through))
         return taken
 

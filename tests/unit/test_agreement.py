@@ -18,6 +18,7 @@ import lp
 from lp.errors import CallsDiffer
 from lp.parallel import agreement, lost_ranks
 from lp.parallel.context import ParallelContext
+from lp.parallel.rank_group import RankGroup
 from lp.parallel.thread_ranks import run_lockstep
 from tests.conftest import Processes
 from tests.distributed.workers.calls import CALLS, CONFIG, ENDED, IDS, SEED, ends, error_of
@@ -69,14 +70,14 @@ def test_long_names_and_many_words() -> None:
     def body(context: ParallelContext) -> list[list[int]]:
         assert context.rank < 2
         with pytest.raises(AssertionError, match="57 int64s; a message has room for 56"):
-            agreement.exchange(context, "counting", range(57))
-        return agreement.exchange(context, "x" * 100, [context.rank - 1] * 56).tolist()
+            agreement.exchange(context.ranks, "counting", range(57))
+        return agreement.exchange(context.ranks, "x" * 100, [context.rank - 1] * 56).tolist()
 
     assert run_lockstep(2, body) == [[[-1] * 56, [0] * 56]] * 2
 
     def differ(context: ParallelContext) -> None:
-        agreement.exchange(context, "é" * 100 + "ab"[context.rank])
-        agreement.exchange(context, "ab"[context.rank] + "é" * 100)
+        agreement.exchange(context.ranks, "é" * 100 + "ab"[context.rank])
+        agreement.exchange(context.ranks, "ab"[context.rank] + "é" * 100)
 
     with pytest.raises(CallsDiffer, match=r"rank 0 is aé+\ufffd, rank 1 is bé+\ufffd;"):
         run_lockstep(2, differ)
@@ -142,9 +143,9 @@ def test_a_store_that_is_gone_is_no_fault_of_ranks(
 
 def test_a_single_rank_exchanges_nothing() -> None:
     torch.manual_seed(3)
-    seed = agreement.shared_seed(ParallelContext(), "drawing")
+    seed = agreement.shared_seed(RankGroup(), "drawing")
     torch.manual_seed(3)
     assert seed == int(torch.randint(2**63 - 1, (1,)))
     before = torch.get_rng_state()
-    assert agreement.shared_seed(ParallelContext(), "drawing", wanted=False) == 0
+    assert agreement.shared_seed(RankGroup(), "drawing", wanted=False) == 0
     assert torch.equal(before, torch.get_rng_state()), "a seed that nobody wants was drawn"

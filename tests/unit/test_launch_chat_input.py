@@ -15,7 +15,8 @@ import pytest
 
 from launch.chat_input import Keyboard
 from lp.errors import RankLost
-from lp.parallel.context import ParallelContext, _ProcessContext
+from lp.parallel.context import ParallelContext
+from lp.parallel.rank_group import ProcessRankGroup
 from lp.parallel.thread_ranks import run_lockstep
 
 
@@ -205,9 +206,10 @@ def test_a_rank_lost_while_the_others_wait_is_named(monkeypatch: pytest.MonkeyPa
         def allgather(self, *args: Any) -> None:
             raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr("lp.parallel.context.announce", lambda rank, call: None)
-    monkeypatch.setattr("lp.parallel.context.roll_call", lambda rank, world_size: "rank 1 does not answer")
-    context = _ProcessContext(world_size=2, backend="gloo", messages=Closed())  # type: ignore[arg-type]
+    monkeypatch.setattr("lp.parallel.rank_group.announce", lambda rank, call: None)
+    monkeypatch.setattr("lp.parallel.rank_group.roll_call", lambda rank, world_size: "rank 1 does not answer")
+    ranks = ProcessRankGroup(size=2, messages=Closed(), home=(0, 2))  # type: ignore[arg-type]
+    context = ParallelContext(world_size=2, backend="gloo", ranks=ranks)
     with pytest.raises(RankLost, match=r"rank 1 does not answer, so rank 0 stops \(Connection closed by peer\)"):
         context.share_text("line")
 

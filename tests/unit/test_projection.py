@@ -23,7 +23,7 @@ from lp.commands import app_command
 from lp.engine.batch_step import BatchStep
 from lp.engine.output import StepStats
 from lp.parallel.context import ParallelContext
-from lp.parallel.thread_ranks import LockstepContext, run_lockstep
+from lp.parallel.thread_ranks import LockstepGroup, run_lockstep
 from tests.tiny_models import tiny_model
 from tests.unit.conftest import Ran
 
@@ -77,7 +77,8 @@ def test_shares_are_those_of_ranks(ranks: int, sampling: lp.SamplingParams | Non
     def body(context: ParallelContext) -> lp.GenerationOutput:
         decoder = lp.LookaheadDecoder(model, CONFIG, context)
         if context.is_main:
-            decoder.context = Weighed(0, ranks, shared=context.shared, given=given)  # type: ignore[attr-defined]
+            group = Weighed(0, ranks, shared=context.ranks.shared, given=given)  # type: ignore[attr-defined]
+            decoder.context = ParallelContext(world_size=ranks, ranks=group, steps=group)
         return decode(decoder)
 
     projection = Projection(decoder=lp.LookaheadDecoder(model, CONFIG), decode=decode, ranks=ranks)
@@ -94,7 +95,7 @@ def test_shares_are_those_of_ranks(ranks: int, sampling: lp.SamplingParams | Non
 
 
 @dataclass(frozen=True)
-class Weighed(LockstepContext):
+class Weighed(LockstepGroup):
     """Notes the bytes that a rank gives."""
 
     given: list[int] = field(default_factory=list)

@@ -448,7 +448,44 @@ def test_the_api_key(small_server: Running) -> None:
         answer = http.get("/v1/models", headers=header)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
     assert http.get("/v1/models", headers={"Authorization": "Bearer s3cret"}).status_code == 200
-    assert http.get("/health").status_code == 200 and http.get("/").status_code == 200
+    for path in ("/health", "/ready", "/", "/metrics"):  # probes and scrapers have no key
+        assert http.get(path).status_code == 200, path
+    for path in ("/props", "/models", "/v1/models/demo", "/v1/health", "/metrics/"):
+        assert http.get(path, follow_redirects=False).status_code == 401, path
+
+
+def test_what_the_api_key_covers_is_the_servers_choice() -> None:
+    """A router that lists models has no key; metrics may be nobody else's affair."""
+    with serving(*lp.load("demo"), api_key="s3cret", metrics_key=True, models_key=False) as running:
+        http = running.http()
+        assert http.get("/metrics").status_code == 401
+        assert http.get("/v1/models").status_code == http.get("/models").status_code == 200
+        assert http.post(COMPLETE, json={"prompt": "a"}).status_code == 401
+
+
+def test_gauges_that_routers_read(small_server: Running) -> None:
+    """llm-d and vLLM's stack choose a server by them: under other names all servers look alike."""
+    http = small_server.http()
+
+    def gauges() -> list[float]:
+        lines = [line.rsplit(" ", 1) for line in http.get("/metrics").text.splitlines() if line.startswith("vllm:")]
+        values = {name: float(value) for name, value in lines}
+        assert values["vllm:kv_cache_usage_perc"] == values["vllm:gpu_cache_usage_perc"]
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return [values[f"vllm:{name}"] for name in names]
+
+    key = {"Authorization": "Bearer s3cret"}
+    assert eventually(lambda: gauges()[:2] == [0, 0])
+    idle = gauges()[2]
+    with http.stream("POST", COMPLETE, json=LONG, headers=key) as one:
+        lines = one.iter_lines()
+        next(lines)
+        waiting = threading.Thread(target=lambda: http.post(COMPLETE, json=LONG | {"max_tokens": 3}, headers=key))
+        waiting.start()
+        assert eventually(lambda: gauges()[:2] == [1, 1])
+        assert idle < gauges()[2] <= 1
+    waiting.join()
+    assert eventually(lambda: gauges()[:2] == [0, 0])
 
 
 def test_a_full_queue_answers_429(small_server: Running) -> None:
@@ -702,9 +739,11 @@ def test_a_server_that_is_asked_to_end(drain_s: int) -> None:
             next(lines)
             server.handle_exit(signal.SIGTERM, None)
             if drain_s:
-                assert eventually(lambda: http.get("/health").status_code == 503)
+                assert eventually(lambda: http.get("/ready").status_code == 503)
+                assert http.get("/health").json() == {"status": "draining"}  # it works, and is not to be killed
                 refused = http.post(COMPLETE, json={"prompt": "a"})
                 assert refused.status_code == 503 and "about to end" in refused.json()["error"]["message"]
+                assert refused.headers["Retry-After"] == "1"
                 assert not server.should_exit
             rest = [*lines]
         if drain_s:

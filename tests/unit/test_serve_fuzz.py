@@ -39,7 +39,7 @@ SOUND: dict[str, dict[str, Any]] = {  # what half of the bodies have, so that th
     "/tokenize": {"content": "abc"},
     "/detokenize": {"tokens": [1, 2]},
 }
-GETS = ["/", "/health", "/v1/health", "/metrics", "/models", "/v1/models", "/props"]
+GETS = ["/", "/health", "/v1/health", "/ready", "/metrics", "/models", "/v1/models", "/props"]
 TAKEN = {200, 400, 404, 405, 408, 413, 422, 429, 501}
 drawn = settings(
     max_examples=EXAMPLES,

@@ -20,7 +20,8 @@ from lp.attention.masks import StepMasks
 from lp.errors import RankLost
 from lp.models.graph_recorder import CaptureFailed, GraphRecorder
 from lp.models.kv_cache import PreallocatedLayer, StaticKVCache
-from lp.parallel.context import ParallelContext, _ProcessContext
+from lp.parallel.context import ParallelContext
+from lp.parallel.rank_group import ProcessRankGroup
 from lp.sampling.score_recorder import RecordingSampler
 from tests.simulated_cuda import DeviceError, SimulatedCuda, run_on_gpus
 from tests.tiny_models import drawn_text, plain_greedy, tiny_model
@@ -44,13 +45,13 @@ def expected() -> list[list[int]]:
 @pytest.mark.parametrize("what", ["all_gather", "broadcast"])
 def test_a_host_tensor_in_a_collective(what: str, gpu: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo takes it; NCCL does not."""
-    carried = _ProcessContext._carried
+    carried = ProcessRankGroup._carried
 
-    def on_the_host(self: _ProcessContext, tensor: torch.Tensor) -> torch.Tensor:
+    def on_the_host(self: ProcessRankGroup, tensor: torch.Tensor) -> torch.Tensor:
         broadcasts = tensor.is_floating_point()  # KV; the messages of steps are integers
         return tensor.contiguous().cpu() if broadcasts == (what == "broadcast") else carried(self, tensor)
 
-    monkeypatch.setattr(_ProcessContext, "_carried", on_the_host)
+    monkeypatch.setattr(ProcessRankGroup, "_carried", on_the_host)
     config = lp.LookaheadConfig(
         window_size=4, ngram_size=3, guess_set_size=6, ablation=lp.Ablation(kv_sync=lp.KVSync.BROADCAST)
     )

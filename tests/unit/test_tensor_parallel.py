@@ -240,7 +240,7 @@ def test_another_replica_that_differs_is_named_by_both_coordinates(monkeypatch: 
 
     def strayed(self: Generation, *args: Any) -> Any:
         found = header(self, *args)
-        other = len(self.stats) == 2 and self.context.rank == 1
+        other = len(self.stats) == 2 and self.context.steps.rank == 1
         return found._replace(digest=found.digest ^ 1) if other else found
 
     monkeypatch.setattr(Generation, "_header", strayed)

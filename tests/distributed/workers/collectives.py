@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lp.engine.decode_loop import Generation
-from lp.parallel.context import _ProcessContext
+from lp.parallel.rank_group import ProcessRankGroup
 
 WORDS = ("gather", "reduce", "broadcast", "scatter", "all_to_all", "barrier", "send", "recv", "object")
 NOT_CALLS = {"is_", "get_", "supports", "Reduce"}  # prefixes of names that hold such a word and move nothing
@@ -36,8 +36,8 @@ class Watch:
             moves = any(word in name for word in WORDS) and not name.startswith(tuple(NOT_CALLS))
             if moves and not name.startswith("_") and callable(function) and not isinstance(function, type):
                 patch.setattr(dist, name, self._watched(name, function))
-        message = _ProcessContext.gather_message  # which calls no function of torch.distributed
-        patch.setattr(_ProcessContext, "gather_message", self._watched("gather_message", message))
+        message = ProcessRankGroup.gather_message  # which calls no function of torch.distributed
+        patch.setattr(ProcessRankGroup, "gather_message", self._watched("gather_message", message))
         self._mark(patch, Generation, "begin_step", self._started)
         self._mark(patch, Generation, "_commit", self._committed)
 

@@ -32,7 +32,7 @@ def main(folder: Path) -> None:
     try:
         if not context.is_main:
             time.sleep(3 * TIMEOUT_S)
-        exchange(context, "a step")
+        exchange(context.ranks, "a step")
         ended = "met"
     except RankLost:
         ended = "lost"
